@@ -1,0 +1,128 @@
+"""One file per method: its loss, and nothing else.
+
+A method is `Algorithm` (a loss, trained by either engine) or `Solver` (a head found directly from features, for
+example by L-BFGS, or read off the text encoder). The file's stem is its name in a recipe, and the keyword arguments of
+its class's constructor are its recipe keys: each one annotated `Annotated[type, Field(…, description="meaning, unit")]`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xdm_ft.randomness import Stream, uniform
+from xdm_ft.tensors import Batch, Losses, Task
+
+LossAverage = Literal["domain", "sample"]
+HeadInit = Literal["random", "zero_shot"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every algorithm is given by the engine, beside its own settings."""
+
+    task: Task
+    width: int  # K, the size of the features
+    steps: int  # training steps in all
+    seed: int
+    loss_average: LossAverage = "domain"
+    head_init: HeadInit = "random"
+    text_weight: Tensor | None = None  # float [C,K]: L2-normalised class embeddings × logit scale; None without text
+
+
+def linear_head(width: int, outputs: int, seed: int, stream: int) -> nn.Linear:
+    """A linear head with torch's default initialisation U(−1/√K, 1/√K), drawn from (seed, stream) only."""
+    head = nn.Linear(width, outputs, dtype=torch.float32)
+    draws = uniform(seed, 0, stream, torch.arange(outputs * (width + 1)))
+    values = (2 * draws - 1) * width**-0.5
+    with torch.no_grad():
+        head.weight.copy_(values[: outputs * width].view(outputs, width))
+        head.bias.copy_(values[outputs * width :])
+    return head
+
+
+def mean_loss(per_sample: Tensor, domain: Tensor, num_domains: int, loss_average: LossAverage) -> Tensor:
+    """Mean of per-sample losses [B]: over the batch (`sample`), or per domain and then over the domains present.
+
+    The latter is the paper's L_erm and L_d: 1/N Σ_i 1/n_i Σ_j ℓ.
+    """
+    if loss_average == "sample":
+        return per_sample.mean()
+    members = F.one_hot(domain, num_domains).to(per_sample.dtype)  # [B,D]
+    count = members.sum(0)  # [D]
+    means = (per_sample @ members) / count.clamp(min=1)  # [D]
+    return means.sum() / (count > 0).sum()
+
+
+class Method(ABC):
+    """What `xdm-ft ls methods` and the plan ask of every method."""
+
+    source: str = ""  # one line: paper and equation
+    min_domains: int = 1  # training domains needed; with fewer the method becomes a `skipped` row
+    needs_text: bool = False  # needs the text side of the encoder
+
+
+class Algorithm(nn.Module, Method, ABC):
+    """A method that is a loss. It owns its class head and whatever else it needs; it never sees an optimizer or a loop.
+
+    `loss` is a pure function of its arguments, the parameters, the buffers and the seed: it runs under
+    `torch.func.vmap` over stacked heads, so it has no data-dependent Python branches and no in-place change of state.
+    Numeric settings that may differ between heads are buffers; what depends on `step` alone may branch in Python.
+    """
+
+    auxiliary: tuple[str, ...] = ()  # names of child modules trained by `Losses.auxiliary`
+    first_selectable_step: int = 1  # earlier steps can not be selected
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.task, self.loss_average = setup.task, setup.loss_average
+        self.seed: Tensor
+        self.register_buffer("seed", torch.tensor(setup.seed, dtype=torch.int64))
+        self.head = linear_head(setup.width, setup.task.num_classes, setup.seed, Stream.INIT)
+        if setup.head_init == "zero_shot":
+            assert setup.text_weight is not None, "the plan refuses head_init: zero_shot without a text side"
+            with torch.no_grad():
+                self.head.weight.copy_(setup.text_weight)
+                self.head.bias.zero_()
+
+    @abstractmethod
+    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+        """The losses of features z [B,K] (float32, `batch.x` where cached) at `step`, counted from 0."""
+
+    def forward(self, z: Tensor, batch: Batch, step: int) -> Losses:
+        return self.loss(z, batch, step)
+
+    def mixed_steps(self, steps: int) -> int | None:
+        """How many of the first `steps` steps used augmented features; None where the method has none."""
+        return None
+
+    def average(self, per_sample: Tensor, batch: Batch) -> Tensor:
+        return mean_loss(per_sample, batch.domain, self.task.num_domains, self.loss_average)
+
+
+class Candidate(NamedTuple):
+    """One head that a solver offers to selection."""
+
+    step: int  # its place in the solver's path, from 0
+    weight: Tensor  # float32 [C,K]
+    bias: Tensor  # float32 [C]
+    hparams: dict[str, float]  # what distinguishes it, e.g. {"l2": 1e-3}
+
+
+class Solver(Method, ABC):
+    """A method that finds its head directly from frozen features; the protocol's rule picks among its candidates."""
+
+    normalized: bool = False  # its head is meant for L2-normalised features, whatever `encoder.normalize` says
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    @abstractmethod
+    def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:
+        """Candidates from all training features z [n,K]; `batch` holds their y and domain. Deterministic."""

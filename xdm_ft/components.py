@@ -1,0 +1,65 @@
+"""Name → class, with "did you mean". A component's name is the stem of the module that holds it.
+
+A folder (`algorithms`, `sharpness`, `data`, `encoders`) is a package whose base classes are in `__init__.py`; every plain
+module in it holds one public class that derives from one of them. Sub-packages are support and no components.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+from typing import Any, get_type_hints
+
+from pydantic import create_model
+from pydantic.fields import FieldInfo
+
+from xdm_ft.blocks import Block
+from xdm_ft.errors import UserError
+
+FOLDERS = {"methods": "algorithms", "sharpness": "sharpness", "data": "data", "encoders": "encoders"}
+
+
+def names(folder: str) -> list[str]:
+    """The names of the components in `xdm_ft/<folder>/`, without importing them."""
+    package = importlib.import_module(f"xdm_ft.{folder}")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.ispkg)
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f'; did you mean "{close[0]}"?' if close else f"; known: {', '.join(known)}"
+
+
+def find(folder: str, name: str) -> type[Any]:
+    """The class behind a name. Raises `UserError` with the nearest known name."""
+    known = names(folder)
+    if name not in known:
+        raise UserError(f'no "{name}" in {folder}{did_you_mean(name, known)}')
+    module = importlib.import_module(f"xdm_ft.{folder}.{name}")
+    classes = [
+        member
+        for key, member in vars(module).items()
+        if inspect.isclass(member) and member.__module__ == module.__name__ and not key.startswith("_")
+        and not inspect.isabstract(member) and member.__mro__[1] is not tuple
+    ]  # fmt: skip
+    if len(classes) != 1:
+        raise ImportError(f"{module.__name__} must hold one public class, found {[c.__name__ for c in classes]}")
+    return classes[0]
+
+
+def settings_model(cls: type[Any], common: type[Block] = Block, skip: tuple[str, ...] = ()) -> type[Block]:
+    """A strict block with the fields of `common` and the constructor keywords of `cls` (those after `*`)."""
+    hints = get_type_hints(cls.__init__, include_extras=True)
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(cls.__init__).parameters.items():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in skip:
+            default = ... if parameter.default is inspect.Parameter.empty else parameter.default
+            fields[name] = (hints[name], default)
+    return create_model(f"{cls.__name__}Settings", __base__=common, **fields)
+
+
+def describe(model: type[Block]) -> dict[str, FieldInfo]:
+    """Key → type, default and meaning."""
+    return dict(model.model_fields)

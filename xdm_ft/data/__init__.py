@@ -1,0 +1,40 @@
+"""One file per data set. The file's stem is its name in a recipe, its class's constructor keywords are recipe keys.
+
+What a data set promises is `ImageDataset`; decoding, transforms, splits and samplers are in `data/loading`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+from PIL import Image
+
+
+class ImageDataset(ABC):
+    """N labelled images from D domains. Row i is the same image for ever: caches and splits refer to it by number.
+
+    Constructors check what can be checked without decoding and raise `UserError`.
+    """
+
+    class_names: tuple[str, ...]  # C
+    domain_names: tuple[str, ...]  # D
+    labels: np.ndarray  # int64 [N]
+    domains: np.ndarray  # int64 [N]
+    groups: np.ndarray | None = None  # int64 [N]: patient, slide, sequence; None where unknown
+    splits: np.ndarray | None = None  # str [N]: train | val | test, where the data set comes with a split
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @abstractmethod
+    def image(self, row: int) -> Image.Image:
+        """The decoded image, RGB, EXIF orientation applied. Raises `UnreadableImage` with its name."""
+
+    @abstractmethod
+    def name(self, row: int) -> str:
+        """What to call the image in a message: its path, or its place in memory."""
+
+    @abstractmethod
+    def content(self, row: int) -> str | bytes:
+        """What determines the image's pixels: the path of its file (str), or its bytes where there is no file."""

@@ -1,0 +1,1 @@
+"""From rows of a data set to batches: decoding, transforms, splits and samplers."""

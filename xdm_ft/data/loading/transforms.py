@@ -1,0 +1,77 @@
+"""The encoder's own preprocessing: PIL image → normalised float tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from PIL import Image
+from pydantic import Field
+from torch import Tensor
+
+from xdm_ft.blocks import Block
+
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
+Resize = Literal["native", "squash", "pad"]
+Colour = tuple[float, float, float]
+
+
+class Preprocessing(Block):
+    """What an encoder does to an image before it sees it."""
+
+    mean: Colour
+    std: Colour
+    size: int  # px, side of the square input
+    crop: float = 1.0  # fraction of the resized side that is kept
+    interpolation: Interpolation = "bicubic"
+    resize: Resize = "native"
+
+
+class PreprocessingOverrides(Block):
+    """`encoder.preprocessing`: what the recipe changes of the encoder's own preprocessing. null: the encoder's own."""
+
+    mean: Annotated[Colour | None, Field(description="mean of each RGB channel, images in 0…1")] = None
+    std: Annotated[Colour | None, Field(description="standard deviation of each RGB channel")] = None
+    size: Annotated[int | None, Field(ge=1, description="side of the square input, px")] = None
+    crop: Annotated[float | None, Field(gt=0, le=1, description="fraction of the resized side kept; 1.0: all")] = None
+    interpolation: Annotated[Interpolation | None, Field(description="resampling filter")] = None
+    resize: Annotated[
+        Resize | None,
+        Field(
+            description="native: shorter side, then centre crop; squash: both sides, aspect ratio lost; "
+            "pad: longer side, then padded with the mean colour (both keep the whole image)"
+        ),
+    ] = None
+
+    def applied_to(self, own: Preprocessing) -> Preprocessing:
+        return own.model_copy(update=self.model_dump(exclude_none=True))
+
+
+def evaluation_transform(preprocessing: Preprocessing) -> Callable[[Image.Image], Tensor]:
+    """RGB image of any size → float32 [3, size, size]. As timm's and open_clip's own evaluation transforms."""
+    from torchvision.transforms import v2
+
+    side = math.floor(preprocessing.size / preprocessing.crop)
+    filter_ = v2.InterpolationMode(preprocessing.interpolation)
+    geometry: dict[str, list[Any]] = {
+        "native": [v2.Resize(side, filter_, antialias=True), v2.CenterCrop(preprocessing.size)],
+        "squash": [v2.Resize((side, side), filter_, antialias=True), v2.CenterCrop(preprocessing.size)],
+        "pad": [_PadToSquare(preprocessing.mean), v2.Resize((side, side), filter_), v2.CenterCrop(preprocessing.size)],
+    }
+    from torchvision.transforms import Normalize, ToTensor
+
+    return v2.Compose(
+        [*geometry[preprocessing.resize], ToTensor(), Normalize(preprocessing.mean, preprocessing.std)]
+    )
+
+
+class _PadToSquare:
+    def __init__(self, colour: Colour) -> None:
+        self.colour = tuple(round(255 * c) for c in colour)
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        side = max(image.size)
+        square = Image.new("RGB", (side, side), self.colour)
+        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+        return square

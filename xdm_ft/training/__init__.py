@@ -1,0 +1,91 @@
+"""Training: the head bank (many heads on cached features), the loop (one model end to end), schedules, selection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
+from xdm_ft.blocks import Block
+from xdm_ft.data.loading.splits import Split
+from xdm_ft.sharpness import Sharpness
+
+
+class Schedule(Block):
+    """The learning rate over the steps, as a factor of `lr` and `encoder_lr`."""
+
+    name: Annotated[Literal["constant", "cosine"], Field(description="cosine falls to 0 at the last step")] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0, description="steps of linear increase from 0 before that")] = 0
+
+
+class Training(Block):
+    """How models are trained, by either engine."""
+
+    batch_size: Annotated[int, Field(ge=1, description="images per training domain (per_domain) or in all (pooled)")] = (
+        32
+    )
+    sampler: Annotated[
+        Literal["per_domain", "pooled"],
+        Field(description="per_domain: batch_size from every training domain; pooled: from all images together"),
+    ] = "per_domain"
+    steps: Annotated[int | None, Field(ge=1, description="training steps; null: from epochs")] = None
+    epochs: Annotated[float | None, Field(gt=0, description="passes over the training images (pooled only)")] = None
+    optimizer: Annotated[Literal["sgd", "adam", "adamw"], Field(description="as in torch.optim")] = "adam"
+    lr: Annotated[float, Field(gt=0, description="learning rate of heads")] = 1e-3
+    encoder_lr: Annotated[float, Field(gt=0, description="learning rate of a trainable encoder")] = 5e-5
+    weight_decay: Annotated[float, Field(ge=0, description="L2 penalty (sgd, adam) or decoupled decay (adamw)")] = 0.0
+    momentum: Annotated[float, Field(ge=0, lt=1, description="of sgd")] = 0.9
+    schedule: Annotated[Schedule, Field(description="course of the learning rate")] = Schedule()
+    clip_norm: Annotated[
+        float | None, Field(gt=0, description="gradient norm that encoder and class head are clipped to; null: none")
+    ] = None
+    accumulation: Annotated[int, Field(ge=1, description="micro-batches per step (end to end only)")] = 1
+    mixed_precision: Annotated[
+        Literal["no", "bf16", "fp16"], Field(description="autocast of a trainable encoder (end to end only)")
+    ] = "no"
+    evaluate_every: Annotated[
+        int | None, Field(ge=1, description="steps between evaluations; null: a twentieth of the steps")
+    ] = None
+    loss_average: Annotated[
+        LossAverage, Field(description="domain: mean per domain, then over domains (the paper); sample: batch mean")
+    ] = "domain"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model to train. `make(setup)` builds its method, always the same way."""
+
+    method: str  # label in results
+    test_domains: tuple[str, ...]
+    seed: int
+    trial: int
+    split: Split
+    setup: Setup
+    make: Callable[[Setup], Algorithm | Solver]
+    sharpness: Sharpness | None
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The step that one selection rule picked, and the weights there."""
+
+    step: int  # number of steps taken
+    state: dict[str, Tensor]  # parameters and buffers on the CPU: `head.weight`, …; end to end also `encoder.…`
+    hparams: dict[str, float] = field(default_factory=dict)  # what a solver varied
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What an engine returns for a job."""
+
+    job: Job
+    selected: dict[str, Selected]  # selection rule → what it picked
+    mixed_steps: int | None
+    seconds: float
+    failure: str | None = None  # why there is no model, e.g. a NaN loss at a step
