@@ -1,0 +1,189 @@
+"""What a set of predictions is worth. Logits are float [n,C], labels and domains int64 [n], all results plain floats.
+
+Metrics over classes (`balanced_accuracy`, `macro_f1`, `auroc`) average over the classes that the labels of the split
+contain: a class without images says nothing about a model. Confusion counts are int64 [C,C], true class by predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xdm_ft.tensors import Score
+
+HIGHER_IS_BETTER: dict[str, bool] = {
+    "accuracy": True,
+    "balanced_accuracy": True,
+    "macro_f1": True,
+    "auroc": True,
+    "worst_domain_accuracy": True,
+    "nll": False,
+    "ece": False,
+}
+ECE_BINS = 15
+_ROWS_AT_ONCE = 16384  # rows that are held in float64 at a time
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Share of right predictions: logits [...,n,C], labels [...,n] → float64 [...] on the CPU. For banks of heads."""
+    right = (logits.argmax(-1) == labels).sum(-1)  # [...]
+    return right.cpu().double() / logits.shape[-2]
+
+
+def confusion(predicted: Tensor, labels: Tensor, num_classes: int) -> np.ndarray:
+    """Counts int64 [C,C] of (true class, predicted class)."""
+    cells = torch.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+    return cells.view(num_classes, num_classes).cpu().numpy()
+
+
+def recalls(counts: np.ndarray) -> np.ndarray:
+    """Share of each class's images that are right, [C]; nan for a class without images."""
+    support = counts.sum(1)
+    return np.where(support > 0, np.diag(counts) / np.maximum(support, 1), np.nan)
+
+
+def balanced_accuracy(counts: np.ndarray) -> float:
+    """Mean recall over the classes present."""
+    return float(np.nanmean(recalls(counts)))
+
+
+def macro_f1(counts: np.ndarray) -> float:
+    """Mean F1 = 2 tp / (true + predicted) over the classes present."""
+    support, predicted = counts.sum(1), counts.sum(0)
+    f1 = 2 * np.diag(counts) / np.maximum(support + predicted, 1)
+    return float(f1[support > 0].mean())
+
+
+def domain_accuracies(predicted: Tensor, labels: Tensor, domains: Tensor) -> dict[int, tuple[float, int]]:
+    """Domain number → (accuracy, images), for the domains present."""
+    images = torch.bincount(domains).cpu().numpy()
+    right = torch.bincount(domains[predicted == labels], minlength=len(images)).cpu().numpy()
+    return {int(d): (float(right[d] / images[d]), int(images[d])) for d in np.flatnonzero(images)}
+
+
+def log_normalizer(logits: Tensor) -> Tensor:
+    """log Σ_c exp(logit_c) as float64 [n] on the CPU; float32 would tie confident predictions."""
+    return torch.cat([rows.double().logsumexp(1) for rows in logits.cpu().split(_ROWS_AT_ONCE)])
+
+
+def per_image_nll(logits: Tensor, labels: Tensor) -> np.ndarray:
+    """−log p(true class) of each image, float64 [n]."""
+    true = logits.cpu().gather(1, labels.cpu()[:, None])[:, 0].double()
+    return (log_normalizer(logits) - true).numpy()
+
+
+def confidences(logits: Tensor) -> np.ndarray:
+    """Probability of the predicted class, float64 [n]."""
+    return (logits.cpu().amax(1).double() - log_normalizer(logits)).exp().numpy()
+
+
+def confidence_bin(confidence: np.ndarray) -> np.ndarray:
+    """Which of the equal-width bins (0, 1/15], …, (14/15, 1] a confidence falls into, int64 [n]."""
+    return np.clip(np.ceil(confidence * ECE_BINS).astype(np.int64) - 1, 0, ECE_BINS - 1)
+
+
+def expected_calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
+    """Σ_bins |Σ_{i in bin} (right_i − confidence_i)| / n: the ECE of Guo et al. 2017, in one sum per bin.
+
+    torchmetrics gives confidences of exactly 1 a sixteenth bin of their own, so it is not used here.
+    """
+    gaps = np.bincount(confidence_bin(confidence), weights=right - confidence, minlength=ECE_BINS)
+    return float(np.abs(gaps).sum() / len(confidence))
+
+
+def _class_scores(logits: Tensor) -> Callable[[int], np.ndarray]:
+    """Class → score [n] that orders images as the class's probability does, without its saturation at 0 and 1."""
+    logits = logits.cpu()
+    if logits.shape[1] == 2:
+        margin = (logits[:, 1].double() - logits[:, 0].double()).numpy()
+        return lambda c: margin if c == 1 else -margin
+    normalizer = log_normalizer(logits)
+    return lambda c: (logits[:, c].double() - normalizer).numpy()
+
+
+def placements(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
+    """For each image the share of images of the other kind that it is ordered rightly against, ties half: [n].
+
+    The mean over positives, like the mean over negatives, is the area under the ROC curve (DeLong et al. 1988).
+    Both kinds are present. Two sorts and two look-ups: on 170,000 images 20 times faster than building the curve.
+    """
+    low, high = np.sort(scores[~positive]), np.sort(scores[positive])
+    share = np.empty(len(scores))
+    for kind, others in ((positive, low), (~positive, high)):
+        mine = scores[kind]
+        below = np.searchsorted(others, mine, side="left") + np.searchsorted(others, mine, side="right")
+        share[kind] = below / (2 * len(others))
+    share[~positive] = 1 - share[~positive]  # a negative is right against the positives above it
+    return share
+
+
+def scorable_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """Classes that have both images and other images, which is what an AUROC needs."""
+    support = np.bincount(labels, minlength=num_classes)
+    return np.flatnonzero((support > 0) & (support < len(labels)))
+
+
+def auroc(logits: Tensor, labels: Tensor) -> float | None:
+    """Area under the ROC curve: of class 1 with two classes, else the mean of one class against the rest.
+
+    Over the classes with positives and negatives; None where there are none.
+    """
+    truth, score = labels.cpu().numpy(), _class_scores(logits)
+    classes = scorable_classes(truth, logits.shape[1])
+    if logits.shape[1] == 2:
+        classes = classes[classes == 1]  # class 0 against class 1 is the same number
+    areas = [float(placements(score(c), truth == c)[truth == c].mean()) for c in classes]
+    return float(np.mean(areas)) if areas else None
+
+
+def metric(name: str, logits: Tensor, labels: Tensor, domains: Tensor) -> float:
+    """One metric by its name, computing nothing else; nan for an `auroc` that is not defined. n must not be 0."""
+    if name == "accuracy":
+        return float(accuracy(logits, labels))
+    if name == "nll":
+        return float(per_image_nll(logits, labels).mean())
+    if name == "auroc":
+        area = auroc(logits, labels)
+        return float("nan") if area is None else area
+    predicted = logits.argmax(1)
+    if name == "ece":
+        return expected_calibration_error(confidences(logits), (predicted == labels).cpu().numpy())
+    if name == "worst_domain_accuracy":
+        return min(share for share, _ in domain_accuracies(predicted, labels, domains).values())
+    by_confusion = {"balanced_accuracy": balanced_accuracy, "macro_f1": macro_f1}
+    return by_confusion[name](confusion(predicted, labels, logits.shape[1]))
+
+
+def score(
+    logits: Tensor, labels: Tensor, domains: Tensor, class_names: Sequence[str], domain_names: Sequence[str]
+) -> Score:
+    """Everything that results.json tells of one split. `domains` are numbers into `domain_names`.
+
+    Raises `ValueError` for a split without images and `FloatingPointError` for logits that are not finite.
+    """
+    n = len(labels)
+    if n == 0:
+        raise ValueError("a split without images has no score")
+    if not torch.isfinite(logits).all():
+        raise FloatingPointError(
+            f"the logits of {int((~torch.isfinite(logits)).any(1).sum())} of {n} images are not finite"
+        )
+    predicted = logits.argmax(1)
+    counts = confusion(predicted, labels, logits.shape[1])
+    per_domain = domain_accuracies(predicted, labels, domains)
+    recall = recalls(counts)
+    return Score(
+        accuracy=float(np.trace(counts) / n),
+        balanced_accuracy=balanced_accuracy(counts),
+        macro_f1=macro_f1(counts),
+        auroc=auroc(logits, labels),
+        worst_domain_accuracy=min(share for share, _ in per_domain.values()),
+        nll=float(per_image_nll(logits, labels).mean()),
+        ece=expected_calibration_error(confidences(logits), (predicted == labels).cpu().numpy()),
+        n=n,
+        per_class_recall={c: None if np.isnan(r) else float(r) for c, r in zip(class_names, recall, strict=True)},
+        per_domain={domain_names[d]: {"accuracy": a, "n": k} for d, (a, k) in per_domain.items()},
+    )
