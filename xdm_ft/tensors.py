@@ -58,6 +58,7 @@ class Losses(NamedTuple):
     auxiliary: Tensor  # scalar: the domain head and its like, stepped once, outside sharpness and clipping
     buffers: dict[str, Tensor] = {}  # new values of the algorithm's state, committed once a step
     logs: dict[str, Tensor] = {}  # scalars worth plotting
+    held: dict[str, Tensor] = {}  # what the second pass of a sharpness-aware step must reuse, so that both see one loss
 
 
 @dataclass(frozen=True)

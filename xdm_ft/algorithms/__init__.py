@@ -8,7 +8,7 @@ its class's constructor are its recipe keys: each one annotated `Annotated[type,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -95,8 +95,12 @@ class Algorithm(nn.Module, Method, ABC):
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
         """The losses of features z [B,K] (float32, `batch.x` where cached) at `step`, counted from 0."""
 
-    def forward(self, z: Tensor, batch: Batch, step: int) -> Losses:
+    def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
+        """`loss` at perturbed weights, with what the first pass `held` (`Losses.held`): masks, which no draw fixes."""
         return self.loss(z, batch, step)
+
+    def forward(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
+        return self.loss(z, batch, step) if held is None else self.second_pass(z, batch, step, held)
 
     def mixed_steps(self, steps: int) -> int | None:
         """How many of the first `steps` steps used augmented features; None where the method has none."""
