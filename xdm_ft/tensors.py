@@ -56,9 +56,10 @@ class Losses(NamedTuple):
 
     total: Tensor  # scalar: what sharpness, clipping and the main step see
     auxiliary: Tensor  # scalar: the domain head and its like, stepped once, outside sharpness and clipping
-    buffers: dict[str, Tensor] = {}  # new values of the algorithm's state, committed once a step
-    logs: dict[str, Tensor] = {}  # scalars worth plotting
-    held: dict[str, Tensor] = {}  # what the second pass of a sharpness-aware step must reuse, so that both see one loss
+    # plain dicts, never changed in place: `torch.func.vmap` returns no other mapping
+    buffers: dict[str, Tensor] = {}  # noqa: RUF012 - new values of the algorithm's state, committed once a step
+    logs: dict[str, Tensor] = {}  # noqa: RUF012 - scalars worth plotting
+    held: dict[str, Tensor] = {}  # noqa: RUF012 - what the second pass of a sharpness-aware step reuses: both see one loss
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A method is `Algorithm` (a loss, trained by either engine) or `Solver` (a head found directly from features, for
 example by L-BFGS, or read off the text encoder). The file's stem is its name in a recipe, and the keyword arguments of
-its class's constructor are its recipe keys: each one annotated `Annotated[type, Field(…, description="meaning, unit")]`.
+its class's constructor are its recipe keys: each one annotated `Annotated[type, Field(…, description="meaning")]`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def mean_loss(per_sample: Tensor, domain: Tensor, num_domains: int, loss_average
     return means.sum() / (count > 0).sum()
 
 
-class Method(ABC):
+class Method:
     """What `xdm-ft ls methods` and the plan ask of every method."""
 
     source: str = ""  # one line: paper and equation
