@@ -6,7 +6,6 @@ module in it holds one public class that derives from one of them. Sub-packages 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import pkgutil
@@ -16,7 +15,7 @@ from pydantic import create_model
 from pydantic.fields import FieldInfo
 
 from xdm_ft.blocks import Block
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, did_you_mean
 
 FOLDERS = {"methods": "algorithms", "sharpness": "sharpness", "data": "data", "encoders": "encoders"}
 
@@ -25,11 +24,6 @@ def names(folder: str) -> list[str]:
     """The names of the components in `xdm_ft/<folder>/`, without importing them."""
     package = importlib.import_module(f"xdm_ft.{folder}")
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.ispkg)
-
-
-def did_you_mean(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f'; did you mean "{close[0]}"?' if close else f"; known: {', '.join(known)}"
 
 
 def find(folder: str, name: str) -> type[Any]:

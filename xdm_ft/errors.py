@@ -1,4 +1,6 @@
-"""The one exception that a user can mend."""
+"""The one exception that a user can mend, and the hint at the nearest known name."""
+
+import difflib
 
 
 class UserError(Exception):
@@ -7,3 +9,9 @@ class UserError(Exception):
     It names the file and the key or value, says what is wrong and what to do. The command line prints it without a
     traceback and ends with exit status 2.
     """
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f'; did you mean "{close[0]}"?' if close else f"; known: {', '.join(known)}"

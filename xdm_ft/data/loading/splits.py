@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+import numpy as np
+import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
 from xdm_ft.blocks import Block
+from xdm_ft.data import ImageDataset
+from xdm_ft.data.loading.images import NAMED_AT_MOST
+from xdm_ft.data.loading.stratification import validation_part
+from xdm_ft.errors import UserError, did_you_mean
 
 Rule = Literal["train_val", "val_domain", "oracle"]
 SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_domain", "oracle": "test_val"}
@@ -41,9 +48,11 @@ class Protocol(Block):
     metric: Annotated[Metric, Field(description="metric that selects the step, and the headline of the tables")] = (
         "accuracy"
     )
-    seeds: Annotated[
-        tuple[int, ...], Field(min_length=1, description="a count n (seeds 0…n−1) or a list of seeds")
-    ] = (0, 1, 2)
+    seeds: Annotated[tuple[int, ...], Field(min_length=1, description="a count n (seeds 0…n−1) or a list of seeds")] = (
+        0,
+        1,
+        2,
+    )
 
     @field_validator("seeds", mode="before")
     @classmethod
@@ -65,3 +74,189 @@ class Split:
     evaluation: dict[str, Tensor]  # split name (train_val | val_domain | test | test_val) → int64 rows
     domain_of: Tensor  # int64 [number of domains of the data set] → 0…D−1 of `train_domains`, −1 for the others
     notes: tuple[str, ...] = field(default=())  # what the protocol line must say of this split
+
+
+def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> list[Split]:
+    """One split per test domain, in the order of `protocol.test_domains` (or of the data set); one in all if official.
+
+    `unreadable` rows are in no part. Raises `UserError` where the data does not bear the protocol.
+    """
+    if protocol.name == "official":
+        return [official(dataset, protocol, seed, unreadable)]
+    held_out = protocol.test_domains or dataset.domain_names
+    if len(set(held_out)) < len(held_out):
+        raise UserError(f"protocol.test_domains: names a domain twice: {', '.join(held_out)}")
+    return [leave_one_domain_out(dataset, protocol, name, seed, unreadable) for name in held_out]
+
+
+def leave_one_domain_out(
+    dataset: ImageDataset, protocol: Protocol, test_domain: str, seed: int, unreadable: Collection[int] = ()
+) -> Split:
+    """All of `test_domain` tests; the other domains train, but for their validation parts.
+
+    Validation parts are stratified by domain and class, drawn from `seed`, and divide no group: a domain's part is the
+    same whichever domain is held out. A data set that comes with `splits` uses its own train and val rows instead.
+    """
+    if test_domain not in dataset.domain_names:
+        known = list(dataset.domain_names)
+        raise UserError(
+            f'protocol.test_domains: no domain "{test_domain}" in the data{did_you_mean(test_domain, known)}'
+        )
+    held_out = dataset.domain_names.index(test_domain)
+    train_domains = tuple(name for name in dataset.domain_names if name != test_domain)
+    if not train_domains:
+        raise UserError(
+            f'data: "{test_domain}" is the only domain; leave_one_domain_out needs a second one to train on'
+        )
+    readable = _readable(dataset, unreadable)
+    is_test = readable & (dataset.domains == held_out)
+    is_source = readable & (dataset.domains != held_out)
+    _check_classes(dataset, np.flatnonzero(readable), range(len(dataset.domain_names)))
+
+    notes = [_independence(dataset)]
+    if dataset.groups is not None:
+        shared = is_source & np.isin(dataset.groups, dataset.groups[is_test])
+        if shared.any():
+            is_source &= ~shared
+            notes.append(f"{shared.sum()} training images left out whose group is also in {test_domain}")
+    if dataset.splits is None:
+        source, test = np.flatnonzero(is_source), np.flatnonzero(is_test)
+        train_val = _validation_part(dataset, source, protocol.val_fraction, seed)
+        test_val = _validation_part(dataset, test, protocol.val_fraction, seed)
+        train = np.setdiff1d(source, train_val, assume_unique=True)
+    else:
+        notes.append("train and validation parts as they come with the data")
+        train = np.flatnonzero(is_source & (dataset.splits == "train"))
+        train_val = np.flatnonzero(is_source & (dataset.splits == "val"))
+        test_val = np.flatnonzero(is_test & (dataset.splits == "val"))
+    evaluation = {"train_val": train_val, "test": np.flatnonzero(is_test), "test_val": test_val}
+    return _split(dataset, protocol, (test_domain,), train_domains, train, evaluation, notes)
+
+
+def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> Split:
+    """The split of the data itself. Its val rows are `train_val` where their domain also trains, else `val_domain`.
+
+    `test_val`, which only the oracle rule looks at, is a stratified part of the test rows drawn from `seed`.
+    """
+    if dataset.splits is None:
+        raise UserError(
+            "protocol.name: official needs data that comes with a split (a table: with a column split); "
+            "use leave_one_domain_out"
+        )
+    if protocol.test_domains is not None:
+        raise UserError("protocol.test_domains: the official split decides what is tested; leave it out")
+    readable = _readable(dataset, unreadable)
+    train, val, test = (np.flatnonzero(readable & (dataset.splits == part)) for part in ("train", "val", "test"))
+    for part, rows in (("train", train), ("test", test)):
+        if len(rows) == 0:
+            raise UserError(f'protocol.name: official: the data holds no image whose split is "{part}"')
+    trains = np.isin(np.arange(len(dataset.domain_names)), dataset.domains[train])  # bool [domains]
+    _check_classes(dataset, train, np.flatnonzero(trains))
+    of_training_domain = trains[dataset.domains[val]]
+    evaluation = {
+        "train_val": val[of_training_domain],
+        "val_domain": val[~of_training_domain],
+        "test": test,
+        "test_val": _validation_part(dataset, test, protocol.val_fraction, seed),
+    }
+    names = np.array(dataset.domain_names)
+    test_domains = tuple(names[np.unique(dataset.domains[test])].tolist())
+    notes = [_independence(dataset)]
+    return _split(dataset, protocol, test_domains, tuple(names[trains].tolist()), train, evaluation, notes)
+
+
+def _readable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
+    readable = np.ones(len(dataset), dtype=bool)
+    readable[list(unreadable)] = False
+    return readable
+
+
+def _independence(dataset: ImageDataset) -> str:
+    return "images assumed independent" if dataset.groups is None else "groups kept together"
+
+
+def _check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int]) -> None:
+    """Refuses a domain that has no image, or images of one class only: its domain would tell the class."""
+    count = _images(dataset, rows)
+    for domain in domains:
+        present = np.flatnonzero(count[domain])
+        name = dataset.domain_names[domain]
+        if len(present) == 0:
+            raise UserError(f'data: the domain "{name}" has no readable image; remove it')
+        if len(present) == 1:
+            only = dataset.class_names[present[0]]
+            raise UserError(
+                f'data: the domain "{name}" has images of one class only ("{only}"); add others or remove the domain'
+            )
+
+
+def _images(dataset: ImageDataset, rows: np.ndarray) -> np.ndarray:
+    """The number of images of every class in every domain: int64 [domains, classes]."""
+    num_domains, num_classes = len(dataset.domain_names), len(dataset.class_names)
+    stratum = dataset.domains[rows] * num_classes + dataset.labels[rows]
+    return np.bincount(stratum, minlength=num_domains * num_classes).reshape(num_domains, num_classes)
+
+
+def _split(
+    dataset: ImageDataset,
+    protocol: Protocol,
+    test_domains: tuple[str, ...],
+    train_domains: tuple[str, ...],
+    train: np.ndarray,
+    evaluation: dict[str, np.ndarray],
+    notes: list[str],
+) -> Split:
+    evaluation = {name: rows for name, rows in evaluation.items() if len(rows)}
+    needed = SELECTION_SPLIT[protocol.selection]
+    if needed not in evaluation:
+        able = [rule for rule, name in SELECTION_SPLIT.items() if name in evaluation]
+        raise UserError(
+            f"protocol.selection: {protocol.selection} needs {needed} images, and there are none "
+            f"with {', '.join(test_domains)} held out; possible here: {', '.join(able) or 'none'}"
+        )
+    domain_of = np.full(len(dataset.domain_names), -1, dtype=np.int64)
+    domain_of[[dataset.domain_names.index(name) for name in train_domains]] = np.arange(len(train_domains))
+    of_row = domain_of[dataset.domains[train]]
+    parts = [train[of_row == d] for d in range(len(train_domains))]
+    for name, part in zip(train_domains, parts, strict=True):
+        if len(part) == 0:
+            raise UserError(
+                f'data: no image of "{name}" is left for training with {", ".join(test_domains)} held out'
+                + ("; if groups are numbered anew in each domain, data.group must capture the domain too"
+                   if dataset.groups is not None else "")
+            )  # fmt: skip
+    return Split(
+        test_domains=test_domains,
+        train_domains=train_domains,
+        train=tuple(torch.from_numpy(part) for part in parts),
+        evaluation={name: torch.from_numpy(rows) for name, rows in evaluation.items()},
+        domain_of=torch.from_numpy(domain_of),
+        notes=(*notes, *_gaps(dataset, train, evaluation, domain_of)),
+    )
+
+
+def _gaps(
+    dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray], domain_of: np.ndarray
+) -> list[str]:
+    """What a reader of the numbers must know: classes that a domain lacks, validation that shares groups."""
+    notes = []
+    count = _images(dataset, train)[domain_of >= 0]  # [D,C]
+    names = [name for name, d in zip(dataset.domain_names, domain_of, strict=True) if d >= 0]
+    lacking = [
+        f"no training image of {dataset.class_names[c]} in {names[d]}" for d, c in np.argwhere(count == 0).tolist()
+    ]
+    notes += lacking[:NAMED_AT_MOST]
+    if len(lacking) > NAMED_AT_MOST:
+        notes.append(f"and {len(lacking) - NAMED_AT_MOST} more classes missing from a training domain")
+    if dataset.groups is not None:
+        for name in ("train_val", "val_domain", "test"):
+            if name in evaluation and np.isin(dataset.groups[evaluation[name]], dataset.groups[train]).any():
+                notes.append(f"{name} shares groups with training")
+    return notes
+
+
+def _validation_part(dataset: ImageDataset, rows: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Stratified by domain and class."""
+    stratum = dataset.domains[rows] * len(dataset.class_names) + dataset.labels[rows]
+    group = None if dataset.groups is None else dataset.groups[rows]
+    return validation_part(rows, stratum, group, fraction, seed)

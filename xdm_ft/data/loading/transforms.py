@@ -61,9 +61,7 @@ def evaluation_transform(preprocessing: Preprocessing) -> Callable[[Image.Image]
     }
     from torchvision.transforms import Normalize, ToTensor
 
-    return v2.Compose(
-        [*geometry[preprocessing.resize], ToTensor(), Normalize(preprocessing.mean, preprocessing.std)]
-    )
+    return v2.Compose([*geometry[preprocessing.resize], ToTensor(), Normalize(preprocessing.mean, preprocessing.std)])
 
 
 class _PadToSquare:

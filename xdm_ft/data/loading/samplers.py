@@ -1,0 +1,118 @@
+"""Which rows are in which batch, as a function of seed and step; and rows → image tensors for a DataLoader."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.data.loading.images import UndecodableInLoader, UnreadableImage, unreadable_message
+from xdm_ft.errors import UserError
+from xdm_ft.randomness import Stream, integers, permutation
+
+
+class BatchSampler(ABC):
+    """Rows of every batch. A pure function of seed and step: it can start anywhere and has no state to save."""
+
+    batch: int  # rows per step
+
+    @abstractmethod
+    def indices(self, first: int, last: int) -> Tensor:
+        """The rows of steps first…last−1: int64 [last − first, batch]."""
+
+
+class PerDomainSampler(BatchSampler):
+    """`batch_size` rows from each of D pools at every step, domain after domain.
+
+    Rows are drawn uniformly with replacement, as in DomainBed's infinite loaders (Gulrajani & Lopez-Paz 2021).
+    """
+
+    def __init__(self, pools: Sequence[Tensor], batch_size: int, seed: int) -> None:
+        _refuse_empty(pools)
+        self.batch, self.seed = batch_size * len(pools), seed
+        self.rows = torch.cat(list(pools))
+        sizes = torch.tensor([len(pool) for pool in pools])
+        self.size = sizes.repeat_interleave(batch_size)  # [batch]: size of the pool that each place draws from
+        self.start = (sizes.cumsum(0) - sizes).repeat_interleave(batch_size)  # [batch]: where it begins in `rows`
+
+    def indices(self, first: int, last: int) -> Tensor:
+        steps = torch.arange(first, last)[:, None]  # [S,1]
+        place = torch.arange(self.batch)[None]  # [1,batch]
+        return self.rows[self.start + integers(self.seed, steps, Stream.BATCH, place, self.size)]  # [S,batch]
+
+
+class PooledSampler(BatchSampler):
+    """`batch_size` rows from all pools together, by successive seeded permutations.
+
+    Every row comes once per epoch; a batch may straddle two epochs, and no row is left over.
+    """
+
+    def __init__(self, pools: Sequence[Tensor], batch_size: int, seed: int) -> None:
+        _refuse_empty(pools)
+        self.batch, self.seed = batch_size, seed
+        self.rows = torch.cat(list(pools))
+        # only a memory of what is recomputed at will: callers ask for neighbouring steps, which share an epoch
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def _permutation(self, epoch: int) -> Tensor:
+        return self.rows[permutation(self.seed, epoch, Stream.PERMUTATION, len(self.rows))]
+
+    def indices(self, first: int, last: int) -> Tensor:
+        n, begin, end = len(self.rows), first * self.batch, last * self.batch
+        pieces = [
+            self._order(epoch)[max(begin - epoch * n, 0) : end - epoch * n]
+            for epoch in range(begin // n, -(-end // n))
+        ]  # fmt: skip
+        return torch.cat([self.rows[:0], *pieces]).view(last - first, self.batch)  # [S,batch]
+
+
+def _refuse_empty(pools: Sequence[Tensor]) -> None:
+    if not pools or any(len(pool) == 0 for pool in pools):
+        raise ValueError("a sampler needs at least one pool, and a row in each of them")
+
+
+def sampler(
+    training_sampler: Literal["per_domain", "pooled"], pools: Sequence[Tensor], batch_size: int, seed: int
+) -> BatchSampler:
+    """The sampler that `training.sampler` names, over one pool of rows (int64) per training domain."""
+    return {"per_domain": PerDomainSampler, "pooled": PooledSampler}[training_sampler](pools, batch_size, seed)
+
+
+def steps_of(steps: int | None, epochs: float | None, rows: int, batch: int) -> int:
+    """The number of training steps: `steps`, or as many as `epochs` passes over `rows` rows need (rounded up)."""
+    if (steps is None) == (epochs is None):
+        raise UserError("training: give either steps or epochs")
+    if steps is not None:
+        return steps
+    # decimal, as typed: in binary 0.7 epochs of 10 rows are a little more than 7
+    return math.ceil(Fraction(str(epochs)) * rows / batch)
+
+
+class ImageRows(Dataset[tuple[Tensor, int]]):
+    """Item `row` is (transformed image float [3,H,W], row): feed it rows through a sampler or a batch sampler.
+
+    Raises `UserError` that names the image where one does not decode, also out of DataLoader workers.
+    """
+
+    def __init__(self, dataset: ImageDataset, transform: Callable[[Image.Image], Tensor]) -> None:
+        self.dataset, self.transform = dataset, transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        row = int(row)
+        try:
+            image = self.dataset.image(row)
+        except UnreadableImage as error:
+            raise UndecodableInLoader(unreadable_message({row: error.reason}, self.dataset)) from error
+        return self.transform(image), row
