@@ -1,0 +1,53 @@
+"""Files that are never half-written under their final name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from xdm_ft.errors import UserError
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """`write` fills a temporary file in the same folder, which then takes the final name: write, fsync, rename, fsync
+    of the folder. A full disk or a folder without permission is a `UserError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            os.chmod(temporary, 0o666 & ~_umask())
+            _sync(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync(path.parent)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"{path}: the disk is full; make room and run the same command again") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG):
+            raise UserError(f"{path}: can not be written: {error.strerror}") from error
+        raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

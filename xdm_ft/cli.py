@@ -1,0 +1,112 @@
+"""The `xdm-ft` verbs, thin. Heavy modules are imported by the verb that needs them, so that `--help` is immediate."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from xdm_ft import __version__
+from xdm_ft.errors import UserError
+
+Verb = Callable[[argparse.Namespace], int]
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from xdm_ft.experiment import run
+    from xdm_ft.recipe import load
+
+    return run(load(arguments.recipe, arguments.overrides))
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from xdm_ft.experiment.validation import validate
+    from xdm_ft.recipe import load
+
+    validate(load(arguments.recipe, arguments.overrides))
+    return 0
+
+
+def _features(arguments: argparse.Namespace) -> int:
+    from xdm_ft.experiment import fill_cache
+    from xdm_ft.recipe import load
+
+    fill_cache(load(arguments.recipe, arguments.overrides))
+    return 0
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    from xdm_ft.experiment.listing import listing
+
+    print(listing(arguments.what))
+    return 0
+
+
+def _cp(arguments: argparse.Namespace) -> int:
+    from xdm_ft.recipe_text import copy_recipe
+
+    print(f"wrote {copy_recipe(arguments.recipe, arguments.file)}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    main_parser = argparse.ArgumentParser(
+        prog="xdm-ft", description="Fine-tune foundation models for domain generalization."
+    )
+    main_parser.add_argument("--version", action="version", version=__version__)
+    verbs = main_parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, function: Verb, text: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=text, description=text)
+        sub.set_defaults(function=function)
+        return sub
+
+    recipe_verbs: list[tuple[str, Verb, str]] = [
+        ("run", _run, "train and compare everything that a recipe lists; goes on where an interrupted run stopped"),
+        ("validate", _validate, "check a recipe against its data; print it resolved, the prompts and the plan"),
+        ("features", _features, "fill the feature cache and stop"),
+    ]
+    for name, function, text in recipe_verbs:
+        sub = verb(name, function, text)
+        sub.add_argument("recipe", metavar="RECIPE", help="a file, or the name of a packaged recipe")
+        sub.add_argument("overrides", metavar="key.sub=value", nargs="*", help="changes to the recipe, values as YAML")
+    ls = verb("ls", _ls, "list what there is, a line each")
+    ls.add_argument("what", nargs="?", choices=["recipes", "methods", "data", "encoders"], default="recipes")
+    cp = verb("cp", _cp, "copy a packaged recipe to a file, to edit")
+    cp.add_argument("recipe", metavar="RECIPE")
+    cp.add_argument("file", metavar="FILE")
+    return main_parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 done; 2 the user can mend it; 1 a fault of ours; 130 interrupted."""
+    arguments = parser().parse_args(argv)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("xdm_ft").setLevel(logging.INFO if _is_main_process() else logging.WARNING)
+    try:
+        return int(arguments.function(arguments))
+    except UserError as error:
+        if _is_main_process():
+            print(f"xdm-ft: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("xdm-ft: interrupted; the same command goes on from the last model that was finished", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader of our output has gone (`| head`); Python would complain once more while flushing at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _is_main_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

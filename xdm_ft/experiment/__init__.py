@@ -1,0 +1,54 @@
+"""recipe → plan → work → report."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from xdm_ft.recipe import Recipe
+
+logger = logging.getLogger("xdm_ft")
+
+
+def run(recipe: Recipe) -> int:
+    """Trains and compares everything that the recipe lists. Returns the exit status: 0, or 1 where a model failed."""
+    from xdm_ft.experiment.machine import start, stop
+    from xdm_ft.experiment.material import gather
+    from xdm_ft.experiment.plan import make_plan, read_data
+    from xdm_ft.experiment.run_directory import RunDirectory
+    from xdm_ft.experiment.work import finished_models
+    from xdm_ft.report.tables import print_table
+
+    accelerator = start(recipe)
+    dataset = read_data(recipe)
+    make_plan(recipe, dataset)  # faults of splits and methods come before any long work
+    with RunDirectory(recipe, accelerator) as directory:
+        material = gather(recipe, dataset, accelerator)
+        plan = make_plan(recipe, dataset, material.unreadable)
+        for record, prediction in finished_models(plan, material, directory, accelerator):
+            directory.add(record, prediction)
+        results = directory.finish(plan, material)
+    status = 1 if any(record["status"] == "failed" for record in results["runs"]) else 0
+    if accelerator.is_main_process:
+        print_table(results)
+        sys.stdout.flush()
+        logger.info("results in %s", directory.path)
+    stop(accelerator)
+    return status
+
+
+def fill_cache(recipe: Recipe) -> None:
+    """Extracts the features that the recipe needs and stops."""
+    from xdm_ft.errors import UserError
+    from xdm_ft.experiment.machine import start, stop
+    from xdm_ft.experiment.material import gather
+    from xdm_ft.experiment.plan import read_data
+
+    if not recipe.needs_features:
+        raise UserError(f"{recipe.name}: trains its encoder end to end, no method of it uses cached features")
+    accelerator = start(recipe)
+    material = gather(recipe, read_data(recipe), accelerator)
+    features = material.features
+    assert features is not None
+    logger.info("%d features of width %d, %d of them extracted now", len(features), features.width, features.extracted)
+    stop(accelerator)

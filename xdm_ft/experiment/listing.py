@@ -1,0 +1,75 @@
+"""`xdm-ft ls`: what there is, a line each."""
+
+from __future__ import annotations
+
+import inspect
+
+import yaml
+
+from xdm_ft import components
+from xdm_ft.algorithms import Algorithm
+from xdm_ft.recipe_text import recipe_folder
+
+
+def listing(what: str) -> str:
+    if what == "recipes":
+        return _table([(path.stem, _first_comment(path.read_text(encoding="utf-8"))) for path in _recipes()])
+    if what == "methods":
+        return _table([*_methods(), *_sharpness()])
+    rows = [(name, _summary(components.find(what, name)), _settings(what, name)) for name in components.names(what)]
+    return _table(rows)
+
+
+def _recipes() -> list:
+    return sorted(recipe_folder().glob("*.yaml"))
+
+
+def _methods() -> list[tuple[str, ...]]:
+    rows = []
+    for name in components.names("algorithms"):
+        cls = components.find("algorithms", name)
+        works_on = "cached / end to end" if issubclass(cls, Algorithm) else "cached"
+        rows.append((name, cls.source, works_on, _settings("algorithms", name)))
+    return rows
+
+
+def _sharpness() -> list[tuple[str, ...]]:
+    rows = []
+    for name in components.names("sharpness"):
+        cls = components.find("sharpness", name)
+        rows.append((f"…+{name}", cls.source, "cached / end to end", _settings("sharpness", name)))
+    return rows
+
+
+def _settings(folder: str, name: str) -> str:
+    """`key=default` of every constructor key."""
+    fields = components.settings_model(components.find(folder, name)).model_fields
+    return " ".join(
+        key
+        if field.is_required()
+        else f"{key}={yaml.safe_dump(_plain(field.default), default_flow_style=True).split(chr(10))[0]}"
+        for key, field in fields.items()
+    )
+
+
+def _plain(default: object) -> object:
+    from xdm_ft.blocks import Block
+
+    if isinstance(default, Block):
+        return default.model_dump(mode="json", exclude_defaults=True)
+    return list(default) if isinstance(default, tuple) else default
+
+
+def _summary(cls: type) -> str:
+    return (inspect.getdoc(cls) or "").split("\n")[0]
+
+
+def _first_comment(text: str) -> str:
+    return text.split("\n")[0].removeprefix("#").strip()
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

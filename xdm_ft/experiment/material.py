@@ -1,0 +1,79 @@
+"""What the work reads: the encoder, its cached features, its text side, and which images can not be read."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.data.loading.images import scan
+from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.errors import UserError
+from xdm_ft.features.cache import Features, extract
+from xdm_ft.recipe import Recipe
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger("xdm_ft")
+
+
+@dataclass(frozen=True)
+class Material:
+    pretraining: str  # of the encoder, for the protocol line
+    features: Features | None
+    text_weight: Tensor | None  # float32 [C,K]: class embeddings × logit scale
+    unreadable: dict[int, str]  # row → why the image does not decode
+
+
+def build_encoder(recipe: Recipe, seed: int) -> Encoder:
+    """A fresh encoder; where its weights are random they depend on the seed only."""
+    from accelerate.utils import set_seed
+
+    set_seed(seed)
+    encoder: Encoder = recipe.encoder.build()
+    return encoder
+
+
+def gather(recipe: Recipe, dataset: ImageDataset, accelerator: Accelerator) -> Material:
+    """Loads the encoder and extracts, or finds, what the recipe's methods need."""
+    encoder = build_encoder(recipe, recipe.protocol.seeds[0])
+    features = None
+    on_bad_image = getattr(recipe.data.block, "on_bad_image", "error")
+    if recipe.needs_features:
+        features = extract(
+            encoder,
+            dataset,
+            recipe.features,
+            on_bad_image=on_bad_image,
+            device=accelerator.device,
+            show=accelerator.is_main_process,
+        )
+        unreadable = features.unreadable
+    else:
+        unreadable = _scanned(recipe, dataset, on_bad_image)
+    if unreadable:
+        logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
+    return Material(encoder.pretraining, features, text_weight(recipe, encoder, dataset.class_names), unreadable)
+
+
+def text_weight(recipe: Recipe, encoder: Encoder, class_names: tuple[str, ...]) -> Tensor | None:
+    wanted = any(item.algorithm.cls.needs_text or item.head_init == "zero_shot" for item in recipe.methods)
+    if not wanted:
+        return None
+    assert isinstance(encoder, TextEncoder), "the recipe's check refuses an encoder without a text side"
+    return encoder.logit_scale * encoder.text_embeddings(class_names)
+
+
+def _scanned(recipe: Recipe, dataset: ImageDataset, on_bad_image: str) -> dict[int, str]:
+    unreadable = scan(dataset)
+    if unreadable and on_bad_image == "error":
+        row, reason = next(iter(unreadable.items()))
+        raise UserError(
+            f"{dataset.name(row)}: {reason} ({len(unreadable)} such images); "
+            "mend or remove them, or set data.on_bad_image: skip"
+        )
+    return unreadable

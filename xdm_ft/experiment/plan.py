@@ -1,0 +1,140 @@
+"""What there is to train: the data, its splits, and one job per method × held-out domain × seed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.data.loading.samplers import steps_of
+from xdm_ft.data.loading.splits import Split, splits
+from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.recipe import MethodItem, Recipe
+from xdm_ft.tensors import Task
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """One row of results: a method, a split and a seed. `skipped` says why it can not be trained."""
+
+    item: MethodItem
+    split: Split
+    seed: int
+    steps: int
+    skipped: str | None
+
+    @property
+    def key(self) -> tuple[str, tuple[str, ...], int, int]:
+        return (self.item.label, self.split.test_domains, self.seed, 0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: Recipe
+    dataset: ImageDataset
+    models: tuple[PlannedModel, ...]
+    notes: tuple[str, ...]  # what the protocol line says of the splits
+
+    @property
+    def labels(self) -> Tensor:
+        return torch.as_tensor(self.dataset.labels)
+
+    @property
+    def domains(self) -> Tensor:
+        return torch.as_tensor(self.dataset.domains)
+
+
+def read_data(recipe: Recipe) -> ImageDataset:
+    """The recipe's data set, its classes called as the recipe says."""
+    dataset: ImageDataset = recipe.data.build()
+    words: dict[str, str] = getattr(recipe.data.block, "class_names", {})
+    for name in words:
+        if name not in dataset.class_names:
+            hint = did_you_mean(name, list(dataset.class_names))
+            raise UserError(f'{recipe.name}: data.class_names: the data has no class "{name}"{hint}')
+    renamed = tuple(words.get(name, name) for name in dataset.class_names)
+    if len(set(renamed)) < len(renamed):
+        raise UserError(f"{recipe.name}: data.class_names: gives two classes the same words")
+    dataset.class_names = renamed
+    return dataset
+
+
+def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int] = ()) -> Plan:
+    """Every model, in the order of the recipe's methods. Raises `UserError` where data and recipe do not fit."""
+    by_seed = {seed: splits(dataset, recipe.protocol, seed, unreadable) for seed in recipe.protocol.seeds}
+    models = []
+    for item in recipe.methods:
+        # the text encoder's head is the same for every seed
+        seeds = recipe.protocol.seeds[:1] if item.algorithm.cls.needs_text else recipe.protocol.seeds
+        for place in range(len(by_seed[seeds[0]])):
+            models += [_planned(recipe, item, by_seed[seed][place], seed, dataset) for seed in seeds]
+    notes = dict.fromkeys(note for of_seed in by_seed.values() for split in of_seed for note in split.notes)
+    return Plan(recipe, dataset, tuple(models), tuple(notes))
+
+
+def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset: ImageDataset) -> PlannedModel:
+    training = recipe.training
+    rows = sum(len(pool) for pool in split.train)
+    batch = training.batch_size * (len(split.train) if training.sampler == "per_domain" else 1)
+    steps = steps_of(training.steps, training.epochs, rows, batch)
+    needed, have = item.algorithm.cls.min_domains, len(split.train_domains)
+    skipped = None
+    if have < needed:
+        skipped = f"needs {needed} training domains; with {', '.join(split.test_domains)} held out there is {have}"
+    elif not item.is_solver:
+        _check_settings(item, split, dataset, steps)
+    return PlannedModel(item, split, seed, steps, skipped)
+
+
+def _check_settings(item: MethodItem, split: Split, dataset: ImageDataset, steps: int) -> None:
+    """An algorithm checks its settings against the number of steps, which epochs leave open until the data is known."""
+    from xdm_ft.algorithms import Setup
+
+    task = Task(dataset.class_names, split.train_domains)
+    item.algorithm.build(Setup(task, width=2, steps=steps, seed=0))
+
+
+def describe(plan: Plan) -> str:
+    """The plan in words: models, steps and what they cost."""
+    recipe = plan.recipe
+    trained = [model for model in plan.models if not model.skipped and not model.item.is_solver]
+    passes = sum(model.steps * (2 if model.item.sharpness else 1) for model in trained)
+    images = len(plan.dataset)
+    lines = [
+        f"data: {images} images, {len(plan.dataset.class_names)} classes, domains {', '.join(plan.dataset.domain_names)}",
+        f"models: {len(plan.models)} = methods × held-out domains × seeds"
+        + (
+            f", {sum(model.skipped is not None for model in plan.models)} of them skipped" if _any_skipped(plan) else ""
+        ),
+        f"steps: {sum(model.steps for model in trained)}, gradient evaluations: {passes}",
+    ]
+    if recipe.needs_features:
+        lines.append(f"encoder: one pass over {images} images unless their features are cached")
+    if recipe.trainable and trained:
+        domains = max(len(model.split.train) for model in trained)
+        batch = recipe.training.batch_size * (domains if recipe.training.sampler == "per_domain" else 1)
+        lines.append(f"encoder: {passes * batch} images forward and backward, evaluations aside")
+    lines += [
+        f"skipped: {m.item.label}: {m.skipped}" for m in plan.models if m.skipped and m.seed == recipe.protocol.seeds[0]
+    ]
+    return "\n".join(lines)
+
+
+def _any_skipped(plan: Plan) -> bool:
+    return any(model.skipped for model in plan.models)
+
+
+def hparams(recipe: Recipe, item: MethodItem) -> dict[str, Any]:
+    """The hyper-parameters of one model, for results.json."""
+    own = item.algorithm.kwargs() | (item.sharpness.kwargs() if item.sharpness else {})
+    if item.is_solver:
+        return own
+    training = recipe.training
+    common = {"lr": training.lr, "weight_decay": training.weight_decay, "batch_size": training.batch_size}
+    if recipe.trainable:
+        common["encoder_lr"] = training.encoder_lr
+    return {**common, "head_init": item.head_init, **own}

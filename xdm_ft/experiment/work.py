@@ -1,0 +1,211 @@
+"""Trains what the plan lists, by the engine that fits, and turns each model into its record."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from xdm_ft.algorithms import Setup
+from xdm_ft.evaluation.metrics import score
+from xdm_ft.evaluation.summary import Prediction
+from xdm_ft.experiment.material import Material, build_encoder
+from xdm_ft.experiment.plan import Plan, PlannedModel, hparams
+from xdm_ft.experiment.run_directory import RunDirectory, make_prediction
+from xdm_ft.features.cache import Features
+from xdm_ft.tensors import Task
+from xdm_ft.training import Job, Selected, Trained
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from xdm_ft.encoders import Encoder
+
+logger = logging.getLogger("xdm_ft")
+Logits = Callable[[Selected, Tensor], Tensor]  # (what a rule selected, rows) → float32 logits [n,C]
+Finished = tuple[dict[str, Any], Prediction | None]
+
+
+def finished_models(
+    plan: Plan, material: Material, directory: RunDirectory, accelerator: Accelerator
+) -> Iterator[Finished]:
+    """The record and test predictions of every model that the run directory does not have yet."""
+    work = _Work(plan, material, directory, accelerator)
+    done = directory.done
+    for item in plan.recipe.methods:
+        models = [model for model in plan.models if model.item is item and model.key not in done]
+        yield from ((_skipped(plan, model), None) for model in models if model.skipped)
+        jobs = [work.job(model) for model in models if not model.skipped]
+        if not jobs:
+            continue
+        logger.info("%s: %d models", item.label, len(jobs))
+        if plan.recipe.trainable and not item.is_solver:
+            yield from work.end_to_end(jobs)
+        elif accelerator.is_main_process:
+            yield from work.solved(jobs) if item.is_solver else work.banked(jobs)
+
+
+def _skipped(plan: Plan, model: PlannedModel) -> dict[str, Any]:
+    return {
+        **_identity(model.key, hparams(plan.recipe, model.item)),
+        "status": "skipped",
+        "reason": model.skipped,
+        "selected": {},
+    }
+
+
+def _identity(key: tuple[str, tuple[str, ...], int, int], values: dict[str, Any]) -> dict[str, Any]:
+    method, test_domains, seed, trial = key
+    return {"method": method, "test_domains": list(test_domains), "seed": seed, "trial": trial, "hparams": values}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    plan: Plan
+    material: Material
+    directory: RunDirectory
+    accelerator: Accelerator
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        return (self.plan.recipe.protocol.selection,)
+
+    def job(self, model: PlannedModel) -> Job:
+        recipe, item = self.plan.recipe, model.item
+        features = self.material.features
+        setup = Setup(
+            task=Task(self.plan.dataset.class_names, model.split.train_domains, recipe.protocol.metric),
+            width=features.width if features is not None else 0,
+            steps=model.steps,
+            seed=model.seed,
+            loss_average=recipe.training.loss_average,
+            head_init=item.head_init,
+            text_weight=self.material.text_weight,
+        )
+        return Job(
+            method=item.label,
+            test_domains=model.split.test_domains,
+            seed=model.seed,
+            trial=0,
+            split=model.split,
+            setup=setup,
+            make=item.algorithm.build,
+            sharpness=item.sharpness.build() if item.sharpness else None,
+            lr=recipe.training.lr,
+            weight_decay=recipe.training.weight_decay,
+        )
+
+    def banked(self, jobs: list[Job]) -> Iterator[Finished]:
+        """All jobs of a method together, on cached features."""
+        from xdm_ft.training.bank import head_logits, train_bank
+
+        features = self.features
+        for trained in train_bank(
+            jobs,
+            features,
+            self.plan.labels,
+            self.plan.domains,
+            self.plan.recipe.training,
+            self.rules,
+            self.plan.recipe.protocol.metric,
+            record=self.record,
+            show=self.accelerator.is_main_process,
+        ):
+            yield self.finished(trained, lambda selected, rows: head_logits(features, rows, selected.state))
+
+    def solved(self, jobs: list[Job]) -> Iterator[Finished]:
+        """Methods that find their head without gradient steps."""
+        from xdm_ft.training.bank import head_logits
+        from xdm_ft.training.solvers import solve
+
+        for job in jobs:
+            features = self.features.normalized() if _reads_normalized(job) else self.features
+            trained = solve(
+                job, features, self.plan.labels, self.plan.domains, self.rules, self.plan.recipe.protocol.metric
+            )
+            yield self.finished(trained, _logits_of(features, head_logits))
+
+    def end_to_end(self, jobs: list[Job]) -> Iterator[Finished]:
+        """One model after another, its encoder trained too."""
+        from xdm_ft.training.loop import predict, train_model
+
+        training = self.plan.recipe.training
+        for job in jobs:
+            encoder = build_encoder(self.plan.recipe, job.seed)
+            job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, width=encoder.width))
+            trained = train_model(
+                job,
+                encoder,
+                self.plan.dataset,
+                self.plan.labels,
+                self.plan.domains,
+                training,
+                self.rules,
+                self.plan.recipe.protocol.metric,
+                getattr(self.plan.recipe.encoder.block, "batch_norm", "train"),
+                self.accelerator,
+                record=self.record,
+                show=self.accelerator.is_main_process,
+            )
+
+            def logits(selected: Selected, rows: Tensor, encoder: Encoder = encoder) -> Tensor:
+                return predict(encoder, selected.state, self.plan.dataset, rows, self.accelerator, training.batch_size)
+
+            yield self.finished(trained, logits)
+
+    @property
+    def features(self) -> Features:
+        assert self.material.features is not None, "the plan gathers features for every method that reads them"
+        return self.material.features
+
+    def record(self, job: Job, step: int, values: dict[str, float]) -> None:
+        self.directory.record_scalars(f"{job.method}/{','.join(job.test_domains)}/seed{job.seed}", step, values)
+
+    def finished(self, trained: Trained, logits: Logits) -> Finished:
+        """The record of results.json (DESIGN: R), its weights written, and its predictions on the test domain."""
+        job, plan = trained.job, self.plan
+        item = next(item for item in plan.recipe.methods if item.label == job.method)
+        key = (job.method, job.test_domains, job.seed, job.trial)
+        record = _identity(key, hparams(plan.recipe, item)) | {"status": "ok", "selected": {}}
+        if trained.mixed_steps is not None:
+            record["mixed_steps"] = trained.mixed_steps
+        record["train_seconds"] = round(trained.seconds, 3)
+        if trained.failure is not None:
+            logger.warning(
+                "%s, %s held out, seed %d: %s", job.method, ", ".join(job.test_domains), job.seed, trained.failure
+            )
+            return record | {"status": "failed", "reason": trained.failure}, None
+        prediction = None
+        for rule, selected in trained.selected.items():
+            scores = {name: logits(selected, rows) for name, rows in job.split.evaluation.items()}
+            record["selected"][rule] = self.selection(key, rule, selected, scores, job)
+            rows = job.split.evaluation["test"].numpy()
+            predicted = scores["test"].argmax(-1).cpu().numpy().astype(np.int64)
+            prediction = make_prediction(record, plan, rows, predicted)
+        return record, prediction
+
+    def selection(self, key: Any, rule: str, selected: Selected, logits: dict[str, Tensor], job: Job) -> dict[str, Any]:
+        dataset = self.plan.dataset
+        metrics = {}
+        for name, rows in job.split.evaluation.items():
+            labels, domains = self.plan.labels[rows], self.plan.domains[rows]
+            values = score(logits[name].cpu(), labels, domains, dataset.class_names, dataset.domain_names)
+            metrics[name] = dataclasses.asdict(values)
+        weights = ""
+        if self.accelerator.is_main_process:
+            normalized = _reads_normalized(job) or bool(getattr(self.plan.recipe.encoder.block, "normalize", False))
+            metadata = {"normalize": str(normalized).lower(), "step": str(selected.step)}
+            weights = self.directory.save_weights(key, rule, selected.state, metadata)
+        return {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics}
+
+
+def _reads_normalized(job: Job) -> bool:
+    return bool(getattr(job.make(job.setup), "normalized", False))
+
+
+def _logits_of(features: Features, head_logits: Callable[[Features, Tensor, dict[str, Tensor]], Tensor]) -> Logits:
+    return lambda selected, rows: head_logits(features, rows, selected.state)

@@ -1,0 +1,337 @@
+"""YAML → typed, frozen settings. All faults are found at once, before any data is read."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+
+from xdm_ft import components
+from xdm_ft.algorithms import Algorithm, HeadInit, Setup, Solver
+from xdm_ft.blocks import Block
+from xdm_ft.data.loading.splits import Protocol
+from xdm_ft.encoders import TextEncoder
+from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.features import FeatureSettings
+from xdm_ft.recipe_text import Key, RecipeText, dotted, read_recipe
+from xdm_ft.tensors import Task
+from xdm_ft.training import Training
+
+logger = logging.getLogger("xdm_ft")
+
+
+class DataCommon(Block):
+    """The images. The other keys of the block are those of the data set."""
+
+    name: Annotated[str, Field(description="data set, see `xdm-ft ls data`")]
+    on_bad_image: Annotated[
+        Literal["error", "skip"], Field(description="an image that does not decode: stop, or leave it out and count it")
+    ] = "error"
+    class_names: Annotated[
+        dict[str, str], Field(description="class folder or label → words, for prompts and reports")
+    ] = {}
+
+
+class EncoderCommon(Block):
+    """The encoder f. The other keys of the block are those of the encoder."""
+
+    name: Annotated[str, Field(description="library of the encoder, see `xdm-ft ls encoders`")]
+    trainable: Annotated[bool, Field(description="true: train end to end; false: frozen, on cached features")] = False
+    batch_norm: Annotated[
+        Literal["train", "frozen"], Field(description="batch-norm statistics while training end to end")
+    ] = "train"
+
+
+class MethodCommon(Block):
+    """One item of `methods`. The other keys are those of the algorithm and of its sharpness."""
+
+    name: Annotated[str, Field(description="ALGORITHM or ALGORITHM+SHARPNESS, see `xdm-ft ls methods`")]
+    label: Annotated[str | None, Field(min_length=1, description="name in results; null: as written")] = None
+    head_init: Annotated[
+        HeadInit, Field(description="class head before training: random, or the class embeddings of the text encoder")
+    ] = "random"
+
+
+class Output(Block):
+    """Where results go."""
+
+    dir: Annotated[str, Field(min_length=1, description="parent of the run directory")] = "output"
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component named in a recipe: its class and the settings for its constructor."""
+
+    name: str
+    cls: type[Any]
+    block: Block  # common keys and the component's own
+    own: tuple[str, ...]  # names of the constructor's keys
+
+    def kwargs(self) -> dict[str, Any]:
+        return {key: getattr(self.block, key) for key in self.own}
+
+    def build(self, *args: Any) -> Any:
+        return self.cls(*args, **self.kwargs())
+
+
+@dataclass(frozen=True)
+class MethodItem:
+    """One entry of `methods`."""
+
+    label: str
+    head_init: HeadInit
+    algorithm: Component
+    sharpness: Component | None
+    block: Block
+
+    @property
+    def is_solver(self) -> bool:
+        return issubclass(self.algorithm.cls, Solver)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole recipe, checked."""
+
+    name: str
+    data: Component
+    protocol: Protocol
+    encoder: Component
+    features: FeatureSettings
+    methods: tuple[MethodItem, ...]
+    training: Training
+    output: Output
+
+    @property
+    def trainable(self) -> bool:
+        return bool(getattr(self.encoder.block, "trainable", False))
+
+    @property
+    def needs_features(self) -> bool:
+        """Some method reads cached features of the encoder as it comes."""
+        return not self.trainable or any(item.is_solver for item in self.methods)
+
+    def resolved(self) -> dict[str, Any]:
+        """Plain values with every default written out."""
+        blocks: dict[str, Block] = {
+            "data": self.data.block,
+            "protocol": self.protocol,
+            "encoder": self.encoder.block,
+            "features": self.features,
+            "training": self.training,
+            "output": self.output,
+        }
+        plain = {name: block.model_dump(mode="json") for name, block in blocks.items()}
+        methods = [item.block.model_dump(mode="json") for item in self.methods]
+        return {"name": self.name, **plain, "methods": methods}
+
+    def as_yaml(self) -> str:
+        return str(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True, width=120))
+
+
+BLOCKS: dict[str, type[Block]] = {
+    "protocol": Protocol,
+    "features": FeatureSettings,
+    "training": Training,
+    "output": Output,
+}
+COMPONENTS: dict[str, tuple[str, type[Block]]] = {"data": ("data", DataCommon), "encoder": ("encoders", EncoderCommon)}
+KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "output"]
+
+
+class _Faults:
+    """Collects every fault with its place, so that all are shown at once."""
+
+    def __init__(self, text: RecipeText) -> None:
+        self.text, self.found = text, dict[str, None]()
+
+    def add(self, key: Key, problem: str) -> None:
+        self.found[f"{self.text.where(key)}: {dotted(key)}: {problem}"] = None
+
+    def raise_if_any(self) -> None:
+        if self.found:
+            raise UserError("\n".join(self.found))
+
+
+def load(name: str, overrides: list[str] | None = None) -> Recipe:
+    """The checked recipe. Raises `UserError` with one line per fault."""
+    return check(read_recipe(name, overrides or []))
+
+
+def check(text: RecipeText) -> Recipe:
+    faults = _Faults(text)
+    values = text.values
+    for key in values:
+        if key not in KEYS:
+            faults.add((key,), f"unknown key{did_you_mean(key, KEYS)}")
+    name = values.get("name")
+    if not isinstance(name, str) or not name or set(name) & set("/\\\0") or name in (".", ".."):
+        faults.add(("name",), "a recipe needs a name, a text without slashes; it names the run directory")
+    found: dict[str, Any] = {}
+    for block, (folder, common) in COMPONENTS.items():
+        found[block] = _component(faults, (block,), folder, common, values.get(block))
+    for block, model in BLOCKS.items():
+        found[block] = _block(faults, (block,), model, values.get(block, {}))
+    found["methods"] = _methods(faults, values.get("methods"))
+    faults.raise_if_any()
+    recipe = Recipe(name=str(name), **found)
+    _check_together(faults, recipe)
+    faults.raise_if_any()
+    return recipe
+
+
+def _block(faults: _Faults, key: Key, model: type[Block], values: Any) -> Block | None:
+    if not isinstance(values, dict):
+        faults.add(key, f"must be a block of keys, not {values!r}")
+        return None
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        known = list(components.describe(model))
+        for fault in error.errors():
+            place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
+            faults.add((*key, *place), _sentence(dict(fault), place, known))
+        return None
+
+
+def _sentence(fault: dict[str, Any], place: Key, known: list[str]) -> str:
+    if fault["type"] == "extra_forbidden":
+        return f"unknown key{did_you_mean(str(place[-1]), known) if len(place) == 1 else ''}"
+    if fault["type"] == "missing":
+        return "is needed"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{message[0].lower()}{message[1:]}, given {fault['input']!r}"
+
+
+def _named(faults: _Faults, key: Key, folder: str, name: Any) -> type[Any] | None:
+    try:
+        return components.find(folder, str(name))
+    except UserError as error:
+        faults.add((*key, "name"), str(error))
+        return None
+
+
+def _component(faults: _Faults, key: Key, folder: str, common: type[Block], values: Any) -> Component | None:
+    if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+        faults.add(key, f"needs a name; known: {', '.join(components.names(folder))}")
+        return None
+    cls = _named(faults, key, folder, values["name"])
+    if cls is None:
+        return None
+    model = components.settings_model(cls, common)
+    block = _block(faults, key, model, _without_leftovers(faults.text, key, model, values))
+    own = tuple(field for field in model.model_fields if field not in common.model_fields)
+    return Component(values["name"], cls, block, own) if block is not None else None
+
+
+def _without_leftovers(text: RecipeText, key: Key, model: type[Block], values: dict[str, Any]) -> dict[str, Any]:
+    """Where the command line names another component, the file's keys that only the former one knows are dropped."""
+    if (*key, "name") not in text.overridden:
+        return values
+    kept = {k: v for k, v in values.items() if k in model.model_fields or (*key, k) in text.overridden}
+    for dropped in values.keys() - kept.keys():
+        logger.info("%s: %s.%s does not apply to %s and is left out", text.origin, dotted(key), dropped, values["name"])
+    return kept
+
+
+def _methods(faults: _Faults, values: Any) -> tuple[MethodItem, ...]:
+    if not isinstance(values, list) or not values:
+        faults.add(("methods",), "a recipe needs a list of at least one method, e.g. [erm, xdomainmix]")
+        return ()
+    items = [_method(faults, ("methods", i), value) for i, value in enumerate(values)]
+    labels = dict[str, int]()
+    for i, item in enumerate(items):
+        if item is not None and labels.setdefault(item.label, i) != i:
+            faults.add(
+                ("methods", i), f'two methods are called "{item.label}" in results; give one a label: of its own'
+            )
+    return tuple(item for item in items if item is not None)
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """`xdomainmix+sam` → (xdomainmix, sam); a sharpness alone (`sam`) means `erm+sam`."""
+    algorithm, plus, sharpness = name.partition("+")
+    if not plus and algorithm in components.names("sharpness") and algorithm not in components.names("algorithms"):
+        return "erm", algorithm
+    return algorithm, sharpness if plus else None
+
+
+def _method(faults: _Faults, key: Key, value: Any) -> MethodItem | None:
+    values = {"name": value} if isinstance(value, str) else value
+    if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+        faults.add(key, "a method is a name, or a block with a name: and settings")
+        return None
+    algorithm_name, sharpness_name = split_name(values["name"])
+    cls = _named(faults, key, "algorithms", algorithm_name)
+    sharp = _named(faults, key, "sharpness", sharpness_name) if sharpness_name is not None else None
+    if cls is None or (sharpness_name is not None and sharp is None):
+        return None
+    if sharp is not None and not issubclass(cls, Algorithm):
+        faults.add(
+            (*key, "name"), f"{algorithm_name} is not trained by gradient steps, so +{sharpness_name} has no meaning"
+        )
+        return None
+    model = components.settings_model(cls, MethodCommon)
+    own = tuple(field for field in model.model_fields if field not in MethodCommon.model_fields)
+    if sharp is not None:
+        model = components.settings_model(sharp, model)
+    block = _block(faults, key, model, values)
+    if not isinstance(block, MethodCommon):
+        return None
+    sharpness = None
+    if sharp is not None:
+        rest = tuple(f for f in model.model_fields if f not in own and f not in MethodCommon.model_fields)
+        sharpness = Component(str(sharpness_name), sharp, block, rest)
+    label = block.label or block.name
+    return MethodItem(label, block.head_init, Component(algorithm_name, cls, block, own), sharpness, block)
+
+
+def _check_together(faults: _Faults, recipe: Recipe) -> None:
+    """What no block can see alone."""
+    training, protocol = recipe.training, recipe.protocol
+    if (training.steps is None) == (training.epochs is None):
+        both = "both steps and epochs are given; keep one" if training.steps else "give steps or epochs"
+        faults.add(("training", "epochs" if training.steps else "steps"), both)
+    if training.epochs is not None and training.sampler == "per_domain":
+        faults.add(
+            ("training", "epochs"), "an epoch needs sampler: pooled; per_domain draws with replacement, give steps"
+        )
+    if protocol.name == "official" and protocol.test_domains is not None:
+        faults.add(("protocol", "test_domains"), "only leave_one_domain_out chooses test domains; leave it out")
+    if not recipe.trainable:
+        for key, idle in (("mixed_precision", "no"), ("accumulation", 1)):
+            if getattr(training, key) != idle:
+                faults.add(
+                    ("training", key), "has no meaning with a frozen encoder; leave it out (features.precision exists)"
+                )
+    has_text = issubclass(recipe.encoder.cls, TextEncoder)
+    for i, item in enumerate(recipe.methods):
+        _check_method(faults, ("methods", i), item, recipe, has_text)
+
+
+def _check_method(faults: _Faults, key: Key, item: MethodItem, recipe: Recipe, has_text: bool) -> None:
+    if item.sharpness is not None and recipe.training.mixed_precision == "fp16":
+        name = item.sharpness.name
+        faults.add(
+            ("training", "mixed_precision"),
+            f"fp16 scales the loss, which falsifies the second pass of {name}; use bf16 or no with {item.label}",
+        )
+    if not item.is_solver and recipe.training.steps is not None:
+        # two classes, two domains and two features are enough for the algorithm to check its own settings
+        task = Task(("a", "b"), ("a", "b"))
+        try:
+            item.algorithm.build(Setup(task, width=2, steps=recipe.training.steps, seed=0))
+        except UserError as error:
+            faults.add(key, str(error))
+    if item.algorithm.cls.needs_text and not has_text:
+        faults.add(key, f"{item.label} needs an encoder with a text side; use encoder.name: open_clip")
+    if item.head_init == "zero_shot":
+        if item.is_solver:
+            faults.add((*key, "head_init"), f"{item.label} does not start from a head; leave head_init out")
+        elif not has_text:
+            faults.add((*key, "head_init"), "zero_shot needs an encoder with a text side; use encoder.name: open_clip")
+        elif not getattr(recipe.encoder.block, "normalize", False):
+            faults.add((*key, "head_init"), "class embeddings fit L2-normalised features; set encoder.normalize: true")

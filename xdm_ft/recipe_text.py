@@ -1,0 +1,154 @@
+"""A recipe's text: YAML with line numbers, overrides from the command line, and where the packaged recipes are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xdm_ft.errors import UserError
+
+Key = tuple[str | int, ...]  # ("methods", 2, "p_discard")
+
+
+def dotted(key: Key) -> str:
+    return ".".join(str(part) for part in key)
+
+
+@dataclass
+class RecipeText:
+    """A recipe as plain dicts and lists, and where each of its keys was written."""
+
+    origin: str  # the file, for messages
+    values: dict[str, Any]
+    lines: dict[Key, int]
+    overridden: set[Key]
+
+    def where(self, key: Key) -> str:
+        """`file:line`, or `command line`, of the key or of the nearest block around it."""
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.overridden:
+                return "command line"
+            if key[:end] in self.lines:
+                return f"{self.origin}:{self.lines[key[:end]]}"
+        return self.origin
+
+
+def recipe_folder() -> Path:
+    """The recipes that come with the package: beside its modules when installed, beside the package in a clone."""
+    package = Path(__file__).resolve().parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def find_recipe(name: str) -> Path:
+    """A file, or the name of a packaged recipe, with or without `.yaml`."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    packaged = recipe_folder() / f"{path.name.removesuffix('.yaml')}.yaml"
+    if path.parent in (Path("."), Path("recipes")) and packaged.is_file():
+        return packaged
+    raise UserError(f"{name}: no such recipe; `xdm-ft ls recipes` lists those that come with the package")
+
+
+def read_recipe(name: str, overrides: list[str]) -> RecipeText:
+    path = find_recipe(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: can not be read as UTF-8 text: {error}") from error
+    recipe = parse(text, str(path))
+    for override in overrides:
+        apply_override(recipe, override)
+    return recipe
+
+
+def parse(text: str, origin: str) -> RecipeText:
+    """YAML text → plain values with the line of every key. Aliases, duplicate keys and Python tags are refused."""
+    loader = yaml.SafeLoader(text) if "\0" not in text else None
+    if loader is None:
+        raise UserError(f"{origin}: is not a text file")
+    try:
+        node = loader.get_single_node()
+        recipe = RecipeText(origin, {}, {}, set())
+        values = _plain(node, (), loader, recipe, set()) if node is not None else {}
+    except yaml.YAMLError as error:
+        raise UserError(_yaml_fault(origin, error)) from error
+    except (ValueError, RecursionError, OverflowError) as error:  # dates out of range, nesting without end
+        raise UserError(f"{origin}: not valid YAML: {type(error).__name__}: {error}") from error
+    finally:
+        loader.dispose()
+    if not isinstance(values, dict):
+        raise UserError(f"{origin}: a recipe is a mapping of keys to values, not a {type(values).__name__}")
+    recipe.values = values
+    return recipe
+
+
+def _yaml_fault(origin: str, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f"{origin}:{mark.line + 1}" if mark else origin
+    problem = getattr(error, "problem", None) or str(error)
+    return f"{place}: not valid YAML: {' '.join(problem.split())}"
+
+
+def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+def _plain(node: yaml.Node, key: Key, loader: yaml.SafeLoader, recipe: RecipeText, seen: set[int]) -> Any:
+    if id(node) in seen:
+        raise _fault(node, "aliases (*name) are not supported in recipes")
+    seen.add(id(node))
+    recipe.lines[key] = node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        mapping: dict[str, Any] = {}
+        for name_node, value_node in node.value:
+            name = loader.construct_object(name_node)  # type: ignore[no-untyped-call]
+            if not isinstance(name, str):
+                raise _fault(name_node, f"the key {name!r} is not a text")
+            if name in mapping:
+                raise _fault(name_node, f'the key "{name}" is written twice')
+            mapping[name] = _plain(value_node, (*key, name), loader, recipe, seen)
+            recipe.lines[(*key, name)] = name_node.start_mark.line + 1
+        return mapping
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, (*key, i), loader, recipe, seen) for i, item in enumerate(node.value)]
+    return loader.construct_object(node)  # type: ignore[no-untyped-call]
+
+
+def apply_override(recipe: RecipeText, override: str) -> None:
+    """`dotted.key=VALUE`, the value read as YAML. Overriding training.steps clears epochs, and the reverse."""
+    name, equals, text = override.partition("=")
+    if not equals or not all(name.split(".")):
+        raise UserError(f'command line: "{override}" is not an override; write key.sub=value')
+    key: Key = tuple(name.split("."))
+    value = parse(f"value: {text}", f'command line: "{override}"').values["value"]
+    block = recipe.values
+    for end, part in enumerate(key[:-1], start=1):
+        if block.get(str(part)) is None:
+            block[str(part)] = {}
+        if not isinstance(block[str(part)], dict):
+            raise UserError(f'command line: "{override}": {dotted(key[:end])} is not a block of keys')
+        block = block[str(part)]
+    block[str(key[-1])] = value
+    recipe.overridden.add(key)
+    other = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}.get((str(key[0]), str(key[-1])))
+    if other and len(key) == 2 and ("training", other) not in recipe.overridden:
+        block.pop(other, None)
+
+
+def copy_recipe(name: str, target: str) -> Path:
+    """Copies a recipe to a file (or into a folder) that must not exist yet."""
+    source, path = find_recipe(name), Path(target)
+    path = path / source.name if path.is_dir() else path
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError as error:
+        raise UserError(f"{path}: exists already; choose another name") from error
+    except OSError as error:
+        raise UserError(f"{path}: can not be written: {error.strerror}") from error
+    return path
