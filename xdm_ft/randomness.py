@@ -26,6 +26,7 @@ class Stream(IntEnum):
     DOMAIN_INIT = 7
     BOOTSTRAP = 8
     STYLE = 9
+    ENCODER = 10
 
 
 def _signed(value: int) -> int:
