@@ -1,7 +1,7 @@
 """Name → class, with "did you mean". A component's name is the stem of the module that holds it.
 
-A folder (`algorithms`, `sharpness`, `data`, `encoders`) is a package whose base classes are in `__init__.py`; every plain
-module in it holds one public class that derives from one of them. Sub-packages are support and no components.
+A folder (`algorithms`, `sharpness`, `data`, `encoders`) is a package whose base classes are in `__init__.py`; every
+plain module in it holds one public class that derives from one of them. Sub-packages are support and no components.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar with rate and time left on a terminal, sparse lines in a log. Always on standard error."""
+"""Progress of long work on standard error: a bar with rate and time left on a terminal, sparse lines in a log."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Random numbers as a function, not a state: uniform(seed, step, stream, index).
 
-A counter-based hash in int64 tensor arithmetic (splitmix64's finaliser, Steele, Lea & Flood 2014, applied once per key).
+A counter-based hash in int64 tensor arithmetic (splitmix64's finaliser, Steele, Lea & Flood 2014, once per key).
 The same arguments give the same number alone or in a batch of heads (`torch.func.vmap`), on CPU or GPU, in one process
 or in many, and resuming needs no saved generator.
 """

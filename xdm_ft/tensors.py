@@ -57,9 +57,9 @@ class Losses(NamedTuple):
     total: Tensor  # scalar: what sharpness, clipping and the main step see
     auxiliary: Tensor  # scalar: the domain head and its like, stepped once, outside sharpness and clipping
     # plain dicts, never changed in place: `torch.func.vmap` returns no other mapping
-    buffers: dict[str, Tensor] = {}  # noqa: RUF012 - new values of the algorithm's state, committed once a step
-    logs: dict[str, Tensor] = {}  # noqa: RUF012 - scalars worth plotting
-    held: dict[str, Tensor] = {}  # noqa: RUF012 - what the second pass of a sharpness-aware step reuses: both see one loss
+    buffers: dict[str, Tensor] = {}  # new values of the algorithm's state, committed once a step
+    logs: dict[str, Tensor] = {}  # scalars worth plotting
+    held: dict[str, Tensor] = {}  # what the second pass of a sharpness-aware step reuses: both see one loss
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ def describe(plan: Plan) -> str:
     passes = sum(model.steps * (2 if model.item.sharpness else 1) for model in trained)
     images = len(plan.dataset)
     lines = [
-        f"data: {images} images, {len(plan.dataset.class_names)} classes, domains {', '.join(plan.dataset.domain_names)}",
+        f"data: {images} images, {len(plan.dataset.class_names)} classes",
+        f"domains: {', '.join(plan.dataset.domain_names)}",
         f"models: {len(plan.models)} = methods × held-out domains × seeds"
         + (
             f", {sum(model.skipped is not None for model in plan.models)} of them skipped" if _any_skipped(plan) else ""

@@ -1,4 +1,4 @@
-"""`xdm-ft validate`: the resolved recipe with the meaning of every key, the exact prompts and the plan. Trains nothing."""
+"""`xdm-ft validate`: the resolved recipe with the meaning of every key, the exact prompts and the plan."""
 
 from __future__ import annotations
 
