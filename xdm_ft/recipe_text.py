@@ -68,23 +68,24 @@ def read_recipe(name: str, overrides: list[str]) -> RecipeText:
 
 def parse(text: str, origin: str) -> RecipeText:
     """YAML text → plain values with the line of every key. Aliases, duplicate keys and Python tags are refused."""
-    loader = yaml.SafeLoader(text) if "\0" not in text else None
-    if loader is None:
-        raise UserError(f"{origin}: is not a text file")
-    try:
-        node = loader.get_single_node()
-        recipe = RecipeText(origin, {}, {}, set())
-        values = _plain(node, (), loader, recipe, set()) if node is not None else {}
-    except yaml.YAMLError as error:
-        raise UserError(_yaml_fault(origin, error)) from error
-    except (ValueError, RecursionError, OverflowError) as error:  # dates out of range, nesting without end
-        raise UserError(f"{origin}: not valid YAML: {type(error).__name__}: {error}") from error
-    finally:
-        loader.dispose()
-    if not isinstance(values, dict):
+    recipe = RecipeText(origin, {}, {}, set())
+    values = _read(text, recipe)
+    if not isinstance(values, dict | None):
         raise UserError(f"{origin}: a recipe is a mapping of keys to values, not a {type(values).__name__}")
-    recipe.values = values
+    recipe.values = values or {}
     return recipe
+
+
+def _read(text: str, recipe: RecipeText) -> Any:
+    """The YAML value of a text; the lines of its keys go into `recipe`."""
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        return None if node is None else _plain(node, (), loader, recipe, set())
+    except yaml.YAMLError as error:
+        raise UserError(_yaml_fault(recipe.origin, error)) from error
+    except (ValueError, RecursionError, OverflowError) as error:  # dates out of range, nesting without end
+        raise UserError(f"{recipe.origin}: not valid YAML: {type(error).__name__}: {error}") from error
 
 
 def _yaml_fault(origin: str, error: yaml.YAMLError) -> str:
@@ -125,7 +126,7 @@ def apply_override(recipe: RecipeText, override: str) -> None:
     if not equals or not all(name.split(".")):
         raise UserError(f'command line: "{override}" is not an override; write key.sub=value')
     key: Key = tuple(name.split("."))
-    value = parse(f"value: {text}", f'command line: "{override}"').values["value"]
+    value = _read(text, RecipeText(f'command line: "{override}"', {}, {}, set()))
     block = recipe.values
     for end, part in enumerate(key[:-1], start=1):
         if block.get(str(part)) is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data.loading.images import scan
+from xdm_ft.data.loading.images import scan, unreadable_message
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.errors import UserError
 from xdm_ft.features.cache import Features, extract
@@ -69,11 +69,8 @@ def text_weight(recipe: Recipe, encoder: Encoder, class_names: tuple[str, ...]) 
 
 
 def _scanned(recipe: Recipe, dataset: ImageDataset, on_bad_image: str) -> dict[int, str]:
-    unreadable = scan(dataset)
+    """End to end, a broken image would otherwise be met in the middle of a training."""
+    unreadable = scan(dataset, recipe.features.workers)
     if unreadable and on_bad_image == "error":
-        row, reason = next(iter(unreadable.items()))
-        raise UserError(
-            f"{dataset.name(row)}: {reason} ({len(unreadable)} such images); "
-            "mend or remove them, or set data.on_bad_image: skip"
-        )
+        raise UserError(unreadable_message(unreadable, dataset))
     return unreadable

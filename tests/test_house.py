@@ -1,0 +1,61 @@
+"""Rules that a machine can check over the whole package."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from xdm_ft import components
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "xdm_ft").rglob("*.py"))
+
+
+def test_the_walk_finds_the_package():
+    assert len(SOURCES) > 30
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 350
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 80, f"{path.name}: {node.name}"
+
+
+def test_no_junk_drawers():
+    assert not [p for p in SOURCES if p.stem in {"utils", "helpers", "common", "misc"}]
+
+
+def settings() -> list[str]:
+    """Every key of every block and component."""
+    from xdm_ft import recipe
+
+    keys = set()
+    for model in (*recipe.BLOCKS.values(), *(common for _, common in recipe.COMPONENTS.values()), recipe.MethodCommon):
+        keys |= set(model.model_fields)
+    for folder in components.FOLDERS.values():
+        for name in components.names(folder):
+            keys |= set(components.settings_model(components.find(folder, name)).model_fields)
+    return sorted(keys)
+
+
+def test_something_reads_every_setting():
+    """A key counts as read where its name stands outside its own declaration: as an attribute, argument or variable."""
+    found = settings()
+    assert len(found) > 40
+    text = "\n".join(path.read_text() for path in SOURCES)
+    for key in found:
+        uses = re.findall(rf"(?:\.{key}\b(?!:)|\b{key}\b(?=\s*[,)\]])|\"{key}\")", text)
+        assert uses, f"nothing reads the setting {key}"
+
+
+def test_every_setting_says_what_it_means():
+    for folder in components.FOLDERS.values():
+        names = components.names(folder)
+        assert names
+        for name in names:
+            for key, field in components.settings_model(components.find(folder, name)).model_fields.items():
+                assert field.description, f"{folder}/{name}: {key}"
