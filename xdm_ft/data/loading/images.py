@@ -6,6 +6,7 @@ import errno
 import io
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from xdm_ft.progress import progress
 
 ROWS_PER_TASK = 64
 NAMED_AT_MOST = 3  # faults that a message spells out before it only counts
+NO_PICTURES = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow knows these by name but does not decode them
+RUNS_PROGRAMS = {"EPS"}  # Ghostscript interprets the file
 OF_THE_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # say nothing about the image that was being read
 
 
@@ -48,6 +51,20 @@ def printable(name: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(name))
 
 
+@lru_cache
+def formats() -> tuple[str, ...]:
+    """The formats that are read, by Pillow's names."""
+    Image.init()
+    return tuple(name for name in Image.OPEN if name not in NO_PICTURES | RUNS_PROGRAMS)
+
+
+@lru_cache
+def extensions() -> frozenset[str]:
+    """The file name extensions of `formats()`, in lower case, with their dot."""
+    known = set(formats())
+    return frozenset(extension for extension, name in Image.registered_extensions().items() if name in known)
+
+
 def decode(source: Path | bytes, name: str) -> Image.Image:
     """The first frame, upright (EXIF), as RGB. Transparent pixels show white, as on a page.
 
@@ -55,7 +72,7 @@ def decode(source: Path | bytes, name: str) -> Image.Image:
     that is no whole image, and for images of more pixels than `PIL.Image.MAX_IMAGE_PIXELS`.
     """
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=formats()) as image:
             limit = Image.MAX_IMAGE_PIXELS
             if limit is not None and image.width * image.height > limit:
                 raise UnreadableImage(name, f"{image.width} × {image.height} pixels, more than the limit of {limit}")

@@ -49,27 +49,21 @@ class PreprocessingOverrides(Block):
 
 
 def evaluation_transform(preprocessing: Preprocessing) -> Callable[[Image.Image], Tensor]:
-    """RGB image of any size → float32 [3, size, size]. As timm's and open_clip's own evaluation transforms."""
-    from torchvision.transforms import v2
+    """RGB image of any size → float32 [3, size, size]. Bit for bit timm's and open_clip's own evaluation transforms.
 
-    side = math.floor(preprocessing.size / preprocessing.crop)
-    filter_ = v2.InterpolationMode(preprocessing.interpolation)
+    native is timm's crop mode "center" and open_clip's "shortest", squash is called so in both, pad is timm's "border".
+    """
+    from timm.data.transforms import CenterCropOrPad, ResizeKeepRatio
+    from torchvision import transforms
+
+    size, name = preprocessing.size, preprocessing.interpolation
+    side = math.floor(size / preprocessing.crop)
+    filter_ = transforms.InterpolationMode(name)
+    red, green, blue = (round(255 * channel) for channel in preprocessing.mean)
     geometry: dict[str, list[Any]] = {
-        "native": [v2.Resize(side, filter_, antialias=True), v2.CenterCrop(preprocessing.size)],
-        "squash": [v2.Resize((side, side), filter_, antialias=True), v2.CenterCrop(preprocessing.size)],
-        "pad": [_PadToSquare(preprocessing.mean), v2.Resize((side, side), filter_), v2.CenterCrop(preprocessing.size)],
+        "native": [transforms.Resize(side, filter_), transforms.CenterCrop(size)],
+        "squash": [transforms.Resize((side, side), filter_), transforms.CenterCrop(size)],
+        "pad": [ResizeKeepRatio(side, longest=1.0, interpolation=name), CenterCropOrPad(size, fill=(red, green, blue))],
     }
-    from torchvision.transforms import Normalize, ToTensor
-
-    return v2.Compose([*geometry[preprocessing.resize], ToTensor(), Normalize(preprocessing.mean, preprocessing.std)])
-
-
-class _PadToSquare:
-    def __init__(self, colour: Colour) -> None:
-        self.colour = tuple(round(255 * c) for c in colour)
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        side = max(image.size)
-        square = Image.new("RGB", (side, side), self.colour)
-        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-        return square
+    normalize = transforms.Normalize(preprocessing.mean, preprocessing.std)
+    return transforms.Compose([*geometry[preprocessing.resize], transforms.ToTensor(), normalize])

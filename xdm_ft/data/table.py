@@ -1,0 +1,156 @@
+"""Own images in a table: a CSV or Parquet file with the columns path, label, domain and optionally group, split."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from xdm_ft.data.loading.files import GroupPattern, ImageFiles, groups_of, numbered
+from xdm_ft.data.loading.images import NAMED_AT_MOST, printable
+from xdm_ft.errors import UserError, did_you_mean
+
+NEEDED = ("path", "label", "domain")
+OPTIONAL = ("group", "split")
+PARTS = ["train", "val", "test"]
+
+
+class Table(ImageFiles):
+    """One image per row, in the order of the table. Other columns are allowed and not read.
+
+    Faults name the row as a spreadsheet shows it: the header of a CSV file is row 1, and blank lines count. The first
+    row of a Parquet file is row 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        file: Annotated[Path, Field(description="CSV or Parquet file with columns path, label, domain (group, split)")],
+        root: Annotated[
+            Path | None, Field(description="folder that relative paths start from; null: the folder of the file")
+        ] = None,
+        group: GroupPattern = None,
+    ) -> None:
+        columns = _Columns(file.expanduser())
+        folder = columns.file.parent if root is None else root.expanduser()
+        paths = columns.values["path"]
+        self.shown = [str(folder / path) for path in paths]
+        self.paths = [os.path.abspath(path) for path in self.shown]
+        columns.refuse_repeated(self.paths)
+        _refuse_missing(columns, self.paths, self.shown)
+        self.class_names, self.labels = numbered(columns.values["label"])
+        self.domain_names, self.domains = numbered(columns.values["domain"])
+        if group is not None:  # the recipe's word goes before the table's
+            self.groups = groups_of(paths, group)
+        elif "group" in columns.values:
+            self.groups = numbered(columns.values["group"])[1]
+        if "split" in columns.values:
+            columns.refuse(
+                "split",
+                lambda value: value not in PARTS,
+                lambda value: f'no split "{value}"{did_you_mean(value, PARTS)}',
+            )
+            self.splits = np.array(columns.values["split"])
+
+
+class _Columns:
+    """The cells of a table as text, checked: `values[column]` is a list with an entry per row."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        reader = {".csv": _read_csv, ".parquet": _read_parquet}.get(file.suffix.lower())
+        if reader is None:
+            raise UserError(f"data.file: {printable(file)} must end in .csv or .parquet")
+        if not file.is_file():
+            raise UserError(f"data.file: {printable(file)} {'is no file' if file.exists() else 'does not exist'}")
+        self.values, self.rows = reader(file)
+        if not self.values["path"]:
+            raise UserError(f"{printable(file)}: has no rows")
+        for column in self.values:
+            self.refuse(column, lambda value: not value, lambda value: "empty")
+
+    def refuse(self, column: str, is_wrong: Callable[[str], bool], problem: Callable[[str], str]) -> None:
+        wrong = [i for i, value in enumerate(self.values[column]) if is_wrong(value)]
+        if wrong:
+            self.fault(wrong[0], column, problem(self.values[column][wrong[0]]), len(wrong) - 1)
+
+    def refuse_repeated(self, paths: list[str]) -> None:
+        first: dict[str, int] = {}
+        repeated = [i for i, path in enumerate(paths) if first.setdefault(path, i) != i]
+        if repeated:
+            i = repeated[0]
+            before = self.rows[first[paths[i]]]
+            self.fault(i, "path", f"{self.values['path'][i]} is already in row {before}", len(repeated) - 1)
+
+    def fault(self, i: int, column: str, problem: str, more: int = 0) -> None:
+        """Raises `UserError` for the i-th image; `more` other rows have the same fault."""
+        others = f" (and {more} more rows like it)" if more else ""
+        place = f"{printable(self.file)}: row {self.rows[i]}, column {column}"
+        raise UserError(f"{place}: {printable(problem)}{others}")
+
+
+def _refuse_missing(columns: _Columns, paths: list[str], shown: list[str]) -> None:
+    missing = [i for i, path in enumerate(paths) if not os.path.isfile(path)]
+    if missing:
+        named = ", ".join(shown[i] for i in missing[:NAMED_AT_MOST])
+        columns.fault(missing[0], "path", f"no such file; missing {len(missing)} of {len(paths)}: {named}")
+
+
+def _check_header(file: Path, header: list[str]) -> None:
+    missing = [column for column in NEEDED if column not in header]
+    if missing:
+        raise UserError(f"{printable(file)}: no column {', '.join(missing)}; found: {printable(', '.join(header))}")
+    twice = [column for column in (*NEEDED, *OPTIONAL) if header.count(column) > 1]
+    if twice:
+        raise UserError(f"{printable(file)}: two columns are called {twice[0]}")
+
+
+def _read_csv(file: Path) -> tuple[dict[str, list[str]], list[int]]:
+    """Cells by column and the number of every row. UTF-8, separated by commas, with a header."""
+    number, cells, rows = 1, list[list[str]](), list[int]()
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.reader(stream, skipinitialspace=True, strict=True)
+            header = [name.strip() for name in next(reader, [])]
+            _check_header(file, header)
+            for number, row in enumerate(reader, start=2):
+                if row and len(row) != len(header):
+                    problem = f"{len(row)} cells, but the header has {len(header)}"
+                    raise UserError(f"{printable(file)}: row {number}: {problem}")
+                if row:
+                    cells.append(row)
+                    rows.append(number)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{printable(file)}: is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except csv.Error as error:
+        raise UserError(f"{printable(file)}: row {number + 1}: {error}") from error
+    places = {column: header.index(column) for column in (*NEEDED, *OPTIONAL) if column in header}
+    # blanks around a name are a slip of the hand; in a path they may be meant
+    values = {
+        column: [row[place] if column == "path" else row[place].strip() for row in cells]
+        for column, place in places.items()
+    }
+    return values, rows
+
+
+def _read_parquet(file: Path) -> tuple[dict[str, list[str]], list[int]]:
+    """Cells by column, as text, and the number of every row."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        header = pyarrow.parquet.read_schema(file).names
+        _check_header(file, header)
+        table = pyarrow.parquet.read_table(file, columns=[name for name in (*NEEDED, *OPTIONAL) if name in header])
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{printable(file)}: can not be read as Parquet: {printable(error)}") from error
+    values = {
+        name: ["" if value is None else str(value) for value in table.column(name).to_pylist()]
+        for name in table.column_names
+    }
+    return values, list(range(1, table.num_rows + 1))
