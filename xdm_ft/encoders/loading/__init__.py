@@ -1,0 +1,1 @@
+"""What the encoders share: weight files read safely, downloads, corpora, the activation guard, the measured width."""

@@ -1,0 +1,17 @@
+"""`encoder.kwargs`: the model's own arguments, and what to say of those that are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xdm_ft.errors import UserError
+
+
+def refuse_reserved(kwargs: dict[str, Any], reserved: tuple[str, ...]) -> None:
+    taken = sorted(set(kwargs) & set(reserved))
+    if taken:
+        raise UserError(f"encoder.kwargs: {', '.join(taken)} can not be set there; leave it out")
+
+
+def wrong_kwargs(model: str, kwargs: dict[str, Any], error: Exception) -> UserError:
+    return UserError(f'encoder.kwargs: {kwargs} do not fit "{model}" ({" ".join(str(error).split())[:160]})')

@@ -1,0 +1,41 @@
+"""Which images weights have seen, read off their tag."""
+
+from __future__ import annotations
+
+# the first that occurs in a tag; names as in the model cards of timm and open_clip
+CORPORA = {
+    "in12k": "ImageNet-12k",
+    "in21k": "ImageNet-21k",
+    "in22k": "ImageNet-22k",
+    "in1k": "ImageNet-1k",
+    "openai": "OpenAI WIT-400M",
+    "laion2b": "LAION-2B",
+    "laion5b": "LAION-5B",
+    "laion400m": "LAION-400M",
+    "laiona": "LAION-Aesthetics",
+    "laion": "LAION",
+    "datacomp": "DataComp",
+    "commonpool": "CommonPool",
+    "dfndr": "DFNDR",
+    "dfn": "DFN",
+    "metaclip": "MetaCLIP",
+    "webli": "WebLI",
+    "merged2b": "Merged-2B",
+    "cc12m": "CC12M",
+    "yfcc15m": "YFCC15M",
+    "lvd142m": "LVD-142M",
+    "lvd1689m": "LVD-1689M",
+    "ig1b": "Instagram-1B",
+    "fb_swsl": "Instagram, YFCC100M",
+    "fb_ssl": "YFCC100M",
+}
+
+
+def corpus(tag: str) -> str | None:
+    """The corpora named in a weights tag, e.g. "ImageNet-21k, ImageNet-1k"; None where the tag names none."""
+    rest, found = tag.lower(), []
+    for part, name in CORPORA.items():
+        if part in rest:
+            found.append(name)
+            rest = rest.replace(part, "")
+    return ", ".join(found) or None

@@ -1,0 +1,30 @@
+"""Downloads that fail: what to do about them."""
+
+from __future__ import annotations
+
+from xdm_ft.errors import UserError
+
+_NETWORK_LIBRARIES = ("httpx", "httpcore", "huggingface_hub", "urllib", "requests")
+
+
+def download_fault(error: BaseException) -> BaseException | None:
+    """The first cause in the chain of `error` that comes from the network or the hub's cache, if there is one."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) or type(cause).__module__.startswith(_NETWORK_LIBRARIES):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def not_downloaded(what: str, where: str, fault: BaseException) -> UserError:
+    """`what` is the model and its weights, `where` the hub repository or address that holds them."""
+    repository = where.removeprefix("hf-hub:")
+    if "://" in repository:
+        fetch = f"download {repository} on a machine with a network and set encoder.weights to the file"
+    else:
+        fetch = (
+            f'run "hf download {repository}" on a machine with a network and copy its cache folder (HF_HOME, '
+            "~/.cache/huggingface) here, then set HF_HUB_OFFLINE=1; or set encoder.weights to a downloaded file"
+        )
+    return UserError(f"encoder: {what} is not on this machine and did not download ({type(fault).__name__}); {fetch}")

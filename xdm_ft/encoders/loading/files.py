@@ -1,0 +1,78 @@
+"""Weight files: read without unpickling, and every fault told in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from xdm_ft.errors import UserError
+
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+_SHOWN = 3  # tensor names listed in a message
+
+
+def is_file_name(weights: str) -> bool:
+    """Whether `encoder.weights` means a file and not a tag: by its suffix or a slash (`hf-hub:…` is neither)."""
+    return not weights.startswith("hf-hub:") and (weights.endswith(SUFFIXES) or "/" in weights or "\\" in weights)
+
+
+def read_weights(path: Path, read: Callable[[str], Mapping[str, object]]) -> dict[str, Tensor]:
+    """The tensors of a weight file, by name. `read` is the library's own reader, which must not unpickle code.
+
+    Raises `UserError` where the file is missing, damaged, holds code or holds no tensors.
+    """
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise UserError(f"encoder.weights: {path} {found}; give the path of a .safetensors or .pth file")
+    if not path.name.endswith(SUFFIXES):
+        raise UserError(f"encoder.weights: {path} is no weight file ({', '.join(SUFFIXES)})")
+    try:
+        state = read(str(path))
+    except Exception as error:  # a damaged file can make the readers raise almost anything; all of it is told
+        raise UserError(f"encoder.weights: {path} {_unreadable(error)}") from error
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise UserError(f"encoder.weights: {path} holds no tensors; it is no state dict")
+    return tensors
+
+
+def _unreadable(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "TorchScript" in text:
+        return "is a TorchScript archive, which is code; save its state dict as .safetensors and give that"
+    code = re.search(r"(?:Unsupported globals?: (?:GLOBAL )?|GLOBAL )([\w.]+)", text)
+    if code:
+        return (
+            f"holds pickled code ({code[1]}), which is never run; "
+            "where you trust it, save its state dict as .safetensors and give that"
+        )
+    return f"is damaged or of another format ({type(error).__name__}: {text[:120]}); copy or download it again"
+
+
+def mismatch(path: Path | str, model: str, error: Exception) -> UserError:
+    """What torch's strict loading found, in one line."""
+    text = str(error)
+    found = []
+    for title, wording in (("Missing", "lacks {n} of its tensors"), ("Unexpected", "holds {n} that it has not")):
+        section = re.search(rf"{title} key\(s\) in state_dict: (.*?)\.\s*(?:\n|$)", text)
+        names = re.findall(r'"([^"]+)"', section[1]) if section else []
+        if names:
+            found.append(f"{wording.format(n=len(names))} ({_few(names)})")
+    shapes = re.findall(
+        r"size mismatch for (\S+): .*? shape torch\.Size\((.*?)\) from checkpoint, .*? torch\.Size\((.*?)\)", text
+    )
+    if shapes:
+        name, in_file, in_model = shapes[0]
+        found.append(f"{len(shapes)} of another shape ({name}: {in_file} in the file, {in_model} in the model)")
+    what = ", ".join(found) or f"does not load ({type(error).__name__}: {' '.join(text.split())[:160]})"
+    return UserError(
+        f'encoder.weights: {path} does not fit "{model}": {what}; '
+        "check encoder.model and encoder.kwargs, or give the complete file"
+    )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")

@@ -1,0 +1,33 @@
+"""Prompts of zero-shot classification: templates, class names in words."""
+
+from __future__ import annotations
+
+PLACEHOLDER = "{}"
+DEFAULT_PROMPTS = ("a photo of a {}",)
+_SHORTEST_NAME = 3  # letters
+
+
+def check_templates(templates: tuple[str, ...]) -> tuple[str, ...]:
+    """Every template names the class exactly once. Raises ValueError, for pydantic to collect."""
+    for template in templates:
+        if template.count(PLACEHOLDER) != 1 or template.replace(PLACEHOLDER, "").count("{"):
+            raise ValueError(f'"{template}" must hold {{}} once, where the class name goes: "a photo of a {{}}"')
+    return templates
+
+
+def in_words(class_name: str) -> str:
+    """A class name as it stands in a prompt: underscores are spaces."""
+    return " ".join(class_name.replace("_", " ").split())
+
+
+def fill(template: str, words: str) -> str:
+    return template.replace(PLACEHOLDER, words)
+
+
+def warn_of_class_names(class_names: tuple[str, ...]) -> list[str]:
+    """One line for each kind of class name that a text encoder can make little of: numbers, and very short ones."""
+    numeric = [name for name in class_names if not any(c.isalpha() for c in name)]
+    short = [name for name in class_names if name not in numeric and len(in_words(name)) < _SHORTEST_NAME]
+    remedy = "give words in data.class_names"
+    found = ((numeric, "numbers, not words"), (short, f"shorter than {_SHORTEST_NAME} letters"))
+    return [f"class names {', '.join(names)} are {what}; {remedy}" for names, what in found if names]

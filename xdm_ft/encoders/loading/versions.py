@@ -1,0 +1,10 @@
+"""Library versions that features depend on."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+
+def versions(*libraries: str) -> dict[str, str]:
+    """The versions of `libraries` and of those that every encoder's features go through."""
+    return {name: version(name) for name in ("torch", "torchvision", "pillow", *libraries)}

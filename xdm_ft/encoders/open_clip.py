@@ -1,0 +1,219 @@
+"""Any open_clip model (CLIP, SigLIP, CoCa, …): projected image features, and the text side for zero-shot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Annotated, Any
+
+import torch.nn.functional as F
+from pydantic import AfterValidator, Field
+from torch import Tensor
+
+from xdm_ft.data.loading.transforms import Preprocessing, PreprocessingOverrides
+from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.encoders.loading.arguments import refuse_reserved, wrong_kwargs
+from xdm_ft.encoders.loading.clip_source import ClipSource, resolve
+from xdm_ft.encoders.loading.downloads import download_fault, not_downloaded
+from xdm_ft.encoders.loading.files import mismatch, read_weights
+from xdm_ft.encoders.loading.probe import measured_width
+from xdm_ft.encoders.loading.prompts import DEFAULT_PROMPTS, check_templates, fill, in_words
+from xdm_ft.encoders.loading.versions import versions
+from xdm_ft.errors import UserError
+
+logger = logging.getLogger("xdm_ft")
+
+OWN_PREPROCESSING = PreprocessingOverrides()
+RESERVED = (
+    "pretrained", "load_weights", "precision", "device", "jit", "pretrained_image", "pretrained_text", "pretrained_hf",
+    "pretrained_image_path", "pretrained_text_path", "force_preprocess_cfg", "cache_dir", "output_dict",
+    "require_pretrained", "weights_only",
+)  # fmt: skip
+"""Arguments of open_clip.create_model that are this class's to set."""
+_RESIZE = {"shortest": "native", "squash": "squash", "longest": "pad"}  # open_clip's resize_mode → ours
+
+
+class OpenClip(Encoder, TextEncoder):
+    """Any model of open_clip with its weights. z is the projected image feature [B,K], unnormalised unless asked.
+
+    Weights are always loaded (there is no CLIP without pre-training), by safetensors or with `weights_only=True`. The
+    text side stays as it is: its parameters never train.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Annotated[
+            str,
+            Field(
+                min_length=1,
+                description="open_clip model, hf-hub:ORGANISATION/NAME, local-dir:FOLDER, a config file of one's own "
+                "(.json), or demo: the tiny CLIP that comes with the package",
+            ),
+        ],
+        weights: Annotated[
+            str,
+            Field(
+                min_length=1,
+                description="tag; .safetensors or .pt file; hf-hub:ORGANISATION/NAME; pretrained where the model names "
+                "a hub repository or folder; demo",
+            ),
+        ],
+        kwargs: Annotated[
+            dict[str, Any], Field(description="the model's own arguments, as for open_clip.create_model")
+        ] = {},  # noqa: B006 (read only)
+        preprocessing: Annotated[
+            PreprocessingOverrides, Field(description="what differs from the model's own preprocessing")
+        ] = OWN_PREPROCESSING,
+        normalize: Annotated[bool, Field(description="L2-normalise the features (zero_shot always does)")] = False,
+        prompts: Annotated[
+            tuple[str, ...],
+            AfterValidator(check_templates),
+            Field(min_length=1, description="prompt templates; {} is the class name; several are averaged"),
+        ] = DEFAULT_PROMPTS,
+    ) -> None:
+        super().__init__()
+        refuse_reserved(kwargs, RESERVED)
+        self.source = resolve(model, weights, kwargs)
+        self.model: Any = _create(self.source, kwargs)
+        self.model.eval()  # open_clip returns its models in training mode
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name.startswith("visual."))
+        self.normalize, self.prompts, self.kwargs = normalize, prompts, kwargs
+        self.pretraining = self.source.pretraining
+        self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model))
+        self.stage_names = _stage_names(self.model.visual)
+        self.logit_scale = self.model.logit_scale.exp().item()
+        self.width = measured_width(self, model)
+        logger.info("encoder: open_clip %s, %s, %d features", model, self.pretraining, self.width)
+
+    def forward(self, images: Tensor) -> Tensor:
+        images = images.to(next(self.model.visual.parameters()).dtype)
+        z = self.model.encode_image(images, normalize=False).float()  # [B,K]
+        return F.normalize(z, dim=-1) if self.normalize else z
+
+    def identity(self) -> dict[str, object]:
+        import open_clip
+
+        return {
+            "component": "open_clip",
+            "model": self.source.name,
+            "config": open_clip.get_model_config(self.source.name),
+            "kwargs": self.kwargs,
+            "normalize": self.normalize,
+            "preprocessing": self.preprocessing.model_dump(mode="json"),
+            "versions": versions("open_clip_torch", "timm"),
+        }
+
+    @cached_property
+    def tokenizer(self) -> Callable[..., Tensor]:
+        import open_clip
+
+        try:
+            return open_clip.get_tokenizer(self.source.name)
+        except ImportError as error:
+            raise UserError(
+                f'encoder: the tokenizer of "{self.source.name}" needs {error.name}; pip install {error.name}'
+            ) from error
+        except OSError as error:
+            raise not_downloaded(f"the tokenizer of {self.source.name}", self.source.repository, error) from error
+
+    def text_embeddings(self, class_names: tuple[str, ...]) -> Tensor:
+        """On the CPU. Prompts longer than the model's context are cut, and that is said in the log."""
+        import open_clip
+
+        self._tell_of_cut_prompts(class_names)
+        weight = open_clip.build_zero_shot_classifier(
+            self.model,
+            self.tokenizer,
+            [in_words(name) for name in class_names],
+            [partial(fill, template) for template in self.prompts],
+            device=next(self.model.parameters()).device,
+        )  # [K,C]
+        return F.normalize(weight.T.float().cpu(), dim=-1)
+
+    def exact_prompts(self, class_names: tuple[str, ...]) -> list[str]:
+        return [fill(template, in_words(name)) for name in class_names for template in self.prompts]
+
+    def _tell_of_cut_prompts(self, class_names: tuple[str, ...]) -> None:
+        from open_clip import SimpleTokenizer
+
+        if isinstance(self.tokenizer, SimpleTokenizer):  # those of transformers cut in their own ways
+            room = self.tokenizer.context_length - 2  # start and end tokens
+            cut = [prompt for prompt in self.exact_prompts(class_names) if len(self.tokenizer.encode(prompt)) > room]
+            if cut:
+                logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(cut), room, cut[0])
+
+
+def _create(source: ClipSource, kwargs: dict[str, Any]) -> Any:
+    import open_clip
+    from open_clip.factory import load_state_dict
+
+    if source.file is not None:
+        read_weights(source.file, partial(load_state_dict, weights_only=True))
+    try:
+        with _root_logger_silenced():
+            return open_clip.create_model(
+                source.name,
+                pretrained=source.pretrained,
+                require_pretrained=True,
+                force_preprocess_cfg=source.preprocess,
+                weights_only=True,
+                **kwargs,
+            )
+    except Exception as error:
+        if kwargs and isinstance(error, TypeError | ValueError):
+            raise wrong_kwargs(source.name, kwargs, error) from error
+        if source.file is not None:
+            raise mismatch(source.file, source.name, error) from error
+        fault = download_fault(error)
+        if fault is None:
+            raise
+        what = f"{source.name} {source.pretrained}" if source.pretrained else source.name
+        raise not_downloaded(what, source.repository, fault) from error
+
+
+@contextmanager
+def _root_logger_silenced() -> Iterator[None]:
+    """open_clip tells its faults to the root logger too, before it raises them: they would be printed twice."""
+    root, handler = logging.getLogger(), logging.NullHandler()
+
+    def silence(record: logging.LogRecord) -> bool:
+        return False
+
+    root.addFilter(silence)
+    root.addHandler(handler)  # without one, logging.error() would set up the root logger for good
+    try:
+        yield
+    finally:
+        root.removeFilter(silence)
+        root.removeHandler(handler)
+
+
+def _own_preprocessing(model: Any) -> Preprocessing:
+    config = model.visual.preprocess_cfg
+    size = config["size"]
+    height, width = (size, size) if isinstance(size, int) else size
+    if height != width:
+        raise UserError(f"encoder.model: only square images are supported, this model takes {height}×{width} px")
+    return Preprocessing(
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        size=height,
+        interpolation=config["interpolation"],
+        resize=_RESIZE[config["resize_mode"]],  # type: ignore[arg-type]
+    )
+
+
+def _stage_names(visual: Any) -> tuple[str, ...]:
+    """Names from the encoder's root: a ViT's blocks, a ResNet's stem and layers, or timm's stages of an image trunk."""
+    modules = dict(visual.named_modules())
+    if "trunk" in modules:
+        stages = [f"trunk.{info['module']}" for info in getattr(visual.trunk, "feature_info", None) or ()]
+    elif "transformer.resblocks" in modules:
+        stages = [f"transformer.resblocks.{name}" for name, _ in modules["transformer.resblocks"].named_children()]
+    else:
+        stages = ["avgpool", "layer1", "layer2", "layer3", "layer4"]  # the stem of a CLIP ResNet ends in `avgpool`
+    return tuple(f"model.visual.{name}" for name in stages if name in modules)

@@ -1,0 +1,258 @@
+"""Any timm model, CNN or ViT, as an encoder: pooled features, its classification head left out.
+
+Inside this module `timm` is the library: imports are absolute, and `xdm_ft/run.py` keeps this folder off the path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from xdm_ft.data.loading.transforms import Preprocessing, PreprocessingOverrides
+from xdm_ft.encoders import Encoder
+from xdm_ft.encoders.loading.arguments import refuse_reserved, wrong_kwargs
+from xdm_ft.encoders.loading.corpora import corpus
+from xdm_ft.encoders.loading.downloads import download_fault, not_downloaded
+from xdm_ft.encoders.loading.files import is_file_name, mismatch, read_weights
+from xdm_ft.encoders.loading.probe import measured_width
+from xdm_ft.encoders.loading.versions import versions
+from xdm_ft.errors import UserError, did_you_mean
+
+logger = logging.getLogger("xdm_ft")
+
+OWN_PREPROCESSING = PreprocessingOverrides()
+RESERVED = (
+    "num_classes", "in_chans", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir",
+    "features_only", "out_indices", "scriptable", "exportable", "no_jit",
+)  # fmt: skip
+"""Arguments of timm.create_model that are this class's to set."""
+_RESIZE = {"center": "native", "squash": "squash", "border": "pad"}  # timm's crop_mode → ours
+
+
+class Timm(Encoder):
+    """Any model of timm. z is its pooled feature [B,K] before the classification head, which is left out.
+
+    Random weights (`weights: null`) are drawn from torch's global generator, which a run seeds with the model's seed.
+    Files are read by safetensors or with `weights_only=True`, float16 is cast to float32, a head in them is ignored.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Annotated[
+            str, Field(min_length=1, description="timm model, with its tag where wanted, or hf-hub:ORGANISATION/NAME")
+        ],
+        weights: Annotated[
+            str | None,
+            Field(
+                min_length=1,
+                description="null: random; pretrained: those of the model's tag (timm's default where it has none); "
+                "a tag; hf-hub:ORGANISATION/NAME; or a .safetensors or .pth file",
+            ),
+        ] = None,
+        kwargs: Annotated[
+            dict[str, Any], Field(description="the model's own arguments, as for timm.create_model")
+        ] = {},  # noqa: B006 (read only)
+        preprocessing: Annotated[
+            PreprocessingOverrides, Field(description="what differs from the model's own preprocessing")
+        ] = OWN_PREPROCESSING,
+        normalize: Annotated[bool, Field(description="L2-normalise the features")] = False,
+    ) -> None:
+        super().__init__()
+        refuse_reserved(kwargs, RESERVED)
+        source = _resolve(model, weights)
+        self.model: Any = _create(source, kwargs)
+        self.model.eval()
+        self.normalize = normalize
+        self.pretraining = source.pretraining
+        self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model, kwargs))
+        self.stage_names = _stage_names(self.model)
+        self.width = measured_width(self, model)
+        self._described = {"model": source.name, "kwargs": kwargs}
+        logger.info("encoder: timm %s, %s, %d features", model, source.pretraining, self.width)
+
+    def forward(self, images: Tensor) -> Tensor:
+        images = images.to(next(self.model.parameters()).dtype)
+        maps = self.model.forward_features(images)  # [B,K',h,w] or [B,tokens,K']
+        z = self.model.forward_head(maps, pre_logits=True).float()  # [B,K]
+        return F.normalize(z, dim=-1) if self.normalize else z
+
+    def identity(self) -> dict[str, object]:
+        return {
+            "component": "timm",
+            **self._described,
+            "normalize": self.normalize,
+            "preprocessing": self.preprocessing.model_dump(mode="json"),
+            "versions": versions("timm"),
+        }
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where architecture and weights come from."""
+
+    name: str  # for timm.create_model: ARCHITECTURE[.TAG] or hf-hub:…
+    architecture: str | None  # None where only the hub knows
+    file: Path | None
+    pretrained: bool
+    pretraining: str
+
+
+def _resolve(model: str, weights: str | None) -> _Source:
+    if model.startswith("hf-hub:"):
+        if weights != "pretrained":
+            raise UserError(f'encoder.weights: "{model}" brings its own weights; write weights: pretrained')
+        return _Source(model, None, None, True, _pretraining(model))
+    architecture, _, tag = model.partition(".")
+    _check_architecture(architecture)
+    _check_tag(architecture, tag)
+    if weights is None:
+        if tag:
+            raise UserError(
+                f'encoder.weights: null asks for random weights, but "{model}" names the weights "{tag}"; '
+                f"write weights: pretrained, or model: {architecture}"
+            )
+        return _Source(architecture, architecture, None, False, "random weights, no pre-training")
+    if weights.startswith("hf-hub:"):
+        return _Source(weights, architecture, None, True, _pretraining(weights))
+    if is_file_name(weights):
+        path = Path(weights).expanduser()
+        return _Source(model, architecture, path, True, f"weights from the file {path.name}")
+    if weights != "pretrained":
+        _check_tag(architecture, weights)
+        if tag not in ("", weights):
+            raise UserError(f'encoder.weights: "{weights}" and the tag of encoder.model: {model} differ; keep one')
+        tag = weights
+    return _tagged(architecture, tag)
+
+
+def _check_architecture(architecture: str) -> None:
+    import timm
+
+    if not timm.is_model(architecture):
+        close = difflib.get_close_matches(architecture, timm.list_models(), n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else "timm.list_models() lists them"
+        raise UserError(f'encoder.model: timm {timm.__version__} has no model "{architecture}"; {hint}')
+
+
+def _check_tag(architecture: str, tag: str) -> None:
+    from timm.models import get_arch_pretrained_cfgs
+
+    known = [name.partition(".")[2] for name in get_arch_pretrained_cfgs(architecture)]
+    if tag and tag not in known:
+        hint = did_you_mean(tag, known)
+        raise UserError(f'encoder: timm has no weights "{tag}" for "{architecture}"{hint}; a file needs its suffix')
+
+
+def _tagged(architecture: str, tag: str) -> _Source:
+    from timm.models import get_pretrained_cfg
+
+    config = get_pretrained_cfg(f"{architecture}.{tag}" if tag else architecture)
+    if config is None or not config.has_weights:
+        raise UserError(
+            f'encoder.weights: timm has no pretrained weights for "{architecture}"; '
+            "give a file, or null for random weights"
+        )
+    name = f"{architecture}.{config.tag}" if config.tag else architecture
+    return _Source(name, architecture, None, True, _pretraining(name))
+
+
+def _pretraining(name: str) -> str:
+    seen = corpus(name)
+    return f"weights {name}" + (f", pre-trained on {seen}" if seen else "")
+
+
+def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
+    if source.file is not None:
+        return _create_from_file(source, source.file, kwargs)
+    import timm
+
+    try:
+        model: Any = timm.create_model(source.name, pretrained=source.pretrained, num_classes=0, **kwargs)
+    except Exception as error:
+        fault = download_fault(error) if source.pretrained else None
+        if fault is not None:
+            raise not_downloaded(source.name, _repository(source.name), fault) from error
+        if not kwargs:
+            raise
+        raise wrong_kwargs(source.name, kwargs, error) from error
+    found = model.pretrained_cfg["architecture"]
+    if source.architecture not in (None, found):
+        raise UserError(f"encoder.weights: {source.name} holds {found}; set encoder.model to that")
+    return model
+
+
+def _repository(name: str) -> str:
+    """The hub repository, or the address, of the weights that timm knows under a name."""
+    from timm.models import get_pretrained_cfg
+
+    config = None if name.startswith("hf-hub:") else get_pretrained_cfg(name)
+    return name if config is None else str(config.hf_hub_id or config.url)
+
+
+def _create_from_file(source: _Source, path: Path, kwargs: dict[str, Any]) -> Any:
+    """The model with the file's weights, strictly.
+
+    Where the head is left out timm tells of missing tensors in its log only. So the head is built with as many classes
+    as the file's has, is checked with the rest, and is left out afterwards.
+    """
+    import timm
+    from timm.models import get_pretrained_cfg, load_state_dict
+
+    state = read_weights(path, load_state_dict)
+    config = get_pretrained_cfg(source.name)
+    assert config is not None, "_resolve knows the model"
+    classifier = config.classifier if isinstance(config.classifier, str) else (config.classifier or ("",))[0]
+    head = state.get(f"{classifier}.weight")
+    # no head of that name: the file has none, or one that timm's own filter renames, as large as its registered one
+    counts = [0, config.num_classes] if head is None else [head.shape[0]]
+    errors = []
+    for classes in counts:
+        # "file" stops timm from looking elsewhere; equal class counts make it strict
+        overlay = {"file": str(path), "num_classes": classes, "label_offset": 0}
+        try:
+            model: Any = timm.create_model(
+                source.name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=classes, **kwargs
+            )
+        except Exception as error:
+            errors.append(error)
+        else:
+            model.reset_classifier(0)
+            return model
+    try:
+        timm.create_model(source.name, num_classes=0, **kwargs)
+    except Exception as error:
+        raise wrong_kwargs(source.name, kwargs, error) from error
+    raise mismatch(path, source.name, errors[0]) from errors[0]
+
+
+def _own_preprocessing(model: nn.Module, kwargs: dict[str, Any]) -> Preprocessing:
+    from timm.data import resolve_model_data_config
+
+    config = resolve_model_data_config(model, args={"img_size": kwargs.get("img_size")})
+    _, height, width = config["input_size"]
+    if height != width:
+        raise UserError(f"encoder.kwargs: only square images are supported, this model takes {height}×{width} px")
+    interpolation = config["interpolation"]
+    return Preprocessing(
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        size=height,
+        crop=config["crop_pct"],
+        interpolation="bilinear" if interpolation == "random" else interpolation,
+        resize=_RESIZE[config["crop_mode"]],  # type: ignore[arg-type]
+    )
+
+
+def _stage_names(model: nn.Module) -> tuple[str, ...]:
+    """Stages as timm's feature extraction names them, from the encoder's root; empty where timm names none."""
+    modules = dict(model.named_modules())
+    named = [info["module"] for info in getattr(model, "feature_info", None) or ()]
+    return tuple(f"model.{name}" for name in named if name in modules)
