@@ -95,35 +95,30 @@ def expected_calibration_error(confidence: np.ndarray, right: np.ndarray) -> flo
 
 
 def _class_scores(logits: Tensor) -> Callable[[int], np.ndarray]:
-    """Class → score [n] that orders images as the class's probability does, without its saturation at 0 and 1."""
-    logits = logits.cpu()
-    if logits.shape[1] == 2:
-        margin = (logits[:, 1].double() - logits[:, 0].double()).numpy()
+    """Class → score float32 [n] that orders images as the class's probability does, without saturating at 0 and 1."""
+    columns = logits.cpu().T.contiguous()  # [C,n]
+    if len(columns) == 2:
+        margin = (columns[1] - columns[0]).float().numpy()
         return lambda c: margin if c == 1 else -margin
     normalizer = log_normalizer(logits)
-    return lambda c: (logits[:, c].double() - normalizer).numpy()
+    return lambda c: (columns[c].double() - normalizer).float().numpy()
 
 
-def placements(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
-    """For each image the share of images of the other kind that it is ordered rightly against, ties half: [n].
+def wins(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
+    """For each positive the share of negatives with a lower score, ties half: [positives]. Both kinds are present.
 
-    The mean over positives, like the mean over negatives, is the area under the ROC curve (DeLong et al. 1988).
-    Both kinds are present. Two sorts and two look-ups: on 170,000 images 20 times faster than building the curve.
+    The mean is the area under the ROC curve (Hanley & McNeil 1982). One sort of 170,000 negatives and two look-ups
+    take an eighth of the time of building the curve, which counts with hundreds of classes.
     """
-    low, high = np.sort(scores[~positive]), np.sort(scores[positive])
-    share = np.empty(len(scores))
-    for kind, others in ((positive, low), (~positive, high)):
-        mine = scores[kind]
-        below = np.searchsorted(others, mine, side="left") + np.searchsorted(others, mine, side="right")
-        share[kind] = below / (2 * len(others))
-    share[~positive] = 1 - share[~positive]  # a negative is right against the positives above it
-    return share
+    negatives, mine = np.sort(scores[~positive]), scores[positive]
+    return (np.searchsorted(negatives, mine, "left") + np.searchsorted(negatives, mine, "right")) / (2 * len(negatives))
 
 
-def scorable_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """Classes that have both images and other images, which is what an AUROC needs."""
+def _scored_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """The classes whose areas an AUROC averages: those with images of the class and others; of two classes, class 1."""
     support = np.bincount(labels, minlength=num_classes)
-    return np.flatnonzero((support > 0) & (support < len(labels)))
+    scored = np.flatnonzero((support > 0) & (support < len(labels)))
+    return scored[scored == 1] if num_classes == 2 else scored
 
 
 def auroc(logits: Tensor, labels: Tensor) -> float | None:
@@ -131,12 +126,40 @@ def auroc(logits: Tensor, labels: Tensor) -> float | None:
 
     Over the classes with positives and negatives; None where there are none.
     """
-    truth, score = labels.cpu().numpy(), _class_scores(logits)
-    classes = scorable_classes(truth, logits.shape[1])
-    if logits.shape[1] == 2:
-        classes = classes[classes == 1]  # class 0 against class 1 is the same number
-    areas = [float(placements(score(c), truth == c)[truth == c].mean()) for c in classes]
+    truth, score_of = labels.cpu().numpy(), _class_scores(logits)
+    areas = [float(wins(score_of(c), truth == c).mean()) for c in _scored_classes(truth, logits.shape[1])]
     return float(np.mean(areas)) if areas else None
+
+
+def auroc_contributions(logits: Tensor, labels: Tensor) -> np.ndarray | None:
+    """Values float64 [n] whose mean is the AUROC and whose weighted mean is, to first order, that of weighted images.
+
+    Each image's share is its placement among the images of the other kind (DeLong et al. 1988). None as for `auroc`.
+    """
+    truth, score_of = labels.cpu().numpy(), _class_scores(logits)
+    classes = _scored_classes(truth, logits.shape[1])
+    if not len(classes):
+        return None
+    areas, influence = [], np.zeros(len(truth))
+    for c in classes:
+        positive, scores = truth == c, score_of(c)
+        for kind, placement in ((positive, wins(scores, positive)), (~positive, wins(-scores, ~positive))):
+            area = placement.mean()  # the same for both kinds
+            influence[kind] += (placement - area) / len(placement)
+        areas.append(area)
+    return float(np.mean(areas)) + influence * len(truth) / len(classes)
+
+
+def per_image(name: str, logits: Tensor, labels: Tensor) -> np.ndarray | None:
+    """What resampling images needs for a metric beside the predicted classes, float64 [n]; None where nothing.
+
+    `nll`: each image's loss; `ece`: its confidence; `auroc`: its contribution (None too where it is not defined).
+    """
+    if name == "nll":
+        return per_image_nll(logits, labels)
+    if name == "ece":
+        return confidences(logits)
+    return auroc_contributions(logits, labels) if name == "auroc" else None
 
 
 def metric(name: str, logits: Tensor, labels: Tensor, domains: Tensor) -> float:

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.summary import protocol_line, summarise
+
+ROWS = 50
+BASE = {("erm", "a"): 30, ("erm", "b"): 20, ("sam", "a"): 40, ("sam", "b"): 32}  # right of 50 with seed 0
+
+
+def record(method: str, held: tuple[str, ...], seed: int, right: int, rules: tuple[str, ...] = ("train_val",)) -> dict:
+    metrics = {"accuracy": right / ROWS, "auroc": None, "nll": 1 - right / ROWS}
+    metrics["per_domain"] = {d: {"accuracy": right / ROWS, "n": ROWS} for d in held}
+    selected = {rule: {"step": 10, "metrics": {"test": metrics}} for rule in rules}
+    return {"method": method, "test_domains": list(held), "seed": seed, "status": "ok", "selected": selected}
+
+
+def trouble(method: str, held: tuple[str, ...], seed: int, status: str, reason: str) -> dict:
+    return {"method": method, "test_domains": list(held), "seed": seed, "status": status, "reason": reason}
+
+
+def prediction(
+    method: str, held: tuple[str, ...], seed: int, right: int, groups: np.ndarray | None = None, rule: str = "train_val"
+) -> Prediction:
+    labels = np.zeros(ROWS, dtype=np.int64)
+    predicted = (np.arange(ROWS) >= right).astype(np.int64)
+    return Prediction(method, held, seed, rule, np.arange(ROWS), labels, predicted, labels, groups)
+
+
+def right_of(method: str, domain: str, seed: int) -> int:
+    return BASE[method, domain] + (2 * seed if method == "sam" else seed)
+
+
+def grid(seeds: int = 3) -> list[tuple[str, tuple[str, ...], int, int]]:
+    return [(m, (d,), s, right_of(m, d, s)) for m in ("erm", "sam") for d in ("a", "b") for s in range(seeds)]
+
+
+def summary(runs: list[dict], predictions: list[Prediction], **changes: Any) -> list[dict[str, Any]]:
+    settings: dict[str, Any] = {
+        "methods": ["zero_shot", "erm", "sam"],
+        "rules": ["train_val"],
+        "metric": "accuracy",
+        "protocol_line": lambda rule: f"line of {rule}",
+    }
+    rows = summarise(runs, predictions, **(settings | changes))
+    assert rows == json.loads(json.dumps(rows, allow_nan=False))  # results.json holds it as it is
+    return rows
+
+
+def test_spread_by_hand() -> None:
+    erm, sam = summary([record(*r) for r in grid()], [prediction(*r) for r in grid()])
+    assert (erm["method"], erm["selection"], erm["metric"], erm["split"]) == ("erm", "train_val", "accuracy", "test")
+    assert erm["protocol"] == "line of train_val"
+    means = [(0.8 + 0.64) / 2, (0.84 + 0.68) / 2, (0.88 + 0.72) / 2]  # sam, one per seed
+    assert sam["mean"] == pytest.approx(np.mean(means))
+    assert sam["std"] == pytest.approx(np.std(means, ddof=1))
+    assert sam["stderr"] == pytest.approx(np.std(means, ddof=1) / 3**0.5)
+    assert sam["n"] == 3
+    assert sam["per_test_domain"]["a"] == {"mean": pytest.approx(0.84), "std": pytest.approx(0.04)}
+    assert erm["versus_erm"] is None
+    assert not {"failed", "skipped", "reason"} & set(sam)
+
+
+def test_versus_erm_by_hand() -> None:
+    sam = summary([record(*r) for r in grid()], [prediction(*r) for r in grid()])[1]["versus_erm"]
+    by_domain = [0.2 + 0.02, 0.24 + 0.02]  # sam − erm with seed 0, and on average over seeds 1/50 more
+    assert sam["difference"] == pytest.approx(np.mean(by_domain))
+    expected = stats.ttest_1samp(by_domain, 0).confidence_interval(0.95)
+    assert sam["domains"] == {"low": pytest.approx(expected.low), "high": pytest.approx(expected.high)}
+    assert 0.1 < sam["images"]["low"] < np.mean(by_domain) < sam["images"]["high"] < 0.4
+    assert expected.low < 0  # two domains say little
+    assert sam["verdict"] == "not distinguishable"
+    assert sam["note"] == "images assumed independent"
+
+
+def test_image_interval_is_about_the_binomial_one() -> None:
+    """One domain, one seed, a paired difference: its standard error is √((p − p²)/n) where p images changed sides."""
+    runs = [("erm", ("a",), 0, 25), ("sam", ("a",), 0, 35)]
+    versus = summary([record(*r) for r in runs], [prediction(*r) for r in runs])[1]["versus_erm"]
+    half = 1.96 * (0.2 * 0.8 / ROWS) ** 0.5
+    assert (versus["images"]["high"] - versus["images"]["low"]) / 2 == pytest.approx(half, rel=0.1)
+
+
+def test_one_domain_says_that_variation_between_domains_is_unknown() -> None:
+    runs = [r for r in grid() if r[1] == ("a",)]
+    versus = summary([record(*r) for r in runs], [prediction(*r) for r in runs])[1]["versus_erm"]
+    assert versus["domains"] is None
+    assert versus["verdict"] == "better"  # by the images alone
+    assert versus["note"] == "variation between domains not estimated; images assumed independent"
+
+
+def test_groups() -> None:
+    few, one = np.arange(ROWS) // 10, np.zeros(ROWS, dtype=np.int64)
+    records = [record(*r) for r in grid()]
+    versus = summary(records, [prediction(*r, few) for r in grid()])[1]["versus_erm"]
+    assert versus["note"] == "only 5 groups in a test domain: the interval over images is too narrow"
+    plain = summary(records, [prediction(*r) for r in grid()])[1]["versus_erm"]
+    width = {name: v["images"]["high"] - v["images"]["low"] for name, v in (("few", versus), ("plain", plain))}
+    assert width["few"] > 1.5 * width["plain"]  # errors come in runs of neighbours
+    versus = summary(records, [prediction(*r, one) for r in grid()])[1]["versus_erm"]
+    assert versus["images"] is None
+    assert "all test images of a domain are one group" in versus["note"]
+
+
+def test_a_deterministic_method_is_paired_by_domain() -> None:
+    runs = [*(r for r in grid() if r[0] == "erm"), ("zero_shot", ("a",), 0, 35), ("zero_shot", ("b",), 0, 35)]
+    zero_shot, erm = summary([record(*r) for r in runs], [prediction(*r) for r in runs])
+    assert (zero_shot["n"], zero_shot["std"], zero_shot["stderr"]) == (1, None, None)
+    assert erm["n"] == 3
+    assert zero_shot["versus_erm"]["difference"] == pytest.approx(zero_shot["mean"] - erm["mean"])
+    assert zero_shot["versus_erm"]["note"].endswith("paired by domain, seeds averaged on each side")
+
+
+def test_a_seed_with_a_failed_run_does_not_count() -> None:
+    runs = [record(*r) for r in grid() if r[:3] != ("sam", ("b",), 1)]
+    runs.append(trouble("sam", ("b",), 1, "failed", "the loss is nan at step 7"))
+    erm, sam = summary(runs, [prediction(*r) for r in grid()])
+    assert (sam["n"], sam["failed"]) == (2, 1)
+    assert sam["reason"] == (
+        "1 of 6 runs failed: the loss is nan at step 7; "
+        "the mean counts the 2 of 3 seeds that have every held-out domain"
+    )
+    assert sam["mean"] == pytest.approx(np.mean([0.72, 0.8]))
+    assert sam["per_test_domain"]["a"]["mean"] == pytest.approx(0.84)  # all three seeds have it
+    assert erm["n"] == 3
+    paired_erm = np.mean([0.5, 0.54])  # seeds 0 and 2
+    assert sam["versus_erm"]["difference"] == pytest.approx(sam["mean"] - paired_erm)
+
+
+def test_skipped_and_missing_runs() -> None:
+    runs = [record(*r) for r in grid() if r[0] == "erm" and r[:3] != ("erm", ("b",), 2)]
+    runs += [trouble("sam", (d,), s, "skipped", "needs 2 training domains") for d in ("a", "b") for s in range(3)]
+    erm, sam = summary(runs, [])
+    assert (sam["mean"], sam["std"], sam["n"], sam["skipped"], sam["per_test_domain"]) == (None, None, 0, 6, {})
+    assert sam["reason"] == "6 of 6 runs skipped: needs 2 training domains"
+    assert sam["versus_erm"] is None
+    assert erm["n"] == 2
+    assert erm["reason"].startswith("1 of 6 runs are missing; the mean counts the 2 of 3 seeds")
+
+
+def test_without_predictions_the_interval_over_images_is_missing() -> None:
+    versus = summary([record(*r) for r in grid()], [])[1]["versus_erm"]
+    assert versus["images"] is None
+    assert versus["note"] == "variation between images not estimated: predictions are missing"
+
+
+def test_without_erm_nothing_is_compared() -> None:
+    runs = [record(*r) for r in grid() if r[0] == "sam"]
+    (sam,) = summary(runs, [])
+    assert sam["versus_erm"] is None
+    assert "reason" not in sam
+
+
+def test_a_labelled_reference() -> None:
+    runs = [record(*r) for r in grid()]
+    erm, sam = summary(runs, [], reference="sam")
+    assert sam["versus_erm"] is None
+    assert erm["versus_erm"]["difference"] < 0
+
+
+def test_every_rule_has_rows_of_its_own() -> None:
+    rules = ("train_val", "oracle")
+    runs = [record(*r, rules=rules) for r in grid()]
+    predictions = [prediction(*r, rule=rule) for r in grid() for rule in rules]
+    rows = summary(runs, predictions, rules=rules, methods=["sam", "erm"])
+    assert [(r["selection"], r["method"]) for r in rows] == [(rule, m) for rule in rules for m in ("sam", "erm")]
+    assert [r["protocol"] for r in rows[1:3]] == ["line of train_val", "line of oracle"]
+
+
+def test_a_lower_loss_is_better() -> None:
+    runs = [r for r in grid() if r[1] == ("a",)]
+    predictions = [prediction(*r) for r in runs]
+    predictions = [Prediction(**{**vars(p), "per_image": (p.predicted != p.labels).astype(float)}) for p in predictions]
+    versus = summary([record(*r) for r in runs], predictions, metric="nll")[1]["versus_erm"]
+    assert versus["difference"] < 0
+    assert versus["verdict"] == "better"
+
+
+def test_a_metric_that_is_not_defined() -> None:
+    rows = summary([record(*r) for r in grid()], [prediction(*r) for r in grid()], metric="auroc")
+    assert [r["mean"] for r in rows] == [None, None]
+    assert rows[1]["reason"] == "auroc is not defined on the test images of 6 of 6 runs"
+    assert rows[1]["versus_erm"] is None
+
+
+def test_one_model_on_several_test_domains() -> None:
+    runs = [("erm", ("a", "b"), 0, 30), ("sam", ("a", "b"), 0, 40)]
+    sam = summary([record(*r) for r in runs], [prediction(*r) for r in runs])[1]
+    assert sam["per_test_domain"] == {d: {"mean": 0.8, "std": None} for d in ("a", "b")}
+    assert sam["versus_erm"]["domains"] is None
+    nll = summary([record(*r) for r in runs], [], metric="nll")[1]
+    assert list(nll["per_test_domain"]) == ["a + b"]
+
+
+def test_two_records_of_one_run_are_refused() -> None:
+    with pytest.raises(ValueError, match="two records"):
+        summary([record(*r) for r in [*grid(), grid()[0]]], [])
+
+
+def test_the_order_of_records_changes_nothing() -> None:
+    runs, predictions = [record(*r) for r in grid()], [prediction(*r) for r in grid()]
+    straight = summary(runs, predictions)
+    mixed = summary(runs[::-1], predictions[::-1])
+    assert [r["mean"] for r in mixed] == pytest.approx([r["mean"] for r in straight])
+    assert mixed[1]["versus_erm"]["images"] == pytest.approx(straight[1]["versus_erm"]["images"])
+
+
+LINE: dict[str, Any] = {
+    "data": "pacs (9,991 images, 4 domains)",
+    "split": "each domain held out in turn",
+    "notes": ["images assumed independent", "images assumed independent"],
+    "selection": "train_val",
+    "metric": "balanced_accuracy",
+    "augmentation": "none",
+    "draws": 1,
+}
+
+
+def test_protocol_line() -> None:
+    assert protocol_line(**LINE) == (
+        "pacs (9,991 images, 4 domains); each domain held out in turn; images assumed independent; step picked by "
+        "balanced accuracy on validation images of the training domains; test balanced accuracy; no augmentation; "
+        "1 hyper-parameter draw; ± is the standard error over seeds, held-out domains averaged within a seed"
+    )
+
+
+def test_protocol_line_marks_the_oracle_and_stays_one_line() -> None:
+    line = protocol_line(**LINE | {"selection": "oracle", "data": "my\ndata", "augmentation": "domainbed", "draws": 20})
+    assert "(oracle: picked on the test domain)" in line
+    assert line.startswith("my data; ")
+    assert "; augmentation domainbed; 20 hyper-parameter draws; " in line

@@ -1,0 +1,23 @@
+"""What one trained model said of the test images: what resampling them needs, and no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The test images of one model at the step that one rule picked. Models of the same test domains share rows."""
+
+    method: str
+    test_domains: tuple[str, ...]
+    seed: int
+    rule: str  # selection rule that picked the step
+    rows: np.ndarray  # int [n], rows of the data set
+    labels: np.ndarray  # int [n]
+    predicted: np.ndarray  # int [n], predicted classes
+    domains: np.ndarray  # int [n]
+    groups: np.ndarray | None = None  # int [n]: patient, slide, sequence; None where unknown
+    per_image: np.ndarray | None = None  # float64 [n], `metrics.per_image` for the metrics that need it
