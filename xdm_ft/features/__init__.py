@@ -1,0 +1,43 @@
+"""Features of a frozen encoder: extracted once, cached by all that determines them, shared by every later run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from xdm_ft.blocks import Block
+
+Precision = Literal["fp32", "bf16"]
+
+
+class FeatureSettings(Block):
+    """How features of a frozen encoder are computed and where they are kept."""
+
+    dir: Annotated[
+        Path | None,
+        Field(description="folder of the feature cache; null: $XDM_FT_CACHE, else ~/.cache/xdm_ft/features"),
+    ] = None
+    precision: Annotated[
+        Precision,
+        Field(
+            description="fp32: float32 arithmetic, stored as float32; bf16: weights and images cast to bfloat16, "
+            "stored as bfloat16 (half the size, about twice as fast)"
+        ),
+    ] = "fp32"
+    batch_size: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="images that the encoder sees at once, at most a shard of the cache (256 or more); "
+            "changes features by rounding only, so cached ones are used whatever it is",
+        ),
+    ] = 64
+    workers: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            description="processes that decode images; null: as many as cores up to 4, none for images in memory",
+        ),
+    ] = None

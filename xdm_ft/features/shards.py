@@ -1,0 +1,83 @@
+"""One file of cached features. It proves itself: what it belongs to and a checksum travel inside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+IMAGES = 256  # per shard, so that little is lost when an extraction is killed …
+AT_MOST = 1024  # … but no more shards than this: large data sets have larger ones
+
+
+class Damaged(Exception):
+    """A file of the cache that is not what was written. Its text says what was found."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How N rows are cut into shards. A function of N alone: runs that share a cache agree on it."""
+
+    rows: int
+
+    @property
+    def rows_per_shard(self) -> int:
+        return max(IMAGES, -(-self.rows // AT_MOST))
+
+    def __len__(self) -> int:
+        return -(-self.rows // self.rows_per_shard)
+
+    def span(self, number: int) -> range:
+        """The rows of a shard."""
+        first = number * self.rows_per_shard
+        return range(first, min(first + self.rows_per_shard, self.rows))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a shard's file holds."""
+
+    features: Tensor  # [rows, K] in the stored precision, memory-mapped
+    unreadable: dict[int, str]  # row of the data set → why its image does not decode
+    digest: str
+
+
+def encode(features: Tensor, unreadable: Mapping[int, str], key: str, number: int) -> bytes:
+    """The bytes of a shard's safetensors file."""
+    from safetensors.torch import save
+
+    metadata = {"key": key, "shard": str(number), "unreadable": json.dumps(unreadable)}
+    return save({"features": features}, {**metadata, "xxh3": _digest(features, metadata)})
+
+
+def open_shard(path: Path, key: str, number: int) -> Shard:
+    """Maps the file and checks all of it. Raises `Damaged`, and `FileNotFoundError` where there is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            features = file.get_tensor("features")
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise Damaged(" ".join(str(error).split())) from error
+    digest = metadata.pop("xxh3", "")
+    if digest != _digest(features, metadata):
+        raise Damaged("its checksum differs")
+    if (metadata["key"], metadata["shard"]) != (key, str(number)):
+        raise Damaged(f"it is shard {metadata['shard']} of {metadata['key']}")
+    unreadable = {int(row): reason for row, reason in json.loads(metadata["unreadable"]).items()}
+    return Shard(features, unreadable, digest)
+
+
+def _digest(features: Tensor, metadata: Mapping[str, str]) -> str:
+    header = [sorted(metadata.items()), str(features.dtype), list(features.shape)]
+    digest = xxhash.xxh3_64(json.dumps(header).encode())
+    digest.update(features.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
