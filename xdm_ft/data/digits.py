@@ -97,8 +97,8 @@ def _chalk(scans: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _blurred(scans: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """A photograph out of focus, turned by 15 to 35 degrees either way, grey, with little contrast and uneven light."""
-    turn = _draw(_ANGLE, rows, 15, 36) * (2 * _draw(_POLARITY, rows, 0, 2) - 1)
+    """A photograph out of focus, turned by 12 to 30 degrees either way, grey, with little contrast and uneven light."""
+    turn = _draw(_ANGLE, rows, 12, 31) * (2 * _draw(_POLARITY, rows, 0, 2) - 1)
     stroke = _blur(_blur(_place(scans, rows, turn)))
     back = np.broadcast_to(_draw(_BACK, rows, 140, 190)[:, :, None, None], (len(rows), SIDE, SIDE, 3))
     front = _draw(_FRONT, rows, 40, 75).repeat(3, axis=1)
@@ -123,12 +123,12 @@ def _place(scans: np.ndarray, rows: np.ndarray, degrees: np.ndarray) -> np.ndarr
     """Scans [n,8,8] in 0…16 → strokes [n,32,32] in 0…255: turned by `degrees` [n,1], resized, shifted; bilinear."""
     # fixed-point source coordinates, in 1/4096 of a scan pixel, relative to the centres of both grids
     radians = np.deg2rad(degrees)
-    step = 4096 * 8 * 100 // (SIDE * _draw(_SIZE, rows, 80, 100))  # [n,1] scan px per image px; digits fill 80 to 99%
+    step = 4096 * 8 * 100 // (SIDE * _draw(_SIZE, rows, 86, 100))  # [n,1] scan px per image px; digits fill 86 to 99%
     cos = np.rint(4096 * np.cos(radians)).astype(np.int64) * step // 4096
     sin = np.rint(4096 * np.sin(radians)).astype(np.int64) * step // 4096
     y, x = np.divmod(np.arange(SIDE * SIDE), SIDE)
-    x = 2 * x - (SIDE - 1) - 2 * _draw(_SHIFT_X, rows, -2, 3)  # [n,1024], in half pixels
-    y = 2 * y - (SIDE - 1) - 2 * _draw(_SHIFT_Y, rows, -2, 3)
+    x = 2 * x - (SIDE - 1) - 2 * _draw(_SHIFT_X, rows, -1, 2)  # [n,1024], in half pixels
+    y = 2 * y - (SIDE - 1) - 2 * _draw(_SHIFT_Y, rows, -1, 2)
     u = (cos * x + sin * y) // 2 + 7 * 2048 + 4096  # 7/2: the centre of a scan; + 1 for the border below
     v = (cos * y - sin * x) // 2 + 7 * 2048 + 4096
     bordered = np.pad(scans, ((0, 0), (1, 2), (1, 2)))  # [n,11,11], blank around

@@ -21,7 +21,7 @@ class Folder(ImageFiles):
     """Images of any format that Pillow reads, in their class folder or deeper, in the order of their paths.
 
     The classes are those of all domains together, sorted. Hidden files are passed over; files that are no images, or
-    lie outside a class folder, are left out and counted in the log. Links are followed, but a class reads a folder once.
+    lie outside a class folder, are left out and counted in the log. Links are followed, though not round in circles.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class Folder(ImageFiles):
         if not images:
             raise UserError(f"data.root: {printable(root)} holds no images in <domain>/<class>/ folders{_hint(found)}")
         _log_ignored(root, found)
-        self.paths = [os.path.abspath(root / path) for path in images]
-        self.shown = [str(root / path) for path in images]
+        absolute = os.path.abspath(root)
+        self.paths = [os.path.join(absolute, path) for path in images]
+        self.shown = [os.path.join(root, path) for path in images]
         self.domain_names, self.domains = numbered([path.split("/")[0] for path in images])
         self.class_names, self.labels = numbered([path.split("/")[1] for path in images])
         self.groups = None if group is None else groups_of(images, group)

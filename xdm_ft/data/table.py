@@ -39,7 +39,7 @@ class Table(ImageFiles):
         columns = _Columns(file.expanduser())
         folder = columns.file.parent if root is None else root.expanduser()
         paths = columns.values["path"]
-        self.shown = [str(folder / path) for path in paths]
+        self.shown = [os.path.join(folder, path) for path in paths]
         self.paths = [os.path.abspath(path) for path in self.shown]
         columns.refuse_repeated(self.paths)
         _refuse_missing(columns, self.paths, self.shown)

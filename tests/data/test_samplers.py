@@ -1,0 +1,135 @@
+"""Batches are a pure function of seed and step."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from xdm_ft.data.folder import Folder
+from xdm_ft.data.loading.samplers import ImageRows, PerDomainSampler, PooledSampler, sampler, steps_of
+from xdm_ft.data.loading.transforms import Preprocessing, evaluation_transform
+from xdm_ft.errors import UserError
+
+POOLS = [torch.tensor([3, 1, 4]), torch.tensor([10, 15, 19, 12, 16]), torch.tensor([26])]
+pools = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(
+    lambda sizes: [torch.arange(size) + 100 * d for d, size in enumerate(sizes)]
+)
+
+
+@pytest.mark.parametrize("name", ["per_domain", "pooled"])
+@given(pools=pools, batch_size=st.integers(1, 12), seed=st.integers(0, 2**31), first=st.integers(0, 40))
+@settings(max_examples=40, deadline=None)
+def test_a_block_of_steps_is_the_steps_one_by_one(
+    name: str, pools: list[Tensor], batch_size: int, seed: int, first: int
+) -> None:
+    block = sampler(name, pools, batch_size, seed).indices(first, first + 5)
+    alone = sampler(name, pools, batch_size, seed)
+    assert block.dtype == torch.int64
+    assert block.shape == (5, alone.batch)
+    backwards = [alone.indices(step, step + 1) for step in reversed(range(first, first + 5))]
+    assert torch.equal(block, torch.cat(backwards[::-1]))
+    assert alone.indices(first, first).shape == (0, alone.batch)
+
+
+def test_seeds_differ() -> None:
+    for name in ("per_domain", "pooled"):
+        first, second = (sampler(name, POOLS, 8, seed).indices(0, 4) for seed in (0, 1))
+        assert not torch.equal(first, second)
+
+
+def test_per_domain_batches_are_domain_after_domain() -> None:
+    rows = PerDomainSampler(POOLS, 6, seed=3).indices(0, 50)  # [50,18]
+    for d, pool in enumerate(POOLS):
+        assert set(rows[:, 6 * d : 6 * d + 6].flatten().tolist()) == set(pool.tolist())
+
+
+def test_per_domain_draws_are_uniform() -> None:
+    rows = PerDomainSampler(POOLS, 8, seed=0).indices(0, 5000)[:, 8:16]  # 40,000 draws out of 5
+    count = torch.stack([(rows == row).sum() for row in POOLS[1]]).double()
+    chi2 = ((count - 8000) ** 2 / 8000).sum().item()
+    assert chi2 < 18.5  # 4 degrees of freedom, p = 0.001
+    first, second = rows[:, 0], rows[:, 1]  # two places of a batch are independent
+    both = ((first == POOLS[1][0]) & (second == POOLS[1][0])).double().mean()
+    assert abs(both - 1 / 25) < 0.012
+
+
+@given(pools=pools, batch_size=st.integers(1, 30), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_pooled_covers_every_row_once_per_epoch(pools: list[Tensor], batch_size: int, seed: int) -> None:
+    rows = torch.cat(pools)
+    n = len(rows)
+    steps = -(-3 * n // batch_size)
+    stream = PooledSampler(pools, batch_size, seed).indices(0, steps).flatten()
+    for epoch in range(3):
+        assert torch.equal(stream[epoch * n : epoch * n + n].sort().values, rows.sort().values)
+
+
+def test_pooled_epochs_have_different_orders() -> None:
+    stream = PooledSampler([torch.arange(50)], 10, seed=0).indices(0, 10).flatten()
+    assert not torch.equal(stream[:50], stream[50:])
+
+
+def test_an_empty_pool_is_refused() -> None:
+    with pytest.raises(ValueError, match="a row in each"):
+        PerDomainSampler([torch.arange(3), torch.arange(0)], 2, seed=0)
+
+
+def test_steps_of() -> None:
+    assert steps_of(7, None, 10, 3) == 7
+    assert steps_of(None, 2, 10, 3) == 7
+    assert steps_of(None, 0.7, 10, 7) == 1  # 0.7 · 10 / 7 is a little more than 1 in binary
+    assert steps_of(None, 1, 9, 3) == 3
+    for steps, epochs in ((None, None), (3, 1.0)):
+        with pytest.raises(UserError, match="either steps or epochs"):
+            steps_of(steps, epochs, 10, 3)
+
+
+def make_folder(root: Path) -> Folder:
+    for i in range(4):
+        path = root / f"d{i % 2}" / f"c{i // 2}" / "x.png"
+        path.parent.mkdir(parents=True)
+        Image.fromarray(np.full((9, 12, 3), 40 * i, dtype=np.uint8)).save(path)
+    return Folder(root=root)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_image_rows_in_a_loader(tmp_path: Path, workers: int) -> None:
+    dataset = make_folder(tmp_path)
+    transform = evaluation_transform(Preprocessing(mean=(0, 0, 0), std=(1, 1, 1), size=8))
+    order = [[2, 0, 2], [1, 3]]
+    loader = DataLoader(ImageRows(dataset, transform), batch_sampler=order, num_workers=workers)
+    batches = [(images, rows) for images, rows in loader]
+    assert [rows.tolist() for _, rows in batches] == order
+    assert batches[0][0].shape == (3, 3, 8, 8)
+    for images, rows in batches:
+        expected = torch.stack([transform(dataset.image(row)) for row in rows.tolist()])
+        assert torch.equal(images, expected)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_undecodable_image_is_one_line_even_from_a_worker(tmp_path: Path, workers: int) -> None:
+    dataset = make_folder(tmp_path)
+    Path(dataset.paths[1]).write_bytes(b"no image")
+    transform = evaluation_transform(Preprocessing(mean=(0, 0, 0), std=(1, 1, 1), size=8))
+    loader = DataLoader(ImageRows(dataset, transform), batch_size=2, num_workers=workers)
+    with pytest.raises(UserError) as caught:
+        list(loader)
+    message = str(caught.value)
+    assert message.startswith("1 image does not decode")
+    assert dataset.paths[1] in message
+    assert "data.on_bad_image" in message
+    assert "\n" not in message
+
+
+def test_image_rows_can_be_sent_to_a_worker(tmp_path: Path) -> None:
+    transform = evaluation_transform(Preprocessing(mean=(0.5, 0.4, 0.3), std=(1, 1, 1), size=8, resize="pad"))
+    rows = ImageRows(make_folder(tmp_path), transform)
+    copy = pickle.loads(pickle.dumps(rows))
+    assert torch.equal(copy[2][0], rows[2][0])

@@ -1,0 +1,61 @@
+"""Preprocessing is bit for bit what timm and open_clip do themselves."""
+
+import numpy as np
+import open_clip
+import pytest
+import timm.data
+import torch
+from PIL import Image
+
+from xdm_ft.data.loading.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SIZES = [(227, 227), (64, 48), (31, 200), (500, 333), (32, 32)]  # width, height
+
+
+def images() -> list[Image.Image]:
+    noise = np.random.default_rng(0)
+    return [Image.fromarray(noise.integers(0, 256, (h, w, 3), dtype=np.uint8)) for w, h in SIZES]
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
+@pytest.mark.parametrize("crop", [1.0, 0.95, 0.875])
+@pytest.mark.parametrize(("resize", "crop_mode"), [("native", "center"), ("squash", "squash"), ("pad", "border")])
+def test_equals_timm(resize: str, crop_mode: str, crop: float, interpolation: str) -> None:
+    own = timm.data.create_transform(
+        (3, 56, 56), mean=MEAN, std=STD, interpolation=interpolation, crop_pct=crop, crop_mode=crop_mode
+    )
+    preprocessing = Preprocessing(mean=MEAN, std=STD, size=56, crop=crop, interpolation=interpolation, resize=resize)
+    ours = evaluation_transform(preprocessing)
+    for image in images():
+        assert torch.equal(ours(image), own(image))
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize(("resize", "mode"), [("native", "shortest"), ("squash", "squash")])
+def test_equals_open_clip(resize: str, mode: str, interpolation: str) -> None:
+    own = open_clip.image_transform(
+        56, is_train=False, mean=MEAN, std=STD, resize_mode=mode, interpolation=interpolation
+    )
+    preprocessing = Preprocessing(mean=MEAN, std=STD, size=56, interpolation=interpolation, resize=resize)
+    ours = evaluation_transform(preprocessing)
+    for image in images():
+        assert torch.equal(ours(image), own(image))
+
+
+def test_shape_type_and_values() -> None:
+    black = Image.new("RGB", (40, 20))
+    preprocessing = Preprocessing(mean=(0.5, 0.25, 0.0), std=(0.5, 0.25, 1.0), size=16, resize="pad")
+    tensor = evaluation_transform(preprocessing)(black)
+    assert tensor.dtype == torch.float32
+    assert tensor.shape == (3, 16, 16)
+    assert tensor[:, 8, 8].tolist() == [-1.0, -1.0, 0.0]
+    # the padding above is the mean colour, as near as 8 bits come to it
+    assert tensor[:, 0, 8].abs().max() < 0.01
+
+
+def test_overrides_change_what_they_name() -> None:
+    own = Preprocessing(mean=MEAN, std=STD, size=224, crop=0.875)
+    changed = PreprocessingOverrides(size=96, resize="squash").applied_to(own)
+    assert changed == Preprocessing(mean=MEAN, std=STD, size=96, crop=0.875, resize="squash")
+    assert PreprocessingOverrides().applied_to(own) == own
