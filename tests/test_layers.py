@@ -28,7 +28,18 @@ LAYERS = [
     "blocks",
     "errors",
 ]
-NOT_TO_SHADOW = {"datasets", "wilds", "timm", "torch", "open_clip", "accelerate", "evaluate", "types", "logging", "random"}
+NOT_TO_SHADOW = {
+    "datasets",
+    "wilds",
+    "timm",
+    "torch",
+    "open_clip",
+    "accelerate",
+    "evaluate",
+    "types",
+    "logging",
+    "random",
+}
 
 
 def layer_of(module: str) -> str:

@@ -25,8 +25,8 @@ def run(recipe: Recipe) -> int:
     with RunDirectory(recipe, accelerator) as directory:
         material = gather(recipe, dataset, accelerator)
         plan = make_plan(recipe, dataset, material.unreadable)
-        for record, prediction in finished_models(plan, material, directory, accelerator):
-            directory.add(record, prediction)
+        for record, predictions in finished_models(plan, material, directory, accelerator):
+            directory.add(record, predictions)
         results = directory.finish(plan, material)
     status = 1 if any(record["status"] == "failed" for record in results["runs"]) else 0
     if accelerator.is_main_process:

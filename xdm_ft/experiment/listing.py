@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from pathlib import Path
 
 import yaml
 
@@ -20,12 +22,12 @@ def listing(what: str) -> str:
     return _table(rows)
 
 
-def _recipes() -> list:
+def _recipes() -> list[Path]:
     return sorted(recipe_folder().glob("*.yaml"))
 
 
 def _methods() -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in components.names("algorithms"):
         cls = components.find("algorithms", name)
         works_on = "cached / end to end" if issubclass(cls, Algorithm) else "cached"
@@ -34,7 +36,7 @@ def _methods() -> list[tuple[str, ...]]:
 
 
 def _sharpness() -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in components.names("sharpness"):
         cls = components.find("sharpness", name)
         rows.append((f"…+{name}", cls.source, "cached / end to end", _settings("sharpness", name)))
@@ -68,7 +70,8 @@ def _first_comment(text: str) -> str:
     return text.split("\n")[0].removeprefix("#").strip()
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(cells: Iterable[tuple[str, ...]]) -> str:
+    rows = list(cells)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

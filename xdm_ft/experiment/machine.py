@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def start(recipe: Recipe) -> Accelerator:
     """The accelerator of this process. Threads are cores // processes on this machine: `accelerate launch` sets one."""
     import torch
@@ -24,7 +29,7 @@ def start(recipe: Recipe) -> Accelerator:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))],
     )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+    torch.set_num_threads(max(1, cores() // processes))
     return accelerator
 
 

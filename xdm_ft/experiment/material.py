@@ -12,6 +12,7 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data.loading.images import scan, unreadable_message
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.errors import UserError
+from xdm_ft.experiment.machine import cores
 from xdm_ft.features.cache import Features, extract
 from xdm_ft.recipe import Recipe
 
@@ -70,7 +71,7 @@ def text_weight(recipe: Recipe, encoder: Encoder, class_names: tuple[str, ...]) 
 
 def _scanned(recipe: Recipe, dataset: ImageDataset, on_bad_image: str) -> dict[int, str]:
     """End to end, a broken image would otherwise be met in the middle of a training."""
-    unreadable = scan(dataset, recipe.features.workers)
+    unreadable = scan(dataset, cores())
     if unreadable and on_bad_image == "error":
         raise UserError(unreadable_message(unreadable, dataset))
     return unreadable

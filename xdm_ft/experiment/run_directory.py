@@ -12,12 +12,14 @@ import numpy as np
 import yaml
 from filelock import FileLock, Timeout
 from safetensors.numpy import load_file
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor
 
 from xdm_ft.atomic import replace_file, replace_text
+from xdm_ft.data import ImageDataset
 from xdm_ft.errors import UserError
-from xdm_ft.evaluation.summary import Prediction
+from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.experiment.results import environment, summary_of
 from xdm_ft.recipe import Recipe
 
@@ -132,14 +134,13 @@ class RunDirectory:
         for name, value in values.items():
             self._writer.add_scalar(f"{tag}/{name}", value, step)
 
-    def add(self, record: Record, prediction: Prediction | None) -> None:
-        """Makes one more model permanent: first its predictions, then its record."""
+    def add(self, record: Record, predictions: list[Prediction]) -> None:
+        """Makes one more model permanent: first its predictions on the test images, then its record."""
         if not self.accelerator.is_main_process:
             return
-        if prediction is not None:
-            arrays = {"rows": prediction.rows, "predicted": prediction.predicted}
-            path = self._predictions_path(identity(record))
-            replace_file(path, lambda temporary: _save_arrays(arrays, temporary))
+        if predictions:
+            arrays = {f"{p.rule}.{name}": array for p in predictions for name, array in _arrays(p).items()}
+            replace_file(self._predictions_path(identity(record)), lambda temporary: save_arrays(arrays, temporary))
         self.runs = [run for run in self.runs if identity(run) != identity(record)] + [record]
         self._write_results([])
 
@@ -152,14 +153,24 @@ class RunDirectory:
             return {"runs": self.runs}
         order = {model.key: place for place, model in enumerate(plan.models)}
         self.runs = sorted((run for run in self.runs if identity(run) in order), key=lambda run: order[identity(run)])
-        predictions = [self._prediction(run, plan) for run in self.runs if run["status"] == "ok"]
+        predictions = [p for run in self.runs if run["status"] == "ok" for p in self._predictions(run, plan)]
         results = self._write_results(summary_of(plan, material, self.runs, predictions))
         replace_text(self.path / "results.md", markdown(results))
         return results
 
-    def _prediction(self, run: Record, plan: Plan) -> Prediction:
+    def _predictions(self, run: Record, plan: Plan) -> list[Prediction]:
         arrays = load_file(self._predictions_path(identity(run)))
-        return make_prediction(run, plan, arrays["rows"], arrays["predicted"])
+        return [
+            make_prediction(
+                identity(run),
+                plan.dataset,
+                rule,
+                arrays[f"{rule}.rows"],
+                arrays[f"{rule}.predicted"],
+                arrays.get(f"{rule}.per_image"),
+            )
+            for rule in run["selected"]
+        ]
 
     def _write_results(self, summary: list[Record]) -> dict[str, Any]:
         results = {
@@ -174,24 +185,32 @@ class RunDirectory:
         return results
 
 
-def make_prediction(run: Record, plan: Plan, rows: np.ndarray, predicted: np.ndarray) -> Prediction:
-    dataset = plan.dataset
+def make_prediction(
+    key: Identity,
+    dataset: ImageDataset,
+    rule: str,
+    rows: np.ndarray,
+    predicted: np.ndarray,
+    per_image: np.ndarray | None,
+) -> Prediction:
+    """The predictions of one model on its test `rows`, with what the data set knows of those images."""
     return Prediction(
-        method=run["method"],
-        test_domains=tuple(run["test_domains"]),
-        seed=run["seed"],
+        method=key[0],
+        test_domains=key[1],
+        seed=key[2],
+        rule=rule,
         rows=rows,
         labels=dataset.labels[rows],
         predicted=predicted,
         domains=dataset.domains[rows],
         groups=None if dataset.groups is None else dataset.groups[rows],
+        per_image=per_image,
     )
 
 
-def _save_arrays(arrays: dict[str, np.ndarray], path: Path) -> None:
-    from safetensors.numpy import save_file as save_arrays
-
-    save_arrays(arrays, path)
+def _arrays(prediction: Prediction) -> dict[str, np.ndarray]:
+    arrays = {"rows": prediction.rows, "predicted": prediction.predicted, "per_image": prediction.per_image}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _comparable(recipe: Any) -> dict[str, Any]:

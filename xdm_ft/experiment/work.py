@@ -11,11 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
-from xdm_ft.evaluation.metrics import score
-from xdm_ft.evaluation.summary import Prediction
+from xdm_ft.evaluation.metrics import per_image, score
+from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.experiment.material import Material, build_encoder
 from xdm_ft.experiment.plan import Plan, PlannedModel, hparams
-from xdm_ft.experiment.run_directory import RunDirectory, make_prediction
+from xdm_ft.experiment.run_directory import Identity, RunDirectory, make_prediction
 from xdm_ft.features.cache import Features
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job, Selected, Trained
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("xdm_ft")
 Logits = Callable[[Selected, Tensor], Tensor]  # (what a rule selected, rows) → float32 logits [n,C]
-Finished = tuple[dict[str, Any], Prediction | None]
+Finished = tuple[dict[str, Any], list[Prediction]]
 
 
 def finished_models(
@@ -38,7 +38,7 @@ def finished_models(
     done = directory.done
     for item in plan.recipe.methods:
         models = [model for model in plan.models if model.item is item and model.key not in done]
-        yield from ((_skipped(plan, model), None) for model in models if model.skipped)
+        yield from ((_skipped(plan, model), []) for model in models if model.skipped)
         jobs = [work.job(model) for model in models if not model.skipped]
         if not jobs:
             continue
@@ -58,7 +58,7 @@ def _skipped(plan: Plan, model: PlannedModel) -> dict[str, Any]:
     }
 
 
-def _identity(key: tuple[str, tuple[str, ...], int, int], values: dict[str, Any]) -> dict[str, Any]:
+def _identity(key: Identity, values: dict[str, Any]) -> dict[str, Any]:
     method, test_domains, seed, trial = key
     return {"method": method, "test_domains": list(test_domains), "seed": seed, "trial": trial, "hparams": values}
 
@@ -178,22 +178,27 @@ class _Work:
             logger.warning(
                 "%s, %s held out, seed %d: %s", job.method, ", ".join(job.test_domains), job.seed, trained.failure
             )
-            return record | {"status": "failed", "reason": trained.failure}, None
-        prediction = None
+            return record | {"status": "failed", "reason": trained.failure}, []
+        predictions = []
         for rule, selected in trained.selected.items():
-            scores = {name: logits(selected, rows) for name, rows in job.split.evaluation.items()}
+            scores = {name: logits(selected, rows).cpu() for name, rows in job.split.evaluation.items()}
             record["selected"][rule] = self.selection(key, rule, selected, scores, job)
-            rows = job.split.evaluation["test"].numpy()
-            predicted = scores["test"].argmax(-1).cpu().numpy().astype(np.int64)
-            prediction = make_prediction(record, plan, rows, predicted)
-        return record, prediction
+            predictions.append(self.prediction(key, rule, job.split.evaluation["test"], scores["test"]))
+        return record, predictions
 
-    def selection(self, key: Any, rule: str, selected: Selected, logits: dict[str, Tensor], job: Job) -> dict[str, Any]:
+    def prediction(self, key: Identity, rule: str, rows: Tensor, logits: Tensor) -> Prediction:
+        values = per_image(self.plan.recipe.protocol.metric, logits, self.plan.labels[rows])
+        predicted = logits.argmax(-1).numpy().astype(np.int64)
+        return make_prediction(key, self.plan.dataset, rule, rows.numpy(), predicted, values)
+
+    def selection(
+        self, key: Identity, rule: str, selected: Selected, logits: dict[str, Tensor], job: Job
+    ) -> dict[str, Any]:
         dataset = self.plan.dataset
         metrics = {}
         for name, rows in job.split.evaluation.items():
             labels, domains = self.plan.labels[rows], self.plan.domains[rows]
-            values = score(logits[name].cpu(), labels, domains, dataset.class_names, dataset.domain_names)
+            values = score(logits[name], labels, domains, dataset.class_names, dataset.domain_names)
             metrics[name] = dataclasses.asdict(values)
         weights = ""
         if self.accelerator.is_main_process:

@@ -1,0 +1,132 @@
+"""Strict recipes: every fault at once, each with its place."""
+
+import pytest
+import yaml
+
+from xdm_ft.errors import UserError
+from xdm_ft.recipe import check, load, split_name
+from xdm_ft.recipe_text import apply_override, parse
+
+GOOD = """\
+name: good
+data: {name: digits}
+encoder: {name: timm, model: resnet10t}
+methods: [erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]
+training: {steps: 10}
+"""
+
+
+def faults(text: str, *overrides: str) -> list[str]:
+    recipe = parse(text, "r.yaml")
+    for override in overrides:
+        apply_override(recipe, override)
+    with pytest.raises(UserError) as fault:
+        check(recipe)
+    return str(fault.value).split("\n")
+
+
+def test_a_good_recipe_and_its_defaults():
+    recipe = check(parse(GOOD, "r.yaml"))
+    assert [item.label for item in recipe.methods] == ["erm", "sam", "less"]
+    assert recipe.methods[1].sharpness.name == "sam" and recipe.methods[1].algorithm.name == "erm"
+    assert recipe.methods[2].algorithm.kwargs()["p_discard"] == 0.3
+    assert recipe.protocol.seeds == (0, 1, 2)
+    assert not recipe.trainable and recipe.needs_features
+
+
+def test_the_resolved_recipe_is_a_recipe_and_resolves_to_itself():
+    once = check(parse(GOOD, "r.yaml")).as_yaml()
+    again = check(parse(once, "resolved.yaml")).as_yaml()
+    assert once == again
+    assert yaml.safe_load(once)["training"]["momentum"] == 0.9
+
+
+def test_all_faults_at_once_each_with_its_line():
+    text = GOOD.replace("steps: 10", "stepps: 10, lr: fast").replace("model: resnet10t", "modell: a") + "extra: 1\n"
+    found = faults(text)
+    assert 'r.yaml:5: training.stepps: unknown key; did you mean "steps"?' in found
+    assert any(f.startswith("r.yaml:5: training.lr: input should be a valid number") and "'fast'" in f for f in found)
+    assert 'r.yaml:3: encoder.modell: unknown key; did you mean "model"?' in found
+    assert "r.yaml:3: encoder.model: is needed" in found
+    assert any(f.startswith("r.yaml:6: extra: unknown key") for f in found)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("name: good", "name: a/b", "r.yaml:1: name: a recipe needs a name"),
+        ("name: good\n", "", "r.yaml: name: a recipe needs a name"),
+        ("name: digits", "name: digit", 'r.yaml:2: data.name: no "digit" in data; did you mean "digits"?'),
+        ("{name: digits}", "digits", "r.yaml:2: data: needs a name"),
+        ("[erm, sam", "[ern, sam", 'r.yaml:4: methods.0.name: no "ern" in algorithms; did you mean "erm"?'),
+        ("[erm, sam", "[erm+samm, sam", 'r.yaml:4: methods.0.name: no "samm" in sharpness; did you mean "sam"?'),
+        ("[erm, sam", "[erm, erm", 'r.yaml:4: methods.1: two methods are called "erm"'),
+        ("[erm, sam", "[linear_probe+sam, sam", "linear_probe is not trained by gradient steps"),
+        ("[erm, sam", "[3, sam", "r.yaml:4: methods.0: a method is a name"),
+        ("p_discard: 0.3", "p_discard: 2", "methods.2.p_discard: input should be less than or equal to 1, given 2"),
+        ("p_discard: 0.3", "p_discardd: 0", 'methods.2.p_discardd: unknown key; did you mean "p_discard"?'),
+        (
+            "[erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]",
+            "erm",
+            "r.yaml:4: methods: a recipe needs a list",
+        ),
+        ("{steps: 10}", "{}", "r.yaml:5: training.steps: give steps or epochs"),
+        ("{steps: 10}", "{steps: 10, epochs: 2, sampler: pooled}", "both steps and epochs are given"),
+        ("{steps: 10}", "{epochs: 2}", "r.yaml:5: training.epochs: an epoch needs sampler: pooled"),
+        ("{steps: 10}", "[1]", "r.yaml:5: training: must be a block of keys"),
+        ("{steps: 10}", "{steps: 10, mixed_precision: bf16}", "has no meaning with a frozen encoder"),
+        ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: warmup_steps"),
+        ("[erm, sam", "[zero_shot, sam", "methods.0: zero_shot needs an encoder with a text side"),
+        ("p_discard: 0.3", "head_init: zero_shot", "methods.2.head_init: zero_shot needs an encoder with a text side"),
+    ],
+)
+def test_each_fault(old, new, expected):
+    assert old in GOOD
+    assert any(expected in fault for fault in faults(GOOD.replace(old, new, 1))), faults(GOOD.replace(old, new, 1))
+
+
+def test_fp16_with_sam_is_refused_and_without_it_is_not():
+    end_to_end = GOOD.replace("model: resnet10t", "model: resnet10t, trainable: true")
+    found = faults(end_to_end, "training.mixed_precision=fp16")
+    assert found == [
+        "command line: training.mixed_precision: fp16 scales the loss, which falsifies the second pass of sam; "
+        "use bf16 or no with sam"
+    ]
+    recipe = parse(end_to_end, "r.yaml")
+    apply_override(recipe, "training.mixed_precision=fp16")
+    apply_override(recipe, "methods=[erm]")
+    assert check(recipe).training.mixed_precision == "fp16"
+
+
+def test_head_init_zero_shot_needs_normalised_features():
+    text = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
+    text = text.replace("p_discard: 0.3", "head_init: zero_shot")
+    assert any("set encoder.normalize: true" in fault for fault in faults(text))
+    recipe = parse(text, "r.yaml")
+    apply_override(recipe, "encoder.normalize=true")
+    assert check(recipe).methods[2].head_init == "zero_shot"
+
+
+def test_another_component_from_the_command_line_drops_the_keys_of_the_former():
+    text = GOOD.replace(
+        "{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo, prompts: [a {}]}"
+    )
+    recipe = parse(text, "r.yaml")
+    apply_override(recipe, "encoder.name=timm")
+    apply_override(recipe, "encoder.model=resnet10t")
+    assert "prompts" not in check(recipe).resolved()["encoder"]
+    assert any("encoder.prompts: unknown key" in f for f in faults(text, "encoder.name=timm", "encoder.prompts=[a]"))
+
+
+def test_numbers_written_as_yaml_text_are_numbers():
+    assert check(parse(GOOD.replace("steps: 10", "steps: 10, lr: 1e-3"), "r.yaml")).training.lr == 1e-3
+
+
+@pytest.mark.parametrize(("name", "parts"), [("erm", ("erm", None)), ("sam", ("erm", "sam")), ("a+sam", ("a", "sam"))])
+def test_method_names(name, parts):
+    assert split_name(name) == parts
+
+
+def test_a_recipe_whose_data_set_is_not_there_says_so():
+    with pytest.raises(UserError, match=r'clip_camelyon.yaml:8: data.name: no "camelyon17" in data'):
+        load("clip_camelyon")
