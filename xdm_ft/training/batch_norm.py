@@ -1,0 +1,52 @@
+"""Batch norm while a model is trained end to end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def batch_norm_layers(module: nn.Module) -> list[_BatchNorm]:
+    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+
+
+class RunningStatistics:
+    """The running statistics of the layers that are in training mode, moved once a step.
+
+    Each of a step's micro-batches moves them from where they were before the step; what is committed is the mean of
+    those, weighted by the micro-batches' sizes, over all processes. So they move as far in a step, whatever the number
+    of micro-batches, processes and passes. (Normalisation itself uses the statistics of each micro-batch.)
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        layers = [layer for layer in batch_norm_layers(module) if layer.training and layer.running_mean is not None]
+        self.values: list[Tensor] = []
+        self.counts: list[Tensor] = []
+        for layer in layers:
+            assert layer.running_mean is not None and layer.running_var is not None
+            assert layer.num_batches_tracked is not None
+            self.values += [layer.running_mean, layer.running_var]
+            self.counts.append(layer.num_batches_tracked)
+
+    def begin(self) -> None:
+        """Before the first forward pass of a step."""
+        self.before = [value.clone() for value in self.values]
+        self.counts_before = [count.clone() for count in self.counts]
+        self.sums = [torch.zeros_like(value) for value in self.values]
+
+    def collect(self, weight: float) -> None:
+        """After a micro-batch of the pass that counts. `weight` is its part of the step's images."""
+        for total, value in zip(self.sums, self.values, strict=True):
+            total.add_(value, alpha=weight)
+        for value, before in zip(self.values, self.before, strict=True):
+            value.copy_(before)
+        for count, before in zip(self.counts, self.counts_before, strict=True):
+            count.copy_(before)
+
+    def commit(self) -> None:
+        """After the last pass of a step, which may have moved the statistics again; `sums` hold all processes'."""
+        for value, total in zip(self.values, self.sums, strict=True):
+            value.copy_(total)
+        for count, before in zip(self.counts, self.counts_before, strict=True):
+            count.copy_(before + 1)

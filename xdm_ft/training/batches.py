@@ -1,0 +1,124 @@
+"""The batches of a training end to end: whole ones as a function of the step, cut up between processes and passes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from xdm_ft.data.loading.samplers import ImageRows, sampler
+from xdm_ft.errors import UserError
+from xdm_ft.tensors import Batch
+from xdm_ft.training import Job, Training
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+MOST_WORKERS = 8  # per process; more only wait for each other
+
+
+class MicroBatch(NamedTuple):
+    batch: Batch
+    weight: float  # its part of the step's images; those of all micro-batches of all processes sum to 1
+
+
+def deal(rows: Tensor, domain: Tensor, parts: int, blocks: int) -> list[Tensor]:
+    """Cuts a batch into `parts` micro-batches that each get their share of every domain.
+
+    `rows` int64 [B] are the batch's rows and `domain` int64 [B] their domains. `blocks` is the number of equal blocks
+    of one domain that the batch consists of: D for a per-domain batch, whose micro-batches then hold equally many rows
+    of each domain. 1 for a pooled batch: its counts per domain differ by one at most between micro-batches, and so do
+    their sizes.
+    """
+    if parts == 1:
+        return [rows]
+    if blocks == 1:
+        rows = rows[domain.argsort(stable=True)]
+    table = rows.view(blocks, -1)
+    return [table[:, part::parts].reshape(-1) for part in range(parts)]
+
+
+class StepRows(Sampler[list[int]]):
+    """Batch sampler of a DataLoader: this process's rows of steps first…last−1, one micro-batch after the other."""
+
+    def __init__(self, micro_batches: Callable[[int], list[Tensor]], first: int, last: int) -> None:
+        self.micro_batches, self.first, self.last = micro_batches, first, last
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in range(self.first, self.last):
+            yield torch.cat(self.micro_batches(step)).tolist()
+
+
+class TrainingBatches:
+    """Iterates over (step, this process's micro-batches of it, on its device) for steps first…steps−1 of a job.
+
+    What a step's batch holds depends on the job's seed and the step only. It is cut into processes × accumulation
+    micro-batches. The mean of their losses weighted by their sizes is exactly the batch's loss, with two exceptions: a
+    pooled batch under `loss_average: domain`, where a micro-batch's mean over its own domains takes the place of the
+    whole batch's, and methods that look for partners, which find them inside a micro-batch.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        training: Training,
+        images: ImageRows,
+        labels: Tensor,
+        domains: Tensor,
+        accelerator: Accelerator,
+        first: int = 0,
+    ) -> None:
+        self.device, self.first, self.last = accelerator.device, first, job.setup.steps
+        pools = job.split.train
+        self.whole = sampler(training.sampler, pools, training.batch_size, job.seed)
+        self.domain = job.split.domain_of[domains]  # int64 [N], −1 outside the training domains
+        self.labels_there, self.domain_there = labels.to(self.device), self.domain.to(self.device)
+        self.blocks = len(pools) if training.sampler == "per_domain" else 1
+        self.parts = accelerator.num_processes * training.accumulation
+        if self.parts > training.batch_size:
+            raise UserError(
+                f"training.batch_size: {training.batch_size} is less than {accelerator.num_processes} process(es) × "
+                f"accumulation {training.accumulation}; raise batch_size or lower accumulation"
+            )
+        begin = accelerator.process_index * training.accumulation
+        self.own = slice(begin, begin + training.accumulation)
+        self.sizes = [len(rows) for rows in self._micro_batches(first)]
+        self.loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
+            images,
+            batch_sampler=StepRows(self._micro_batches, first, self.last),
+            num_workers=worker_count(accelerator),
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # the loader would otherwise draw from the global one
+        )
+
+    def rows(self, step: int) -> Tensor:
+        """int64 [B]: the rows of the whole batch of `step`."""
+        return self.whole.indices(step, step + 1)[0]
+
+    def _micro_batches(self, step: int) -> list[Tensor]:
+        rows = self.rows(step)
+        return deal(rows, self.domain[rows], self.parts, self.blocks)[self.own]
+
+    def __iter__(self) -> Iterator[tuple[int, list[MicroBatch]]]:
+        for step, (x, rows) in enumerate(self.loader, start=self.first):
+            x, rows = x.to(self.device, non_blocking=True), rows.to(self.device, non_blocking=True)
+            pieces = zip(x.split(self.sizes), rows.split(self.sizes), strict=True)
+            yield step, [self._micro_batch(images, index) for images, index in pieces]
+
+    def _micro_batch(self, x: Tensor, index: Tensor) -> MicroBatch:
+        batch = Batch(x, self.labels_there[index], self.domain_there[index], index)
+        return MicroBatch(batch, len(index) / self.whole.batch)
+
+
+def worker_count(accelerator: Accelerator) -> int:
+    """Loader workers of this process: the machine's cores shared between the processes on it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    return min(MOST_WORKERS, max(1, cores // processes))
