@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xdm_ft.report.tables import markdown, print_table
+
+EXAMPLE = Path(__file__).parent / "results_example.json"
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    return json.loads(EXAMPLE.read_text(encoding="utf-8"))
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """The tables of a Markdown text, each a list of rows of cells; escaped bars do not divide."""
+    found: list[list[list[str]]] = []
+    previous = ""
+    for line in text.splitlines():
+        if line.startswith("|"):
+            if not previous.startswith("|"):
+                found.append([])
+            cells = line.replace("\\|", "\0").strip("|").split("|")
+            found[-1].append([cell.strip().replace("\0", "|") for cell in cells])
+        previous = line
+    assert found
+    return found
+
+
+def test_markdown_has_every_number_in_recipe_order(results: dict[str, Any]) -> None:
+    table = tables(markdown(results))[0]
+    columns = ["method", "art", "sketch", "mean ± stderr", "seeds", "versus erm", "95% over domains"]
+    assert table[0] == [*columns, "95% over images", "verdict", "mixed steps"]
+    rows = {row[0]: row[1:] for row in table[2:]}
+    assert list(rows) == ["zero_shot", "erm", "xdomainmix", "sam|wide", "xdomainmix+sam"]
+    assert rows["erm"] == ["61.0", "41.0", "51.0 ± 1.0", "2", "–", "–", "–", "–", "–"]
+    versus = ["+7.0", "-5.0 to +20.0", "+2.1 to +12.3", "not distinguishable"]
+    assert rows["xdomainmix"] == ["65.0", "51.0", "58.0 ± 1.0", "2", *versus, "120 to 200"]
+    # a difference that rounds to nothing has no sign of its own, one seed has no ±
+    assert rows["zero_shot"][2:6] == ["50.0", "1", "+0.0", "not estimated"]
+    assert rows["sam|wide"][:4] == ["–", "–", "failed", "0"]
+    assert rows["xdomainmix+sam"][:4] == ["–", "–", "skipped", "0"]
+
+
+def test_markdown_says_what_a_reader_must_know(results: dict[str, Any]) -> None:
+    text = markdown(results)
+    assert text.startswith("# pets\\_\\*demo\\*\n")
+    assert "- **sam\\|wide**: 1 of 2 runs failed: the loss is nan at step 7\n" in text
+    assert "- **xdomainmix+sam**: 1 of 2 runs skipped: needs 2 training domains, there is 1\n" in text
+    assert "- **zero_shot**: versus erm: variation between domains not estimated; images assumed independent\n" in text
+    assert "± is the standard error over seeds" in text
+    assert "not distinguishable from 0 where one of them contains 0" in text
+    assert text.rstrip().endswith("*Environment: python 3.11.7, libraries.torch 2.15.0*")
+    assert all("\n" not in line and line == line.rstrip() for line in text.splitlines())
+
+
+def test_protocols_never_share_a_table(results: dict[str, Any]) -> None:
+    text = markdown(results)
+    assert text.count("**Protocol:**") == len(tables(text)) == 2
+    for table, mean in zip(tables(text), ("58.0 ± 1.0", "60.0 ± 1.0"), strict=True):
+        assert [row[3] for row in table if row[0] == "xdomainmix"] == [mean]
+    assert "(oracle: picked on the test domain)" in text.split("**Protocol:**")[2]
+    assert "oracle" not in text.split("**Protocol:**")[1]
+
+
+@pytest.mark.parametrize("key", ["protocol", "selection", "metric", "split"])
+def test_whatever_differs_divides(results: dict[str, Any], key: str) -> None:
+    results["summary"] = results["summary"][:5]
+    results["summary"][1][key] = "nll" if key == "metric" else "another"
+    assert len(tables(markdown(results))) == 2
+
+
+def test_losses_are_no_percentages(results: dict[str, Any]) -> None:
+    for row in results["summary"]:
+        row["metric"] = "nll"
+    text = markdown(results)
+    assert [row[3] for row in tables(text)[0] if row[0] == "erm"] == ["0.510 ± 0.010"]
+    assert "How to read: nll on test images" in text
+
+
+def test_without_erm_there_are_no_columns_for_it(results: dict[str, Any]) -> None:
+    results["summary"] = [row for row in results["summary"] if row["method"] == "erm"]
+    assert tables(markdown(results))[0][0] == ["method", "art", "sketch", "mean ± stderr", "seeds"]
+
+
+def test_before_any_model_is_trained(results: dict[str, Any]) -> None:
+    results["summary"] = results["runs"] = []
+    assert "No model has been trained yet." in markdown(results)
+
+
+def hostile(results: dict[str, Any]) -> dict[str, Any]:
+    changed = copy.deepcopy(results)
+    for row in changed["summary"]:
+        row["per_test_domain"] = {"\x1b[31m<b>|*x*": row["per_test_domain"].get("art", {"mean": None, "std": None})}
+        row["protocol"] = "data\n\n# not a title [link](x) [red]no markup[/red]"
+    return changed
+
+
+def test_names_are_text_in_markdown(results: dict[str, Any]) -> None:
+    text = markdown(hostile(results))
+    assert "\x1b" not in text and "\n# not a title" not in text
+    assert "| method | ?\\[31m\\<b\\>\\|\\*x\\* |" in text
+    assert len({len(row) for row in tables(text)[0]}) == 1
+
+
+def test_names_are_text_on_a_terminal(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(hostile(results))
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    assert "[red]no markup[/red]" in text
+
+
+def test_piped_output_is_whole(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"a domain with the long name {i}" for i in range(8)]
+    for row in results["summary"]:
+        row["per_test_domain"] = {name: {"mean": 0.1371, "std": None} for name in names}
+    print_table(results)
+    text = capsys.readouterr().out
+    header = next(line for line in text.splitlines() if "method" in line)
+    assert all(name in header for name in names)
+    assert text.count("13.7 │") == 2 * 5 * 8
+    assert "…" not in text
+
+
+def test_piped_output_has_at_least_100_columns(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    results["summary"] = [row for row in results["summary"] if row["method"] == "erm"]
+    print_table(results)
+    lines = capsys.readouterr().out.splitlines()
+    assert 80 < max(len(line.rstrip()) for line in lines) <= 100
+
+
+@pytest.mark.parametrize("width", [50, 80, 300])
+def test_narrow_terminals_get_blocks_of_columns(
+    results: dict[str, Any], width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table(results)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(len(line) for line in lines) <= width
+    headers = [line for line in lines if "method" in line]
+    assert len(headers) == {50: 12, 80: 6, 300: 2}[width]
+    found = "".join(headers)
+    for name in ("art", "sketch", "mean ± stderr", "versus erm", "95% over images", "verdict", "mixed steps"):
+        assert found.count(name) == 2
+
+
+def test_an_ascii_output_is_no_crash(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    print_table(results)
+    sys.stdout.flush()
+    assert b"58.0 ? 1.0" in written.getvalue()
