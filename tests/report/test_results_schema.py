@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+
+from xdm_ft.evaluation.metrics import score
+from xdm_ft.evaluation.summary import summarise
+from xdm_ft.report.tables import markdown
+
+EXAMPLE = Path(__file__).parent / "results_example.json"
+SCHEMA = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    return json.loads(EXAMPLE.read_text(encoding="utf-8"))
+
+
+def validate(document: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator(SCHEMA).validate(document)
+
+
+def test_the_schema_itself_and_the_example(results: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    validate(results)
+
+
+def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
+    logits = torch.tensor([[2.0, 0.0, 1.0], [0.0, 1.0, 0.5], [0.3, 0.2, 0.1]])
+    made = score(logits, torch.tensor([0, 1, 1]), torch.tensor([0, 0, 2]), ["cat", "dog", "elk"], ["a", "b", "c"])
+    for run in results["runs"]:
+        for selected in run.get("selected", {}).values():
+            selected["metrics"] = {"test": asdict(made)}
+    methods = list(dict.fromkeys(run["method"] for run in results["runs"]))
+    rules = ["train_val", "oracle"]
+    results["summary"] = summarise(
+        results["runs"], [], methods=methods, rules=rules, metric="accuracy", protocol_line=lambda rule: f"by {rule}"
+    )
+    assert len(results["summary"]) == len(methods) * len(rules)
+    validate(results)
+    assert markdown(results).count("66.7 ± 0.0") == 2 * 2  # two methods with two seeds, under two rules
+
+
+def forget_the_reason(results: dict[str, Any]) -> None:
+    del next(run for run in results["runs"] if run["status"] == "failed")["reason"]
+
+
+def forget_the_metrics(results: dict[str, Any]) -> None:
+    del results["runs"][0]["selected"]
+
+
+def score_in_percent(results: dict[str, Any]) -> None:
+    results["runs"][0]["selected"]["train_val"]["metrics"]["test"]["accuracy"] = 61.0
+
+
+def invent_a_key(results: dict[str, Any]) -> None:
+    results["summary"][0]["medain"] = 0.5
+
+
+def invent_a_verdict(results: dict[str, Any]) -> None:
+    results["summary"][0]["versus_erm"]["verdict"] = "significant"
+
+
+def drop_the_protocol(results: dict[str, Any]) -> None:
+    del results["summary"][0]["protocol"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [forget_the_reason, forget_the_metrics, score_in_percent, invent_a_key, invent_a_verdict, drop_the_protocol],
+)
+def test_what_is_wrong_is_refused(results: dict[str, Any], damage: Callable[[dict[str, Any]], None]) -> None:
+    damage(results)
+    with pytest.raises(jsonschema.ValidationError):
+        validate(results)
