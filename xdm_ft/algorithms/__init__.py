@@ -36,15 +36,36 @@ class Setup:
     text_weight: Tensor | None = None  # float [C,K]: L2-normalised class embeddings × logit scale; None without text
 
 
-def linear_head(width: int, outputs: int, seed: int, stream: int) -> nn.Linear:
+class LinearHead(nn.Linear):
+    """Logits W z + b [B,C] of z [B,K], computed as (W zᵀ + b)ᵀ.
+
+    In a bank of heads this order takes half the time on a CPU: the batched products with z, forward and backward, read
+    z along its rows (12 heads, B 96, K 1280, C 7: 138 µs a head against 341).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return (self.weight @ input.mT + self.bias[:, None]).mT
+
+
+def linear_head(width: int, outputs: int, seed: int, stream: int) -> LinearHead:
     """A linear head with torch's default initialisation U(−1/√K, 1/√K), drawn from (seed, stream) only."""
-    head = nn.Linear(width, outputs, dtype=torch.float32)
+    head = LinearHead(width, outputs, dtype=torch.float32)
     draws = uniform(seed, 0, stream, torch.arange(outputs * (width + 1)))
     values = (2 * draws - 1) * width**-0.5
     with torch.no_grad():
         head.weight.copy_(values[: outputs * width].view(outputs, width))
         head.bias.copy_(values[outputs * width :])
     return head
+
+
+def linear(z: Tensor, head: nn.Linear) -> Tensor:
+    """W z + b of z [B,K], as (W zᵀ)ᵀ: on a CPU its backward pass is five times as fast as that of `head(z)`."""
+    return product(z, head.weight) + head.bias
+
+
+def product(z: Tensor, weight: Tensor) -> Tensor:
+    """W z of z [B,K], W [C,K]: [B,C]."""
+    return (weight @ z.mT).mT
 
 
 def mean_loss(per_sample: Tensor, domain: Tensor, num_domains: int, loss_average: LossAverage) -> Tensor:
@@ -100,7 +121,10 @@ class Algorithm(nn.Module, Method, ABC):
         return self.loss(z, batch, step)
 
     def forward(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
-        return self.loss(z, batch, step) if held is None else self.second_pass(z, batch, step, held)
+        """What the engines call: `loss`, or `second_pass` where something is held; float32 under autocast too."""
+        with torch.autocast(z.device.type, enabled=False):
+            z = z.float()
+            return self.second_pass(z, batch, step, held) if held else self.loss(z, batch, step)
 
     def mixed_steps(self, steps: int) -> int | None:
         """How many of the first `steps` steps used augmented features; None where the method has none."""

@@ -1,0 +1,60 @@
+"""Equations (3) and (4): which dimensions are specific, and the four parts they cut z into."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from xdm_ft.tensors import Parts
+from xdm_ft.xdomainmix.selection import divider
+
+
+def specific_mask(scores: Tensor, quantile: float) -> Tensor:
+    """M[k] = 1 where score(z^k) > τ, τ the `quantile` of the K scores of that sample. Strictly greater. (3)
+
+    One order statistic decides. With r = q(K−1) the interpolated τ lies in [x_(⌊r⌋), x_(⌈r⌉)), or equals both where
+    they tie, and no score lies strictly between: score > τ is score > x_(⌊r⌋). r is taken in rational arithmetic (0.9
+    is nine tenths).
+
+    Ties fall to generic. A sample with a NaN among its scores is generic throughout, so that it can not spread into
+    other samples by mixing.
+
+    Args:
+        scores: importance scores, [...,K].
+        quantile: q in [0, 1].
+
+    Returns:
+        bool [...,K].
+    """
+    if not 0 <= quantile <= 1:
+        raise ValueError(f"quantile {quantile} is not in [0, 1]")
+    rank = math.floor(Fraction(str(quantile)) * (scores.shape[-1] - 1))  # ⌊r⌋, counted from 0 at the smallest
+    return scores > divider(scores, rank)
+
+
+def decompose(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
+    """The four parts of z, M ⊙ z for the four combinations of M_c and M_d with their complements. (4)
+
+    They sum to z bit for bit: what a part leaves out is −0.0, the neutral element of float addition (+0.0 is not: it
+    turns −0.0 into +0.0).
+
+    Args:
+        z: features, [B,K] or [B,K,h,w].
+        class_mask: M_c, bool [B,K]; it holds for a whole channel of a map.
+        domain_mask: M_d, bool [B,K].
+
+    Returns:
+        Four tensors like z. Gradients flow to z through the part that holds it.
+    """
+    space = (None,) * (z.ndim - class_mask.ndim)
+    of_class, of_domain = class_mask[(..., *space)], domain_mask[(..., *space)]  # [B,K,1,1] for maps
+    nothing = torch.full((), -0.0, dtype=z.dtype, device=z.device)
+    return Parts(
+        csds=torch.where(of_class & of_domain, z, nothing),
+        csdg=torch.where(of_class & ~of_domain, z, nothing),
+        cgds=torch.where(~of_class & of_domain, z, nothing),
+        cgdg=torch.where(of_class | of_domain, nothing, z),
+    )

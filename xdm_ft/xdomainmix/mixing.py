@@ -1,0 +1,39 @@
+"""Equations (5) to (7): the augmented feature z̃."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from xdm_ft.tensors import Parts
+from xdm_ft.xdomainmix.partners import Partners
+
+
+def mix(parts: Parts, partners: Partners, lam: Tensor, keep: Tensor) -> Tensor:
+    """z̃ = Z̃_c,d + Z̃_¬c,d + Z_c,¬d + Z_¬c,¬d, without Z̃_c,d where it is discarded. (5)(6)(7)
+
+    Z̃_c,d = λ1 Z_c,d + (1−λ1) Z_i c,d and Z̃_¬c,d = λ2 Z_¬c,d + (1−λ2) Z_j ¬c,d. A partner contributes its own part,
+    cut by its own masks. A sample without a partner keeps its own part (λ = 1).
+
+    Linear in the parts, row by row: it commutes with every linear map of the features, so it may be applied to what a
+    linear head or a spatial mean makes of the parts.
+
+    Args:
+        parts: of the whole batch, each [B,K], [B,K,h,w] or [B,C].
+        partners: places in the batch.
+        lam: λ1 and λ2, [B,2].
+        keep: bool [B]; False drops Z̃_c,d.
+
+    Returns:
+        z̃, like a part. Gradients flow to the sample's own parts and to its partners'.
+    """
+    space = (None,) * (parts.csds.ndim - 1)
+
+    def per_sample(value: Tensor) -> Tensor:
+        return value[(..., *space)]  # [B,1,…]
+
+    lam_1 = per_sample(torch.where(partners.has_same, lam[:, 0], 1.0))
+    lam_2 = per_sample(torch.where(partners.has_other, lam[:, 1], 1.0))
+    csds = lam_1 * parts.csds + (1 - lam_1) * parts.csds[partners.same]
+    cgds = lam_2 * parts.cgds + (1 - lam_2) * parts.cgds[partners.other]
+    return torch.where(per_sample(keep), csds, 0.0) + cgds + parts.csdg + parts.cgdg
