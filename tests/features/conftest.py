@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import pytest
+from cache_scenario import SHARD
+
+from xdm_ft.features import shards
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "IMAGES", SHARD)

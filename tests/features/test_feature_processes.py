@@ -1,0 +1,96 @@
+"""Real processes: killed in the middle, several at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from cache_scenario import SHARD, Files, features_of, write_images
+
+from xdm_ft.features.store import read_manifest
+
+SCENARIO = Path(__file__).with_name("cache_scenario.py")
+SHARDS = 8
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "images", SHARDS * SHARD)
+
+
+@pytest.fixture
+def expected(images: Path, tmp_path: Path) -> str:
+    """Hash of the features that a process computes which nobody disturbs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    features = features_of(Files(images), tmp_path / "undisturbed")
+    torch.set_num_threads(threads)
+    return xxhash.xxh3_64_hexdigest(features[torch.arange(len(features))].numpy().tobytes())
+
+
+def start(cache: Path, images: Path, seconds_per_batch: float) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCENARIO), str(cache), str(images), str(seconds_per_batch)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCENARIO.parents[2])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """What the process computed: number of images, hash of all features."""
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    extracted, digest = output.split()
+    return int(extracted), digest
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until, "waited a minute"
+        time.sleep(0.01)
+
+
+def done(cache: Path) -> int:
+    return len(list(cache.glob("*/shard-*.safetensors")))
+
+
+def test_killed_extraction_goes_on_at_the_next_shard(tmp_path: Path, images: Path, expected: str) -> None:
+    cache = tmp_path / "cache"
+    killed = start(cache, images, 0.1)
+    wait_for(lambda: done(cache) >= 3)
+    killed.kill()
+    killed.communicate()
+    kept = done(cache)
+    assert 3 <= kept < SHARDS
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    assert not read_manifest(folder)["complete"]
+
+    extracted, digest = finish(start(cache, images, 0.0))
+    assert extracted == (SHARDS - kept) * SHARD
+    assert digest == expected
+    assert read_manifest(folder)["complete"]
+    assert len(list(folder.iterdir())) == SHARDS + 1  # nothing is left of the killed process
+
+
+def test_two_processes_share_one_extraction(tmp_path: Path, images: Path, expected: str) -> None:
+    processes = [start(tmp_path / "cache", images, 0.05) for _ in range(2)]
+    (first, first_digest), (second, second_digest) = map(finish, processes)
+    assert first + second == SHARDS * SHARD
+    assert first_digest == second_digest == expected
+
+
+def test_work_of_a_killed_process_is_taken_over(tmp_path: Path, images: Path, expected: str) -> None:
+    cache = tmp_path / "cache"
+    killed, other = start(cache, images, 0.1), start(cache, images, 0.1)
+    wait_for(lambda: done(cache) >= 2)
+    killed.kill()
+    killed.communicate()
+    _, digest = finish(other)
+    assert digest == expected
+    assert features_of(Files(images), cache).extracted == 0
