@@ -94,8 +94,9 @@ def leave_one_domain_out(
 ) -> Split:
     """All of `test_domain` tests; the other domains train, but for their validation parts.
 
-    Validation parts are stratified by domain and class, drawn from `seed`, and divide no group: a domain's part is the
-    same whichever domain is held out. A data set that comes with `splits` uses its own train and val rows instead.
+    Validation parts are stratified by domain and class, drawn from `seed`, and divide no group; unless groups span
+    domains, a domain's part is the same whichever domain is held out. A data set that comes with `splits` uses its own
+    train and val rows instead. Source images whose group is also in `test_domain` are left out.
     """
     if test_domain not in dataset.domain_names:
         known = list(dataset.domain_names)
@@ -113,7 +114,7 @@ def leave_one_domain_out(
     is_source = readable & (dataset.domains != held_out)
     _check_classes(dataset, np.flatnonzero(readable), range(len(dataset.domain_names)))
 
-    notes = [_independence(dataset)]
+    notes = []
     if dataset.groups is not None:
         shared = is_source & np.isin(dataset.groups, dataset.groups[is_test])
         if shared.any():
@@ -151,7 +152,6 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
         if len(rows) == 0:
             raise UserError(f'protocol.name: official: the data holds no image whose split is "{part}"')
     trains = np.isin(np.arange(len(dataset.domain_names)), dataset.domains[train])  # bool [domains]
-    _check_classes(dataset, train, np.flatnonzero(trains))
     of_training_domain = trains[dataset.domains[val]]
     evaluation = {
         "train_val": val[of_training_domain],
@@ -161,8 +161,7 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
     }
     names = np.array(dataset.domain_names)
     test_domains = tuple(names[np.unique(dataset.domains[test])].tolist())
-    notes = [_independence(dataset)]
-    return _split(dataset, protocol, test_domains, tuple(names[trains].tolist()), train, evaluation, notes)
+    return _split(dataset, protocol, test_domains, tuple(names[trains].tolist()), train, evaluation, [])
 
 
 def _readable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
@@ -171,22 +170,15 @@ def _readable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
     return readable
 
 
-def _independence(dataset: ImageDataset) -> str:
-    return "images assumed independent" if dataset.groups is None else "groups kept together"
-
-
-def _check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int]) -> None:
-    """Refuses a domain that has no image, or images of one class only: its domain would tell the class."""
+def _check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int], where: str = "") -> None:
+    """Refuses a domain with no image among `rows`, or of one class only: the domain would tell the class."""
     count = _images(dataset, rows)
     for domain in domains:
         present = np.flatnonzero(count[domain])
-        name = dataset.domain_names[domain]
-        if len(present) == 0:
-            raise UserError(f'data: the domain "{name}" has no readable image; remove it')
-        if len(present) == 1:
-            only = dataset.class_names[present[0]]
+        if len(present) < 2:
+            only = f'images of one class only ("{dataset.class_names[present[0]]}")' if len(present) else "no image"
             raise UserError(
-                f'data: the domain "{name}" has images of one class only ("{only}"); add others or remove the domain'
+                f'data: the domain "{dataset.domain_names[domain]}" has {only}{where}; add some, or remove the domain'
             )
 
 
@@ -207,51 +199,53 @@ def _split(
     notes: list[str],
 ) -> Split:
     evaluation = {name: rows for name, rows in evaluation.items() if len(rows)}
+    held_out = ", ".join(test_domains)
+    grouped = dataset.groups is not None
+    numbers = [dataset.domain_names.index(name) for name in train_domains]
+    anew = "; if groups are numbered anew in each domain, data.group must capture the domain too" if grouped else ""
+    _check_classes(dataset, train, numbers, f" left for training with {held_out} held out{anew}")
     needed = SELECTION_SPLIT[protocol.selection]
     if needed not in evaluation:
         able = [rule for rule, name in SELECTION_SPLIT.items() if name in evaluation]
         raise UserError(
-            f"protocol.selection: {protocol.selection} needs {needed} images, and there are none "
-            f"with {', '.join(test_domains)} held out; possible here: {', '.join(able) or 'none'}"
+            f"protocol.selection: {protocol.selection} needs {needed} images; none with {held_out} held out"
+            + (f" (a group may be too large for val_fraction {protocol.val_fraction})" if grouped else "")
+            + f"; possible here: {', '.join(able) or 'none'}"
         )
     domain_of = np.full(len(dataset.domain_names), -1, dtype=np.int64)
-    domain_of[[dataset.domain_names.index(name) for name in train_domains]] = np.arange(len(train_domains))
+    domain_of[numbers] = np.arange(len(numbers))
     of_row = domain_of[dataset.domains[train]]
-    parts = [train[of_row == d] for d in range(len(train_domains))]
-    for name, part in zip(train_domains, parts, strict=True):
-        if len(part) == 0:
-            raise UserError(
-                f'data: no image of "{name}" is left for training with {", ".join(test_domains)} held out'
-                + ("; if groups are numbered anew in each domain, data.group must capture the domain too"
-                   if dataset.groups is not None else "")
-            )  # fmt: skip
+    parts = [train[of_row == d] for d in range(len(numbers))]
     return Split(
         test_domains=test_domains,
         train_domains=train_domains,
         train=tuple(torch.from_numpy(part) for part in parts),
         evaluation={name: torch.from_numpy(rows) for name, rows in evaluation.items()},
         domain_of=torch.from_numpy(domain_of),
-        notes=(*notes, *_gaps(dataset, train, evaluation, domain_of)),
+        notes=(_independence(dataset, train, evaluation), *notes, *_gaps(dataset, train, evaluation, numbers)),
     )
 
 
-def _gaps(
-    dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray], domain_of: np.ndarray
-) -> list[str]:
-    """What a reader of the numbers must know: classes that a domain lacks, validation that shares groups."""
-    notes = []
-    count = _images(dataset, train)[domain_of >= 0]  # [D,C]
-    names = [name for name, d in zip(dataset.domain_names, domain_of, strict=True) if d >= 0]
+def _independence(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray]) -> str:
+    if dataset.groups is None:
+        return "images assumed independent"
+    of_training = dataset.groups[train]
+    shares = [name for name, rows in evaluation.items() if np.isin(dataset.groups[rows], of_training).any()]
+    return f"{', '.join(shares)} share groups with training" if shares else "groups kept together"
+
+
+def _gaps(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray], numbers: list[int]) -> list[str]:
+    """What a training domain (of these `numbers`) lacks: classes, or validation images."""
     lacking = [
-        f"no training image of {dataset.class_names[c]} in {names[d]}" for d, c in np.argwhere(count == 0).tolist()
+        f"no training image of {dataset.class_names[c]} in {dataset.domain_names[numbers[d]]}"
+        for d, c in np.argwhere(_images(dataset, train)[numbers] == 0).tolist()
     ]
-    notes += lacking[:NAMED_AT_MOST]
+    notes = lacking[:NAMED_AT_MOST]
     if len(lacking) > NAMED_AT_MOST:
         notes.append(f"and {len(lacking) - NAMED_AT_MOST} more classes missing from a training domain")
-    if dataset.groups is not None:
-        for name in ("train_val", "val_domain", "test"):
-            if name in evaluation and np.isin(dataset.groups[evaluation[name]], dataset.groups[train]).any():
-                notes.append(f"{name} shares groups with training")
+    if "train_val" in evaluation:
+        validated = set(dataset.domains[evaluation["train_val"]].tolist())
+        notes += [f"no validation image of {dataset.domain_names[d]}" for d in numbers if d not in validated]
     return notes
 
 

@@ -38,12 +38,13 @@ def _groups_taken(group: np.ndarray, stratum: np.ndarray, size: np.ndarray, aim:
     missing, spare = aim.tolist(), (size - 1).tolist()
     taken = []
     for g in np.argsort(_draws(seed, ids), kind="stable").tolist():
-        pairs = [(strata[k], counts[k]) for k in range(bounds[g], bounds[g + 1])]
-        if sum(abs(missing[s] - c) - abs(missing[s]) for s, c in pairs) < 0 and all(c <= spare[s] for s, c in pairs):
+        cells = range(bounds[g], bounds[g + 1])
+        gain = sum(abs(missing[strata[k]]) - abs(missing[strata[k]] - counts[k]) for k in cells)
+        if gain > 0 and all(counts[k] <= spare[strata[k]] for k in cells):
             taken.append(g)
-            for s, c in pairs:
-                missing[s] -= c
-                spare[s] -= c
+            for k in cells:
+                missing[strata[k]] -= counts[k]
+                spare[strata[k]] -= counts[k]
     return ids[taken]
 
 
