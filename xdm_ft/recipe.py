@@ -107,7 +107,17 @@ class Recipe:
 
     @property
     def trainable(self) -> bool:
-        return bool(getattr(self.encoder.block, "trainable", False))
+        return self.encoder_common.trainable
+
+    @property
+    def data_common(self) -> DataCommon:
+        assert isinstance(self.data.block, DataCommon)
+        return self.data.block
+
+    @property
+    def encoder_common(self) -> EncoderCommon:
+        assert isinstance(self.encoder.block, EncoderCommon)
+        return self.encoder.block
 
     @property
     def needs_features(self) -> bool:

@@ -25,6 +25,7 @@ logger = logging.getLogger("xdm_ft")
 @dataclass(frozen=True)
 class Material:
     pretraining: str  # of the encoder, for the protocol line
+    normalize: bool  # its features are L2-normalised
     features: Features | None
     text_weight: Tensor | None  # float32 [C,K]: class embeddings × logit scale
     unreadable: dict[int, str]  # row → why the image does not decode
@@ -43,7 +44,7 @@ def gather(recipe: Recipe, dataset: ImageDataset, accelerator: Accelerator) -> M
     """Loads the encoder and extracts, or finds, what the recipe's methods need."""
     encoder = build_encoder(recipe, recipe.protocol.seeds[0])
     features = None
-    on_bad_image = getattr(recipe.data.block, "on_bad_image", "error")
+    on_bad_image = recipe.data_common.on_bad_image
     if recipe.needs_features:
         features = extract(
             encoder,
@@ -58,7 +59,8 @@ def gather(recipe: Recipe, dataset: ImageDataset, accelerator: Accelerator) -> M
         unreadable = _scanned(recipe, dataset, on_bad_image)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
-    return Material(encoder.pretraining, features, text_weight(recipe, encoder, dataset.class_names), unreadable)
+    weight = text_weight(recipe, encoder, dataset.class_names)
+    return Material(encoder.pretraining, encoder.normalize, features, weight, unreadable)
 
 
 def text_weight(recipe: Recipe, encoder: Encoder, class_names: tuple[str, ...]) -> Tensor | None:

@@ -51,7 +51,7 @@ class Plan:
 def read_data(recipe: Recipe) -> ImageDataset:
     """The recipe's data set, its classes called as the recipe says."""
     dataset: ImageDataset = recipe.data.build()
-    words: dict[str, str] = getattr(recipe.data.block, "class_names", {})
+    words = recipe.data_common.class_names
     for name in words:
         if name not in dataset.class_names:
             hint = did_you_mean(name, list(dataset.class_names))

@@ -9,7 +9,7 @@ import yaml
 
 from xdm_ft.blocks import Block
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.encoders.open_clip import warn_of_class_names
+from xdm_ft.encoders.loading.prompts import warn_of_class_names
 from xdm_ft.experiment.material import build_encoder
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.recipe import Recipe

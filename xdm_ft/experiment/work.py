@@ -146,7 +146,7 @@ class _Work:
                 training,
                 self.rules,
                 self.plan.recipe.protocol.metric,
-                getattr(self.plan.recipe.encoder.block, "batch_norm", "train"),
+                self.plan.recipe.encoder_common.batch_norm,
                 self.accelerator,
                 record=self.record,
                 show=self.accelerator.is_main_process,
@@ -202,7 +202,7 @@ class _Work:
             metrics[name] = dataclasses.asdict(values)
         weights = ""
         if self.accelerator.is_main_process:
-            normalized = _reads_normalized(job) or bool(getattr(self.plan.recipe.encoder.block, "normalize", False))
+            normalized = self.material.normalize or _reads_normalized(job)
             metadata = {"normalize": str(normalized).lower(), "step": str(selected.step)}
             weights = self.directory.save_weights(key, rule, selected.state, metadata)
         return {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics}
