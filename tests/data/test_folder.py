@@ -1,0 +1,173 @@
+"""Images in folders: names from folders, stable order, every fault one clear line."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from xdm_ft.components import find, settings_model
+from xdm_ft.data.folder import Folder
+from xdm_ft.data.loading.images import UnreadableImage
+from xdm_ft.errors import UserError
+
+
+def put(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (5, 4), "teal").save(path, "PNG")
+
+
+def relative(dataset: Folder, root: Path) -> list[str]:
+    return [os.path.relpath(path, root) for path in dataset.paths]
+
+
+def test_names_come_from_folders_and_rows_are_sorted(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        "sketch/dog/b.png",
+        "sketch/dog/a.JPG",
+        "photo/dog/deep/er/c.webp",
+        "photo/cat/x y.tiff",
+        "photo/dog/z.bmp",
+    )
+    dataset = Folder(root=tmp_path)
+    assert relative(dataset, tmp_path) == [
+        "photo/cat/x y.tiff",
+        "photo/dog/deep/er/c.webp",
+        "photo/dog/z.bmp",
+        "sketch/dog/a.JPG",
+        "sketch/dog/b.png",
+    ]
+    assert dataset.domain_names == ("photo", "sketch")
+    assert dataset.class_names == ("cat", "dog")  # the union over domains
+    assert dataset.labels.tolist() == [0, 1, 1, 1, 1]
+    assert dataset.domains.tolist() == [0, 0, 0, 1, 1]
+    assert dataset.groups is None
+    assert dataset.splits is None
+    assert len(dataset) == 5
+    assert dataset.image(0).size == (5, 4)
+    assert dataset.name(0) == str(tmp_path / "photo/cat/x y.tiff")
+    assert dataset.content(0) == os.path.abspath(tmp_path / "photo/cat/x y.tiff")
+
+
+def test_a_relative_root_is_shown_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "in/d/c/a.png")
+    monkeypatch.chdir(tmp_path)
+    dataset = Folder(root=Path("in"))
+    monkeypatch.chdir("/")
+    assert dataset.name(0) == "in/d/c/a.png"
+    assert dataset.image(0).mode == "RGB"
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put(tmp_path, "d/c/a.png", "d/c/.hidden.png", "d/.cache/b.png", ".git/c/x.png", "d/loose.png")
+    for name in ("README.txt", "d/c/Thumbs.db", "d/c/notes"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "empty" / "c").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "xdm_ft"):
+        dataset = Folder(root=tmp_path)
+    assert relative(dataset, tmp_path) == ["d/c/a.png"]
+    assert dataset.domain_names == ("d",)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: left out 3 files that are no images, the first: README.txt",
+        f"{tmp_path}: left out 1 images outside a <domain>/<class> folder, the first: d/loose.png",
+    ]
+
+
+def test_links_are_followed_but_never_in_circles(tmp_path: Path) -> None:
+    put(tmp_path, "root/d/c/a.png", "root/d/c/sub/b.png", "else/where/e.png", "root/d/e/f.png")
+    root = tmp_path / "root"
+    for name, target in {
+        "d/c/up": "..",
+        "d/c/top": str(root),
+        "d/c/self": "self",
+        "d/c/sub/back": "../sub",
+        "d/c/sub/first": "../sub2",
+        "d/c/sub2": "sub",
+        "d/linked": str(tmp_path / "else" / "where"),
+        "loop": ".",
+        "d/c/gone.png": "nowhere.png",
+    }.items():
+        (root / name).symlink_to(target)
+    dataset = Folder(root=root)
+    assert relative(dataset, root) == ["d/c/a.png", "d/c/gone.png", "d/c/sub/b.png", "d/e/f.png", "d/linked/e.png"]
+    with pytest.raises(UnreadableImage, match="No such file"):
+        dataset.image(1)
+
+
+def test_the_same_pictures_may_be_linked_under_two_domains(tmp_path: Path) -> None:
+    put(tmp_path, "d/c/a.png")
+    (tmp_path / "e").symlink_to("d")
+    assert relative(Folder(root=tmp_path), tmp_path) == ["d/c/a.png", "e/c/a.png"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "groups"),
+    [
+        (r"patient\d+", [0, 0, 1, 1]),
+        (r"patient(\d)", [0, 0, 1, 1]),
+        (r"^([^/]+)/.*(patient\d+)", [0, 0, 1, 2]),  # numbered anew in each domain
+        (r"_(\d)_", [0, 1, 0, 0]),
+    ],
+)
+def test_groups(tmp_path: Path, pattern: str, groups: list[int]) -> None:
+    put(tmp_path, "a/c/patient1_1_.png", "a/c/patient1_2_.png", "a/d/patient2_1_.png", "b/c/patient2_1_.png")
+    dataset = Folder(root=tmp_path, group=pattern)
+    assert dataset.groups is not None
+    assert dataset.groups.tolist() == groups
+
+
+def fault(root: Path, group: str | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        Folder(root=root, group=group)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_faults_are_one_clear_line(tmp_path: Path) -> None:
+    assert f"data.root: {tmp_path}/no does not exist" in fault(tmp_path / "no")
+    (tmp_path / "file").write_text("x")
+    assert "is no folder" in fault(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    assert fault(tmp_path / "empty").endswith("holds no images in <domain>/<class>/ folders; it is empty")
+    put(tmp_path, "flat/cat/a.png", "flat/cat/b.png")
+    assert fault(tmp_path / "flat").endswith("folders; 2 lie higher up, such as cat/a.png")
+    (tmp_path / "text/d/c").mkdir(parents=True)
+    (tmp_path / "text/d/c/a.txt").write_text("x")
+    assert fault(tmp_path / "text").endswith("folders; it holds 1 other files")
+    put(tmp_path, "good/d/c/p1.png", "good/d/c/q.png")
+    assert fault(tmp_path / "good", r"p\d").startswith(
+        r'data.group: "p\d" matches nothing in 1 of 2 paths, the first: d/c/q.png'
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
+def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    put(tmp_path, "d/c/a.png")
+    (tmp_path / "d/c").chmod(0)
+    try:
+        assert f"{tmp_path}/d/c can not be read: Permission denied" in fault(tmp_path)
+    finally:
+        (tmp_path / "d/c").chmod(0o755)
+
+
+def test_odd_names_are_escaped(tmp_path: Path) -> None:
+    put(tmp_path, "d/c\nc/a\nb.png", "d/café/ü.png")
+    dataset = Folder(root=tmp_path)
+    assert dataset.class_names == (r"c\nc", "café")
+    assert dataset.name(0).endswith(r"d/c\nc/a\nb.png")
+    assert dataset.image(0).size == (5, 4)
+
+
+def test_recipe_keys() -> None:
+    settings = settings_model(find("data", "folder"))
+    assert set(settings.model_fields) == {"root", "group"}
+    assert settings.model_validate({"root": "x", "group": r"p(\d)"}).model_dump(mode="json") == {
+        "root": "x",
+        "group": r"p(\d)",
+    }
+    with pytest.raises(ValueError, match="no regular expression: missing \\), unterminated subpattern"):
+        settings.model_validate({"root": "x", "group": "p("})

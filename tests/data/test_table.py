@@ -1,0 +1,171 @@
+"""Images in a table: every fault names the file, the row and the column."""
+
+import os
+from pathlib import Path
+
+import pandas
+import pytest
+from PIL import Image
+
+from xdm_ft.components import find, settings_model
+from xdm_ft.data.loading.splits import Protocol, splits
+from xdm_ft.data.table import Table
+from xdm_ft.errors import UserError
+
+NAMES = ("a.png", "b.png", "c d.png", "sub/e.png")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "sub").mkdir()
+    for name in NAMES:
+        Image.new("RGB", (5, 4), "teal").save(tmp_path / name)
+    return tmp_path
+
+
+def write(folder: Path, text: str, name: str = "t.csv", encoding: str = "utf-8") -> Path:
+    (folder / name).write_text(text, encoding=encoding)
+    return folder / name
+
+
+CSV = """path,label,domain
+b.png,dog,photo
+a.png,cat,photo
+c d.png,dog,sketch
+sub/e.png,cat,sketch
+"""
+
+
+def test_rows_keep_the_order_of_the_table(folder: Path) -> None:
+    dataset = Table(file=write(folder, CSV))
+    assert [os.path.relpath(path, folder) for path in dataset.paths] == ["b.png", "a.png", "c d.png", "sub/e.png"]
+    assert dataset.class_names == ("cat", "dog")
+    assert dataset.domain_names == ("photo", "sketch")
+    assert dataset.labels.tolist() == [1, 0, 1, 0]
+    assert dataset.domains.tolist() == [0, 0, 1, 1]
+    assert (dataset.groups, dataset.splits) == (None, None)
+    assert dataset.image(3).size == (5, 4)
+    assert dataset.name(3) == str(folder / "sub/e.png")
+    assert dataset.content(3) == str(folder / "sub/e.png")
+
+
+def test_optional_columns_any_order_other_columns_and_spreadsheet_habits(folder: Path) -> None:
+    text = (
+        "extra, split, domain ,group,path,label\r\n"
+        "1,train, photo,p2,a.png,NA\r\n"
+        '2,val,photo ,p1, "b.png",null\r\n'
+        "\r\n"
+        "3,test,sketch,p2,c d.png,NA\r\n\r\n"
+    )
+    dataset = Table(file=write(folder, text, encoding="utf-8-sig"))
+    assert dataset.class_names == ("NA", "null")
+    assert dataset.domain_names == ("photo", "sketch")
+    assert dataset.groups is not None
+    assert dataset.groups.tolist() == [1, 0, 1]
+    assert dataset.splits is not None
+    assert dataset.splits.tolist() == ["train", "val", "test"]
+
+
+def test_parquet_equals_csv(folder: Path) -> None:
+    frame = pandas.read_csv(write(folder, CSV)).assign(domain=[3, 3, 5, 5], group=["x", "x", "y", "z"])
+    frame.to_parquet(folder / "t.parquet")
+    dataset = Table(file=folder / "t.parquet")
+    assert dataset.domain_names == ("3", "5")  # hospital numbers become names
+    assert dataset.labels.tolist() == [1, 0, 1, 0]
+    assert dataset.groups is not None
+    assert dataset.groups.tolist() == [0, 0, 1, 2]
+    assert dataset.image(0).size == (5, 4)
+
+
+def test_root_and_absolute_paths(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    file = write(elsewhere, f"path,label,domain\na.png,x,d\n{folder}/b.png,y,d\n")
+    dataset = Table(file=file, root=folder)
+    assert dataset.paths == [str(folder / "a.png"), str(folder / "b.png")]
+
+
+def test_the_recipes_group_goes_before_the_column(folder: Path) -> None:
+    file = write(
+        folder,
+        CSV.replace("domain\n", "domain,group\n").replace("photo\n", "photo,1\n").replace("sketch\n", "sketch,2\n"),
+    )
+    by_column, by_path = Table(file=file), Table(file=file, group=r"^\w+")
+    assert by_column.groups is not None and by_path.groups is not None
+    assert by_column.groups.tolist() == [0, 0, 1, 1]
+    assert by_path.groups.tolist() == [1, 0, 2, 3]
+
+
+def test_the_split_column_serves_the_official_protocol(folder: Path) -> None:
+    text = "path,label,domain,split\na.png,x,d,train\nb.png,y,d,train\nc d.png,x,d,val\nsub/e.png,x,e,test\n"
+    (split,) = splits(Table(file=write(folder, text)), Protocol(name="official"), seed=0)
+    assert {name: rows.tolist() for name, rows in split.evaluation.items()} == {"train_val": [2], "test": [3]}
+    assert split.test_domains == ("e",)
+
+
+def fault(file: Path, **settings: str) -> str:
+    with pytest.raises(UserError) as caught:
+        Table(file=file, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("a.png,cat", "a.png,", "row 3, column label: empty"),
+        ("a.png,cat,photo", "a.png,cat,", "row 3, column domain: empty"),
+        ("c d.png,dog", ",dog", "row 4, column path: empty"),
+        ("a.png,cat", "b.png,cat", "row 3, column path: b.png is already in row 2"),
+        ("a.png,cat", "sub/../b.png,cat", "row 3, column path: sub/../b.png is already in row 2"),
+        ("a.png,cat,photo", "a.png,cat", "row 3: 2 cells, but the header has 3"),
+        ("a.png,cat,photo", "a.png,cat,photo,1", "row 3: 4 cells, but the header has 3"),
+        ("path,label", "file,class", "no column path, label; found: file, class, domain"),
+        ("path,label,domain", "path;label;domain", "no column path, label, domain; found: path;label;domain"),
+        ("path,label,domain", "path,label,domain,label", "two columns are called label"),
+        ('a.png,cat,photo', '"a.png"x,cat,photo', "row 3: ',' expected after '\"'"),
+        ("a.png,cat", "é.png,cat", "is not UTF-8 text: invalid continuation byte at byte 34"),
+    ],
+)  # fmt: skip
+def test_faults_of_a_csv_file(folder: Path, old: str, new: str, message: str) -> None:
+    assert old in CSV
+    file = write(folder, CSV.replace(old, new, 1), encoding="latin-1")
+    assert fault(file) == f"{file}: {message}"
+
+
+def test_repeated_faults_are_counted_and_blank_lines_too(folder: Path) -> None:
+    file = write(folder, "path,label,domain\n\na.png,,d\nb.png,,d\n")
+    assert fault(file) == f"{file}: row 3, column label: empty (and 1 more rows like it)"
+
+
+def test_missing_files_are_named_and_counted(folder: Path) -> None:
+    rows = "".join(f"no{i}.png,cat,photo\n" for i in range(5))
+    file = write(folder, CSV + rows)
+    message = fault(file)
+    assert message.startswith(f"{file}: row 6, column path: no such file; missing 5 of 9: {folder}/no0.png, ")
+    assert message.count(".png") == 3
+
+
+def test_unknown_splits(folder: Path) -> None:
+    text = "path,label,domain,split\na.png,x,d,train\nb.png,y,d,tests\n"
+    file = write(folder, text)
+    assert fault(file) == f'{file}: row 3, column split: no split "tests"; did you mean "test"?'
+
+
+def test_faults_of_the_file(folder: Path) -> None:
+    assert "does not exist" in fault(folder / "none.csv")
+    assert "must end in .csv or .parquet" in fault(write(folder, CSV, "t.xlsx"))
+    (folder / "dir.csv").mkdir()
+    assert "is no file" in fault(folder / "dir.csv")
+    assert fault(write(folder, "path,label,domain\n")).endswith("has no rows")
+    assert "no column path, label, domain" in fault(write(folder, ""))
+    assert "can not be read as Parquet" in fault(write(folder, "text", "t.parquet"))
+    pandas.DataFrame({"path": ["a.png", "b.png"], "label": ["x", None], "domain": ["d", "d"]}).to_parquet(
+        folder / "n.parquet"
+    )
+    assert fault(folder / "n.parquet").endswith("n.parquet: row 2, column label: empty")
+    pandas.DataFrame({"path": ["a.png"]}).to_parquet(folder / "m.parquet")
+    assert fault(folder / "m.parquet").endswith("no column label, domain; found: path")
+
+
+def test_recipe_keys() -> None:
+    assert set(settings_model(find("data", "table")).model_fields) == {"file", "root", "group"}
