@@ -18,16 +18,18 @@ from xdm_ft.sharpness import Sharpness
 class Schedule(Block):
     """The learning rate over the steps, as a factor of `lr` and `encoder_lr`."""
 
-    name: Annotated[Literal["constant", "cosine"], Field(description="cosine falls to 0 at the last step")] = "constant"
+    name: Annotated[
+        Literal["constant", "cosine"], Field(description="cosine falls from 1 to 0, reached as the last step ends")
+    ] = "constant"
     warmup_steps: Annotated[int, Field(ge=0, description="steps of linear increase from 0 before that")] = 0
 
 
 class Training(Block):
     """How models are trained, by either engine."""
 
-    batch_size: Annotated[int, Field(ge=1, description="images per training domain (per_domain) or in all (pooled)")] = (
-        32
-    )
+    batch_size: Annotated[
+        int, Field(ge=1, description="images per training domain (per_domain) or in all (pooled)")
+    ] = 32
     sampler: Annotated[
         Literal["per_domain", "pooled"],
         Field(description="per_domain: batch_size from every training domain; pooled: from all images together"),

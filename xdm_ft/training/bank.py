@@ -1,0 +1,324 @@
+"""The head bank: many models on cached features, trained together.
+
+Everything of H models of one method is stacked to [H,…]: parameters, buffers, batches, learning rates. A step of all of
+them is one call of the algorithm's loss under `torch.func.vmap`. Heads never touch each other: head h of a bank equals
+the same head trained alone to float32 rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call, stack_module_state, vmap
+
+from xdm_ft.algorithms import Algorithm
+from xdm_ft.data.loading.samplers import sampler
+from xdm_ft.evaluation.metrics import metric as metric_of
+from xdm_ft.progress import Progress, progress
+from xdm_ft.sharpness import Sharpness, Tensors
+from xdm_ft.tensors import Batch, Losses
+from xdm_ft.training import Job, Schedule, Trained, Training
+from xdm_ft.training.allocator import keep_freed_memory
+from xdm_ft.training.optimizers import Optimizer, clip, make_optimizer
+from xdm_ft.training.schedule import learning_rate_factor
+from xdm_ft.training.selection import Selector, evaluation_steps, rows_of_rules
+
+if TYPE_CHECKING:
+    from xdm_ft.features.cache import Features
+
+CHUNK_HEADS = 16  # heads trained at once: the batches of many more no longer fit a CPU's cache
+BLOCK_STEPS = 256  # steps whose rows are drawn, and whose losses are read, at once
+
+Record = Callable[[Job, int, dict[str, float]], None]
+
+
+@dataclass(frozen=True)
+class CachedData:
+    """What all heads read, on one device: features of N images, their labels and domains (int64 [N])."""
+
+    features: Features
+    labels: Tensor
+    domains: Tensor  # numbered as in the data set
+
+
+@dataclass
+class Bank:
+    """H models of one method, stacked: every tensor is [H,…]."""
+
+    template: Algorithm  # lends its code; its own parameters are never used
+    main: Tensors  # parameters that `Losses.total` trains
+    auxiliary: Tensors  # parameters that `Losses.auxiliary` trains
+    buffers: Tensors
+    lr: Tensor
+    optimizer: Optimizer
+    sharpness: Sharpness | None
+    rho: Tensor  # of `sharpness`
+    clip_norm: float | None
+    schedule: Schedule
+    steps: int
+
+    def state(self, head: int) -> Tensors:
+        """Parameters and buffers of one model, on the CPU."""
+        stacked = {**self.main, **self.auxiliary, **self.buffers}
+        return {name: values[head].detach().to("cpu", copy=True) for name, values in stacked.items()}
+
+
+def train_bank(
+    jobs: Sequence[Job],
+    features: Features,
+    labels: Tensor,
+    domains: Tensor,
+    training: Training,
+    rules: Sequence[str],
+    metric: str,
+    *,
+    record: Record,
+    show: bool,
+) -> Iterator[Trained]:
+    """Trains the jobs, chunk by chunk; results come in the order of the jobs.
+
+    `labels` and `domains` are int64 [N], domains numbered as in the data set. At each evaluation `record(job, number of
+    steps taken, values)` is given the means since the last one of `loss`, `auxiliary_loss` and what the algorithm logs,
+    the learning rate `lr`, and `<rule>/<metric>` for each selection rule.
+
+    A model whose loss or logits are not finite, or of which a rule could select nothing, comes with a `failure` and
+    without weights; the other heads are not disturbed. `seconds` is a head's share of its chunk's time.
+    """
+    keep_freed_memory()
+    data = CachedData(features, labels.to(features.device), domains.to(features.device))
+    with progress(jobs[0].method, sum(job.setup.steps for job in jobs), "head-steps", show) as bar:
+        for chunk in chunks(jobs):
+            yield from _train_chunk(chunk, data, training, rules, metric, record, bar)
+
+
+def chunks(jobs: Sequence[Job]) -> Iterator[list[Job]]:
+    """Neighbouring jobs whose tensors stack (same number of training domains, same steps), CHUNK_HEADS at a time."""
+    for _, alike in groupby(jobs, key=lambda job: (job.setup.task.num_domains, job.setup.steps)):
+        group = list(alike)
+        yield from (group[first : first + CHUNK_HEADS] for first in range(0, len(group), CHUNK_HEADS))
+
+
+def head_logits(features: Features, rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """Logits float32 [n,C] for the images `rows` (int64 [n]) of the class head in a selected `state`."""
+    device = features.device
+    return F.linear(features[rows.to(device)], state["head.weight"].to(device), state["head.bias"].to(device))
+
+
+def _train_chunk(
+    jobs: list[Job],
+    data: CachedData,
+    training: Training,
+    rules: Sequence[str],
+    metric: str,
+    record: Record,
+    bar: Progress,
+) -> list[Trained]:
+    started = time.perf_counter()
+    bank = stack(jobs, training, data.features.device)
+    validation = Validation(jobs, data, rules, metric)
+    selectors = [Selector(rules, metric, bank.template.first_selectable_step) for _ in jobs]
+    failures: list[str | None] = [None for _ in jobs]
+    course = Course()
+    due = set(evaluation_steps(bank.steps, training.evaluate_every))
+    for number, batch in enumerate(batches(jobs, data, training)):
+        course.add(number, step(bank, batch, number))
+        bar.advance(len(jobs))
+        if number + 1 not in due:
+            continue
+        means, broken_at = course.take()
+        lr = bank.lr * learning_rate_factor(number, bank.steps, bank.schedule)
+        for head, values in enumerate(validation.values(bank)):
+            if failures[head] is None:
+                failures[head] = _failure(jobs[head], training, number + 1, broken_at.get(head), values)
+            if failures[head] is None:
+                selectors[head].offer(number + 1, values, lambda head=head: bank.state(head))  # type: ignore[misc]
+                scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": float(lr[head])}
+                record(jobs[head], number + 1, scalars | {f"{rule}/{metric}": v for rule, v in values.items()})
+        if all(failures):
+            break
+    seconds = (time.perf_counter() - started) / len(jobs)
+    mixed_steps = bank.template.mixed_steps(bank.steps)
+    failures = [failure or selector.nothing_selected() for failure, selector in zip(failures, selectors, strict=True)]
+    return [
+        Trained(job, {} if failure else selector.selected, mixed_steps, seconds, failure)
+        for job, selector, failure in zip(jobs, selectors, failures, strict=True)
+    ]
+
+
+def step(bank: Bank, batch: Batch, number: int) -> Tensors:
+    """One step of every head on its own batch ([H,B,…]), `number` counted from 0.
+
+    Returns the scalars before the step, each [H]: `loss`, `auxiliary_loss` where there is one, the algorithm's logs.
+    """
+    losses = _losses(bank, bank.main, batch, number, held=None)
+    # total and auxiliary reach different parameters, so one backward pass serves both
+    every_gradient = _gradients(losses.total + losses.auxiliary, bank.main | bank.auxiliary)
+    gradients = {name: every_gradient.pop(name) for name in bank.main}
+    if bank.sharpness is not None:
+        centre = {name: parameter.detach() for name, parameter in bank.main.items()}
+        offset = vmap(bank.sharpness.offset)(centre, gradients, bank.rho)
+        perturbed = {name: (centre[name] + offset[name]).requires_grad_() for name in centre}
+        second = _losses(bank, perturbed, batch, number, losses.held)
+        gradients = vmap(bank.sharpness.combine)(gradients, _gradients(second.total, perturbed))
+    if bank.clip_norm is not None:
+        gradients = clip(gradients, bank.clip_norm)
+    factor = learning_rate_factor(number, bank.steps, bank.schedule)
+    bank.optimizer.step(bank.main | bank.auxiliary, gradients | every_gradient, factor)
+    bank.buffers |= {name: value.detach() for name, value in losses.buffers.items()}
+    scalars = {**losses.logs, "loss": losses.total}
+    if bank.auxiliary:
+        scalars["auxiliary_loss"] = losses.auxiliary
+    return {name: value.detach() for name, value in scalars.items()}
+
+
+def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, held: Tensors | None) -> Losses:
+    """The losses of every head with the parameters `main`; scalars become [H]."""
+
+    def of_one_head(
+        state: Tensors, x: Tensor, y: Tensor, domain: Tensor, index: Tensor, held: Tensors | None
+    ) -> Losses:
+        return functional_call(bank.template, state, (x, Batch(x, y, domain, index), number, held))
+
+    in_dims = (0, 0, 0, 0, 0, None if held is None else 0)
+    state = {**main, **bank.auxiliary, **bank.buffers}
+    return vmap(of_one_head, in_dims)(state, batch.x, batch.y, batch.domain, batch.index, held)
+
+
+def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:
+    """Every head's gradient of its own loss (losses [H]): that of the sum, as heads are independent."""
+    gradients = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, gradients, strict=True))
+
+
+def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank:
+    """A bank of freshly initialised models, one per job."""
+    models = [_algorithm(job).to(device) for job in jobs]
+    template, sharpness = models[0], jobs[0].sharpness
+    assert all(type(model) is type(template) for model in models), "a bank holds one method"
+    assert all(_settings(model) == _settings(template) for model in models), "settings that differ must be buffers"
+    stacked, buffers = stack_module_state(models)
+    is_auxiliary = {name: name.split(".")[0] in template.auxiliary for name in stacked}
+    lr = torch.tensor([job.lr for job in jobs], device=device)
+    weight_decay = torch.tensor([job.weight_decay for job in jobs], device=device)
+    rho = torch.tensor([job.sharpness.rho if job.sharpness else 0.0 for job in jobs], device=device)
+    return Bank(
+        template=template,
+        main={name: value for name, value in stacked.items() if not is_auxiliary[name]},
+        auxiliary={name: value for name, value in stacked.items() if is_auxiliary[name]},
+        buffers=buffers,
+        lr=lr,
+        optimizer=make_optimizer(training.optimizer, stacked, lr, weight_decay, training.momentum),
+        sharpness=sharpness,
+        rho=rho,
+        clip_norm=training.clip_norm,
+        schedule=training.schedule,
+        steps=jobs[0].setup.steps,
+    )
+
+
+def _algorithm(job: Job) -> Algorithm:
+    model = job.make(job.setup)
+    assert isinstance(model, Algorithm)
+    return model
+
+
+def _settings(model: Algorithm) -> dict[str, object]:
+    """What is fixed in the code that all heads share: plain attributes, as against parameters and buffers."""
+    return {name: value for name, value in vars(model).items() if isinstance(value, bool | int | float | str | tuple)}
+
+
+def batches(jobs: Sequence[Job], data: CachedData, training: Training) -> Iterator[Batch]:
+    """The batches of all steps, each head with its own rows: x [H,B,K], y, domain and index [H,B]."""
+    samplers = [sampler(training.sampler, job.split.train, training.batch_size, job.seed) for job in jobs]
+    domain_of = torch.stack([job.split.domain_of for job in jobs]).to(data.labels.device)  # [H, domains of the data]
+    head = torch.arange(len(jobs), device=data.labels.device)[:, None]  # [H,1]
+    steps = jobs[0].setup.steps
+    for first in range(0, steps, BLOCK_STEPS):
+        last = min(first + BLOCK_STEPS, steps)
+        rows = torch.stack([own.indices(first, last) for own in samplers], dim=1).to(data.labels.device)  # [S,H,B]
+        labels, domains = data.labels[rows], domain_of[head, data.domains[rows]]  # [S,H,B]
+        for index, y, domain in zip(rows, labels, domains, strict=True):
+            yield Batch(data.features[index], y, domain, index)
+
+
+class Course:
+    """The scalars of the steps since the last evaluation: kept as they come, read in blocks, as reading is slow."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[int, Tensors]] = []  # (step from 0, name → [H])
+        self._sums: Tensors = {}
+        self._counts: dict[str, int] = {}
+        self._broken_at: dict[int, int] = {}  # head → first step whose loss is not finite
+
+    def add(self, number: int, scalars: Tensors) -> None:
+        self._pending.append((number, scalars))
+        if len(self._pending) == BLOCK_STEPS:
+            self._read()
+
+    def take(self) -> tuple[Tensors, dict[int, int]]:
+        """Name → mean [H] since the last call, and head → its first step with a loss that is not finite, if any."""
+        self._read()
+        means = {name: total / self._counts[name] for name, total in self._sums.items()}
+        self._sums, self._counts = {}, {}
+        return means, self._broken_at
+
+    def _read(self) -> None:
+        for name in dict.fromkeys(name for _, scalars in self._pending for name in scalars):
+            values = torch.stack([scalars[name] for _, scalars in self._pending if name in scalars]).cpu()  # [S,H]
+            self._sums[name] = self._sums.get(name, torch.zeros(())) + values.sum(0)
+            self._counts[name] = self._counts.get(name, 0) + len(values)
+            if name in ("loss", "auxiliary_loss"):
+                for place, head in torch.isfinite(values).logical_not().nonzero().tolist():
+                    number = self._pending[place][0]
+                    self._broken_at[head] = min(number, self._broken_at.get(head, number))
+        self._pending = []
+
+
+class Validation:
+    """The images that selection looks at. A row that several heads look at is gathered and multiplied once."""
+
+    def __init__(self, jobs: Sequence[Job], data: CachedData, rules: Sequence[str], metric: str) -> None:
+        self.metric = metric
+        wanted = [rows_of_rules(job.split, rules) for job in jobs]
+        union = torch.unique(torch.cat([rows for of_head in wanted for rows in of_head.values()]))  # sorted
+        self.features = data.features[union.to(data.labels.device)]  # [U,K]
+        self.views = [{rule: self._view(union, rows, data) for rule, rows in of_head.items()} for of_head in wanted]
+
+    @staticmethod
+    def _view(union: Tensor, rows: Tensor, data: CachedData) -> tuple[Tensor, Tensor, Tensor]:
+        place, rows = torch.searchsorted(union, rows).to(data.labels.device), rows.to(data.labels.device)
+        return place, data.labels[rows], data.domains[rows]
+
+    @torch.no_grad()
+    def values(self, bank: Bank) -> list[dict[str, float]]:
+        """For each head the metric by selection rule; empty for a head whose logits are not finite."""
+        weight, bias = bank.main["head.weight"], bank.main["head.bias"]  # [H,C,K], [H,C]
+        logits = torch.addmm(bias.flatten(), self.features, weight.flatten(0, 1).T)  # [U,H·C]
+        logits = logits.view(len(self.features), *bias.shape)  # [U,H,C]
+        return [self._values_of_head(logits[:, head], views) for head, views in enumerate(self.views)]
+
+    def _values_of_head(self, logits: Tensor, views: dict[str, tuple[Tensor, Tensor, Tensor]]) -> dict[str, float]:
+        own = {rule: (logits[place], labels, domains) for rule, (place, labels, domains) in views.items()}
+        if not all(torch.isfinite(values).all() for values, _, _ in own.values()):
+            return {}
+        return {rule: metric_of(self.metric, *of_rule) for rule, of_rule in own.items()}
+
+
+def _failure(
+    job: Job, training: Training, taken: int, broken_at: int | None, values: Mapping[str, float]
+) -> str | None:
+    """Why a head failed by the evaluation after `taken` steps; None where it did not."""
+    if broken_at is not None:
+        own = sampler(training.sampler, job.split.train, training.batch_size, job.seed)
+        rows = ", ".join(str(row) for row in own.indices(broken_at, broken_at + 1)[0].tolist())
+        return f"the loss was not finite at step {broken_at + 1} of {job.setup.steps}; rows of its batch: {rows}"
+    if not values:
+        return f"the logits of the validation images were not finite after step {taken} of {job.setup.steps}"
+    return None

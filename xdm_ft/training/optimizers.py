@@ -1,0 +1,106 @@
+"""torch.optim's SGD, Adam and AdamW on stacked models: every tensor is [H,…], every head has its own settings.
+
+Written out because torch.optim has one learning rate per parameter group, and a stacked parameter is one tensor. Equal
+to torch.optim to float32 rounding.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]  # parameter name → values [H,…]
+
+
+class Optimizer(ABC):
+    """Updates stacked parameters in place. `lr` and `weight_decay` are float [H]."""
+
+    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor) -> None:
+        self.lr = {name: _beside(lr, p) for name, p in parameters.items()}
+        self.weight_decay = {name: _beside(weight_decay, p) for name, p in parameters.items()}
+        self.decays = bool((weight_decay != 0).any())
+
+    @torch.no_grad()
+    def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
+        """One step with learning rates `lr` × `factor`, the schedule's."""
+        for name, parameter in parameters.items():
+            self._update(name, parameter, gradients[name], self.lr[name] * factor)
+
+    @abstractmethod
+    def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None: ...
+
+
+class SGD(Optimizer):
+    """v ← μ v + g + wd θ, θ ← θ − lr v (no dampening, no Nesterov)."""
+
+    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: float) -> None:
+        super().__init__(parameters, lr, weight_decay)
+        self.momentum = momentum
+        self.velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None:
+        if self.decays:
+            gradient = torch.addcmul(gradient, parameter, self.weight_decay[name])
+        velocity = self.velocity[name].mul_(self.momentum).add_(gradient)
+        parameter.addcmul_(velocity, lr, value=-1)
+
+
+class Adam(Optimizer):
+    """Kingma & Ba 2015 with torch's defaults (β 0.9 and 0.999, ε 1e-8); weight decay is an L2 penalty."""
+
+    beta1, beta2, eps = 0.9, 0.999, 1e-8
+
+    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor) -> None:
+        super().__init__(parameters, lr, weight_decay)
+        self.taken = 0
+        self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
+        self.taken += 1
+        super().step(parameters, gradients, factor)
+
+    def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None:
+        if self.decays:
+            gradient = self._decay(name, parameter, gradient, lr)
+        mean = self.mean[name].lerp_(gradient, 1 - self.beta1)
+        square = self.square[name].mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        scale = (1 - self.beta2**self.taken) ** -0.5
+        ratio = mean / square.sqrt().mul_(scale).add_(self.eps)
+        parameter.addcmul_(ratio, lr, value=-1 / (1 - self.beta1**self.taken))
+
+    def _decay(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> Tensor:
+        return torch.addcmul(gradient, parameter, self.weight_decay[name])
+
+
+class AdamW(Adam):
+    """Loshchilov & Hutter 2019: θ shrinks by lr × wd × θ, apart from the gradient."""
+
+    def _decay(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> Tensor:
+        parameter.mul_(1 - lr * self.weight_decay[name])
+        return gradient
+
+
+def make_optimizer(
+    name: Literal["sgd", "adam", "adamw"], parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: float
+) -> Optimizer:
+    """The optimizer that `training.optimizer` names; `momentum` is SGD's alone."""
+    if name == "sgd":
+        return SGD(parameters, lr, weight_decay, momentum)
+    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay)
+
+
+def clip(gradients: Tensors, norm: float) -> Tensors:
+    """Each head's gradients, all tensors jointly, scaled to at most `norm` as torch.nn.utils.clip_grad_norm_ does."""
+    per_tensor = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients.values()]  # each [H]
+    total = torch.linalg.vector_norm(torch.stack(per_tensor), dim=0)  # [H]
+    scale = (norm / (total + 1e-6)).clamp(max=1)
+    return {name: g * _beside(scale, g) for name, g in gradients.items()}
+
+
+def _beside(per_head: Tensor, stacked: Tensor) -> Tensor:
+    """[H] → [H,1,…] with as many axes as `stacked`."""
+    return per_head.view(-1, *(1 for _ in stacked.shape[1:]))

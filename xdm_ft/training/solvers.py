@@ -1,0 +1,55 @@
+"""Methods that find their head without gradient steps: their candidates, and the pick among them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from xdm_ft.algorithms import Solver
+from xdm_ft.evaluation.metrics import metric as metric_of
+from xdm_ft.tensors import Batch
+from xdm_ft.training import Job, Trained
+from xdm_ft.training.bank import head_logits
+from xdm_ft.training.selection import Selector, rows_of_rules
+
+if TYPE_CHECKING:
+    from xdm_ft.features.cache import Features
+
+
+def solve(job: Job, features: Features, labels: Tensor, domains: Tensor, rules: Sequence[str], metric: str) -> Trained:
+    """Offers the solver's candidates to selection, in their order. Deterministic on a CPU.
+
+    `features` are the L2-normalised ones where the solver says `normalized`; `labels` and `domains` are int64 [N],
+    domains numbered as in the data set. `Selected.step` is the candidate's place in the path, `Selected.hparams` what
+    distinguishes it.
+    """
+    started = time.perf_counter()
+    solver = job.make(job.setup)
+    assert isinstance(solver, Solver)
+    watched = rows_of_rules(job.split, rules)
+    selector = Selector(rules, metric, first_selectable_step=0)
+    rows = torch.cat(job.split.train)
+    batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows)
+    broken = rows[~torch.isfinite(batch.x).all(1).cpu()].tolist()
+    if broken:
+        why = f"the features of {len(broken)} training images are not finite, the first that of row {broken[0]}"
+        return Trained(job, {}, None, time.perf_counter() - started, why)
+    for candidate in solver.solve(batch.x, batch):
+        state = {"head.weight": candidate.weight.cpu(), "head.bias": candidate.bias.cpu()}
+        values = {
+            rule: _value(metric, head_logits(features, of_rule, state).cpu(), labels[of_rule], domains[of_rule])
+            for rule, of_rule in watched.items()
+        }
+        selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
+    failure = selector.nothing_selected()
+    return Trained(job, {} if failure else selector.selected, None, time.perf_counter() - started, failure)
+
+
+def _value(metric: str, logits: Tensor, labels: Tensor, domains: Tensor) -> float:
+    """nan, which is never selected, where a logit is not finite."""
+    return metric_of(metric, logits, labels, domains) if torch.isfinite(logits).all() else math.nan
