@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup, linear_head
@@ -72,6 +75,18 @@ class WithDomainHead(Algorithm):
         )
 
 
+@contextmanager
+def one_process(mixed_precision: str = "no") -> Iterator[Accelerator]:
+    """Its accelerator, on one thread: the models are too small for more."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield Accelerator(cpu=True, mixed_precision=mixed_precision)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @cache
 def digits() -> Digits:
     return Digits()
@@ -109,7 +124,7 @@ def ignore(job: Job, step: int, values: dict[str, float]) -> None:
     pass
 
 
-def train(job: Job, encoder: Encoder, training: Training, accelerator: Any, **changes: Any) -> Trained:
+def train(job: Job, encoder: Encoder, training: Training, accelerator: Accelerator, **changes: Any) -> Trained:
     """Trains with one rule; without `evaluate_every` the selected step is the last."""
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
     arguments = {"rules": ("train_val",), "batch_norm": "train", "record": ignore, **changes}

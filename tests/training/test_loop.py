@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, split, train
+from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, one_process, split, train
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
@@ -30,9 +30,9 @@ COSINE = Schedule(name="cosine", warmup_steps=2)
 
 
 @pytest.fixture
-def accelerator() -> Accelerator:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(cpu=True, mixed_precision="no")
+def accelerator() -> Iterator[Accelerator]:
+    with one_process() as accelerator:
+        yield accelerator
 
 
 def read(rows: Tensor) -> Tensor:
@@ -177,8 +177,7 @@ def test_same_seed_same_bits(accelerator: Accelerator) -> None:
 
 
 def test_bf16_trains_in_autocast_with_the_loss_in_float32() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator, seen = Accelerator(cpu=True, mixed_precision="bf16"), set[Any]()
+    seen = set[Any]()
 
     class Watched(ERM):
         def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
@@ -188,10 +187,12 @@ def test_bf16_trains_in_autocast_with_the_loss_in_float32() -> None:
 
     class WatchedCNN(SmallCNN):
         def forward(self, images: Tensor) -> Tensor:
-            seen.add(self.layers[0](images).dtype)
+            if self.training:
+                seen.add(self.layers[0](images).dtype)
             return super().forward(images)
 
-    final_state(train(make_job(Watched, steps=2), WatchedCNN(), Training(batch_size=4), accelerator))
+    with one_process("bf16") as accelerator:
+        final_state(train(make_job(Watched, steps=2), WatchedCNN(), Training(batch_size=4), accelerator))
     assert seen == {torch.bfloat16, (torch.float32,) * 3}
 
 
@@ -225,11 +226,16 @@ def test_an_unreadable_image_is_named(accelerator: Accelerator, monkeypatch: pyt
 
 
 def test_fp16_is_refused_with_sharpness_and_on_a_cpu() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    with pytest.raises(UserError, match="two passes"):
-        train(make_job(sharpness=SAM()), SmallCNN(), Training(batch_size=4), accelerator)
-    with pytest.raises(UserError, match="needs a GPU"):
+    with one_process("fp16") as accelerator:
+        with pytest.raises(UserError, match="two passes"):
+            train(make_job(sharpness=SAM()), SmallCNN(), Training(batch_size=4), accelerator)
+        with pytest.raises(UserError, match="needs a GPU"):
+            train(make_job(), SmallCNN(), Training(batch_size=4), accelerator)
+
+
+def test_accumulation_by_accelerate_is_refused(accelerator: Accelerator) -> None:
+    accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(UserError, match=r"training\.accumulation"):
         train(make_job(), SmallCNN(), Training(batch_size=4), accelerator)
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, train
+from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, one_process, train
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.data.loading.samplers import ImageRows, sampler
-from xdm_ft.data.loading.transforms import evaluation_transform
+from xdm_ft.data.loading.transforms import PreprocessingOverrides, evaluation_transform
+from xdm_ft.encoders.timm import Timm
 from xdm_ft.sharpness import Tensors
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
@@ -26,9 +26,9 @@ from xdm_ft.training.passes import EndToEnd, Passes
 
 
 @pytest.fixture
-def accelerator() -> Accelerator:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    return Accelerator(cpu=True, mixed_precision="no")
+def accelerator() -> Iterator[Accelerator]:
+    with one_process() as accelerator:
+        yield accelerator
 
 
 def micro_batches_of(job: Job, training: Training, step: int) -> list[Batch]:
@@ -172,12 +172,16 @@ def test_the_second_pass_is_given_what_the_first_held(accelerator: Accelerator) 
     assert torch.equal(held[0]["given"], first) and not torch.equal(held[0]["now"], first)
 
 
-def test_xdomainmix_with_sam_learns(accelerator: Accelerator) -> None:
+def test_xdomainmix_with_sam_trains_a_timm_model(accelerator: Accelerator) -> None:
     recorded: dict[int, dict[str, float]] = {}
-    job = make_job(lambda setup: XDomainMix(setup, warmup_steps=10), steps=40, sharpness=SAM())
-    training = Training(batch_size=16, encoder_lr=0.01, evaluate_every=10)
+    torch.manual_seed(0)
+    encoder = Timm(model="test_resnet", preprocessing=PreprocessingOverrides(size=32, crop=1.0))
+    job = make_job(
+        lambda setup: XDomainMix(setup, warmup_steps=10), steps=40, sharpness=SAM(), width=encoder.width, lr=0.003
+    )
+    training = Training(batch_size=16, encoder_lr=0.003, evaluate_every=10)
     trained = train(
-        job, SmallCNN(), training, accelerator, record=lambda job, step, values: recorded.update({step: values})
+        job, encoder, training, accelerator, record=lambda job, step, values: recorded.update({step: values})
     )
     assert trained.failure is None and trained.mixed_steps == 30
     assert trained.selected["train_val"].step > 10

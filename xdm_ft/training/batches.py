@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,7 +90,7 @@ class TrainingBatches:
         begin = accelerator.process_index * training.accumulation
         self.own = slice(begin, begin + training.accumulation)
         self.sizes = [len(rows) for rows in self._micro_batches(first)]
-        self.loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
+        self.loader: DataLoader[Any] = DataLoader(
             images,
             batch_sampler=StepRows(self._micro_batches, first, self.last),
             num_workers=worker_count(accelerator),

@@ -64,11 +64,11 @@ def train_model(
     `<rule>/<metric>` for each selection rule.
 
     A model whose loss or logits are not finite, or for which a rule could select nothing, comes with `failure` and
-    without weights. Raises `UserError` for an image that does not decode, for fp16 with sharpness or without a GPU, and
-    for more micro-batches than a domain's images in a batch.
+    without weights. Raises `UserError` for an image that does not decode, for fp16 with sharpness or without a GPU, for
+    more micro-batches than a domain has images in a batch, and for what of Accelerate is not supported.
     """
     started = time.perf_counter()
-    _refuse_fp16(job, accelerator)
+    _refuse_unsupported(job, accelerator)
     algorithm = job.make(job.setup)
     assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
     inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm).to(accelerator.device).train()
@@ -138,15 +138,19 @@ def _failure(what: str, step: int, steps: int, batches: TrainingBatches) -> str:
     return f"{what} at step {step + 1} of {steps}; images in its batch: rows {rows}"
 
 
-def _refuse_fp16(job: Job, accelerator: Accelerator) -> None:
-    if accelerator.mixed_precision != "fp16":
-        return
-    if job.sharpness is not None:
+def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise UserError(f"accelerate: training end to end under {kind} is not supported; launch without it")
+    if accelerator.gradient_accumulation_steps != 1:
+        # Accelerate would divide the losses by it
+        raise UserError("accelerate: leave its gradient accumulation at 1 and set training.accumulation")
+    if accelerator.mixed_precision == "fp16" and job.sharpness is not None:
         # the gradient scaler would leave the second pass scaled
         raise UserError(
             f"training.mixed_precision: fp16 does not go with the two passes of {job.method}; use bf16 or no"
         )
-    if accelerator.device.type == "cpu":
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UserError("training.mixed_precision: fp16 needs a GPU and would silently be float32 here; use bf16 or no")
 
 
@@ -165,10 +169,6 @@ def make_optimizer(roles: Roles, job: Job, training: Training) -> Optimizer:
 
 @contextmanager
 def _prepared(inner: EndToEnd, optimizer: Optimizer, accelerator: Accelerator) -> Iterator[tuple[nn.Module, Optimizer]]:
-    from accelerate.utils import DistributedDataParallelKwargs
-
-    # Buffers are kept equal by `Passes`. An encoder may have parameters that no image reaches (CLIP's text side).
-    accelerator.ddp_handler = DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)
     try:
         yield accelerator.prepare(inner, optimizer)
     finally:

@@ -33,6 +33,7 @@ class EndToEnd(nn.Module):
     def __init__(self, encoder: Encoder, algorithm: Algorithm, batch_norm: BatchNorm) -> None:
         super().__init__()
         self.encoder, self.algorithm, self.batch_norm = encoder, algorithm, batch_norm
+        _freeze_unreached(encoder)
 
     def forward(self, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
         z = self.encoder(batch.x)  # [B,K]
@@ -48,16 +49,29 @@ class EndToEnd(nn.Module):
         return self
 
     def roles(self) -> Roles:
+        """The parameters that train. An encoder may come with some that do not (fixed position embeddings)."""
+        encoder = {f"encoder.{name}": p for name, p in self.encoder.named_parameters() if p.requires_grad}
         own = dict(self.algorithm.named_parameters())
         auxiliary = {name: p for name, p in own.items() if name.split(".")[0] in self.algorithm.auxiliary}
         head = {name: p for name, p in own.items() if name not in auxiliary}
-        return Roles({f"encoder.{name}": p for name, p in self.encoder.named_parameters()}, head, auxiliary)
+        return Roles(encoder, head, auxiliary)
 
     def weights(self) -> dict[str, Tensor]:
         """A copy on the CPU: `encoder.…`, and the algorithm's own under its names."""
         state = {f"encoder.{name}": tensor for name, tensor in self.encoder.state_dict().items()}
         state |= self.algorithm.state_dict()
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+
+
+def _freeze_unreached(encoder: Encoder) -> None:
+    """Parameters that features do not depend on (CLIP's text side) get no gradient, which processes would wait for."""
+    parameters = [p for p in encoder.parameters() if p.requires_grad]
+    side = encoder.preprocessing.size
+    z = encoder(torch.zeros(2, 3, side, side, device=next(encoder.parameters()).device))
+    for parameter, gradient in zip(
+        parameters, torch.autograd.grad(z.sum(), parameters, allow_unused=True), strict=True
+    ):
+        parameter.requires_grad_(gradient is not None)
 
 
 class Roles(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,7 @@ class EvaluationImages:
         begin = self.share * accelerator.process_index
         own = rows[begin : begin + self.share].tolist()
         workers = min(worker_count(accelerator), -(-len(own) // batch_size))
-        self.loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
+        self.loader: DataLoader[Any] = DataLoader(
             images,
             batch_size=batch_size,
             sampler=own,
