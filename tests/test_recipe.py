@@ -75,7 +75,7 @@ def test_all_faults_at_once_each_with_its_line():
         ("{steps: 10}", "{epochs: 2}", "r.yaml:5: training.epochs: an epoch needs sampler: pooled"),
         ("{steps: 10}", "[1]", "r.yaml:5: training: must be a block of keys"),
         ("{steps: 10}", "{steps: 10, mixed_precision: bf16}", "has no meaning with a frozen encoder"),
-        ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: warmup_steps"),
+        ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves nothing"),
         ("[erm, sam", "[zero_shot, sam", "methods.0: zero_shot needs an encoder with a text side"),
         ("p_discard: 0.3", "head_init: zero_shot", "methods.2.head_init: zero_shot needs an encoder with a text side"),
     ],
@@ -109,7 +109,7 @@ def test_head_init_zero_shot_needs_normalised_features():
 
 def test_another_component_from_the_command_line_drops_the_keys_of_the_former():
     text = GOOD.replace(
-        "{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo, prompts: [a {}]}"
+        "{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo, prompts: ['a {}']}"
     )
     recipe = parse(text, "r.yaml")
     apply_override(recipe, "encoder.name=timm")
@@ -128,5 +128,5 @@ def test_method_names(name, parts):
 
 
 def test_a_recipe_whose_data_set_is_not_there_says_so():
-    with pytest.raises(UserError, match=r'clip_camelyon.yaml:8: data.name: no "camelyon17" in data'):
+    with pytest.raises(UserError, match=r'clip_camelyon.yaml:7: data.name: no "camelyon17" in data'):
         load("clip_camelyon")

@@ -66,7 +66,7 @@ def test_overrides_are_read_as_yaml():
 def test_steps_and_epochs_clear_each_other():
     recipe = parse(TEXT, "r.yaml")
     apply_override(recipe, "training.epochs=2")
-    assert recipe.values["training"] == {"lr": "1e-3", "epochs": 2}
+    assert recipe.values["training"] == {"lr": 0.001, "epochs": 2}
     apply_override(recipe, "training.steps=5")
     assert recipe.values["training"]["epochs"] == 2, "both from the command line stay, so that the check refuses them"
 

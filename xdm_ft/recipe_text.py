@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,15 @@ import yaml
 from xdm_ft.errors import UserError
 
 Key = tuple[str | int, ...]  # ("methods", 2, "p_discard")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as PyYAML has it, but `1e-3` is the number that it is in YAML 1.2."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def dotted(key: Key) -> str:
@@ -79,7 +89,7 @@ def parse(text: str, origin: str) -> RecipeText:
 def _read(text: str, recipe: RecipeText) -> Any:
     """The YAML value of a text; the lines of its keys go into `recipe`."""
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         return None if node is None else _plain(node, (), loader, recipe, set())
     except yaml.YAMLError as error:
@@ -99,7 +109,7 @@ def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-def _plain(node: yaml.Node, key: Key, loader: yaml.SafeLoader, recipe: RecipeText, seen: set[int]) -> Any:
+def _plain(node: yaml.Node, key: Key, loader: _Loader, recipe: RecipeText, seen: set[int]) -> Any:
     if id(node) in seen:
         raise _fault(node, "aliases (*name) are not supported in recipes")
     seen.add(id(node))
@@ -107,7 +117,7 @@ def _plain(node: yaml.Node, key: Key, loader: yaml.SafeLoader, recipe: RecipeTex
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
         for name_node, value_node in node.value:
-            name = loader.construct_object(name_node)  # type: ignore[no-untyped-call]
+            name = loader.construct_object(name_node)
             if not isinstance(name, str):
                 raise _fault(name_node, f"the key {name!r} is not a text")
             if name in mapping:
@@ -117,7 +127,7 @@ def _plain(node: yaml.Node, key: Key, loader: yaml.SafeLoader, recipe: RecipeTex
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return [_plain(item, (*key, i), loader, recipe, seen) for i, item in enumerate(node.value)]
-    return loader.construct_object(node)  # type: ignore[no-untyped-call]
+    return loader.construct_object(node)
 
 
 def apply_override(recipe: RecipeText, override: str) -> None:

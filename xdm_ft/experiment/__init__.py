@@ -13,7 +13,7 @@ logger = logging.getLogger("xdm_ft")
 def run(recipe: Recipe) -> int:
     """Trains and compares everything that the recipe lists. Returns the exit status: 0, or 1 where a model failed."""
     from xdm_ft.experiment.machine import start, stop
-    from xdm_ft.experiment.material import gather
+    from xdm_ft.experiment.material import build_encoder, gather
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.run_directory import RunDirectory
     from xdm_ft.experiment.work import finished_models
@@ -21,9 +21,10 @@ def run(recipe: Recipe) -> int:
 
     accelerator = start(recipe)
     dataset = read_data(recipe)
-    make_plan(recipe, dataset)  # faults of splits and methods come before any long work
+    make_plan(recipe, dataset)  # faults of splits, methods and weights come before any long work
+    encoder = build_encoder(recipe, recipe.protocol.seeds[0])
     with RunDirectory(recipe, accelerator) as directory:
-        material = gather(recipe, dataset, accelerator)
+        material = gather(recipe, dataset, encoder, accelerator)
         plan = make_plan(recipe, dataset, material.unreadable)
         for record, predictions in finished_models(plan, material, directory, accelerator):
             directory.add(record, predictions)
@@ -41,13 +42,14 @@ def fill_cache(recipe: Recipe) -> None:
     """Extracts the features that the recipe needs and stops."""
     from xdm_ft.errors import UserError
     from xdm_ft.experiment.machine import start, stop
-    from xdm_ft.experiment.material import gather
+    from xdm_ft.experiment.material import build_encoder, gather
     from xdm_ft.experiment.plan import read_data
 
     if not recipe.needs_features:
         raise UserError(f"{recipe.name}: trains its encoder end to end, no method of it uses cached features")
     accelerator = start(recipe)
-    material = gather(recipe, read_data(recipe), accelerator)
+    encoder = build_encoder(recipe, recipe.protocol.seeds[0])
+    material = gather(recipe, read_data(recipe), encoder, accelerator)
     features = material.features
     assert features is not None
     logger.info("%d features of width %d, %d of them extracted now", len(features), features.width, features.extracted)

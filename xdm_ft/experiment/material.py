@@ -40,9 +40,8 @@ def build_encoder(recipe: Recipe, seed: int) -> Encoder:
     return encoder
 
 
-def gather(recipe: Recipe, dataset: ImageDataset, accelerator: Accelerator) -> Material:
-    """Loads the encoder and extracts, or finds, what the recipe's methods need."""
-    encoder = build_encoder(recipe, recipe.protocol.seeds[0])
+def gather(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator: Accelerator) -> Material:
+    """Extracts, or finds in the cache, what the recipe's methods need."""
     features = None
     on_bad_image = recipe.data_common.on_bad_image
     if recipe.needs_features:

@@ -71,7 +71,7 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"{self.path}: can not be used as a run directory: {error.strerror}") from error
         written = self.path / "recipe.yaml"
-        if written.exists():
+        if written.exists() and (self.path / "results.json").exists():
             self._refuse_other_recipe(written)
         else:
             replace_text(written, self.recipe.as_yaml())
