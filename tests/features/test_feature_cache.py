@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,11 +88,11 @@ def test_each_ingredient_is_part_of_the_key(ingredient: str, tmp_path: Path) -> 
     assert features_of(Pixels(70), tmp_path).extracted == 0  # the first entry is still there
 
 
-@pytest.mark.parametrize("library", ["xdm_ft", "torch", "torchvision", "PIL"])
+@pytest.mark.parametrize("library", ["xdm_ft", "torch", "torchvision", "timm", "PIL"])
 def test_versions_are_part_of_the_key(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = features_of(Pixels(3), tmp_path)
-    if library == "torchvision":
-        monkeypatch.setattr(ingredients, "version", lambda name: "0.0")
+    if library in ("torchvision", "timm"):
+        monkeypatch.setattr(ingredients, "version", lambda name: "0.0" if name == library else version(name))
     else:
         monkeypatch.setattr(ingredients, library, SimpleNamespace(**vars(getattr(ingredients, library))))
         monkeypatch.setattr(getattr(ingredients, library), "__version__", "0.0")

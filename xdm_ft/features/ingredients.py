@@ -44,6 +44,7 @@ def ingredients(
             "xdm_ft": xdm_ft.__version__,
             "torch": torch.__version__,
             "torchvision": version("torchvision"),
+            "timm": version("timm"),  # the transforms use it
             "pillow": PIL.__version__,
         },
     }

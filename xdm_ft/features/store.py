@@ -1,8 +1,18 @@
 """Where cached features lie: `<cache>/<key>/manifest.json` and `shard-00000.safetensors`, `shard-00001.safetensors`, …
 
-The manifest says in words what the features are of (`read_manifest` and `Entry.write_manifest` show its fields) and
-lists the shards; each shard also proves itself, so that an extraction that was killed, or a manifest that was damaged,
-costs no finished shard. Everything is written whole or not at all. Entries are for their user's eyes only.
+manifest.json:
+
+    what, key, created      what this folder is, its own name, and when it was begun (UTC)
+    schema … versions       everything that the key is made of (`ingredients`)
+    summary                 {"domains": {name: images}, "classes": [name, …]}
+    width, batch_size       K, and the batch size of the run that began it
+    complete                whether all shards are there
+    unreadable              {row: why its image does not decode}
+    shards                  [{"file", "rows", "xxh3"}, …] in the order of the rows
+    checksum                of all the above
+
+A shard holds `features` [rows, K] and proves itself by what is in its own header: so an extraction that was killed, or a
+manifest that was damaged, costs no finished shard. Everything is written whole or not at all, for its user's eyes only.
 """
 
 from __future__ import annotations
