@@ -11,8 +11,9 @@ manifest.json:
     shards                  [{"file", "rows", "xxh3"}, …] in the order of the rows
     checksum                of all the above
 
-A shard holds `features` [rows, K] and proves itself by what is in its own header: so an extraction that was killed, or a
-manifest that was damaged, costs no finished shard. Everything is written whole or not at all, for its user's eyes only.
+A shard holds `features` [rows, K] and proves itself by what is in its own header, so that an extraction that was
+killed, or a manifest that was damaged, costs no finished shard. Everything is written whole or not at all, for its
+user's eyes only.
 """
 
 from __future__ import annotations
