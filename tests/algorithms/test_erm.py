@@ -1,0 +1,66 @@
+"""ERM, and what every algorithm shares: the head and the average."""
+
+import torch
+import torch.nn.functional as F
+from torch.func import vmap
+
+from xdm_ft.algorithms import Setup, linear, linear_head, mean_loss
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.randomness import Stream
+from xdm_ft.tensors import Batch, Task
+
+TASK = Task(("a", "b", "c"), ("x", "y"))
+
+
+def batch(targets: torch.Tensor | None = None) -> Batch:
+    torch.manual_seed(0)
+    return Batch(
+        torch.randn(5, 8), torch.tensor([0, 1, 2, 1, 0]), torch.tensor([0, 0, 0, 1, 1]), torch.arange(5), targets
+    )
+
+
+def test_mean_per_domain_then_over_domains() -> None:
+    per_sample = torch.tensor([1.0, 2.0, 6.0, 10.0])
+    domain = torch.tensor([0, 0, 0, 2])  # nothing of domain 1
+    assert mean_loss(per_sample, domain, 3, "domain") == (3 + 10) / 2
+    assert mean_loss(per_sample, domain, 3, "sample") == 19 / 4
+
+
+def test_loss_is_the_papers() -> None:
+    algorithm, given = ERM(Setup(TASK, 8, 10, 0)), batch()
+    losses = algorithm(given.x, given, 0)
+    ell = F.cross_entropy(algorithm.head(given.x), given.y, reduction="none")
+    torch.testing.assert_close(losses.total, (ell[:3].mean() + ell[3:].mean()) / 2)
+    assert losses.auxiliary == 0 and not losses.held
+
+
+def test_soft_labels() -> None:
+    targets = torch.softmax(torch.randn(5, 3, generator=torch.Generator().manual_seed(1)), 1)
+    algorithm, given = ERM(Setup(TASK, 8, 10, 0, loss_average="sample")), batch(targets)
+    by_hand = -(targets * algorithm.head(given.x).log_softmax(1)).sum(1).mean()
+    torch.testing.assert_close(algorithm(given.x, given, 0).total, by_hand)
+    one_hot = batch(F.one_hot(given.y, 3).float())
+    torch.testing.assert_close(algorithm(one_hot.x, one_hot, 0).total, algorithm(batch().x, batch(), 0).total)
+
+
+def test_linear_is_the_heads_own_forward() -> None:
+    head = linear_head(8, 3, 0, Stream.INIT)
+    z = batch().x
+    torch.testing.assert_close(linear(z, head), head(z))
+
+
+def test_initialisation() -> None:
+    head, same, other = (linear_head(400, 50, seed, Stream.INIT) for seed in (0, 0, 1))
+    assert torch.equal(head.weight, same.weight) and torch.equal(head.bias, same.bias)
+    assert not torch.equal(head.weight, other.weight)
+    assert not torch.equal(head.weight, linear_head(400, 50, 0, Stream.DOMAIN_INIT).weight)
+    bound = 400**-0.5
+    assert head.weight.abs().max() <= bound and head.bias.abs().max() <= bound
+    torch.testing.assert_close(head.weight.var(), torch.tensor(bound**2 / 3), rtol=0.03, atol=0)
+
+
+def test_average_under_vmap() -> None:
+    per_sample, domain = torch.rand(4, 6), torch.tensor([[0, 0, 1, 1, 1, 2]] * 4)
+    stacked = vmap(lambda p, d: mean_loss(p, d, 3, "domain"))(per_sample, domain)
+    alone = torch.stack([mean_loss(p, d, 3, "domain") for p, d in zip(per_sample, domain, strict=True)])
+    torch.testing.assert_close(stacked, alone)

@@ -1,0 +1,207 @@
+"""XDomainMix's loss against the pure functions, its settings, and its draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.xdomainmix import Draws, XDomainMix, mixed_domains
+from xdm_ft.errors import UserError
+from xdm_ft.tensors import Batch, Task
+from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, mix, specific_mask
+
+WIDTH = 40
+TASK = Task(tuple("abcd"), tuple("xyz"))
+
+
+def setup(steps: int = 100, seed: int = 0, **more) -> Setup:
+    return Setup(TASK, WIDTH, steps, seed, **more)
+
+
+def batch(seed: int = 0, size: int = 60) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.relu(torch.randn(size, WIDTH, generator=generator))
+    y, domain = (torch.randint(0, high, (size,), generator=generator) for high in (4, 3))
+    return Batch(z, y, domain, torch.randperm(1000, generator=generator)[:size])
+
+
+def plain_parts(algorithm: XDomainMix, given: Batch, quantile: float):
+    """Straight from the paper: scores by autograd, four parts."""
+    class_mask = specific_mask(autograd_scores(given.x, algorithm.head, given.y), 0.5)
+    domain_mask = specific_mask(autograd_scores(given.x, algorithm.domain_head, given.domain), quantile)
+    return decompose(given.x, class_mask, domain_mask)
+
+
+@pytest.mark.parametrize("step, quantile", [(60, 0.9), (62, 0.8), (64, 0.7), (66, 0.6), (69, 0.5), (70, 0.9)])
+def test_loss_is_that_of_the_pure_functions(step: int, quantile: float) -> None:
+    """Equation (8) with z̃ made whole and put through the head, value and gradients: mixing logits is the same."""
+    algorithm, given = XDomainMix(setup()), batch()
+    z = given.x.clone().requires_grad_()
+    losses = algorithm(z, given._replace(x=z), step)
+
+    plain = z.detach().clone().requires_grad_()
+    draws = algorithm.draws(given, step)
+    mixed = mix(plain_parts(algorithm, given._replace(x=plain), quantile), draws.partners, draws.lam, draws.keep)
+    ell = [F.cross_entropy(algorithm.head(features), given.y, reduction="none") for features in (plain, mixed)]
+    expected = algorithm.average((ell[0] + ell[1]) / 2, given)
+    torch.testing.assert_close(losses.total, expected, atol=1e-6, rtol=1e-6)
+    parameters = list(algorithm.head.parameters())
+    for one, other in zip(
+        torch.autograd.grad(losses.total, [z, *parameters]),
+        torch.autograd.grad(expected, [plain, *parameters]),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    by_domain = F.cross_entropy(algorithm.domain_head(given.x), given.domain, reduction="none")
+    torch.testing.assert_close(losses.auxiliary, algorithm.average(by_domain, given))
+
+
+def test_warm_up_is_erm_with_a_domain_head() -> None:
+    given = batch()
+    algorithm, erm = XDomainMix(setup()), ERM(setup())
+    losses = algorithm(given.x, given, 59)
+    assert torch.equal(losses.total, erm(given.x, given, 59).total)
+    assert losses.auxiliary > 0 and not losses.logs
+    assert algorithm(given.x, given, 60).logs
+
+
+def test_counts_of_steps() -> None:
+    algorithm = XDomainMix(setup(5000))
+    assert algorithm.warmup_steps == 3000 and algorithm.quantile_steps == 100  # the paper's, on DomainBed
+    assert algorithm.first_selectable_step == 3001
+    assert algorithm.mixed_steps(5000) == 2000 and algorithm.mixed_steps(10) == 0
+    short = XDomainMix(setup(1))
+    assert short.warmup_steps == 0 and short.quantile_steps == 1
+    given = XDomainMix(setup(5000), warmup_steps=4000, quantile_steps=500)
+    assert given.warmup_steps == 4000 and given.quantile_steps == 500
+
+
+@pytest.mark.parametrize("warmup_steps", [100, 4000])
+def test_warm_up_that_leaves_nothing(warmup_steps: int) -> None:
+    with pytest.raises(UserError, match=f"warmup_steps {warmup_steps} leaves nothing to mix in 100 .*lower") as fault:
+        XDomainMix(setup(), warmup_steps=warmup_steps)
+    assert "\n" not in str(fault.value)
+
+
+def test_draws_depend_on_the_sample_and_not_on_its_place() -> None:
+    algorithm, given = XDomainMix(setup()), batch()
+    draws = algorithm.draws(given, 70)
+    order = torch.randperm(len(given.y), generator=torch.Generator().manual_seed(1))
+    moved = algorithm.draws(Batch(*(field[order] for field in given[:4])), 70)
+    assert torch.equal(moved.keep, draws.keep[order])
+    both = draws.partners.has_same & draws.partners.has_other
+    assert both.any() and torch.equal(moved.lam, draws.lam[order])
+    assert not torch.equal(algorithm.draws(given, 71).lam, draws.lam)
+    assert not torch.equal(XDomainMix(setup(seed=1)).draws(given, 70).lam, draws.lam)
+
+
+def test_lambda_is_uniform_and_independent() -> None:
+    lam = torch.cat([XDomainMix(setup()).draws(batch(seed), 60 + seed).lam for seed in range(40)])
+    lam = lam[(lam < 1).all(1)]
+    assert len(lam) > 2000
+    torch.testing.assert_close(lam.mean(0), torch.tensor([0.5, 0.5]), atol=0.02, rtol=0)
+    assert torch.corrcoef(lam.T)[0, 1].abs() < 0.05
+    counts = torch.histc(lam, 10, 0, 1)
+    assert ((counts - len(lam) / 5).abs() < 5 * (len(lam) / 5) ** 0.5).all()
+
+
+@pytest.mark.parametrize("p_discard", [0.0, 0.2, 1.0])
+def test_discard_per_sample(p_discard: float) -> None:
+    kept = torch.cat([XDomainMix(setup(), p_discard=p_discard).draws(batch(seed), seed).keep for seed in range(40)])
+    share = 1 - kept.float().mean()
+    assert share == p_discard if p_discard in (0, 1) else abs(share - p_discard) < 0.03
+
+
+def test_discard_per_batch() -> None:
+    algorithm = XDomainMix(setup(), discard_per="batch")
+    kept = torch.stack([algorithm.draws(batch(step), step).keep for step in range(300)])
+    assert (kept.all(1) | ~kept.any(1)).all()
+    assert abs((1 - kept.float().mean()) - 0.2) < 0.07
+
+
+def test_switches_of_the_ablation() -> None:
+    given = batch()
+    full = XDomainMix(setup()).draws(given, 60)
+    for place, key in enumerate(("mix_class_specific", "mix_class_generic")):
+        off = XDomainMix(setup(), **{key: False}).draws(given, 60)
+        assert (off.lam[:, place] == 1).all()
+        assert torch.equal(off.lam[:, 1 - place], full.lam[:, 1 - place])
+        assert torch.equal(off.keep, full.keep)
+    everything_off = XDomainMix(setup(), mix_class_specific=False, mix_class_generic=False, p_discard=0.0)
+    torch.testing.assert_close(everything_off(given.x, given, 60).total, ERM(setup())(given.x, given, 60).total)
+
+
+def test_choice_of_x_j() -> None:
+    given = batch()
+    draws = XDomainMix(setup(), other_partner="other_class_same_domain").draws(given, 60)
+    has = draws.partners.has_other
+    assert has.any()
+    assert (given.domain[draws.partners.other] == given.domain)[has].all()
+    assert (given.y[draws.partners.other] != given.y)[has].all()
+
+
+def test_partners_that_are_missing_are_counted() -> None:
+    given = batch()
+    only = given._replace(domain=torch.where(torch.arange(60) < 45, 0, 1), y=torch.where(torch.arange(60) < 15, 0, 1))
+    logs = XDomainMix(setup())(only.x, only, 60).logs
+    assert float(logs["without_same_partner"]) == pytest.approx(0.25)  # the first 15 have their class to themselves
+    assert float(logs["without_other_partner"]) == pytest.approx(
+        0.5
+    )  # the middle 30: all of class 0 is in their domain
+    one_domain = given._replace(domain=torch.zeros(60, dtype=torch.int64))
+    losses = XDomainMix(setup(), p_discard=0.0)(one_domain.x, one_domain, 60)
+    assert losses.logs == {"without_same_partner": 1.0, "without_other_partner": 1.0}
+    torch.testing.assert_close(losses.total, ERM(setup())(one_domain.x, one_domain, 60).total)
+
+
+def test_second_pass_keeps_the_masks() -> None:
+    """At other weights the masks would differ; the second pass must see the loss of the first."""
+    algorithm, given = XDomainMix(setup()), batch()
+    held = algorithm(given.x, given, 60).held
+    with torch.no_grad():
+        algorithm.head.weight.mul_(-1)
+    other = algorithm(given.x, given, 60)
+    assert not torch.equal(other.held["class_mask"], held["class_mask"])
+    second = algorithm(given.x, given, 60, held)
+    assert all(torch.equal(second.held[key], mask) for key, mask in held.items())
+    assert second.total != other.total
+
+
+def test_soft_domain_labels() -> None:
+    yes, no = torch.tensor([True, True, True]), torch.tensor([True, False, True])
+    partners = Partners(torch.tensor([1, 0, 1]), torch.tensor([2, 1, 0]), yes, no)
+    lam = torch.tensor([[0.5, 0.25], [0.4, 1.0], [1.0, 0.0]])
+    given = batch(size=3)._replace(domain=torch.tensor([0, 1, 2]))
+    labels = mixed_domains(given, Draws(partners, lam, yes), 3)
+    torch.testing.assert_close(labels, torch.tensor([[0.375, 0.25, 0.375], [0.3, 0.7, 0.0], [0.5, 0.0, 0.5]]))
+    torch.testing.assert_close(labels.sum(1), torch.ones(3))
+
+
+def test_domain_head_learns_from_augmented_features() -> None:
+    """BCE on z, and on z̃ with its soft label where Z_c,d was not discarded; no gradient to anything but d."""
+    algorithm, given = XDomainMix(setup(), domain_head_augmented=True), batch()
+    draws = algorithm.draws(given, 60)
+    mixed = mix(plain_parts(algorithm, given, 0.9), draws.partners, draws.lam, draws.keep)
+
+    def bce(features: Tensor, labels: Tensor) -> Tensor:
+        v = algorithm.domain_head(features).sigmoid()
+        return -(labels * v.log() + (1 - labels) * (1 - v).log()).mean(1)
+
+    on_z = bce(given.x, F.one_hot(given.domain, 3).float())
+    on_mixed = bce(mixed, mixed_domains(given, draws, 3))
+    assert draws.keep.any() and not draws.keep.all()
+    expected = algorithm.average(torch.where(draws.keep, (on_z + on_mixed) / 2, on_z), given)
+    losses = algorithm(given.x, given, 60)
+    torch.testing.assert_close(losses.auxiliary, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(losses.total, XDomainMix(setup())(given.x, given, 60).total)
+    warm = algorithm(given.x, given, 0).auxiliary
+    torch.testing.assert_close(warm, algorithm.average(on_z, given), atol=1e-6, rtol=1e-5)
+    losses.auxiliary.backward()
+    assert {key for key, p in algorithm.named_parameters() if p.grad is not None} == {
+        "domain_head.weight",
+        "domain_head.bias",
+    }

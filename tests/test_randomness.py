@@ -1,0 +1,99 @@
+"""Counter-based random numbers: the documented hash, uniform, independent between keys, and stacked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from torch.func import vmap
+
+from xdm_ft.randomness import Stream, bits, integers, permutation, uniform
+
+WORD = (1 << 64) - 1
+
+
+def splitmix(x: int) -> int:
+    """splitmix64's finaliser in Python's own integers."""
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & WORD
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & WORD
+    return x ^ x >> 31
+
+
+def reference(seed: int, step: int, stream: int, index: int) -> int:
+    x = 0
+    for key in (seed, stream, step, index):
+        x = splitmix(((x ^ (key & WORD)) + 0x9E3779B97F4A7C15) & WORD)
+    return x
+
+
+key = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(key, key, st.sampled_from(Stream), key)
+def test_is_the_documented_hash(seed: int, step: int, stream: Stream, index: int) -> None:
+    drawn = int(bits(torch.tensor(seed), torch.tensor(step), stream, torch.tensor(index)))
+    assert drawn & WORD == reference(seed, step, stream, index)
+    u = float(uniform(torch.tensor(seed), torch.tensor(step), stream, torch.tensor(index)))
+    assert u == ((drawn & WORD) >> 40) / 2**24
+
+
+def test_pinned() -> None:
+    """Every published result hangs on these numbers and on the numbers of the streams."""
+    drawn = bits(7, 5, Stream.LAMBDA, torch.arange(3))
+    assert [hex(word & WORD) for word in drawn.tolist()] == [
+        "0x120fc317f93fa4c",
+        "0x65e17604cf0d5a7a",
+        "0x21021b0643b9b62d",
+    ]
+    assert [stream.value for stream in (Stream.INIT, Stream.BATCH, Stream.PARTNERS, Stream.DISCARD)] == [0, 1, 3, 5]
+
+
+def test_uniform_is_uniform() -> None:
+    u = uniform(3, torch.arange(200)[:, None], Stream.LAMBDA, torch.arange(500)).flatten().double()
+    assert u.min() >= 0 and u.max() < 1
+    assert stats.kstest(u.numpy(), "uniform").pvalue > 0.01
+    counts = torch.histc(u, 64, 0, 1)
+    assert stats.chisquare(counts.numpy()).pvalue > 0.01
+
+
+@pytest.mark.parametrize("which", ["seed", "step", "stream", "index"])
+def test_neighbouring_keys_are_independent(which: str) -> None:
+    keys = {"seed": 5, "step": 7, "stream": int(Stream.PARTNERS), "index": torch.arange(20_000)}
+    other = {**keys, which: keys[which] + 1}
+    a, b = uniform(**keys).double(), uniform(**other).double()
+    if which == "index":
+        b = b.flip(0)
+    assert abs(float(torch.corrcoef(torch.stack([a, b]))[0, 1])) < 0.03
+    assert ((a - b) % 1 < 0.5).double().mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_every_use_has_its_own_stream() -> None:
+    assert len({int(stream) for stream in Stream}) == len(Stream)
+
+
+def test_integers_are_in_range_and_even() -> None:
+    drawn = integers(0, 1, Stream.BATCH, torch.arange(60_000), 7)
+    assert stats.chisquare(torch.bincount(drawn, minlength=7).numpy()).pvalue > 0.01
+    high = torch.tensor([1, 2, 1000])
+    each = integers(0, torch.arange(500)[:, None], Stream.BATCH, torch.arange(3), high)
+    assert (each >= 0).all() and (each < high).all() and each[:, 2].max() > 900
+
+
+def test_permutations() -> None:
+    order = permutation(0, 0, Stream.PERMUTATION, 1000)
+    assert torch.equal(order.sort().values, torch.arange(1000))
+    assert torch.equal(order, permutation(0, 0, Stream.PERMUTATION, 1000))
+    assert not torch.equal(order, permutation(0, 1, Stream.PERMUTATION, 1000))
+    firsts = torch.stack([permutation(seed, 0, Stream.PERMUTATION, 5) for seed in range(4000)])
+    for place in range(5):
+        assert stats.chisquare(torch.bincount(firsts[:, place], minlength=5).numpy()).pvalue > 0.001
+    assert len(permutation(0, 0, Stream.PERMUTATION, 0)) == 0
+
+
+def test_same_numbers_alone_and_under_vmap() -> None:
+    seeds, index = torch.arange(6), torch.randint(0, 10**9, (6, 50), generator=torch.Generator().manual_seed(0))
+    together = vmap(lambda seed, index: uniform(seed, 9, Stream.PARTNERS, index))(seeds, index)
+    for head in range(6):
+        assert torch.equal(together[head], uniform(int(seeds[head]), 9, Stream.PARTNERS, index[head]))

@@ -1,0 +1,77 @@
+"""Searching by counting separates the scores as sorting does, whatever they look like."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xdm_ft.xdomainmix import selection, specific_mask
+
+torch.manual_seed(0)
+ROWS, SIZE = 400, 257
+SCORES = {
+    "normal": torch.randn(ROWS, SIZE),
+    "half zeros": torch.relu(torch.randn(ROWS, SIZE)) * torch.randn(SIZE),
+    "zeros and positive": torch.relu(torch.randn(ROWS, SIZE)),
+    "all positive": torch.rand(ROWS, SIZE) + 3,
+    "all negative": -torch.rand(ROWS, SIZE) - 3,
+    "heavy tails": torch.randn(ROWS, SIZE).exp() ** 4 * torch.randn(ROWS, SIZE),
+    "ties away from zero": torch.randint(-2, 3, (ROWS, SIZE)) + 0.5,
+    "constant": torch.full((ROWS, SIZE), 2.5),
+    "neighbouring floats": 1 + torch.randint(0, 300, (ROWS, SIZE)) * 2**-23,
+    "subnormal": torch.randn(ROWS, SIZE) * 1e-42,
+    "huge": torch.randn(ROWS, SIZE) * 1e38,
+    "infinite": torch.where(torch.rand(ROWS, SIZE) > 0.5, torch.inf, torch.randn(ROWS, SIZE)),
+    "both infinities": torch.where(torch.rand(ROWS, SIZE) > 0.3, torch.inf, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("kind", SCORES)
+@pytest.mark.parametrize("find", [selection._search, selection._select, selection.divider])
+def test_every_kind_of_scores(kind: str, find) -> None:
+    scores = SCORES[kind]
+    assert len(scores) >= selection.SEARCH_ROWS, "else `divider` does not search"
+    ordered = scores.sort(-1).values
+    for rank in (0, 1, 64, 128, 230, SIZE - 2, SIZE - 1):
+        assert torch.equal(scores > find(scores, rank), scores > ordered[:, rank, None]), rank
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_scores(data: st.DataObject) -> None:
+    size, rows = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 4))
+    value = st.one_of(st.sampled_from([0.0, -0.0, 1.0, -1.0]), st.floats(width=32, allow_nan=False))
+    scores = torch.tensor(
+        data.draw(st.lists(st.lists(value, min_size=size, max_size=size), min_size=rows, max_size=rows)),
+        dtype=torch.float32,
+    )
+    rank = data.draw(st.integers(0, size - 1))
+    assert torch.equal(scores > selection._search(scores, rank), scores > scores.sort(-1).values[:, rank, None])
+
+
+def test_rows_with_a_nan_and_inputs_untouched() -> None:
+    scores = SCORES["half zeros"].clone()
+    scores[5, 5] = torch.nan
+    before = scores.clone()
+    for find in (selection._search, selection._select):
+        tau = find(scores, 100)
+        assert tau.isnan().nonzero().tolist() == [[5, 0]]
+    assert torch.equal(scores.nan_to_num(9), before.nan_to_num(9))
+
+
+def test_any_number_of_leading_dimensions_and_vmap() -> None:
+    scores = SCORES["normal"][:396].reshape(4, 11, 9, SIZE)
+    flat = specific_mask(scores.reshape(-1, SIZE), 0.9).reshape(scores.shape)
+    assert torch.equal(specific_mask(scores, 0.9), flat)
+    assert torch.equal(torch.func.vmap(lambda s: specific_mask(s, 0.9))(scores), flat)
+    stacked_last = torch.func.vmap(lambda s: specific_mask(s, 0.9), in_dims=-1, out_dims=-1)(scores.movedim(0, -1))
+    assert torch.equal(stacked_last.movedim(-1, 0), flat)
+    twice = torch.func.vmap(torch.func.vmap(lambda s: specific_mask(s, 0.9)))(scores)
+    assert torch.equal(twice, flat)
+
+
+def test_other_floats() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        scores = SCORES["normal"].to(dtype)
+        expected = scores > scores.sort(-1).values[:, 100, None]
+        assert torch.equal(scores > selection.divider(scores, 100), expected)
