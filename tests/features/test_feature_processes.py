@@ -19,6 +19,8 @@ from xdm_ft.features.store import read_manifest
 SCENARIO = Path(__file__).with_name("cache_scenario.py")
 SHARDS = 8
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
