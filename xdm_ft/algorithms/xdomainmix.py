@@ -143,6 +143,7 @@ class XDomainMix(Algorithm):
         mixed = partners.has_same & self.mix_class_specific, partners.has_other & self.mix_class_generic
         lam = torch.where(torch.stack(mixed, 1), uniform(self.seed, step, Stream.LAMBDA, two), 1.0)
         discard_key = batch.index if self.discard_per == "sample" else torch.zeros_like(batch.index)
+        # discarded where u < p: never at p = 0, always at p = 1 (the paper's ≤ differs with probability 0)
         keep = uniform(self.seed, step, Stream.DISCARD, discard_key) >= self.p_discard
         return Draws(partners, lam, keep)
 
