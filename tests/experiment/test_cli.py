@@ -203,3 +203,22 @@ def test_a_damaged_results_file_is_named(recipe, tmp_path):
     path = tmp_path / "out" / "small" / "results.json"
     path.write_text(path.read_text()[:100])
     one_line(xdm_ft("run", recipe, cwd=tmp_path), "results.json", "damaged")
+
+
+def test_the_cache_is_listed_checked_and_cleared(recipe, tmp_path):
+    def cache(*arguments):
+        return xdm_ft("cache", *arguments, "--dir", tmp_path / "cache", cwd=tmp_path)
+
+    assert "nothing is cached" in cache().stdout
+    assert xdm_ft("features", recipe, cwd=tmp_path).returncode == 0
+    assert "timm test_vit, 1797 images" in cache("ls").stdout
+    assert "1 sets of features, all whole" in cache("verify").stdout
+    shard = next((tmp_path / "cache").glob("*/shard-*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    damaged = cache("verify")
+    assert damaged.returncode == 2 and f"{shard.name} is damaged" in damaged.stderr
+    one_line(cache("prune"), "--unused-days")
+    assert "1 removed" in cache("prune", "--max-size", "0").stdout
+    assert "nothing is cached" in cache().stdout
