@@ -20,6 +20,7 @@ training: {steps: 20, batch_size: 8}
 
 
 def xdm_ft(*arguments, cwd, script=False):
+    """`xdm-ft …`, or `python xdm_ft/run.py …`, which knows one verb."""
     start = [str(ROOT / "xdm_ft" / "run.py")] if script else ["-m", "xdm_ft.cli"]
     return subprocess.run([sys.executable, *start, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
 
@@ -77,7 +78,7 @@ def test_run_twice_continue_and_refuse(recipe, tmp_path):
     one_line(other, "holds the run of another recipe", "training.lr")
     assert results.read_text() == before
 
-    fresh = xdm_ft("run", recipe, f"output.dir={tmp_path / 'out2'}", cwd=tmp_path, script=True)
+    fresh = xdm_ft(recipe, f"output.dir={tmp_path / 'out2'}", cwd=tmp_path, script=True)
     assert fresh.returncode == 0, fresh.stderr
     document["recipe"]["output"]["dir"] = str(tmp_path / "out2")
     assert without_times(json.loads((tmp_path / "out2/small/results.json").read_text())) == without_times(document)
