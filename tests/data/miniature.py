@@ -37,11 +37,11 @@ def domainbed(root: Path, name: str, per_class: int = 4, suffix: str = ".png") -
 
 
 def camelyon17(root: Path, per_slide: int = 4) -> Path:
-    """Ten slides, two of each hospital; in training hospitals both of their slides train and validate, as in WILDS."""
+    """Five slides of each hospital, all with images that train and images that validate, as in WILDS."""
     base = root / "camelyon17_v1.0"
     rows = []
-    for slide in range(10):
-        center, patient, node = slide // 2, f"{slide:03}", slide % 3
+    for slide in range(25):
+        center, patient, node = slide // 5, f"{slide:03}", slide % 3
         for i in range(per_slide):
             tumor, x, y = i % 2, 100 * slide + i, 7 * i
             rows.append([len(rows), patient, node, x, y, tumor, slide, center, int(i >= per_slide - 2)])
@@ -59,7 +59,7 @@ COUNTRIES = {"USA": "Americas", "FRA": "Europe", "CHN": "Asia", "NGA": "Africa",
 def fmow(root: Path, categories: tuple[str, ...] = ("airport", "multi-unit_residential", "zoo")) -> Path:
     """Every category in every region in a year of training, validation and test; sequestered rows between them."""
     base = root / "fmow_v1.1"
-    places = [("train", 2004), ("train", 2012), ("val", 2010), ("test", 2011), ("seq", 2016)]
+    places = [("train", 2002), ("train", 2012), ("val", 2010), ("test", 2011), ("seq", 2016)]
     places += [("val", 2014), ("test", 2016), ("test", 2017)]
     rows = []
     for split, year in places:
