@@ -104,7 +104,7 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
 @contextlib.contextmanager
 def _plain_members_only() -> Iterator[None]:
     """Archives unpacked within can not write outside their folder. Python 3.14 does so by itself."""
-    tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)  # type: ignore[assignment]
+    tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
     try:
         yield
     finally:
