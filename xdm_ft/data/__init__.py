@@ -31,6 +31,8 @@ class ImageDataset(ABC):
     def __len__(self) -> int:
         return len(self.labels)
 
+    as_published: bool = False  # known to hold what was published: a class that a domain lacks, it lacks by nature
+
     @abstractmethod
     def image(self, row: int) -> Image.Image:
         """The decoded image, RGB, EXIF orientation applied. Raises `UnreadableImage` with its name."""

@@ -30,5 +30,6 @@ class Camelyon17(ImageFiles):
         part = {"train": "train", "id_val": "train_val", "val": "val_domain", "test": "test"}
         names = {number: part[name] for name, number in release.split_dict.items()}
         self.splits = np.array([names[number] for number in release.split_array])
+        self.as_published = True
         self.shown = [os.path.join(release.data_dir, path) for path in release._input_array]
         self.paths = [os.path.abspath(path) for path in self.shown]

@@ -50,5 +50,6 @@ class Fmow(ImageFiles):
         self.worst_of = np.where(np.array(regions)[region] == "Other", -1, region)
         parts = {number: SPLIT_OF.get(name, "") for name, number in release.split_dict.items()} | {-1: ""}
         self.splits = np.array([parts[int(number)] for number in release.split_array])
+        self.as_published = True
         self.shown = [os.path.join(release.data_dir, "images", f"rgb_img_{i}.png") for i in release.full_idxs]
         self.paths = [os.path.abspath(path) for path in self.shown]

@@ -110,6 +110,7 @@ class BenchmarkFolders(ImageFiles):
         per_domain = dict(zip(self.domain_names, np.bincount(self.domains).tolist(), strict=True))
         found = tuple(per_domain.get(domain, 0) for domain in self.domain_folders)
         edition = next((name for name, published in self.published.items() if published == found), None)
+        self.as_published = edition is not None
         if edition is not None:
             logger.info("%s: complete (%s)", base, edition)
             return
