@@ -31,6 +31,9 @@ class ImageDataset(ABC):
     def __len__(self) -> int:
         return len(self.labels)
 
+    folder_order: bool = (
+        False  # rows of a domain are in the order of class and file names, which DomainBed's split counts
+    )
     as_published: bool = False  # known to hold what was published: a class that a domain lacks, it lacks by nature
 
     @abstractmethod

@@ -21,6 +21,8 @@ class Folder(ImageFiles):
     lie outside a class folder, are left out and counted in the log. Links are followed, though not round in circles.
     """
 
+    folder_order = True
+
     def __init__(
         self,
         *,

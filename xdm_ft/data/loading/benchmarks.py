@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from xdm_ft.data import ImageDataset
 from xdm_ft.data.loading.files import ImageFiles, numbered
 from xdm_ft.data.loading.images import NAMED_AT_MOST, printable
 from xdm_ft.data.loading.trees import images_below
@@ -19,12 +20,22 @@ from xdm_ft.errors import UserError
 
 logger = logging.getLogger("xdm_ft")
 
+Counts = Annotated[
+    Literal["published", "any"],
+    Field(
+        description="number of images per domain of DomainBed's data sets: as published, or it is an error; any: only "
+        "a warning"
+    ),
+]
+
 
 class BenchmarkFolders(ImageFiles):
     """One of the five. Domains, their order and so the seeds of DomainBed's splits are DomainBed's.
 
     Raises `UserError` that names what differs from the published data, unless `counts` is any.
     """
+
+    folder_order = True
 
     folder_names: ClassVar[tuple[str, ...]]
     """What the folder is called, DomainBed's name first. Case and punctuation do not matter, here and below."""
@@ -37,10 +48,7 @@ class BenchmarkFolders(ImageFiles):
         self,
         *,
         root: Annotated[Path, Field(description="folder that holds the data set's own folder, or that folder itself")],
-        counts: Annotated[
-            Literal["published", "any"],
-            Field(description="number of images per domain: as published, or it is an error; any: only a warning"),
-        ] = "published",
+        counts: Counts = "published",
     ) -> None:
         base = self._find(root.expanduser())
         folder_of = self._domains(base)
@@ -56,7 +64,7 @@ class BenchmarkFolders(ImageFiles):
         self.domain_names = tuple(present)
         self.domains = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         self.class_names, self.labels = numbered([path.split("/")[1] for path in paths])
-        self._check(base, counts)
+        self.as_published = check_counts(type(self), self, printable(base), counts)
 
     @classmethod
     def _find(cls, root: Path) -> Path:
@@ -89,14 +97,19 @@ class BenchmarkFolders(ImageFiles):
         )
 
     @classmethod
+    def canonical(cls, name: str) -> str | None:
+        """What DomainBed calls the domain of this name."""
+        for domain, others in cls.domain_folders.items():
+            if _plain(name) in map(_plain, (domain, *others)):
+                return domain
+        return None
+
+    @classmethod
     def _domains(cls, base: Path) -> dict[str, str]:
         """Domain → its folder in `base`, for the domains that have one."""
-        domain_of = {
-            _plain(name): domain for domain, others in cls.domain_folders.items() for name in (domain, *others)
-        }
         found: dict[str, str] = {}
         for folder in _subfolders(base):
-            domain = domain_of.get(_plain(folder.name))
+            domain = cls.canonical(folder.name)
             if domain is not None and domain in found:
                 raise UserError(
                     f"data.root: {printable(base)}: both {printable(found[domain])}/ and {printable(folder.name)}/ "
@@ -106,34 +119,39 @@ class BenchmarkFolders(ImageFiles):
                 found[domain] = folder.name
         return found
 
-    def _check(self, base: Path, counts: str) -> None:
-        per_domain = dict(zip(self.domain_names, np.bincount(self.domains).tolist(), strict=True))
-        found = tuple(per_domain.get(domain, 0) for domain in self.domain_folders)
-        edition = next((name for name, published in self.published.items() if published == found), None)
-        self.as_published = edition is not None
-        if edition is not None:
-            logger.info("%s: complete (%s)", base, edition)
-            return
-        (name, published), *others = self.published.items()
-        differing = [
-            f"{domain}: {n} of {expected} images" if n else f"{domain}: missing"
-            for domain, n, expected in zip(self.domain_folders, found, published, strict=True)
-            if n != expected
-        ]
-        fault = f"data.root: {printable(base)} is not {name}: {', '.join([*differing, *self._classes_lacking()])}"
-        if others:
-            fault += f" (nor {', '.join(other for other, _ in others)})"
-        if counts == "published" or len(per_domain) < 2:
-            raise UserError(f"{fault}; complete the data, or set data.counts: any")
-        logger.warning("%s", fault)
 
-    def _classes_lacking(self) -> list[str]:
-        """Classes of some domain that another one lacks."""
-        images = np.zeros((len(self.domain_names), len(self.class_names)), np.int64)
-        np.add.at(images, (self.domains, self.labels), 1)
-        lacking = [f"no {self.class_names[c]} in {self.domain_names[d]}" for d, c in np.argwhere(images == 0).tolist()]
-        more = len(lacking) - NAMED_AT_MOST
-        return lacking[:NAMED_AT_MOST] + ([f"and {more} more classes missing from a domain"] if more > 0 else [])
+def check_counts(
+    benchmark: type[BenchmarkFolders], dataset: ImageDataset, where: str, counts: Literal["published", "any"]
+) -> bool:
+    """Whether the data set holds what was published. Raises `UserError` that names what differs, or warns of it."""
+    images = np.zeros((len(dataset.domain_names), len(dataset.class_names)), np.int64)
+    np.add.at(images, (dataset.domains, dataset.labels), 1)
+    per_domain = dict(zip(dataset.domain_names, images.sum(1).tolist(), strict=True))
+    found = tuple(per_domain.get(domain, 0) for domain in benchmark.domain_folders)
+    strangers = [domain for domain in per_domain if domain not in benchmark.domain_folders]
+    edition = next((name for name, published in benchmark.published.items() if published == found), None)
+    if edition is not None and not strangers:
+        logger.info("%s: complete (%s)", where, edition)
+        return True
+    (name, published), *others = benchmark.published.items()
+    differing = [
+        f"{domain}: {n} of {expected} images" if n else f"{domain}: missing"
+        for domain, n, expected in zip(benchmark.domain_folders, found, published, strict=True)
+        if n != expected
+    ]
+    differing += [f"{domain}: no domain of it" for domain in strangers]
+    lacking = [
+        f"no {dataset.class_names[c]} in {dataset.domain_names[d]}" for d, c in np.argwhere(images == 0).tolist()
+    ]
+    if len(lacking) > NAMED_AT_MOST:
+        lacking[NAMED_AT_MOST:] = [f"and {len(lacking) - NAMED_AT_MOST} more classes missing from a domain"]
+    fault = f"data: {where} is not {name}: {', '.join([*differing, *lacking])}"
+    if others:
+        fault += f" (nor {', '.join(other for other, _ in others)})"
+    if counts == "published" or len(per_domain) < 2:
+        raise UserError(f"{fault}; complete the data, or set data.counts: any")
+    logger.warning("%s", fault)
+    return False
 
 
 def _plain(name: str) -> str:

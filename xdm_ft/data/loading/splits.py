@@ -148,6 +148,8 @@ def _parts(
             raise UserError("protocol.split_rule: the data comes with its own split; domainbed would ignore it")
         if dataset.groups is not None:
             raise UserError("protocol.split_rule: domainbed would divide groups; use stratified, or leave groups out")
+        if not dataset.folder_order:
+            raise UserError("protocol.split_rule: domainbed counts images in the order of folders; use stratified here")
         rows = [validation_rows(dataset.domains, protocol.val_fraction, seed)]
         how = ["validation parts as DomainBed draws them", "tested on the whole held-out domain (DomainBed: on 80%)"]
     elif dataset.splits is not None:
