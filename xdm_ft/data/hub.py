@@ -58,10 +58,7 @@ class Hub(ImageTable):
             f"check data.repository and the network, or run `hf download --repo-type dataset {name}` where there is one"
         )
         found = load(lambda: load_dataset(name, configuration, revision=revision), where, remedy)
-        self._take(found, columns, where)
-        if use_splits:
-            numbers = np.repeat(np.arange(len(found)), [len(part) for part in found.values()])
-            self.splits = self._parts_of(tuple(found), numbers)
+        self._take(found, columns, where, use_splits)
         if repository in KNOWN:
             self._as_in_domainbed(repository, counts)
 

@@ -55,7 +55,7 @@ class ImageTable(ImageDataset):
     column: str
     where: str
 
-    def _take(self, parts: Mapping[str, Dataset], columns: Columns, where: str) -> None:
+    def _take(self, parts: Mapping[str, Dataset], columns: Columns, where: str, use_splits: bool = False) -> None:
         """`parts` by the name of their split, one after the other. Raises `UserError` where columns do not fit."""
         from datasets import Image as ImageFeature
         from datasets import concatenate_datasets
@@ -75,15 +75,17 @@ class ImageTable(ImageDataset):
             table = table.cast_column(columns.image, ImageFeature(decode=False))
         self.table = table.select_columns([columns.image])
         self.class_names, self.labels = self._numbered(table, columns.label)
+        part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts.values()])
         if columns.domain is None:
-            self.domain_names = tuple(printable(name) for name in parts)
-            self.domains = np.repeat(np.arange(len(parts)), [len(part) for part in parts.values()])
+            self.domain_names, self.domains = tuple(printable(name) for name in parts), part_of
         else:
             self.domain_names, self.domains = self._numbered(table, columns.domain)
         if columns.group is not None:
             self.groups = self._numbered(table, columns.group)[1]
         if columns.split is not None:
             self.splits = self._parts_of(*self._numbered(table, columns.split))
+        elif use_splits:
+            self.splits = self._parts_of(tuple(parts), part_of)
 
     def _numbered(self, table: Dataset, column: str) -> tuple[tuple[str, ...], np.ndarray]:
         """The values that occur, in the order of the data's own list of them, else sorted; and each row's number."""
