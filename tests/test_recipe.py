@@ -75,6 +75,11 @@ def test_all_faults_at_once_each_with_its_line():
         ("{steps: 10}", "{epochs: 2}", "r.yaml:5: training.epochs: an epoch needs sampler: pooled"),
         ("{steps: 10}", "[1]", "r.yaml:5: training: must be a block of keys"),
         ("{steps: 10}", "{steps: 10, mixed_precision: bf16}", "has no meaning with a frozen encoder"),
+        (
+            "training: {steps",
+            "protocol: {name: official, split_rule: domainbed}\ntraining: {steps",
+            "protocol.split_rule: the",
+        ),
         ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves nothing"),
         ("[erm, sam", "[zero_shot, sam", "methods.0: zero_shot needs an encoder with a text side"),
         ("p_discard: 0.3", "head_init: zero_shot", "methods.2.head_init: zero_shot needs an encoder with a text side"),
@@ -127,6 +132,7 @@ def test_method_names(name, parts):
     assert split_name(name) == parts
 
 
-def test_a_recipe_whose_data_set_is_not_there_says_so():
-    with pytest.raises(UserError, match=r'clip_camelyon.yaml:7: data.name: no "camelyon17" in data'):
-        load("clip_camelyon")
+def test_a_recipe_whose_data_are_not_there_says_so(tmp_path):
+    recipe = load("clip_camelyon", [f"data.root={tmp_path}"])
+    with pytest.raises(UserError, match=r"data.root: .*camelyon17_v1.0 does not exist; set data.download: true"):
+        recipe.data.build()

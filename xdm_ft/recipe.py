@@ -311,6 +311,8 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
         )
     if protocol.name == "official" and protocol.test_domains is not None:
         faults.add(("protocol", "test_domains"), "only leave_one_domain_out chooses test domains; leave it out")
+    if protocol.name == "official" and protocol.split_rule != "stratified":
+        faults.add(("protocol", "split_rule"), "the official split decides what validates; leave it out")
     if not recipe.trainable:
         for key, idle in (("mixed_precision", "no"), ("accumulation", 1)):
             if getattr(training, key) != idle:

@@ -59,6 +59,8 @@ def _plain(default: object) -> object:
 
     if isinstance(default, Block):
         return default.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(default, Path):
+        return str(default)
     return list(default) if isinstance(default, tuple) else default
 
 
