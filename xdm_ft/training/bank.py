@@ -169,6 +169,8 @@ def step(bank: Bank, batch: Batch, number: int) -> Tensors:
         gradients = vmap(bank.sharpness.combine)(gradients, _gradients(second.total, perturbed))
     if bank.clip_norm is not None:
         gradients = clip(gradients, bank.clip_norm)
+    if bank.template.resets_optimizer(number):
+        bank.optimizer.reset()
     factor = learning_rate_factor(number, bank.steps, bank.schedule)
     bank.optimizer.step(bank.main | bank.auxiliary, gradients | every_gradient, factor)
     bank.buffers |= {name: value.detach() for name, value in losses.buffers.items()}

@@ -117,6 +117,8 @@ def _train(
                 return _failure(f"the loss is {loss}", step, steps, batches)
             if training.clip_norm is not None:
                 accelerator.clip_grad_norm_(passes.roles.main.values(), training.clip_norm)
+            if passes.inner.algorithm.resets_optimizer(step):
+                optimizer.state.clear()  # torch's optimizers start anew where they find none
             optimizer.step()
             optimizer.zero_grad()
 
