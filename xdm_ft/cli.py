@@ -52,6 +52,16 @@ def _cp(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _cache(arguments: argparse.Namespace) -> int:
+    from xdm_ft.experiment.caching import list_cache, prune_cache, verify_cache
+
+    if arguments.action == "prune":
+        print(prune_cache(arguments.dir, arguments.unused_days, arguments.max_size))
+    else:
+        print((verify_cache if arguments.action == "verify" else list_cache)(arguments.dir))
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser(
         prog="xdm-ft", description="Fine-tune foundation models for domain generalization."
@@ -78,6 +88,11 @@ def parser() -> argparse.ArgumentParser:
     cp = verb("cp", _cp, "copy a packaged recipe to a file, to edit")
     cp.add_argument("recipe", metavar="RECIPE")
     cp.add_argument("file", metavar="FILE")
+    cache = verb("cache", _cache, "list, check and clear cached features")
+    cache.add_argument("action", nargs="?", choices=["ls", "verify", "prune"], default="ls")
+    cache.add_argument("--dir", help="folder of the cache, where it is not the default one")
+    cache.add_argument("--unused-days", type=float, metavar="N", help="prune: what was not used for N days")
+    cache.add_argument("--max-size", type=float, metavar="GB", help="prune: the longest unused, down to this size")
     return main_parser
 
 

@@ -336,6 +336,8 @@ def _check_method(faults: _Faults, key: Key, item: MethodItem, recipe: Recipe, h
             item.algorithm.build(Setup(task, width=2, steps=recipe.training.steps, seed=0))
         except UserError as error:
             faults.add(key, str(error))
+    if not recipe.trainable and not item.is_solver and (reason := item.algorithm.cls.frozen_reason):
+        faults.add(key, f"{item.label}: {reason}")
     if item.algorithm.cls.needs_text and not has_text:
         faults.add(key, f"{item.label} needs an encoder with a text side; use encoder.name: open_clip")
     if item.head_init == "zero_shot":

@@ -20,6 +20,7 @@ training: {steps: 20, batch_size: 8}
 
 
 def xdm_ft(*arguments, cwd, script=False):
+    """`xdm-ft …`, or `python xdm_ft/run.py …`, which knows one verb."""
     start = [str(ROOT / "xdm_ft" / "run.py")] if script else ["-m", "xdm_ft.cli"]
     return subprocess.run([sys.executable, *start, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
 
@@ -77,7 +78,7 @@ def test_run_twice_continue_and_refuse(recipe, tmp_path):
     one_line(other, "holds the run of another recipe", "training.lr")
     assert results.read_text() == before
 
-    fresh = xdm_ft("run", recipe, f"output.dir={tmp_path / 'out2'}", cwd=tmp_path, script=True)
+    fresh = xdm_ft(recipe, f"output.dir={tmp_path / 'out2'}", cwd=tmp_path, script=True)
     assert fresh.returncode == 0, fresh.stderr
     document["recipe"]["output"]["dir"] = str(tmp_path / "out2")
     assert without_times(json.loads((tmp_path / "out2/small/results.json").read_text())) == without_times(document)
@@ -203,3 +204,22 @@ def test_a_damaged_results_file_is_named(recipe, tmp_path):
     path = tmp_path / "out" / "small" / "results.json"
     path.write_text(path.read_text()[:100])
     one_line(xdm_ft("run", recipe, cwd=tmp_path), "results.json", "damaged")
+
+
+def test_the_cache_is_listed_checked_and_cleared(recipe, tmp_path):
+    def cache(*arguments):
+        return xdm_ft("cache", *arguments, "--dir", tmp_path / "cache", cwd=tmp_path)
+
+    assert "nothing is cached" in cache().stdout
+    assert xdm_ft("features", recipe, cwd=tmp_path).returncode == 0
+    assert "timm test_vit, 1797 images" in cache("ls").stdout
+    assert "1 sets of features, all whole" in cache("verify").stdout
+    shard = next((tmp_path / "cache").glob("*/shard-*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    damaged = cache("verify")
+    assert damaged.returncode == 2 and f"{shard.name} is damaged" in damaged.stderr
+    one_line(cache("prune"), "--unused-days")
+    assert "1 removed" in cache("prune", "--max-size", "0").stdout
+    assert "nothing is cached" in cache().stdout

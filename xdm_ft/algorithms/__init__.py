@@ -76,10 +76,15 @@ def mean_loss(per_sample: Tensor, domain: Tensor, num_domains: int, loss_average
     """
     if loss_average == "sample":
         return per_sample.mean()
+    means, present = domain_means(per_sample, domain, num_domains)
+    return means.sum() / present.sum()
+
+
+def domain_means(per_sample: Tensor, domain: Tensor, num_domains: int) -> tuple[Tensor, Tensor]:
+    """Mean of per-sample values [B] in every domain, [D], 0 where it has no sample; and where it has one, bool [D]."""
     members = F.one_hot(domain, num_domains).to(per_sample.dtype)  # [B,D]
     count = members.sum(0)  # [D]
-    means = (per_sample @ members) / count.clamp(min=1)  # [D]
-    return means.sum() / (count > 0).sum()
+    return (per_sample @ members) / count.clamp(min=1), count > 0
 
 
 class Method:
@@ -102,8 +107,10 @@ class Algorithm(nn.Module, Method, ABC):
 
     auxiliary: tuple[str, ...] = ()  # names of child modules trained by `Losses.auxiliary`
     first_selectable_step: int = 1  # earlier steps can not be selected
-    frozen_reason: str = ""  # why it has no meaning on cached features, and what to do; empty where it has
-    pooled_reason: str = ""  # why it can not train with `sampler: pooled`, and what to do; empty where it can
+    # one line: why the method does nothing beyond ERM with a frozen encoder, and what to do; "" where it does
+    frozen_reason: str = ""
+    # one line: why the method can not train on pooled batches, and what to do; "" where it can
+    pooled_reason: str = ""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -159,6 +166,10 @@ class Algorithm(nn.Module, Method, ABC):
     def mixed_steps(self, steps: int) -> int | None:
         """How many of the first `steps` steps used augmented features; None where the method has none."""
         return None
+
+    def resets_optimizer(self, step: int) -> bool:
+        """Whether the optimizer forgets its moments before the update of `step`, counted from 0."""
+        return False
 
     def average(self, per_sample: Tensor, batch: Batch) -> Tensor:
         return mean_loss(per_sample, batch.domain, self.task.num_domains, self.loss_average)

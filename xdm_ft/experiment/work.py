@@ -17,6 +17,7 @@ from xdm_ft.experiment.material import Material, build_encoder
 from xdm_ft.experiment.plan import Plan, PlannedModel, hparams
 from xdm_ft.experiment.run_directory import Identity, RunDirectory, make_prediction
 from xdm_ft.features.cache import Features
+from xdm_ft.progress import progress
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job, Selected, Trained
 
@@ -122,12 +123,13 @@ class _Work:
         from xdm_ft.training.bank import head_logits
         from xdm_ft.training.solvers import solve
 
-        for job in jobs:
-            features = self.features.normalized() if _reads_normalized(job) else self.features
-            trained = solve(
-                job, features, self.plan.labels, self.plan.domains, self.rules, self.plan.recipe.protocol.metric
-            )
-            yield self.finished(trained, _logits_of(features, head_logits))
+        plan, metric = self.plan, self.plan.recipe.protocol.metric
+        with progress(jobs[0].method, len(jobs), "models", self.accelerator.is_main_process) as bar:
+            for job in jobs:
+                features = self.features.normalized() if _reads_normalized(job) else self.features
+                trained = solve(job, features, plan.labels, plan.domains, self.rules, metric)
+                yield self.finished(trained, _logits_of(features, head_logits))
+                bar.advance()
 
     def end_to_end(self, jobs: list[Job]) -> Iterator[Finished]:
         """One model after another, its encoder trained too."""
@@ -182,6 +184,10 @@ class _Work:
         predictions = []
         for rule, selected in trained.selected.items():
             scores = {name: logits(selected, rows).cpu() for name, rows in job.split.evaluation.items()}
+            broken = [name for name, values in scores.items() if not values.isfinite().all()]
+            if broken:
+                reason = f"the logits of {', '.join(broken)} images are not finite at the selected step {selected.step}"
+                return record | {"status": "failed", "reason": reason, "selected": {}}, []
             record["selected"][rule] = self.selection(key, rule, selected, scores, job)
             predictions.append(self.prediction(key, rule, job.split.evaluation["test"], scores["test"]))
         return record, predictions

@@ -72,7 +72,8 @@ class TrainingBatches:
     What a step's batch holds depends on the job's seed and the step only. It is cut into processes × accumulation
     micro-batches. The mean of their losses weighted by their sizes is exactly the batch's loss, with two exceptions: a
     pooled batch under `loss_average: domain`, where a micro-batch's mean over its own domains takes the place of the
-    whole batch's, and methods that look for partners, which find them inside a micro-batch.
+    whole batch's, and methods that compare samples or domains (partners, penalties, domain weights), which see those of
+    a micro-batch.
     """
 
     def __init__(

@@ -142,6 +142,8 @@ def _step(
         taken.append(passes.run(parts, step))
         if clip_norm is not None:
             passes.accelerator.clip_grad_norm_(passes.roles.main.values(), clip_norm)
+        if algorithm.resets_optimizer(step):
+            optimizer.state.clear()  # torch's optimizers start anew where they find none
         optimizer.step()
         optimizer.zero_grad()
 

@@ -30,6 +30,10 @@ class Optimizer(ABC):
             self._update(name, parameter, gradients[name], self.lr[name] * factor)
 
     @abstractmethod
+    def reset(self) -> None:
+        """Forgets the past gradients of every head."""
+
+    @abstractmethod
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None: ...
 
 
@@ -40,6 +44,10 @@ class SGD(Optimizer):
         super().__init__(parameters, lr, weight_decay)
         self.momentum = momentum
         self.velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    def reset(self) -> None:
+        for velocity in self.velocity.values():
+            velocity.zero_()
 
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None:
         if self.decays:
@@ -58,6 +66,11 @@ class Adam(Optimizer):
         self.taken = 0
         self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    def reset(self) -> None:
+        self.taken = 0
+        for moment in (*self.mean.values(), *self.square.values()):
+            moment.zero_()
 
     def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
         self.taken += 1
@@ -95,7 +108,7 @@ def make_optimizer(
 
 def clip(gradients: Tensors, norm: float) -> Tensors:
     """Each head's gradients, all tensors jointly, scaled to at most `norm` as torch.nn.utils.clip_grad_norm_ does."""
-    per_tensor = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients.values()]  # each [H]
+    per_tensor = [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in gradients.values()]  # each [H]
     total = torch.linalg.vector_norm(torch.stack(per_tensor), dim=0)  # [H]
     scale = (norm / (total + 1e-6)).clamp(max=1)
     return {name: g * _beside(scale, g) for name, g in gradients.items()}
