@@ -103,6 +103,15 @@ def test_fp16_with_sam_is_refused_and_without_it_is_not():
     assert check(recipe).training.mixed_precision == "fp16"
 
 
+def test_a_method_without_effect_on_cached_features_is_refused_there_and_not_end_to_end():
+    text = GOOD.replace("methods: [erm, sam,", "methods: [coral, coral+sam, linear_probe,")
+    found = faults(text)
+    assert len(found) == 2
+    assert found[0].startswith("r.yaml:4: methods.0: coral: its penalty is on the features") and "use erm" in found[0]
+    assert "coral+sam" in found[1]
+    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
+
+
 def test_head_init_zero_shot_needs_normalised_features():
     text = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
     text = text.replace("p_discard: 0.3", "head_init: zero_shot")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -316,9 +317,8 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
     if not recipe.trainable:
         for key, idle in (("mixed_precision", "no"), ("accumulation", 1)):
             if getattr(training, key) != idle:
-                faults.add(
-                    ("training", key), "has no meaning with a frozen encoder; leave it out (features.precision exists)"
-                )
+                problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
+                faults.add(("training", key), problem)
     has_text = issubclass(recipe.encoder.cls, TextEncoder)
     for i, item in enumerate(recipe.methods):
         _check_method(faults, ("methods", i), item, recipe, has_text)
@@ -326,18 +326,20 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
 
 def _check_method(faults: _Faults, key: Key, item: MethodItem, recipe: Recipe, has_text: bool) -> None:
     if item.sharpness is not None and recipe.training.mixed_precision == "fp16":
-        name = item.sharpness.name
-        faults.add(
-            ("training", "mixed_precision"),
-            f"fp16 scales the loss, which falsifies the second pass of {name}; use bf16 or no with {item.label}",
-        )
-    if not item.is_solver and recipe.training.steps is not None:
+        problem = f"fp16 scales the loss, which falsifies the second pass of {item.sharpness.name}"
+        faults.add(("training", "mixed_precision"), f"{problem}; use bf16 or no with {item.label}")
+    if not item.is_solver:
         # two classes, two domains and two features are enough for the algorithm to check its own settings
-        task = Task(("a", "b"), ("a", "b"))
+        setup = Setup(Task(("a", "b"), ("a", "b")), width=2, steps=recipe.training.steps or sys.maxsize, seed=0)
         try:
-            item.algorithm.build(Setup(task, width=2, steps=recipe.training.steps, seed=0))
+            algorithm = item.algorithm.build(setup)
         except UserError as error:
             faults.add(key, str(error))
+        else:
+            frozen_reason = "" if recipe.trainable else algorithm.frozen_reason
+            pooled_reason = algorithm.pooled_reason if recipe.training.sampler == "pooled" else ""
+            for reason in filter(None, (frozen_reason, pooled_reason)):
+                faults.add(key, f"{item.label}: {reason}")
     if item.algorithm.cls.needs_text and not has_text:
         faults.add(key, f"{item.label} needs an encoder with a text side; use encoder.name: open_clip")
     if item.head_init == "zero_shot":

@@ -24,7 +24,9 @@ from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.allocator import keep_freed_memory
+from xdm_ft.training.batches import block
 from xdm_ft.training.cached_data import CachedData, Validation, batches, head_logits
+from xdm_ft.training.inputs import fields_of, on_inputs
 from xdm_ft.training.optimizers import Optimizer, clip, make_optimizer
 from xdm_ft.training.schedule import learning_rate_factor
 from xdm_ft.training.selection import Selector, evaluation_steps
@@ -141,8 +143,24 @@ def _train_chunk(
 def step(bank: Bank, batch: Batch, number: int) -> Tensors:
     """One step of every head on its own batch ([H,B,…]), `number` counted from 0.
 
-    Returns the scalars before the step, each [H]: `loss`, `auxiliary_loss` where there is one, the algorithm's logs.
+    Returns the scalars before the step, each [H]: `loss`, `auxiliary_loss` where there is one, the algorithm's logs;
+    their means where the algorithm takes several steps of the optimizer.
     """
+    taken: list[Tensors] = []
+
+    def inner_step(domain: int | None) -> None:
+        part = batch if domain is None else block(batch, domain, bank.template.task.num_domains, axis=1)
+        taken.append(_inner_step(bank, part, number))
+
+    bank.template.update(bank.main | bank.auxiliary, inner_step, number)
+    if len(taken) == 1:
+        return taken[0]
+    return {name: torch.stack([scalars[name] for scalars in taken]).mean(0) for name in taken[0]}
+
+
+def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
+    """One step of the optimizer on `batch`; the scalars before it."""
+    batch = on_inputs(bank.template, bank.buffers, batch, number)
     losses = _losses(bank, bank.main, batch, number, held=None)
     # total and auxiliary reach different parameters, so one backward pass serves both
     every_gradient = _gradients(losses.total + losses.auxiliary, bank.main | bank.auxiliary)
@@ -155,6 +173,8 @@ def step(bank: Bank, batch: Batch, number: int) -> Tensors:
         gradients = vmap(bank.sharpness.combine)(gradients, _gradients(second.total, perturbed))
     if bank.clip_norm is not None:
         gradients = clip(gradients, bank.clip_norm)
+    if bank.template.resets_optimizer(number):
+        bank.optimizer.reset()
     factor = learning_rate_factor(number, bank.steps, bank.schedule)
     bank.optimizer.step(bank.main | bank.auxiliary, gradients | every_gradient, factor)
     bank.buffers |= {name: value.detach() for name, value in losses.buffers.items()}
@@ -167,14 +187,11 @@ def step(bank: Bank, batch: Batch, number: int) -> Tensors:
 def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, held: Tensors | None) -> Losses:
     """The losses of every head with the parameters `main`; scalars become [H]."""
 
-    def of_one_head(
-        state: Tensors, x: Tensor, y: Tensor, domain: Tensor, index: Tensor, held: Tensors | None
-    ) -> Losses:
-        return functional_call(bank.template, state, (x, Batch(x, y, domain, index), number, held))
+    def of_one_head(state: Tensors, fields: Tensors, held: Tensors | None) -> Losses:
+        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, held))
 
-    in_dims = (0, 0, 0, 0, 0, None if held is None else 0)
-    state = {**main, **bank.auxiliary, **bank.buffers}
-    return vmap(of_one_head, in_dims)(state, batch.x, batch.y, batch.domain, batch.index, held)
+    in_dims = (0, 0, None if held is None else 0)
+    return vmap(of_one_head, in_dims)({**main, **bank.auxiliary, **bank.buffers}, fields_of(batch), held)
 
 
 def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:

@@ -27,7 +27,7 @@ from xdm_ft.errors import UserError
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.progress import progress
 from xdm_ft.training import Job, Trained, Training
-from xdm_ft.training.batches import TrainingBatches
+from xdm_ft.training.batches import MicroBatch, TrainingBatches, block
 from xdm_ft.training.passes import BatchNorm, EndToEnd, Passes, Roles, StepLosses
 from xdm_ft.training.prediction import EvaluationImages, precision_of, predict
 from xdm_ft.training.schedule import learning_rate_factor
@@ -112,14 +112,9 @@ def _train(
             for group, rate in zip(optimizer.param_groups, base_rates, strict=True):
                 group["lr"] = rate * factor
 
-            losses = passes.run(micro_batches, step)
+            losses = _step(passes, micro_batches, optimizer, training.clip_norm, step)
             if not math.isfinite(loss := float(losses.total + losses.second + losses.auxiliary)):
                 return _failure(f"the loss is {loss}", step, steps, batches)
-            if training.clip_norm is not None:
-                accelerator.clip_grad_norm_(passes.roles.main.values(), training.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-
             course.add(losses)
             if step + 1 in evaluate_after:
                 values = validation.evaluate(passes.inner)
@@ -131,6 +126,29 @@ def _train(
                     record(job, step + 1, {**course.means(), "lr": job.lr * factor, **scores})
             bar.advance(1, f"loss {float(losses.total):.3f}")
     return None
+
+
+def _step(
+    passes: Passes, micro_batches: list[MicroBatch], optimizer: Optimizer, clip_norm: float | None, step: int
+) -> StepLosses:
+    """One step of the algorithm; its losses, the mean over the steps of the optimizer that it takes."""
+    algorithm, taken = passes.inner.algorithm, list[StepLosses]()
+
+    def inner_step(domain: int | None) -> None:
+        parts = micro_batches
+        if domain is not None:
+            domains = algorithm.task.num_domains
+            parts = [MicroBatch(block(batch, domain, domains), weight) for batch, weight in micro_batches]
+        taken.append(passes.run(parts, step))
+        if clip_norm is not None:
+            passes.accelerator.clip_grad_norm_(passes.roles.main.values(), clip_norm)
+        if algorithm.resets_optimizer(step):
+            optimizer.state.clear()  # torch's optimizers start anew where they find none
+        optimizer.step()
+        optimizer.zero_grad()
+
+    algorithm.update(passes.roles.main | passes.roles.auxiliary, inner_step, step)
+    return StepLosses.mean(taken)
 
 
 def _failure(what: str, step: int, steps: int, batches: TrainingBatches) -> str:
