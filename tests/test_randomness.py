@@ -116,7 +116,7 @@ def test_beta(alpha: float) -> None:
     assert stats.kstest(lower, lambda x: 2 * exact.cdf(x)).statistic < 0.006
     u = torch.rand(10_000, generator=torch.Generator().manual_seed(0)) / 2
     assert abs(exact.cdf(beta(u, alpha).double().numpy()) - u.double().numpy()).max() < 1 / BETA_KNOTS
-    torch.testing.assert_close(beta(1 - u, alpha), 1 - beta(u, alpha), atol=1e-5, rtol=0)
+    torch.testing.assert_close(beta(1 - u, alpha), 1 - beta(u, alpha), atol=1e-4, rtol=0)
     assert beta(torch.tensor(1 - 2.0**-24), alpha) <= 1  # the largest that `uniform` gives
 
 
