@@ -323,19 +323,21 @@ def test_timm_image_tower(tmp_path: Path, images: Tensor) -> None:
     clip = Tiny(tmp_path, "tiny_timm_clip", vision_cfg=vision)
     encoder = clip.encoder()
     assert torch.equal(encoder(images), clip.model.encode_image(images))
-    assert encoder.stage_names[1] == "model.visual.trunk.layer1"
+    assert encoder.stage_names[0] == "model.visual.trunk.layer1"
+    assert encoder.stem_names[-1] == "model.visual.trunk.maxpool"
 
 
 @torch.no_grad()
 def test_stages_run_in_the_order_of_their_names(tiny: Tiny, tmp_path: Path, images: Tensor) -> None:
     resnet = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "head_width": 16}
-    for clip, stages in ((tiny, 2), (Tiny(tmp_path, "tiny_resnet_clip", vision_cfg=resnet), 5)):
+    for clip, stages in ((tiny, 2), (Tiny(tmp_path, "tiny_resnet_clip", vision_cfg=resnet), 6)):
         encoder = clip.encoder()
         order: list[str] = []
-        for stage in encoder.stage_names:
+        places = [*encoder.stem_names, *encoder.stage_names]
+        for stage in places:
             encoder.get_submodule(stage).register_forward_hook(lambda *_, stage=stage, order=order: order.append(stage))
         encoder(images)
-        assert order == list(encoder.stage_names)
+        assert order == places
         assert len(order) == stages
 
 
