@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,14 @@ def test_pretraining_names_the_corpus(tiny: Tiny) -> None:
         "possibly seen in pre-training"
     )
     assert tiny.encoder().pretraining.startswith("weights from the file tiny_clip.safetensors")
+
+
+def test_tokenizer_that_needs_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
+    clip = Tiny(tmp_path, "tiny_hf_text", text_cfg={**TINY["text_cfg"], "hf_tokenizer_name": "acme/words"})
+    encoder = clip.encoder()  # features need no tokenizer
+    with pytest.raises(UserError, match="pip install transformers"):
+        encoder.text_embeddings(CLASSES)
 
 
 def test_recipe_keys() -> None:
