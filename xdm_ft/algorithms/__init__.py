@@ -37,20 +37,9 @@ class Setup:
     text_weight: Tensor | None = None  # float [C,K]: L2-normalised class embeddings × logit scale; None without text
 
 
-class LinearHead(nn.Linear):
-    """Logits W z + b [B,C] of z [B,K], computed as (W zᵀ + b)ᵀ.
-
-    In a bank of heads this order takes half the time on a CPU: the batched products with z, forward and backward, read
-    z along its rows (12 heads, B 96, K 1280, C 7: 138 µs a head against 341).
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        return (self.weight @ input.mT + self.bias[:, None]).mT
-
-
-def linear_head(width: int, outputs: int, seed: int, stream: int) -> LinearHead:
+def linear_head(width: int, outputs: int, seed: int, stream: int) -> nn.Linear:
     """A linear head with torch's default initialisation U(−1/√K, 1/√K), drawn from (seed, stream) only."""
-    head = LinearHead(width, outputs, dtype=torch.float32)
+    head = nn.Linear(width, outputs, dtype=torch.float32)
     draws = uniform(seed, 0, stream, torch.arange(outputs * (width + 1)))
     values = (2 * draws - 1) * width**-0.5
     with torch.no_grad():
