@@ -34,6 +34,8 @@ class EndToEnd(nn.Module):
         super().__init__()
         self.encoder, self.algorithm, self.batch_norm = encoder, algorithm, batch_norm
         _freeze_unreached(encoder)
+        self.trainable = [p for p in encoder.parameters() if p.requires_grad]
+        self.encoder_frozen = False
 
     def forward(self, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
         z = self.encoder(batch.x)  # [B,K]
@@ -46,7 +48,16 @@ class EndToEnd(nn.Module):
         if self.batch_norm == "frozen":
             for layer in batch_norm_layers(self.encoder):
                 layer.eval()
+        if self.encoder_frozen:
+            self.encoder.eval()
         return self
+
+    def freeze_encoder(self, frozen: bool) -> None:
+        """Whether the head trains alone: the encoder then stays in eval mode, without gradient."""
+        self.encoder_frozen = frozen
+        for parameter in self.trainable:
+            parameter.requires_grad_(not frozen)
+        self.train(self.training)
 
     def roles(self) -> Roles:
         """The parameters that train. An encoder may come with some that do not (fixed position embeddings)."""
@@ -56,11 +67,14 @@ class EndToEnd(nn.Module):
         head = {name: p for name, p in own.items() if name not in auxiliary}
         return Roles(encoder, head, auxiliary)
 
-    def weights(self) -> dict[str, Tensor]:
-        """A copy on the CPU: `encoder.…`, and the algorithm's own under its names."""
+    def named_weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers: `encoder.…`, and the algorithm's own under its names."""
         state = {f"encoder.{name}": tensor for name, tensor in self.encoder.state_dict().items()}
-        state |= self.algorithm.state_dict()
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        return state | self.algorithm.state_dict()
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of them on the CPU."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.named_weights().items()}
 
 
 def _freeze_unreached(encoder: Encoder) -> None:
