@@ -76,9 +76,13 @@ class OpenClip(Encoder, TextEncoder):
     ) -> None:
         super().__init__()
         refuse_reserved(kwargs, RESERVED)
+        try:
+            check_templates(prompts)
+        except ValueError as error:
+            raise UserError(f"encoder.prompts: {error}") from error
         self.source = resolve(model, weights, kwargs)
         self.model: Any = _create(self.source, kwargs)
-        self.model.eval()  # open_clip returns its models in training mode
+        self.eval()  # open_clip returns its models in training mode
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name.startswith("visual."))
         self.normalize, self.prompts, self.kwargs = normalize, prompts, kwargs
@@ -132,7 +136,7 @@ class OpenClip(Encoder, TextEncoder):
             [partial(fill, template) for template in self.prompts],
             device=next(self.model.parameters()).device,
         )  # [K,C]
-        return F.normalize(weight.T.float().cpu(), dim=-1)
+        return weight.T.float().cpu()
 
     def exact_prompts(self, class_names: tuple[str, ...]) -> list[str]:
         return [fill(template, in_words(name)) for name in class_names for template in self.prompts]

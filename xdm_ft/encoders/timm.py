@@ -69,7 +69,7 @@ class Timm(Encoder):
         refuse_reserved(kwargs, RESERVED)
         source = _resolve(model, weights)
         self.model: Any = _create(source, kwargs)
-        self.model.eval()
+        self.eval()
         self.normalize = normalize
         self.pretraining = source.pretraining
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model, kwargs))

@@ -219,8 +219,8 @@ def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank
     """A bank of freshly initialised models, one per job."""
     models = [_algorithm(job).to(device) for job in jobs]
     template, sharpness = models[0], jobs[0].sharpness
-    assert all(type(model) is type(template) for model in models), "a bank holds one method"
     assert all(_settings(model) == _settings(template) for model in models), "settings that differ must be buffers"
+    assert all(_settings(job.sharpness) == _settings(sharpness) for job in jobs), "a bank has one kind of sharpness"
     stacked, buffers = stack_module_state(models)
     is_auxiliary = {name: name.split(".")[0] in template.auxiliary for name in stacked}
     lr = torch.tensor([job.lr for job in jobs], device=device)
@@ -247,9 +247,11 @@ def _algorithm(job: Job) -> Algorithm:
     return model
 
 
-def _settings(model: Algorithm) -> dict[str, object]:
-    """What is fixed in the code that all heads share: plain attributes, as against parameters and buffers."""
-    return {name: value for name, value in vars(model).items() if isinstance(value, bool | int | float | str | tuple)}
+def _settings(model: Algorithm | Sharpness | None) -> dict[str, object]:
+    """What all heads must share: the class and its plain attributes, as against what is stacked."""
+    own = {} if model is None else vars(model)
+    plain = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str | tuple)}
+    return {**plain, "rho": None, "class": type(model)}
 
 
 def batches(jobs: Sequence[Job], data: CachedData, training: Training) -> Iterator[Batch]:

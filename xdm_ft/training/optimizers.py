@@ -95,7 +95,7 @@ def make_optimizer(
 
 def clip(gradients: Tensors, norm: float) -> Tensors:
     """Each head's gradients, all tensors jointly, scaled to at most `norm` as torch.nn.utils.clip_grad_norm_ does."""
-    per_tensor = [torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients.values()]  # each [H]
+    per_tensor = [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in gradients.values()]  # each [H]
     total = torch.linalg.vector_norm(torch.stack(per_tensor), dim=0)  # [H]
     scale = (norm / (total + 1e-6)).clamp(max=1)
     return {name: g * _beside(scale, g) for name, g in gradients.items()}

@@ -13,7 +13,7 @@ from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.training import Selected
 
 
-def evaluation_steps(steps: int, every: int | None) -> range | list[int]:
+def evaluation_steps(steps: int, every: int | None) -> list[int]:
     """After how many steps a training of `steps` is evaluated: each `every`-th (null: a twentieth), and at the end."""
     every = every or max(1, steps // 20)
     return [*range(every, steps, every), steps]

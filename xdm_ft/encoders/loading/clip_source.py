@@ -115,6 +115,8 @@ def _tagged(name: str, tag: str, kwargs: dict[str, Any]) -> ClipSource:
     import open_clip
 
     known = open_clip.list_pretrained_tags_by_model(name)
+    if not known:
+        raise UserError(f'encoder.weights: open_clip has no weights for "{name}"; give a file')
     config = open_clip.get_pretrained_cfg(name, tag)
     if not config:
         twin = name.removesuffix(quickgelu.SUFFIX)

@@ -12,12 +12,14 @@ SUFFIX = "-quickgelu"
 
 
 def check_tag(model: str, tag: str, quick_gelu: bool) -> None:
-    """Refuses a tag of open_clip whose weights were trained with the other activation than the model has."""
+    """Refuses a tag of open_clip whose weights were trained with QuickGELU where the model has GELU.
+
+    The reverse is not refused: a model's own config may know better (roberta-ViT-B-32) than its tag.
+    """
     import open_clip
 
-    wanted = bool(open_clip.get_pretrained_cfg(model, tag).get("quick_gelu", False))
-    if wanted != quick_gelu:
-        raise UserError(f'encoder.model: the weights "{tag}" were trained with {_remedy(model, wanted)}')
+    if open_clip.get_pretrained_cfg(model, tag).get("quick_gelu", False) and not quick_gelu:
+        raise UserError(f'encoder.model: the weights "{tag}" were trained with {_remedy(model, True)}')
 
 
 def check_file(model: str, path: Path, quick_gelu: bool, explicit: bool) -> None:
@@ -28,6 +30,8 @@ def check_file(model: str, path: Path, quick_gelu: bool, explicit: bool) -> None
     """
     if explicit:
         return
+    import open_clip
+
     tags = _activations(model)
     for part in (path.name, path.parent.name, *(p.name for p in path.parents if p.name.startswith("models--"))):
         found = [tag for tag in tags if tag in part.lower().replace("-", "_")]
@@ -40,7 +44,8 @@ def check_file(model: str, path: Path, quick_gelu: bool, explicit: bool) -> None
                     "where the name misleads"
                 )
             return
-    if len(set(tags.values())) > 1:
+    family = model.removesuffix(SUFFIX)
+    if {family, family + SUFFIX} <= set(open_clip.list_models()):
         logger.warning(
             "encoder: %s does not tell which activation its weights were trained with; %s uses %s",
             path, model, "QuickGELU" if quick_gelu else f"GELU ({model}{SUFFIX}: QuickGELU, as OpenAI's weights need)",

@@ -1,0 +1,122 @@
+"""Small real data and jobs for the tests of the head bank and the solvers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xdm_ft.algorithms import Algorithm, Setup, Solver, linear_head
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.data.loading.splits import Split
+from xdm_ft.features.cache import Features
+from xdm_ft.randomness import Stream
+from xdm_ft.sharpness import Sharpness
+from xdm_ft.tensors import Batch, Losses, Task
+from xdm_ft.training import Job, Trained, Training
+from xdm_ft.training.bank import CachedData, train_bank
+
+DOMAINS, CLASSES, WIDTH = 4, 10, 96
+
+
+@cache
+def digits() -> CachedData:
+    """Handwritten digits, as rectified random projections of their pixels, partly a domain's own."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    x, generator = torch.tensor(pixels, dtype=torch.float32) / 16, torch.Generator().manual_seed(0)
+    domains = torch.arange(len(x)) % DOMAINS
+    shared = torch.randn(64, WIDTH, generator=generator)
+    own = torch.randn(DOMAINS, 64, WIDTH, generator=generator)
+    z = torch.einsum("nk,nkw->nw", x, (shared + 0.5 * own)[domains]) / 2
+    return CachedData(Features([z.relu()]), torch.tensor(labels), domains)
+
+
+def split_of(held_out: int, seed: int) -> Split:
+    """A fifth of every training domain validates."""
+    data = digits()
+    train_domains = [d for d in range(DOMAINS) if d != held_out]
+    is_val = torch.rand(len(data.labels), generator=torch.Generator().manual_seed(seed)) < 0.2
+    domain_of = torch.full((DOMAINS,), -1)
+    domain_of[train_domains] = torch.arange(DOMAINS - 1)
+    return Split(
+        test_domains=(f"d{held_out}",),
+        train_domains=tuple(f"d{d}" for d in train_domains),
+        train=tuple(((data.domains == d) & ~is_val).nonzero()[:, 0] for d in train_domains),
+        evaluation={
+            "train_val": ((data.domains != held_out) & is_val).nonzero()[:, 0],
+            "test": (data.domains == held_out).nonzero()[:, 0],
+            "test_val": ((data.domains == held_out) & is_val).nonzero()[:, 0],
+        },
+        domain_of=domain_of,
+    )
+
+
+def job_of(
+    method: Callable[..., Algorithm | Solver] = ERM,
+    held_out: int = 0,
+    seed: int = 0,
+    *,
+    steps: int = 60,
+    lr: float = 1e-2,
+    weight_decay: float = 0.0,
+    sharpness: Sharpness | None = None,
+    split: Split | None = None,
+    setup: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Job:
+    split = split or split_of(held_out, seed)
+    task = Task(tuple(str(c) for c in range(CLASSES)), split.train_domains)
+    return Job(
+        method=method.__name__,
+        test_domains=split.test_domains,
+        seed=seed,
+        trial=0,
+        split=split,
+        setup=Setup(task, width=WIDTH, steps=steps, seed=seed, **(setup or {})),
+        make=lambda setup: method(setup, **settings),
+        sharpness=sharpness,
+        lr=lr,
+        weight_decay=weight_decay,
+    )
+
+
+def train(
+    jobs: Sequence[Job],
+    training: Training | None = None,
+    rules: Sequence[str] = ("train_val",),
+    metric: str = "accuracy",
+    data: CachedData | None = None,
+    record: Callable[[Job, int, dict[str, float]], None] = lambda job, step, values: None,
+) -> list[Trained]:
+    data, training = data or digits(), training or Training(batch_size=8)
+    return list(
+        train_bank(
+            jobs, data.features, data.labels, data.domains, training, rules, metric, record=record, show=False
+        )
+    )  # fmt: skip
+
+
+class WithDomainHead(Algorithm):
+    """Cross-entropy of class and, on detached features, of domain; a buffer counts the steps."""
+
+    auxiliary = ("domain_head",)
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.domain_head = linear_head(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+        return Losses(
+            total=F.cross_entropy(self.head(z), batch.y),
+            auxiliary=F.cross_entropy(self.domain_head(z.detach()), batch.domain),
+            buffers={"count": self.count + 1},
+            logs={"count": self.count} if step % 2 else {},
+        )

@@ -1,0 +1,85 @@
+"""Which step is kept."""
+
+import math
+
+import pytest
+import torch
+from bank_problems import split_of
+
+from xdm_ft.errors import UserError
+from xdm_ft.training.selection import Selector, evaluation_steps, rows_of_rules
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    return {"step": torch.tensor(step)}
+
+
+def selected_step(values: list[float], metric: str = "accuracy", first_selectable_step: int = 1) -> int:
+    selector = Selector(["train_val"], metric, first_selectable_step)
+    for step, value in enumerate(values, start=1):
+        selector.offer(step, {"train_val": value}, lambda step=step: state_of(step))
+    selected = selector.selected["train_val"]
+    assert int(selected.state["step"]) == selected.step
+    return selected.step
+
+
+def test_the_best_step_is_selected_and_the_first_of_equals() -> None:
+    assert selected_step([0.1, 0.5, 0.4, 0.5]) == 2
+
+
+def test_lower_is_better_for_losses() -> None:
+    assert selected_step([0.9, 0.2, 0.3, 0.2], metric="nll") == 2
+
+
+def test_steps_of_the_warm_up_are_never_selected() -> None:
+    assert selected_step([0.9, 0.9, 0.1, 0.2], first_selectable_step=3) == 4
+
+
+def test_an_undefined_metric_is_never_selected() -> None:
+    assert selected_step([math.nan, 0.2, math.nan], metric="auroc") == 2
+
+
+def test_rules_select_apart_and_a_state_is_made_only_where_needed() -> None:
+    made = []
+
+    def state(step: int) -> dict[str, torch.Tensor]:
+        made.append(step)
+        return state_of(step)
+
+    selector = Selector(["train_val", "oracle"], "accuracy")
+    for step, (val, oracle) in enumerate([(0.5, 0.5), (0.4, 0.6), (0.3, 0.2)], start=1):
+        selector.offer(step, {"train_val": val, "oracle": oracle}, lambda step=step: state(step), {"l2": step})
+    assert {rule: picked.step for rule, picked in selector.selected.items()} == {"train_val": 1, "oracle": 2}
+    assert selector.selected["oracle"].hparams == {"l2": 2}
+    assert made == [1, 2]
+    assert selector.nothing_selected() is None
+
+
+def test_nothing_selected_says_which_rule_and_why() -> None:
+    selector = Selector(["train_val", "oracle"], "auroc", first_selectable_step=5)
+    selector.offer(5, {"train_val": 0.5, "oracle": math.nan}, lambda: state_of(5))
+    reason = selector.nothing_selected()
+    assert reason is not None and "oracle" in reason and "train_val" not in reason
+    assert "auroc" in reason and "step from 5 on" in reason
+
+
+@pytest.mark.parametrize(
+    "steps, every, expected",
+    [
+        (10, 4, [4, 8, 10]),
+        (8, 4, [4, 8]),
+        (3, 100, [3]),
+        (1, None, [1]),
+        (100, None, [*range(5, 101, 5)]),
+        (30, None, [*range(1, 31)]),
+    ],
+)
+def test_evaluation_steps(steps: int, every: int | None, expected: list[int]) -> None:
+    assert evaluation_steps(steps, every) == expected
+
+
+def test_a_rule_without_images_is_refused() -> None:
+    split = split_of(0, 0)
+    assert rows_of_rules(split, ["oracle"])["oracle"] is split.evaluation["test_val"]
+    with pytest.raises(UserError, match=r"protocol\.selection: \"val_domain\" needs images.*d0 held out"):
+        rows_of_rules(split, ["train_val", "val_domain"])

@@ -1,0 +1,166 @@
+"""Linear probe and zero-shot: the optimum against scikit-learn and its own gradient; the pick among candidates."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from bank_problems import CLASSES, WIDTH, digits, job_of, split_of
+from torch import Tensor
+
+from xdm_ft.algorithms import Candidate, LossAverage, Setup, mean_loss
+from xdm_ft.algorithms.linear_probe import LinearProbe
+from xdm_ft.algorithms.zero_shot import ZeroShot
+from xdm_ft.features.cache import Features
+from xdm_ft.tensors import Batch, Task
+from xdm_ft.training import Job, Trained
+from xdm_ft.training.bank import CachedData, head_logits
+from xdm_ft.training.solvers import solve
+
+STRENGTHS = (0.3, 1e-2, 1e-4)
+
+
+def problem(average: LossAverage = "domain", scale: float = 1.0) -> tuple[LinearProbe, Tensor, Batch]:
+    """A third of the digits, domains of very different sizes."""
+    split, data = split_of(0, 0), digits()
+    rows = torch.cat([pool[: 40 * (1 + 3 * place)] for place, pool in enumerate(split.train)])
+    task = Task(tuple(str(c) for c in range(CLASSES)), split.train_domains)
+    setup = Setup(task, WIDTH, steps=0, seed=0, loss_average=average)
+    z = data.features[rows] * scale
+    batch = Batch(z, data.labels[rows], split.domain_of[data.domains[rows]], rows)
+    return LinearProbe(setup, strengths=STRENGTHS), z, batch
+
+
+def gradient_norm(candidate: Candidate, z: Tensor, batch: Batch, average: LossAverage) -> float:
+    """Of the penalised loss as it is written down, in float64."""
+    weight, bias = candidate.weight.double().requires_grad_(), candidate.bias.double().requires_grad_()
+    per_sample = F.cross_entropy(z.double() @ weight.T + bias, batch.y, reduction="none")
+    loss = mean_loss(per_sample, batch.domain, 3, average) + candidate.hparams["l2"] / 2 * weight.square().sum()
+    return max(float(g.abs().max()) for g in torch.autograd.grad(loss, [weight, bias]))
+
+
+@pytest.mark.parametrize("average", ["domain", "sample"])
+def test_every_candidate_is_an_optimum(average: LossAverage) -> None:
+    probe, z, batch = problem(average)
+    candidates = list(probe.solve(z, batch))
+    assert [c.hparams["l2"] for c in candidates] == list(STRENGTHS)
+    assert [c.step for c in candidates] == [0, 1, 2]
+    for candidate in candidates:
+        assert gradient_norm(candidate, z, batch, average) < 2e-5
+    other = next(iter(problem("sample" if average == "domain" else "domain")[0].solve(z, batch)))
+    assert gradient_norm(other, z, batch, average) > 1e-3  # the two averages are two problems
+
+
+def test_the_optimum_is_scikit_learns() -> None:
+    from sklearn.linear_model import LogisticRegression
+
+    probe, z, batch = problem("sample")
+    for candidate in probe.solve(z, batch):
+        c = 1 / (len(z) * candidate.hparams["l2"])  # their penalty stands beside the sum of the losses
+        theirs = LogisticRegression(C=c, tol=1e-6, max_iter=10_000).fit(z.double().numpy(), batch.y.numpy())
+        ours = torch.softmax(z @ candidate.weight.T + candidate.bias, 1).numpy()
+        np.testing.assert_allclose(ours, theirs.predict_proba(z.double().numpy()), atol=2e-3)
+        scale = np.abs(theirs.coef_).max()
+        np.testing.assert_allclose(candidate.weight.numpy(), theirs.coef_, atol=5e-3 * scale)
+
+
+@pytest.mark.parametrize("scale", [1e-2, 30.0])
+def test_the_scale_of_the_features_only_scales_the_penalty(scale: float) -> None:
+    """l2 ‖W‖² with features s z is the problem of l2 / s² with z."""
+    _, z, batch = problem()
+    setup = problem()[0].setup
+    (here,) = LinearProbe(setup, strengths=(1e-2,)).solve(z, batch)
+    (there,) = LinearProbe(setup, strengths=(1e-2 * scale**2,)).solve(z * scale, batch)
+    torch.testing.assert_close(there.weight * scale, here.weight, rtol=1e-3, atol=1e-3)
+
+
+def test_more_dimensions_than_images_and_a_constant_dimension() -> None:
+    setup = problem()[0].setup
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(30, WIDTH, generator=generator)
+    z[:, 0], z[:, 1] = 0, 5
+    batch = Batch(z, torch.arange(30) % 3, torch.arange(30) % 2, torch.arange(30))
+    for candidate in LinearProbe(setup, strengths=(1.0, 1e-6)).solve(z, batch):
+        assert gradient_norm(candidate, z, batch, "domain") < 2e-5
+
+
+def test_stopping_early_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("xdm_ft.algorithms.linear_probe.MOST_ITERATIONS", 2)
+    probe, z, batch = problem()
+    with caplog.at_level(logging.WARNING, logger="xdm_ft"):
+        list(probe.solve(z, batch))
+    assert "linear_probe, l2 0.01: stopped at a gradient of" in caplog.text
+
+
+def solved(job: Job, data: CachedData | None = None, metric: str = "accuracy") -> Trained:
+    data = data or digits()
+    return solve(job, data.features, data.labels, data.domains, ["train_val", "oracle"], metric)
+
+
+def test_each_rule_picks_the_best_strength_on_its_images() -> None:
+    strengths = (10.0, 1.0, 0.1, 1e-2, 1e-3, 1e-4)
+    trained = solved(job_of(LinearProbe, strengths=strengths), metric="nll")
+    data = digits()
+    assert trained.failure is None and trained.mixed_steps is None and trained.seconds > 0
+    for rule, split in (("train_val", "train_val"), ("oracle", "test_val")):
+        selected = trained.selected[rule]
+        assert selected.state.keys() == {"head.weight", "head.bias"}
+        assert selected.hparams == {"l2": strengths[selected.step]}
+        rows = trained.job.split.evaluation[split]
+        losses = []
+        for l2 in strengths:
+            alone = solved(job_of(LinearProbe, strengths=(l2,)), metric="nll").selected[rule].state
+            losses.append(float(F.cross_entropy(head_logits(data.features, rows, alone), data.labels[rows])))
+        assert selected.step == int(np.argmin(losses))
+    assert 0 < trained.selected["train_val"].step < len(strengths)
+
+
+def test_of_equally_good_strengths_the_strongest_is_picked() -> None:
+    job = job_of(LinearProbe, strengths=(1e-7, 3e-7, 1e-6))
+    rows = job.split.evaluation["train_val"][:1]  # one image: every strength is all right or all wrong
+    job = dataclasses.replace(
+        job, split=dataclasses.replace(job.split, evaluation={"train_val": rows, "test_val": rows})
+    )
+    selected = solved(job).selected["train_val"]
+    assert selected.step == 0 and selected.hparams == {"l2": 1e-6}
+
+
+def test_same_job_same_bits() -> None:
+    first, second = (solved(job_of(LinearProbe, strengths=STRENGTHS)).selected["train_val"] for _ in range(2))
+    assert first.step == second.step
+    assert torch.equal(first.state["head.weight"], second.state["head.weight"])
+
+
+def test_zero_shot_is_the_text_weight() -> None:
+    text = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(0))
+    job = job_of(ZeroShot, setup={"text_weight": text})
+    selected = solved(job).selected["train_val"]
+    assert selected.step == 0 and selected.hparams == {}
+    rows = torch.tensor([3, 1, 4])
+    assert torch.allclose(
+        head_logits(digits().features, rows, selected.state), digits().features[rows] @ text.T, atol=1e-4
+    )
+
+
+def test_features_that_are_not_finite_are_a_failure_with_its_reason() -> None:
+    data, job = digits(), job_of(LinearProbe)
+    z = data.features[torch.arange(len(data.labels))].clone()
+    z[job.split.train[1][2]] = math.inf
+    trained = solved(job, CachedData(Features([z]), data.labels, data.domains))
+    assert trained.selected == {}
+    row = int(job.split.train[1][2])
+    assert trained.failure == f"the features of 1 training images are not finite, the first that of row {row}"
+
+
+def test_validation_logits_that_are_not_finite_are_never_selected() -> None:
+    data, job = digits(), job_of(LinearProbe, strengths=(1.0,))
+    z = data.features[torch.arange(len(data.labels))].clone()
+    z[job.split.evaluation["train_val"][0]] = math.nan
+    trained = solved(job, CachedData(Features([z]), data.labels, data.domains))
+    assert trained.selected == {}
+    assert trained.failure is not None and "train_val" in trained.failure and "oracle" not in trained.failure
