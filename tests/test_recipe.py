@@ -59,7 +59,18 @@ def test_all_faults_at_once_each_with_its_line():
         ("name: digits", "name: digit", 'r.yaml:2: data.name: no "digit" in data; did you mean "digits"?'),
         ("{name: digits}", "digits", "r.yaml:2: data: needs a name"),
         ("[erm, sam", "[ern, sam", 'r.yaml:4: methods.0.name: no "ern" in algorithms; did you mean "erm"?'),
-        ("[erm, sam", "[erm+samm, sam", 'r.yaml:4: methods.0.name: no "samm" in sharpness; did you mean "sam"?'),
+        (
+            "[erm, sam",
+            "[erm+samm, sam",
+            'r.yaml:4: methods.0.name: no "samm" in sharpness or averaging; did you mean "sam"?',
+        ),
+        ("[erm, sam", "[erm+swad+swad, sam", "methods.0.name: +swad and +swad do not go together; keep one"),
+        ("resnet10t", "resnet10t, unfreeze_at: 5", "encoder.unfreeze_at: has no meaning with a frozen encoder"),
+        (
+            "resnet10t",
+            "resnet10t, trainable: true, unfreeze_at: 10",
+            "r.yaml:3: encoder.unfreeze_at: 10 leaves the encoder untrained in 10 training steps",
+        ),
         ("[erm, sam", "[erm, erm", 'r.yaml:4: methods.1: two methods are called "erm"'),
         ("[erm, sam", "[linear_probe+sam, sam", "linear_probe is not trained by gradient steps"),
         ("[erm, sam", "[3, sam", "r.yaml:4: methods.0: a method is a name"),
@@ -122,9 +133,27 @@ def test_numbers_written_as_yaml_text_are_numbers():
     assert check(parse(GOOD.replace("steps: 10", "steps: 10, lr: 1e-3"), "r.yaml")).training.lr == 1e-3
 
 
-@pytest.mark.parametrize(("name", "parts"), [("erm", ("erm", None)), ("sam", ("erm", "sam")), ("a+sam", ("a", "sam"))])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("erm", ("erm", [])),
+        ("sam", ("erm", ["sam"])),
+        ("a+sam", ("a", ["sam"])),
+        ("sam+swad", ("erm", ["sam", "swad"])),
+        ("a+swad+sam", ("a", ["swad", "sam"])),
+    ],
+)
 def test_method_names(name, parts):
     assert split_name(name) == parts
+
+
+def test_sharpness_and_averaging_have_their_settings_in_the_item():
+    text = GOOD.replace("[erm, sam,", "[{name: erm+sam+swad, rho: 0.1, n_converge: 2}, swad,")
+    first, second, _ = check(parse(text, "r.yaml")).methods
+    assert first.sharpness.build().rho == 0.1 and first.averaging.build().n_converge == 2
+    assert second.sharpness is None and second.averaging.kwargs() == {
+        "n_converge": 3, "n_tolerance": 6, "tolerance_ratio": 0.3,
+    }  # fmt: skip
 
 
 def test_a_recipe_whose_data_set_is_not_there_says_so():

@@ -98,6 +98,7 @@ class _Work:
             sharpness=item.sharpness.build() if item.sharpness else None,
             lr=recipe.training.lr,
             weight_decay=recipe.training.weight_decay,
+            averaging=item.averaging.build() if item.averaging else None,
         )
 
     def banked(self, jobs: list[Job]) -> Iterator[Finished]:
@@ -152,6 +153,7 @@ class _Work:
                 self.accelerator,
                 record=self.record,
                 show=self.accelerator.is_main_process,
+                unfreeze_at=self.plan.recipe.encoder_common.unfreeze_at,
             )
 
             def logits(selected: Selected, rows: Tensor, encoder: Encoder = encoder) -> Tensor:
