@@ -118,6 +118,22 @@ def test_head_init_zero_shot_needs_normalised_features():
     assert check(recipe).methods[2].head_init == "zero_shot"
 
 
+def test_wise_ft_starts_from_the_text_or_is_refused():
+    wise = GOOD.replace("[erm, sam,", "[wise_ft, sam,")
+    without_text = [fault for fault in faults(wise) if "methods.0" in fault]
+    assert len(without_text) == 1 and "wise_ft needs an encoder with a text side" in without_text[0]
+    clip = wise.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
+    assert faults(clip) == [
+        "r.yaml:4: methods.0: wise_ft starts from class embeddings, which fit L2-normalised features; "
+        "set encoder.normalize: true"
+    ]
+    normalised = clip.replace("weights: demo", "weights: demo, normalize: true")
+    assert check(parse(normalised, "r.yaml")).methods[0].head_init == "zero_shot"
+    random = normalised.replace("wise_ft", "{name: wise_ft, head_init: random}")
+    assert "leave head_init out" in faults(random)[0]
+    assert "methods.0.alpha" in faults(normalised.replace("wise_ft", "{name: wise_ft, alpha: 1.5}"))[0]
+
+
 def test_another_component_from_the_command_line_drops_the_keys_of_the_former():
     text = GOOD.replace(
         "{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo, prompts: ['a {}']}"

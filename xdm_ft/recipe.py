@@ -251,6 +251,8 @@ def _method(faults: _Faults, key: Key, value: Any) -> MethodItem | None:
     for folder, (_, part) in added.items():
         before, model = model, components.settings_model(part, model)
         own[folder] = tuple(field for field in model.model_fields if field not in before.model_fields)
+    if cls.needs_text and issubclass(cls, Algorithm):
+        values = {"head_init": "zero_shot", **values}
     block = _block(faults, key, model, values)
     if not isinstance(block, MethodCommon):
         return None
@@ -327,12 +329,19 @@ def _check_method(faults: _Faults, key: Key, item: MethodItem, recipe: Recipe, h
             item.algorithm.build(Setup(task, width=2, steps=recipe.training.steps, seed=0))
         except UserError as error:
             faults.add(key, str(error))
-    if item.algorithm.cls.needs_text and not has_text:
+    needs_text = item.algorithm.cls.needs_text
+    if needs_text and not has_text:
         faults.add(key, f"{item.label} needs an encoder with a text side; use encoder.name: open_clip")
-    if item.head_init == "zero_shot":
+    elif item.head_init == "random" and needs_text and not item.is_solver:
+        faults.add((*key, "head_init"), f"{item.label} starts from the class embeddings; leave head_init out")
+    elif item.head_init == "zero_shot":
         if item.is_solver:
             faults.add((*key, "head_init"), f"{item.label} does not start from a head; leave head_init out")
         elif not has_text:
             faults.add((*key, "head_init"), "zero_shot needs an encoder with a text side; use encoder.name: open_clip")
         elif not getattr(recipe.encoder.block, "normalize", False):
-            faults.add((*key, "head_init"), "class embeddings fit L2-normalised features; set encoder.normalize: true")
+            what = item.label if needs_text else "zero_shot"
+            faults.add(
+                key,
+                f"{what} starts from class embeddings, which fit L2-normalised features; set encoder.normalize: true",
+            )

@@ -99,6 +99,8 @@ class Algorithm(nn.Module, Method, ABC):
 
     auxiliary: tuple[str, ...] = ()  # names of child modules trained by `Losses.auxiliary`
     first_selectable_step: int = 1  # earlier steps can not be selected
+    # share of the trained weights in what is kept, the rest those that training started from; None: all
+    interpolated: float | Literal["select"] | None = None
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()

@@ -69,7 +69,8 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     models = []
     for item in recipe.methods:
         # the text encoder's head is the same for every seed
-        seeds = recipe.protocol.seeds[:1] if item.algorithm.cls.needs_text else recipe.protocol.seeds
+        is_text = item.is_solver and item.algorithm.cls.needs_text
+        seeds = recipe.protocol.seeds[:1] if is_text else recipe.protocol.seeds
         for place in range(len(by_seed[seeds[0]])):
             models += [_planned(recipe, item, by_seed[seed][place], seed, dataset) for seed in seeds]
     notes = dict.fromkeys(note for of_seed in by_seed.values() for split in of_seed for note in split.notes)

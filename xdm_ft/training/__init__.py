@@ -82,6 +82,7 @@ class Selected:
     step: int  # number of steps taken; of averaged weights, the last that counts
     state: dict[str, Tensor]  # parameters and buffers on the CPU: `head.weight`, …; end to end also `encoder.…`
     hparams: dict[str, float] = field(default_factory=dict)  # what a solver varied, or how weights were averaged
+    curve: list[dict[str, float | None]] = field(default_factory=list)  # α and the metric by split, where interpolated
 
 
 @dataclass(frozen=True)
