@@ -43,14 +43,16 @@ def path(job: Job, training: Training) -> list[dict[str, Tensor]]:
 
 
 def test_heads_of_a_bank_average_their_own_valleys() -> None:
-    training = Training(batch_size=8, evaluate_every=5)
-    plain = [job_of(seed=seed, steps=40, lr=lr) for seed, lr in ((1, 0.003), (1, 0.03), (1, 1.0))]
-    averaged = [dataclasses.replace(job, averaging=SWAD(n_converge=2, n_tolerance=2)) for job in plain]
+    training = Training(batch_size=8, evaluate_every=5, optimizer="sgd", momentum=0.0)
+    plain = [job_of(seed=seed, steps=40, lr=lr) for seed, lr in ((1, 0.003), (1, 1.0), (1, 3.0))]
+    averaged = [
+        dataclasses.replace(job, averaging=SWAD(n_converge=2, n_tolerance=2, tolerance_ratio=0.0)) for job in plain
+    ]
     windows = set()
     for job, trained in zip(plain, bank_problems.train(averaged, training, ("train_val", "oracle")), strict=True):
         states, rows = path(job, training), job.split.evaluation[LOSS_SPLIT]
         labels, domains = digits().labels[rows], digits().domains[rows]
-        reference = SWAD(n_converge=2, n_tolerance=2).begin()
+        reference = SWAD(n_converge=2, n_tolerance=2, tolerance_ratio=0.0).begin()
         for first in range(0, 40, 5):
             names = states[0].keys() - {"seed"}
             mean = {name: torch.stack([s[name] for s in states[first : first + 5]]).mean(0) for name in names}
@@ -63,7 +65,7 @@ def test_heads_of_a_bank_average_their_own_valleys() -> None:
         for name, value in expected.mean.items():
             torch.testing.assert_close(selected.state[name], value, rtol=1e-4, atol=1e-5)
         windows.add((expected.first, expected.last))
-    assert windows == {(36, 40), (6, 40), (1, 40)}
+    assert windows == {(36, 40), (16, 40), (16, 20)}
 
 
 def test_the_warm_up_of_xdomainmix_is_not_averaged() -> None:
