@@ -86,6 +86,11 @@ def test_all_faults_at_once_each_with_its_line():
         ("{steps: 10}", "{epochs: 2}", "r.yaml:5: training.epochs: an epoch needs sampler: pooled"),
         ("{steps: 10}", "[1]", "r.yaml:5: training: must be a block of keys"),
         ("{steps: 10}", "{steps: 10, mixed_precision: bf16}", "has no meaning with a frozen encoder"),
+        (
+            "training: {steps",
+            "protocol: {name: official, split_rule: domainbed}\ntraining: {steps",
+            "protocol.split_rule: the",
+        ),
         ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves nothing"),
         ("[erm, sam", "[zero_shot, sam", "methods.0: zero_shot needs an encoder with a text side"),
         ("p_discard: 0.3", "head_init: zero_shot", "methods.2.head_init: zero_shot needs an encoder with a text side"),
@@ -107,6 +112,15 @@ def test_fp16_with_sam_is_refused_and_without_it_is_not():
     apply_override(recipe, "training.mixed_precision=fp16")
     apply_override(recipe, "methods=[erm]")
     assert check(recipe).training.mixed_precision == "fp16"
+
+
+def test_a_method_without_effect_on_cached_features_is_refused_there_and_not_end_to_end():
+    text = GOOD.replace("methods: [erm, sam,", "methods: [coral, coral+sam, linear_probe,")
+    found = faults(text)
+    assert len(found) == 2
+    assert found[0].startswith("r.yaml:4: methods.0: coral: its penalty is on the features") and "use erm" in found[0]
+    assert "coral+sam" in found[1]
+    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
 
 
 def test_head_init_zero_shot_needs_normalised_features():
@@ -172,6 +186,7 @@ def test_sharpness_and_averaging_have_their_settings_in_the_item():
     }  # fmt: skip
 
 
-def test_a_recipe_whose_data_set_is_not_there_says_so():
-    with pytest.raises(UserError, match=r'clip_camelyon.yaml:7: data.name: no "camelyon17" in data'):
-        load("clip_camelyon")
+def test_a_recipe_whose_data_are_not_there_says_so(tmp_path):
+    recipe = load("clip_camelyon", [f"data.root={tmp_path}"])
+    with pytest.raises(UserError, match=r"data.root: .*camelyon17_v1.0 does not exist; set data.download: true"):
+        recipe.data.build()

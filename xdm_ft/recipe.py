@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,50 +11,26 @@ import yaml
 from pydantic import ValidationError
 
 from xdm_ft import components
-from xdm_ft.algorithms import Algorithm, HeadInit, Setup, Solver
+from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.blocks import Block
 from xdm_ft.data.loading.splits import Protocol
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.features import FeatureSettings
-from xdm_ft.recipe_blocks import DataCommon, EncoderCommon, MethodCommon, Output
+from xdm_ft.recipe_blocks import (
+    Component,
+    DataCommon,
+    EncoderCommon,
+    MethodCommon,
+    MethodItem,
+    Output,
+    unfreezes_too_late,
+)
 from xdm_ft.recipe_text import Key, RecipeText, dotted, read_recipe
 from xdm_ft.tensors import Task
 from xdm_ft.training import Training
 
 logger = logging.getLogger("xdm_ft")
-
-
-@dataclass(frozen=True)
-class Component:
-    """A component named in a recipe: its class and the settings for its constructor."""
-
-    name: str
-    cls: type[Any]
-    block: Block  # common keys and the component's own
-    own: tuple[str, ...]  # names of the constructor's keys
-
-    def kwargs(self) -> dict[str, Any]:
-        return {key: getattr(self.block, key) for key in self.own}
-
-    def build(self, *args: Any) -> Any:
-        return self.cls(*args, **self.kwargs())
-
-
-@dataclass(frozen=True)
-class MethodItem:
-    """One entry of `methods`."""
-
-    label: str
-    head_init: HeadInit
-    algorithm: Component
-    sharpness: Component | None
-    averaging: Component | None
-    block: Block
-
-    @property
-    def is_solver(self) -> bool:
-        return issubclass(self.algorithm.cls, Solver)
 
 
 @dataclass(frozen=True)
@@ -300,35 +277,34 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
         faults.add(("encoder", "unfreeze_at"), "has no meaning with a frozen encoder; leave it out, or set trainable")
     elif training.steps is not None and unfreeze_at >= training.steps:
         faults.add(("encoder", "unfreeze_at"), unfreezes_too_late(unfreeze_at, training.steps))
+    if protocol.name == "official" and protocol.split_rule != "stratified":
+        faults.add(("protocol", "split_rule"), "the official split decides what validates; leave it out")
     if not recipe.trainable:
         for key, idle in (("mixed_precision", "no"), ("accumulation", 1)):
             if getattr(training, key) != idle:
-                faults.add(
-                    ("training", key), "has no meaning with a frozen encoder; leave it out (features.precision exists)"
-                )
+                problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
+                faults.add(("training", key), problem)
     has_text = issubclass(recipe.encoder.cls, TextEncoder)
     for i, item in enumerate(recipe.methods):
         _check_method(faults, ("methods", i), item, recipe, has_text)
 
 
-def unfreezes_too_late(unfreeze_at: int, steps: int) -> str:
-    return f"{unfreeze_at} leaves the encoder untrained in {steps} training steps; lower it or raise training.steps"
-
-
 def _check_method(faults: _Faults, key: Key, item: MethodItem, recipe: Recipe, has_text: bool) -> None:
     if item.sharpness is not None and recipe.training.mixed_precision == "fp16":
-        name = item.sharpness.name
-        faults.add(
-            ("training", "mixed_precision"),
-            f"fp16 scales the loss, which falsifies the second pass of {name}; use bf16 or no with {item.label}",
-        )
-    if not item.is_solver and recipe.training.steps is not None:
+        problem = f"fp16 scales the loss, which falsifies the second pass of {item.sharpness.name}"
+        faults.add(("training", "mixed_precision"), f"{problem}; use bf16 or no with {item.label}")
+    if not item.is_solver:
         # two classes, two domains and two features are enough for the algorithm to check its own settings
-        task = Task(("a", "b"), ("a", "b"))
+        setup = Setup(Task(("a", "b"), ("a", "b")), width=2, steps=recipe.training.steps or sys.maxsize, seed=0)
         try:
-            item.algorithm.build(Setup(task, width=2, steps=recipe.training.steps, seed=0))
+            algorithm = item.algorithm.build(setup)
         except UserError as error:
             faults.add(key, str(error))
+        else:
+            frozen_reason = "" if recipe.trainable else algorithm.frozen_reason
+            pooled_reason = algorithm.pooled_reason if recipe.training.sampler == "pooled" else ""
+            for reason in filter(None, (frozen_reason, pooled_reason)):
+                faults.add(key, f"{item.label}: {reason}")
     needs_text = item.algorithm.cls.needs_text
     if needs_text and not has_text:
         faults.add(key, f"{item.label} needs an encoder with a text side; use encoder.name: open_clip")

@@ -1,12 +1,13 @@
-"""The blocks of a recipe whose other keys are those of the component that they name, and the output."""
+"""The parts of a recipe that name components: their own keys, and what they become."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from xdm_ft.algorithms import HeadInit
+from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.blocks import Block
 
 
@@ -51,3 +52,39 @@ class Output(Block):
     """Where results go."""
 
     dir: Annotated[str, Field(min_length=1, description="parent of the run directory")] = "output"
+
+
+def unfreezes_too_late(unfreeze_at: int, steps: int) -> str:
+    return f"{unfreeze_at} leaves the encoder untrained in {steps} training steps; lower it or raise training.steps"
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component named in a recipe: its class and the settings for its constructor."""
+
+    name: str
+    cls: type[Any]
+    block: Block  # common keys and the component's own
+    own: tuple[str, ...]  # names of the constructor's keys
+
+    def kwargs(self) -> dict[str, Any]:
+        return {key: getattr(self.block, key) for key in self.own}
+
+    def build(self, *args: Any) -> Any:
+        return self.cls(*args, **self.kwargs())
+
+
+@dataclass(frozen=True)
+class MethodItem:
+    """One entry of `methods`."""
+
+    label: str
+    head_init: HeadInit
+    algorithm: Component
+    sharpness: Component | None
+    averaging: Component | None
+    block: Block
+
+    @property
+    def is_solver(self) -> bool:
+        return issubclass(self.algorithm.cls, Solver)

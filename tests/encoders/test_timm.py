@@ -82,7 +82,7 @@ def test_stages_run_in_the_order_of_their_names() -> None:
         encoder = Timm(model=name, preprocessing=PreprocessingOverrides(size=size))
         order: list[str] = []
         for stage in encoder.stage_names:
-            encoder.get_submodule(stage).register_forward_hook(lambda *_, stage=stage: order.append(stage))
+            encoder.get_submodule(stage).register_forward_hook(lambda *_, stage=stage, order=order: order.append(stage))
         features(encoder, images(size))
         assert order == list(encoder.stage_names)
 
@@ -196,7 +196,7 @@ def test_faults_of_the_recipe(keys: dict[str, object], wording: str) -> None:
 
 def test_wrong_kwargs_are_not_blamed_on_the_file(tmp_path: Path) -> None:
     save_file(reference().state_dict(), tmp_path / "good.safetensors")
-    with pytest.raises(UserError, match="encoder.kwargs"):
+    with pytest.raises(UserError, match=r"encoder.kwargs"):
         Timm(model="test_resnet", weights=str(tmp_path / "good.safetensors"), kwargs={"bn_epz": 1})
 
 

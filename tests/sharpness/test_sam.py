@@ -65,6 +65,12 @@ def test_offset_by_hand() -> None:
     torch.testing.assert_close(adaptive, {"w": torch.tensor([1.0, 0.0]), "b": torch.tensor([-0.0])})  # ½·4·3/6
 
 
+def test_offset_is_in_proportion_to_rho() -> None:
+    parameters, gradients = {"w": torch.tensor([2.0, -1.0])}, {"w": torch.tensor([3.0, 0.5])}
+    near, far = (SAM().offset(parameters, gradients, rho)["w"] for rho in (0.1, 0.2))
+    torch.testing.assert_close(2 * near, far)
+
+
 def test_no_gradient_no_offset() -> None:
     nothing = {"w": torch.zeros(3)}
     assert torch.equal(SAM().offset({"w": torch.ones(3)}, nothing, 0.05)["w"], torch.zeros(3))

@@ -37,12 +37,14 @@ def test_pure_functions_of_the_right_shape(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_climbs_in_proportion_to_rho(name: str) -> None:
+    """What is added per ρ; an offset may hold more that ρ has no part in."""
     sharpness = find("sharpness", name)()
     parameters, gradients = tensors(0), tensors(1)
-    near, far = (sharpness.offset(parameters, gradients, rho) for rho in (0.1, 0.2))
+    near, middle, far = (sharpness.offset(parameters, gradients, rho) for rho in (0.1, 0.2, 0.3))
     assert sum((near[key] * gradients[key]).sum() for key in near) > 0
     for key in near:
-        torch.testing.assert_close(2 * near[key], far[key])
+        torch.testing.assert_close(middle[key] - near[key], far[key] - middle[key])
+        assert ((middle[key] - near[key]) * gradients[key]).sum() > 0
 
 
 @pytest.mark.parametrize("name", NAMES)

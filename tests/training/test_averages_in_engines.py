@@ -22,7 +22,8 @@ from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.training import Job, Training
 from xdm_ft.training.averages import LOSS_SPLIT
-from xdm_ft.training.bank import batches, head_logits, stack, step
+from xdm_ft.training.bank import stack, step
+from xdm_ft.training.cached_data import batches, head_logits
 
 ANY_VALLEY = SWAD(n_converge=1, tolerance_ratio=100.0)  # averages everything
 

@@ -19,7 +19,7 @@ from xdm_ft.algorithms.zero_shot import ZeroShot
 from xdm_ft.features.cache import Features
 from xdm_ft.tensors import Batch, Task
 from xdm_ft.training import Job, Trained
-from xdm_ft.training.bank import CachedData, head_logits
+from xdm_ft.training.cached_data import CachedData, head_logits
 from xdm_ft.training.solvers import solve
 
 STRENGTHS = (0.3, 1e-2, 1e-4)

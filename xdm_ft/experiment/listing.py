@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from xdm_ft import components
-from xdm_ft.algorithms import Algorithm
+from xdm_ft.algorithms import Algorithm, Method
 from xdm_ft.recipe import BEHIND
 from xdm_ft.recipe_text import recipe_folder
 
@@ -31,9 +31,14 @@ def _methods() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name in components.names("algorithms"):
         cls = components.find("algorithms", name)
-        works_on = "cached / end to end" if issubclass(cls, Algorithm) else "cached"
-        rows.append((name, cls.source, works_on, _settings("algorithms", name)))
+        rows.append((name, cls.source, _works_on(cls), _settings("algorithms", name)))
     return rows
+
+
+def _works_on(cls: type[Method]) -> str:
+    if not issubclass(cls, Algorithm):
+        return "cached"
+    return "end to end" if cls.frozen_reason else "cached / end to end"
 
 
 def _behind() -> list[tuple[str, ...]]:
@@ -61,6 +66,8 @@ def _plain(default: object) -> object:
 
     if isinstance(default, Block):
         return default.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(default, Path):
+        return str(default)
     return list(default) if isinstance(default, tuple) else default
 
 

@@ -13,7 +13,8 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data.loading.samplers import steps_of
 from xdm_ft.data.loading.splits import Split, splits
 from xdm_ft.errors import UserError, did_you_mean
-from xdm_ft.recipe import MethodItem, Recipe, unfreezes_too_late
+from xdm_ft.recipe import Recipe
+from xdm_ft.recipe_blocks import MethodItem, unfreezes_too_late
 from xdm_ft.tensors import Task
 
 

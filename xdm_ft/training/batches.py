@@ -42,6 +42,16 @@ def deal(rows: Tensor, domain: Tensor, parts: int, blocks: int) -> list[Tensor]:
     return [table[:, part::parts].reshape(-1) for part in range(parts)]
 
 
+def block(batch: Batch, number: int, blocks: int, axis: int = 0) -> Batch:
+    """One of the equal blocks, a domain each, that a per-domain batch and its micro-batches consist of.
+
+    `axis` is that of the samples: 1 in a bank, where that of the heads comes before it.
+    """
+    size = batch.y.shape[axis] // blocks
+    fields = {name: value for name, value in batch._asdict().items() if value is not None}
+    return Batch(**{name: value.narrow(axis, number * size, size) for name, value in fields.items()})
+
+
 class StepRows(Sampler[list[int]]):
     """Batch sampler of a DataLoader: this process's rows of steps first…last−1, one micro-batch after the other."""
 
@@ -62,7 +72,8 @@ class TrainingBatches:
     What a step's batch holds depends on the job's seed and the step only. It is cut into processes × accumulation
     micro-batches. The mean of their losses weighted by their sizes is exactly the batch's loss, with two exceptions: a
     pooled batch under `loss_average: domain`, where a micro-batch's mean over its own domains takes the place of the
-    whole batch's, and methods that look for partners, which find them inside a micro-batch.
+    whole batch's, and methods that compare samples or domains (partners, penalties, domain weights), which see those of
+    a micro-batch.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ from xdm_ft.randomness import Stream, bits
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.batch_norm import gather_statistics
-from xdm_ft.training.batches import MicroBatch, TrainingBatches
+from xdm_ft.training.batches import MicroBatch, TrainingBatches, block
 from xdm_ft.training.passes import BatchNorm, EndToEnd, Passes, Roles, StepLosses
 from xdm_ft.training.prediction import EvaluationImages, precision_of, predict
 from xdm_ft.training.schedule import learning_rate_factor
@@ -154,14 +154,9 @@ def _phase(
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
-            losses = passes.run(micro_batches, step)
+            losses = _step(passes, micro_batches, optimizer, run.training.clip_norm, step)
             if not math.isfinite(loss := float(losses.total + losses.second + losses.auxiliary)):
                 return _failure(f"the loss is {loss}", step, steps, run.batches)
-            if run.training.clip_norm is not None:
-                accelerator.clip_grad_norm_(passes.roles.main.values(), run.training.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-
             course.add(losses)
             if run.averages is not None:
                 trained = passes.roles.main | passes.roles.auxiliary
@@ -196,6 +191,29 @@ def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerat
     inner.train()
     gather_statistics(inner.encoder, (batch for _, batch in islice(run.batches, STATISTICS_BATCHES)), accelerator)
     return inner.weights()
+
+
+def _step(
+    passes: Passes, micro_batches: list[MicroBatch], optimizer: Optimizer, clip_norm: float | None, step: int
+) -> StepLosses:
+    """One step of the algorithm; its losses, the mean over the steps of the optimizer that it takes."""
+    algorithm, taken = passes.inner.algorithm, list[StepLosses]()
+
+    def inner_step(domain: int | None) -> None:
+        parts = micro_batches
+        if domain is not None:
+            domains = algorithm.task.num_domains
+            parts = [MicroBatch(block(batch, domain, domains), weight) for batch, weight in micro_batches]
+        taken.append(passes.run(parts, step))
+        if clip_norm is not None:
+            passes.accelerator.clip_grad_norm_(passes.roles.main.values(), clip_norm)
+        if algorithm.resets_optimizer(step):
+            optimizer.state.clear()  # torch's optimizers start anew where they find none
+        optimizer.step()
+        optimizer.zero_grad()
+
+    algorithm.update(passes.roles.main | passes.roles.auxiliary, inner_step, step)
+    return StepLosses.mean(taken)
 
 
 def _failure(what: str, step: int, steps: int, batches: TrainingBatches) -> str:

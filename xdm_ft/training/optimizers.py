@@ -30,6 +30,10 @@ class Optimizer(ABC):
             self._update(name, parameter, gradients[name], self.lr[name] * factor)
 
     @abstractmethod
+    def reset(self) -> None:
+        """Forgets the past gradients of every head."""
+
+    @abstractmethod
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None: ...
 
 
@@ -40,6 +44,10 @@ class SGD(Optimizer):
         super().__init__(parameters, lr, weight_decay)
         self.momentum = momentum
         self.velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    def reset(self) -> None:
+        for velocity in self.velocity.values():
+            velocity.zero_()
 
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None:
         if self.decays:
@@ -58,6 +66,11 @@ class Adam(Optimizer):
         self.taken = 0
         self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
+
+    def reset(self) -> None:
+        self.taken = 0
+        for moment in (*self.mean.values(), *self.square.values()):
+            moment.zero_()
 
     def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
         self.taken += 1

@@ -16,6 +16,7 @@ from xdm_ft.sharpness import Sharpness
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training.batch_norm import RunningStatistics, batch_norm_layers
 from xdm_ft.training.batches import MicroBatch
+from xdm_ft.training.stage_modules import StageModules
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,9 +37,12 @@ class EndToEnd(nn.Module):
         _freeze_unreached(encoder)
         self.trainable = [p for p in encoder.parameters() if p.requires_grad]
         self.encoder_frozen = False
+        self.stages = StageModules(encoder, algorithm.stage_modules(encoder))
 
     def forward(self, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
-        z = self.encoder(batch.x)  # [B,K]
+        batch = self.algorithm.on_inputs(batch, step)
+        with self.stages.during(batch, step):
+            z = self.encoder(batch.x)  # [B,K]
         with torch.autocast(z.device.type, enabled=False):
             losses: Losses = self.algorithm(z.float(), batch, step, held)
         return losses
@@ -107,6 +111,15 @@ class StepLosses(NamedTuple):
     second: Tensor  # scalar: `total` of the second pass; 0 without one
     auxiliary: Tensor  # scalar
     logs: dict[str, Tensor]
+
+    @classmethod
+    def mean(cls, of: list[StepLosses]) -> StepLosses:
+        """Over several steps of the optimizer that log the same."""
+        total, second, auxiliary = (
+            torch.stack(values).mean(0) for values in zip(*(one[:3] for one in of), strict=True)
+        )
+        logs = {name: torch.stack([one.logs[name] for one in of]).mean(0) for name in of[0].logs}
+        return cls(total, second, auxiliary, logs)
 
 
 class Passes:

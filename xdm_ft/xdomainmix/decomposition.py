@@ -12,7 +12,7 @@ from xdm_ft.tensors import Parts
 from xdm_ft.xdomainmix.selection import divider
 
 
-def specific_mask(scores: Tensor, quantile: float) -> Tensor:
+def specific_mask(scores: Tensor, quantile: float | Fraction) -> Tensor:
     """M[k] = 1 where score(z^k) > τ, τ the `quantile` of the K scores of that sample. Strictly greater. (3)
 
     One order statistic decides. With r = q(K−1) the interpolated τ lies in [x_(⌊r⌋), x_(⌈r⌉)), or equals both where
@@ -24,7 +24,7 @@ def specific_mask(scores: Tensor, quantile: float) -> Tensor:
 
     Args:
         scores: importance scores, [...,K].
-        quantile: q in [0, 1].
+        quantile: q in [0, 1]; a third is `Fraction(1, 3)`.
 
     Returns:
         bool [...,K].

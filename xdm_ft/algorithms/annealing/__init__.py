@@ -1,0 +1,51 @@
+"""Risk plus a penalty that gets its weight after some steps: what IRM and VREx share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xdm_ft.algorithms import Algorithm, Setup, linear
+from xdm_ft.errors import UserError
+from xdm_ft.tensors import Batch, Losses
+
+
+class AnnealedPenalty(Algorithm):
+    """loss = R + w · penalty, R the average cross-entropy; w is 1 for `anneal_steps` steps, then `penalty_weight`.
+
+    The optimizer forgets its moments as w changes: Adam's, made of small gradients, would let the first large ones
+    through unscaled (DomainBed). Steps before that can not be selected, as they are a training with weight 1.
+    """
+
+    min_domains = 2
+
+    def __init__(self, setup: Setup, penalty_weight: float, anneal_steps: int | None) -> None:
+        """`anneal_steps` null is a tenth of the steps: DomainBed's 500 of 5000."""
+        super().__init__(setup)
+        self.anneal_steps = setup.steps // 10 if anneal_steps is None else anneal_steps
+        if self.anneal_steps >= setup.steps:
+            raise UserError(
+                f"{type(self).__name__.lower()}: anneal_steps {self.anneal_steps} leaves none of {setup.steps} "
+                "training steps for penalty_weight; lower anneal_steps or raise training.steps"
+            )
+        self.penalty_weight: Tensor
+        self.register_buffer("penalty_weight", torch.tensor(penalty_weight, dtype=torch.float32))
+        self.first_selectable_step = self.anneal_steps + 1
+
+    @abstractmethod
+    def penalty(self, logits: Tensor, per_sample: Tensor, batch: Batch) -> Tensor:
+        """The penalty, a scalar, from logits [B,C] and their cross-entropies [B]."""
+
+    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+        logits = linear(z, self.head)
+        per_sample = F.cross_entropy(logits, batch.y, reduction="none")
+        penalty = self.penalty(logits, per_sample, batch)
+        risk = self.average(per_sample, batch)
+        total = risk + (self.penalty_weight if step >= self.anneal_steps else 1) * penalty
+        return Losses(total, auxiliary=total.new_zeros(()), logs={"risk": risk, "penalty": penalty})
+
+    def resets_optimizer(self, step: int) -> bool:
+        return step == self.anneal_steps

@@ -1,0 +1,40 @@
+"""VREx: risks that do not vary between domains."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from xdm_ft.algorithms import Setup, domain_means
+from xdm_ft.algorithms.annealing import AnnealedPenalty
+from xdm_ft.tensors import Batch
+
+
+class VREx(AnnealedPenalty):
+    """loss = R + β · 1/N Σ_d (R_d − R̄)², R_d the mean cross-entropy of domain d, R̄ the mean over the N domains.
+
+    N counts the domains that are in the batch; with one the penalty is 0.
+
+    The weight is 1 for the first `anneal_steps` steps, then β, and the optimizer starts anew there. β = 10 and a tenth
+    of the steps are DomainBed's (500 of 5000), as are the mean where the paper sums the risks, and the weight of 1.
+    """
+
+    source = "Krueger et al. 2021, Out-of-Distribution Generalization via Risk Extrapolation (ICML), V-REx"
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        penalty_weight: Annotated[float, Field(ge=0, description="β, of the penalty after annealing")] = 10.0,
+        anneal_steps: Annotated[
+            int | None, Field(ge=0, description="steps with β = 1 before that; null: a tenth of the steps")
+        ] = None,
+    ) -> None:
+        super().__init__(setup, penalty_weight, anneal_steps)
+
+    def penalty(self, logits: Tensor, per_sample: Tensor, batch: Batch) -> Tensor:
+        risks, present = domain_means(per_sample, batch.domain, self.task.num_domains)  # [D]
+        mean = risks.sum() / present.sum()
+        return ((risks - mean).square() * present).sum() / present.sum()
