@@ -78,10 +78,10 @@ def gather_statistics(module: nn.Module, steps: Iterable[list[MicroBatch]], acce
     taken = 0
     for micro_batches in steps:
         taken += 1
-        for batch, weight in micro_batches:
+        for micro_batch in micro_batches:
             with accelerator.autocast():
-                module(batch.x)
-            statistics.collect(weight)
+                module(micro_batch.batch.x)
+            statistics.collect(micro_batch.weight)
     for total in statistics.sums:
         total.copy_(accelerator.reduce(total, "sum") / taken)
     statistics.commit()

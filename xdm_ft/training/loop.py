@@ -85,7 +85,8 @@ def train_model(
     assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
     inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm).to(accelerator.device).train()
     images = ImageRows(dataset, evaluation_transform(encoder.preprocessing))
-    batches = TrainingBatches(job, training, images, labels, domains, accelerator)
+    together = algorithm.across_processes
+    batches = TrainingBatches(job, training, images, labels, domains, accelerator, together=together)
     first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
     averages = Averages(job.averaging, 1, first_step) if job.averaging else None
     seen = rules if averages is None else list(dict.fromkeys([*rules, LOSS_SPLIT]))
@@ -203,7 +204,7 @@ def _step(
         parts = micro_batches
         if domain is not None:
             domains = algorithm.task.num_domains
-            parts = [MicroBatch(block(batch, domain, domains), weight) for batch, weight in micro_batches]
+            parts = [MicroBatch(block(part.batch, domain, domains), part.weight) for part in micro_batches]
         taken.append(passes.run(parts, step))
         if clip_norm is not None:
             passes.accelerator.clip_grad_norm_(passes.roles.main.values(), clip_norm)

@@ -17,6 +17,7 @@ from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training.batch_norm import RunningStatistics, batch_norm_layers
 from xdm_ft.training.batches import MicroBatch
 from xdm_ft.training.stage_modules import StageModules
+from xdm_ft.training.together import Together
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -39,12 +40,17 @@ class EndToEnd(nn.Module):
         self.encoder_frozen = False
         self.stages = StageModules(encoder, algorithm.stage_modules(encoder))
 
-    def forward(self, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
+    def forward(
+        self, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None, together: Together | None = None
+    ) -> Losses:
         batch = self.algorithm.on_inputs(batch, step)
         with self.stages.during(batch, step):
             z = self.encoder(batch.x)  # [B,K]
         with torch.autocast(z.device.type, enabled=False):
-            losses: Losses = self.algorithm(z.float(), batch, step, held)
+            z = z.float()
+            if together is not None:
+                z, batch = together.gathered(z)
+            losses: Losses = self.algorithm(z, batch, step, held)
         return losses
 
     def train(self, mode: bool = True) -> EndToEnd:
@@ -155,12 +161,12 @@ class Passes:
         # which also gives the second pass the draws of the first
         torch.manual_seed(int(bits(self.seed, step, Stream.ENCODER, self.accelerator.process_index)))
         returned = []
-        for place, (batch, weight) in enumerate(micro_batches):
+        for place, (batch, weight, together) in enumerate(micro_batches):
             last = place == len(micro_batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                losses: Losses = self.model(batch, step, None if held is None else held[place])
+                losses: Losses = self.model(batch, step, None if held is None else held[place], together)
                 # processes' gradients are averaged, while the weights of all their micro-batches sum to 1
-                scale = weight * self.accelerator.num_processes
+                scale = weight * self.accelerator.num_processes if together is None else together.weight
                 self.accelerator.backward((losses.total + losses.auxiliary) * scale)
             if held is None:
                 self.statistics.collect(weight)
@@ -187,7 +193,9 @@ class Passes:
                 parameter.copy_(values[name])
             _set_gradients(main, sharpness.combine(first, _take_gradients(main)))
             _set_gradients(self.roles.auxiliary, auxiliary)
-        return _weighted_sum([losses.total for losses in returned], [weight for _, weight in micro_batches])
+        return _weighted_sum(
+            [losses.total for losses in returned], [micro_batch.weight for micro_batch in micro_batches]
+        )
 
     @torch.no_grad()
     def _commit(self, first: list[Losses], second: Tensor, weights: list[float]) -> StepLosses:
