@@ -3,6 +3,8 @@
 import pytest
 import yaml
 
+from xdm_ft import components
+from xdm_ft.algorithms import Algorithm
 from xdm_ft.errors import UserError
 from xdm_ft.recipe import check, load, split_name
 from xdm_ft.recipe_text import apply_override, parse
@@ -121,6 +123,29 @@ def test_a_method_without_effect_on_cached_features_is_refused_there_and_not_end
     assert found[0].startswith("r.yaml:4: methods.0: coral: its penalty is on the features") and "use erm" in found[0]
     assert "coral+sam" in found[1]
     assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
+
+
+def test_what_works_inside_the_encoder_or_on_images_is_refused_on_cached_features():
+    text = GOOD.replace(
+        "[erm, sam,", "[mixstyle, dsu+sam, {name: lisa, mix: cutmix}, {name: lisa, label: on_features},"
+    )
+    found = faults(text)
+    assert [line.split(": ")[1:3] for line in found] == [
+        ["methods.0", "mixstyle"], ["methods.1", "dsu+sam"], ["methods.2", "lisa"]
+    ]  # fmt: skip
+    assert all("encoder.trainable: true" in line for line in found)
+    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
+
+
+def test_methods_on_pooled_batches_and_with_epochs():
+    """Their settings are checked where the number of steps is not known yet; inner steps by domain are refused."""
+    algorithms = [
+        name for name in components.names("algorithms") if issubclass(components.find("algorithms", name), Algorithm)
+    ]
+    text = GOOD.replace("steps: 10", "epochs: 2, sampler: pooled").replace("resnet10t", "resnet10t, trainable: true")
+    found = faults(text.replace("[erm, sam,", f"[{', '.join(algorithms)}, fish+sam,"))
+    assert [line.split(": ")[2] for line in found] == ["fish", "fish+sam"]
+    assert all("set training.sampler: per_domain" in line for line in found)
 
 
 def test_head_init_zero_shot_needs_normalised_features():

@@ -92,8 +92,9 @@ BETA_KNOTS = 4096
 def beta(u: Tensor, alpha: float) -> Tensor:
     """Beta(α, α) from uniform draws `u`, element by element: its quantile function, linear between 4097 exact knots.
 
-    So its distribution function is off by less than 1/4096 anywhere. Rejection sampling, the usual way, would take a
-    number of draws that depends on their values, which neither stacked heads nor counted draws allow.
+    So its distribution function is off by less than 1/4096 anywhere, before float32 rounds it. Rejection sampling, the
+    usual way, would take a number of draws that depends on their values, which neither stacked heads nor counted draws
+    allow.
     """
     place = u * BETA_KNOTS
     below = place.long()  # 0…4095, as u < 1

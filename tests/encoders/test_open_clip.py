@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -323,19 +324,21 @@ def test_timm_image_tower(tmp_path: Path, images: Tensor) -> None:
     clip = Tiny(tmp_path, "tiny_timm_clip", vision_cfg=vision)
     encoder = clip.encoder()
     assert torch.equal(encoder(images), clip.model.encode_image(images))
-    assert encoder.stage_names[1] == "model.visual.trunk.layer1"
+    assert encoder.stage_names[0] == "model.visual.trunk.layer1"
+    assert encoder.stem_names[-1] == "model.visual.trunk.maxpool"
 
 
 @torch.no_grad()
 def test_stages_run_in_the_order_of_their_names(tiny: Tiny, tmp_path: Path, images: Tensor) -> None:
     resnet = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None, "head_width": 16}
-    for clip, stages in ((tiny, 2), (Tiny(tmp_path, "tiny_resnet_clip", vision_cfg=resnet), 5)):
+    for clip, stages in ((tiny, 2), (Tiny(tmp_path, "tiny_resnet_clip", vision_cfg=resnet), 6)):
         encoder = clip.encoder()
         order: list[str] = []
-        for stage in encoder.stage_names:
+        places = [*encoder.stem_names, *encoder.stage_names]
+        for stage in places:
             encoder.get_submodule(stage).register_forward_hook(lambda *_, stage=stage, order=order: order.append(stage))
         encoder(images)
-        assert order == list(encoder.stage_names)
+        assert order == places
         assert len(order) == stages
 
 
@@ -388,6 +391,14 @@ def test_pretraining_names_the_corpus(tiny: Tiny) -> None:
         "possibly seen in pre-training"
     )
     assert tiny.encoder().pretraining.startswith("weights from the file tiny_clip.safetensors")
+
+
+def test_tokenizer_that_needs_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
+    clip = Tiny(tmp_path, "tiny_hf_text", text_cfg={**TINY["text_cfg"], "hf_tokenizer_name": "acme/words"})
+    encoder = clip.encoder()  # features need no tokenizer
+    with pytest.raises(UserError, match="pip install transformers"):
+        encoder.text_embeddings(CLASSES)
 
 
 def test_recipe_keys() -> None:
