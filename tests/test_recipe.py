@@ -61,7 +61,18 @@ def test_all_faults_at_once_each_with_its_line():
         ("name: digits", "name: digit", 'r.yaml:2: data.name: no "digit" in data; did you mean "digits"?'),
         ("{name: digits}", "digits", "r.yaml:2: data: needs a name"),
         ("[erm, sam", "[ern, sam", 'r.yaml:4: methods.0.name: no "ern" in algorithms; did you mean "erm"?'),
-        ("[erm, sam", "[erm+samm, sam", 'r.yaml:4: methods.0.name: no "samm" in sharpness; did you mean "sam"?'),
+        (
+            "[erm, sam",
+            "[erm+samm, sam",
+            'r.yaml:4: methods.0.name: no "samm" in sharpness or averaging; did you mean "sam"?',
+        ),
+        ("[erm, sam", "[erm+swad+swad, sam", "methods.0.name: +swad and +swad do not go together; keep one"),
+        ("resnet10t", "resnet10t, unfreeze_at: 5", "encoder.unfreeze_at: has no meaning with a frozen encoder"),
+        (
+            "resnet10t",
+            "resnet10t, trainable: true, unfreeze_at: 10",
+            "r.yaml:3: encoder.unfreeze_at: 10 leaves the encoder untrained in 10 training steps",
+        ),
         ("[erm, sam", "[erm, erm", 'r.yaml:4: methods.1: two methods are called "erm"'),
         ("[erm, sam", "[linear_probe+sam, sam", "linear_probe is not trained by gradient steps"),
         ("[erm, sam", "[3, sam", "r.yaml:4: methods.0: a method is a name"),
@@ -146,6 +157,22 @@ def test_head_init_zero_shot_needs_normalised_features():
     assert check(recipe).methods[2].head_init == "zero_shot"
 
 
+def test_wise_ft_starts_from_the_text_or_is_refused():
+    wise = GOOD.replace("[erm, sam,", "[wise_ft, sam,")
+    without_text = [fault for fault in faults(wise) if "methods.0" in fault]
+    assert len(without_text) == 1 and "wise_ft needs an encoder with a text side" in without_text[0]
+    clip = wise.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
+    assert faults(clip) == [
+        "r.yaml:4: methods.0: wise_ft starts from class embeddings, which fit L2-normalised features; "
+        "set encoder.normalize: true"
+    ]
+    normalised = clip.replace("weights: demo", "weights: demo, normalize: true")
+    assert check(parse(normalised, "r.yaml")).methods[0].head_init == "zero_shot"
+    random = normalised.replace("wise_ft", "{name: wise_ft, head_init: random}")
+    assert "leave head_init out" in faults(random)[0]
+    assert "methods.0.alpha" in faults(normalised.replace("wise_ft", "{name: wise_ft, alpha: 1.5}"))[0]
+
+
 def test_another_component_from_the_command_line_drops_the_keys_of_the_former():
     text = GOOD.replace(
         "{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo, prompts: ['a {}']}"
@@ -161,9 +188,27 @@ def test_numbers_written_as_yaml_text_are_numbers():
     assert check(parse(GOOD.replace("steps: 10", "steps: 10, lr: 1e-3"), "r.yaml")).training.lr == 1e-3
 
 
-@pytest.mark.parametrize(("name", "parts"), [("erm", ("erm", None)), ("sam", ("erm", "sam")), ("a+sam", ("a", "sam"))])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("erm", ("erm", [])),
+        ("sam", ("erm", ["sam"])),
+        ("a+sam", ("a", ["sam"])),
+        ("sam+swad", ("erm", ["sam", "swad"])),
+        ("a+swad+sam", ("a", ["swad", "sam"])),
+    ],
+)
 def test_method_names(name, parts):
     assert split_name(name) == parts
+
+
+def test_sharpness_and_averaging_have_their_settings_in_the_item():
+    text = GOOD.replace("[erm, sam,", "[{name: erm+sam+swad, rho: 0.1, n_converge: 2}, swad,")
+    first, second, _ = check(parse(text, "r.yaml")).methods
+    assert first.sharpness.build().rho == 0.1 and first.averaging.build().n_converge == 2
+    assert second.sharpness is None and second.averaging.kwargs() == {
+        "n_converge": 3, "n_tolerance": 6, "tolerance_ratio": 0.3,
+    }  # fmt: skip
 
 
 def test_a_recipe_whose_data_are_not_there_says_so(tmp_path):

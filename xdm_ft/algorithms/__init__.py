@@ -96,6 +96,9 @@ class Algorithm(nn.Module, Method, ABC):
 
     auxiliary: tuple[str, ...] = ()  # names of child modules trained by `Losses.auxiliary`
     first_selectable_step: int = 1  # earlier steps can not be selected
+    # share of the trained weights in what is kept, the rest those that training started from; None: all
+    interpolated: float | Literal["select"] | None = None
+    across_processes: bool = False  # its loss is that of the features of all processes together (end to end)
     # one line: why the method does nothing beyond ERM with a frozen encoder, and what to do; "" where it does
     frozen_reason: str = ""
     # one line: why the method can not train on pooled batches, and what to do; "" where it can

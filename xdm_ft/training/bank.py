@@ -24,6 +24,7 @@ from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.allocator import keep_freed_memory
+from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.batches import block
 from xdm_ft.training.cached_data import CachedData, Validation, batches, head_logits
 from xdm_ft.training.inputs import fields_of, on_inputs
@@ -112,11 +113,14 @@ def _train_chunk(
     bank = stack(jobs, training, data.features.device)
     validation = Validation(jobs, data, rules, metric)
     selectors = [Selector(rules, metric, bank.template.first_selectable_step) for _ in jobs]
+    averages, validation_loss = _averages(jobs, bank, data)
     failures: list[str | None] = [None for _ in jobs]
     course = Course()
     due = set(evaluation_steps(bank.steps, training.evaluate_every))
     for number, batch in enumerate(batches(jobs, data, training)):
         course.add(number, step(bank, batch, number))
+        if averages is not None:
+            averages.add(number + 1, bank.main | bank.auxiliary)
         bar.advance(len(jobs))
         if number + 1 not in due:
             continue
@@ -129,15 +133,30 @@ def _train_chunk(
                 selectors[head].offer(number + 1, values, lambda head=head: bank.state(head))  # type: ignore[misc]
                 scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": float(lr[head])}
                 record(jobs[head], number + 1, scalars | {f"{rule}/{metric}": v for rule, v in values.items()})
+        if averages is not None and validation_loss is not None:
+            losses = validation_loss.values(bank.main["head.weight"], bank.main["head.bias"])
+            averages.evaluated(number + 1, [values.get(LOSS_SPLIT) for values in losses])
         if all(failures):
             break
     seconds = (time.perf_counter() - started) / len(jobs)
     mixed_steps = bank.template.mixed_steps(bank.steps)
-    failures = [failure or selector.nothing_selected() for failure, selector in zip(failures, selectors, strict=True)]
-    return [
-        Trained(job, {} if failure else selector.selected, mixed_steps, seconds, failure)
-        for job, selector, failure in zip(jobs, selectors, failures, strict=True)
-    ]
+    results = []
+    for head, (job, selector, failure) in enumerate(zip(jobs, selectors, failures, strict=True)):
+        failure = failure or (selector.nothing_selected() if averages is None else averages.nothing_averaged(head))
+        selected = selector.selected
+        if averages is not None and not failure:
+            selected = averages.selected(head, lambda mean, head=head: bank.state(head) | mean, rules)  # type: ignore[misc]
+        results.append(Trained(job, {} if failure else selected, mixed_steps, seconds, failure))
+    return results
+
+
+def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages | None, Validation | None]:
+    """Where the method asks for an average: it, and the losses that it looks at."""
+    averaging = jobs[0].averaging
+    if averaging is None:
+        return None, None
+    averages = Averages(averaging, len(jobs), bank.template.first_selectable_step)
+    return averages, Validation(jobs, data, (LOSS_SPLIT,), "nll")
 
 
 def step(bank: Bank, batch: Batch, number: int) -> Tensors:
