@@ -51,14 +51,17 @@ def _behind() -> list[tuple[str, ...]]:
 
 
 def _settings(folder: str, name: str) -> str:
-    """`key=default` of every constructor key."""
+    """`key=default (meaning and unit)` of every constructor key; without a default where the key is needed."""
     fields = components.settings_model(components.find(folder, name)).model_fields
-    return " ".join(
-        key
-        if field.is_required()
-        else f"{key}={yaml.safe_dump(_plain(field.default), default_flow_style=True).split(chr(10))[0]}"
+    return "; ".join(
+        f"{key}{'' if field.is_required() else f'={_in_yaml(field.default)}'} ({field.description})"
         for key, field in fields.items()
     )
+
+
+def _in_yaml(default: object) -> str:
+    text: str = yaml.safe_dump(_plain(default), default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.split("\n")[0]
 
 
 def _plain(default: object) -> object:
