@@ -37,9 +37,10 @@ class SmallCNN(Encoder):
     def __init__(self, dropout: float = 0.0, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
+        # batch norm cancels a bias before it: its gradient is rounding alone, which Adam would make as large as any
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(),
-            nn.Conv2d(8, 16, 3, stride=2), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(dropout),
+            nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=2, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(dropout),
         )  # fmt: skip
         self.unreached = nn.Linear(2, 2)  # like the text side of CLIP
         self.eval()

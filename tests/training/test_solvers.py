@@ -75,7 +75,7 @@ def test_the_default_tolerance_and_float32_reach_the_optimum() -> None:
     exact, z, batch = problem()
     fast = LinearProbe(exact.setup, strengths=STRENGTHS)
     for quick, slow in zip(fast.solve(z, batch), exact.solve(z, batch), strict=True):
-        torch.testing.assert_close(quick.weight, slow.weight, rtol=0, atol=0.01 * float(slow.weight.abs().max()))
+        torch.testing.assert_close(quick.weight, slow.weight, rtol=0, atol=0.02 * float(slow.weight.abs().max()))
 
 
 @pytest.mark.parametrize("scale", [1e-2, 30.0])
