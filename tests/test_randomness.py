@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.func import vmap
 
-from xdm_ft.randomness import Stream, bits, integers, permutation, uniform
+from xdm_ft.randomness import BETA_KNOTS, Stream, beta, bits, integers, normal, permutation, uniform
 
 WORD = (1 << 64) - 1
 
@@ -98,3 +98,35 @@ def test_same_numbers_alone_and_under_vmap() -> None:
     together = vmap(lambda seed, index: uniform(seed, 9, Stream.PARTNERS, index))(seeds, index)
     for head in range(6):
         assert torch.equal(together[head], uniform(int(seeds[head]), 9, Stream.PARTNERS, index[head]))
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.2, 1.0, 2.0, 8.0])
+def test_beta(alpha: float) -> None:
+    """Exact at the knots; in between its distribution function is off by less than one of their steps.
+
+    Looked at below ½, as float32 rounds what is close to 1.
+    """
+    knots = torch.arange(BETA_KNOTS) / BETA_KNOTS
+    exact = stats.beta(alpha, alpha)
+    torch.testing.assert_close(beta(knots, alpha).double(), torch.tensor(exact.ppf(knots.numpy())), rtol=1e-6, atol=0)
+    draws = beta(uniform(3, 0, Stream.LAMBDA, torch.arange(200_000)), alpha)
+    assert draws.min() >= 0 and draws.max() <= 1
+    lower = draws[draws < 0.5].double().numpy()
+    assert abs(len(lower) / len(draws) - 0.5) < 0.005
+    assert stats.kstest(lower, lambda x: 2 * exact.cdf(x)).statistic < 0.006
+    u = torch.rand(10_000, generator=torch.Generator().manual_seed(0)) / 2
+    assert abs(exact.cdf(beta(u, alpha).double().numpy()) - u.double().numpy()).max() < 1 / BETA_KNOTS
+    torch.testing.assert_close(beta(1 - u, alpha), 1 - beta(u, alpha), atol=1e-4, rtol=0)
+    assert beta(torch.tensor(1 - 2.0**-24), alpha) <= 1  # the largest that `uniform` gives
+
+
+def test_normal() -> None:
+    draws = normal(3, 0, Stream.STYLE_NOISE, torch.arange(200_000))
+    assert draws.isfinite().all() and draws.dtype == torch.float32
+    assert stats.kstest(draws.double().numpy(), "norm").statistic < 0.004
+    pairs = draws.view(-1, 2)
+    assert abs(float(torch.corrcoef(pairs.T)[0, 1])) < 0.01
+    seeds = torch.arange(5)
+    stacked = vmap(lambda seed: normal(seed, 1, Stream.STYLE_NOISE, torch.arange(9)))(seeds)
+    for seed in range(5):
+        assert torch.equal(stacked[seed], normal(seed, 1, Stream.STYLE_NOISE, torch.arange(9)))

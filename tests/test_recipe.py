@@ -3,6 +3,8 @@
 import pytest
 import yaml
 
+from xdm_ft import components
+from xdm_ft.algorithms import Algorithm
 from xdm_ft.errors import UserError
 from xdm_ft.recipe import check, load, split_name
 from xdm_ft.recipe_text import apply_override, parse
@@ -59,7 +61,18 @@ def test_all_faults_at_once_each_with_its_line():
         ("name: digits", "name: digit", 'r.yaml:2: data.name: no "digit" in data; did you mean "digits"?'),
         ("{name: digits}", "digits", "r.yaml:2: data: needs a name"),
         ("[erm, sam", "[ern, sam", 'r.yaml:4: methods.0.name: no "ern" in algorithms; did you mean "erm"?'),
-        ("[erm, sam", "[erm+samm, sam", 'r.yaml:4: methods.0.name: no "samm" in sharpness; did you mean "sam"?'),
+        (
+            "[erm, sam",
+            "[erm+samm, sam",
+            'r.yaml:4: methods.0.name: no "samm" in sharpness or averaging; did you mean "sam"?',
+        ),
+        ("[erm, sam", "[erm+swad+swad, sam", "methods.0.name: +swad and +swad do not go together; keep one"),
+        ("resnet10t", "resnet10t, unfreeze_at: 5", "encoder.unfreeze_at: has no meaning with a frozen encoder"),
+        (
+            "resnet10t",
+            "resnet10t, trainable: true, unfreeze_at: 10",
+            "r.yaml:3: encoder.unfreeze_at: 10 leaves the encoder untrained in 10 training steps",
+        ),
         ("[erm, sam", "[erm, erm", 'r.yaml:4: methods.1: two methods are called "erm"'),
         ("[erm, sam", "[linear_probe+sam, sam", "linear_probe is not trained by gradient steps"),
         ("[erm, sam", "[3, sam", "r.yaml:4: methods.0: a method is a name"),
@@ -75,6 +88,11 @@ def test_all_faults_at_once_each_with_its_line():
         ("{steps: 10}", "{epochs: 2}", "r.yaml:5: training.epochs: an epoch needs sampler: pooled"),
         ("{steps: 10}", "[1]", "r.yaml:5: training: must be a block of keys"),
         ("{steps: 10}", "{steps: 10, mixed_precision: bf16}", "has no meaning with a frozen encoder"),
+        (
+            "training: {steps",
+            "protocol: {name: official, split_rule: domainbed}\ntraining: {steps",
+            "protocol.split_rule: the",
+        ),
         ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves nothing"),
         ("[erm, sam", "[zero_shot, sam", "methods.0: zero_shot needs an encoder with a text side"),
         ("p_discard: 0.3", "head_init: zero_shot", "methods.2.head_init: zero_shot needs an encoder with a text side"),
@@ -107,6 +125,29 @@ def test_a_method_without_effect_on_cached_features_is_refused_there_and_not_end
     assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
 
 
+def test_what_works_inside_the_encoder_or_on_images_is_refused_on_cached_features():
+    text = GOOD.replace(
+        "[erm, sam,", "[mixstyle, dsu+sam, {name: lisa, mix: cutmix}, {name: lisa, label: on_features},"
+    )
+    found = faults(text)
+    assert [line.split(": ")[1:3] for line in found] == [
+        ["methods.0", "mixstyle"], ["methods.1", "dsu+sam"], ["methods.2", "lisa"]
+    ]  # fmt: skip
+    assert all("encoder.trainable: true" in line for line in found)
+    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
+
+
+def test_methods_on_pooled_batches_and_with_epochs():
+    """Their settings are checked where the number of steps is not known yet; inner steps by domain are refused."""
+    found = {name: components.find("algorithms", name) for name in components.names("algorithms")}
+    algorithms = [name for name, cls in found.items() if issubclass(cls, Algorithm) and not cls.needs_text]
+    assert len(algorithms) > 10
+    text = GOOD.replace("steps: 10", "epochs: 2, sampler: pooled").replace("resnet10t", "resnet10t, trainable: true")
+    refused = faults(text.replace("[erm, sam,", f"[{', '.join(algorithms)}, fish+sam,"))
+    assert [line.split(": ")[2] for line in refused] == ["fish", "fish+sam"]
+    assert all("set training.sampler: per_domain" in line for line in refused)
+
+
 def test_head_init_zero_shot_needs_normalised_features():
     text = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
     text = text.replace("p_discard: 0.3", "head_init: zero_shot")
@@ -114,6 +155,22 @@ def test_head_init_zero_shot_needs_normalised_features():
     recipe = parse(text, "r.yaml")
     apply_override(recipe, "encoder.normalize=true")
     assert check(recipe).methods[2].head_init == "zero_shot"
+
+
+def test_wise_ft_starts_from_the_text_or_is_refused():
+    wise = GOOD.replace("[erm, sam,", "[wise_ft, sam,")
+    without_text = [fault for fault in faults(wise) if "methods.0" in fault]
+    assert len(without_text) == 1 and "wise_ft needs an encoder with a text side" in without_text[0]
+    clip = wise.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
+    assert faults(clip) == [
+        "r.yaml:4: methods.0: wise_ft starts from class embeddings, which fit L2-normalised features; "
+        "set encoder.normalize: true"
+    ]
+    normalised = clip.replace("weights: demo", "weights: demo, normalize: true")
+    assert check(parse(normalised, "r.yaml")).methods[0].head_init == "zero_shot"
+    random = normalised.replace("wise_ft", "{name: wise_ft, head_init: random}")
+    assert "leave head_init out" in faults(random)[0]
+    assert "methods.0.alpha" in faults(normalised.replace("wise_ft", "{name: wise_ft, alpha: 1.5}"))[0]
 
 
 def test_another_component_from_the_command_line_drops_the_keys_of_the_former():
@@ -131,11 +188,30 @@ def test_numbers_written_as_yaml_text_are_numbers():
     assert check(parse(GOOD.replace("steps: 10", "steps: 10, lr: 1e-3"), "r.yaml")).training.lr == 1e-3
 
 
-@pytest.mark.parametrize(("name", "parts"), [("erm", ("erm", None)), ("sam", ("erm", "sam")), ("a+sam", ("a", "sam"))])
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("erm", ("erm", [])),
+        ("sam", ("erm", ["sam"])),
+        ("a+sam", ("a", ["sam"])),
+        ("sam+swad", ("erm", ["sam", "swad"])),
+        ("a+swad+sam", ("a", ["swad", "sam"])),
+    ],
+)
 def test_method_names(name, parts):
     assert split_name(name) == parts
 
 
-def test_a_recipe_whose_data_set_is_not_there_says_so():
-    with pytest.raises(UserError, match=r'clip_camelyon.yaml:7: data.name: no "camelyon17" in data'):
-        load("clip_camelyon")
+def test_sharpness_and_averaging_have_their_settings_in_the_item():
+    text = GOOD.replace("[erm, sam,", "[{name: erm+sam+swad, rho: 0.1, n_converge: 2}, swad,")
+    first, second, _ = check(parse(text, "r.yaml")).methods
+    assert first.sharpness.build().rho == 0.1 and first.averaging.build().n_converge == 2
+    assert second.sharpness is None and second.averaging.kwargs() == {
+        "n_converge": 3, "n_tolerance": 6, "tolerance_ratio": 0.3,
+    }  # fmt: skip
+
+
+def test_a_recipe_whose_data_are_not_there_says_so(tmp_path):
+    recipe = load("clip_camelyon", [f"data.root={tmp_path}"])
+    with pytest.raises(UserError, match=r"data.root: .*camelyon17_v1.0 does not exist; set data.download: true"):
+        recipe.data.build()

@@ -36,7 +36,10 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+    def write(temporary: Path) -> None:
+        temporary.write_text(text, encoding="utf-8")
+
+    replace_file(path, write)
 
 
 def _umask() -> int:

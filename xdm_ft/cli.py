@@ -62,6 +62,12 @@ def _cache(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    from xdm_ft.experiment.doctor import doctor
+
+    return doctor(arguments.recipe, arguments.overrides)
+
+
 def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser(
         prog="xdm-ft", description="Fine-tune foundation models for domain generalization."
@@ -83,6 +89,9 @@ def parser() -> argparse.ArgumentParser:
         sub = verb(name, function, text)
         sub.add_argument("recipe", metavar="RECIPE", help="a file, or the name of a packaged recipe")
         sub.add_argument("overrides", metavar="key.sub=value", nargs="*", help="changes to the recipe, values as YAML")
+    doctor = verb("doctor", _doctor, "check installation, devices, weights and data; say what to do about each fault")
+    doctor.add_argument("recipe", metavar="RECIPE", nargs="?", help="a file, or the name of a packaged recipe")
+    doctor.add_argument("overrides", metavar="key.sub=value", nargs="*", help="changes to the recipe, values as YAML")
     ls = verb("ls", _ls, "list what there is, a line each")
     ls.add_argument("what", nargs="?", choices=["recipes", "methods", "data", "encoders"], default="recipes")
     cp = verb("cp", _cp, "copy a packaged recipe to a file, to edit")

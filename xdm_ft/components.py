@@ -1,7 +1,7 @@
 """Name → class, with "did you mean". A component's name is the stem of the module that holds it.
 
-A folder (`algorithms`, `sharpness`, `data`, `encoders`) is a package whose base classes are in `__init__.py`; every
-plain module in it holds one public class that derives from one of them. Sub-packages are support and no components.
+A folder (one of `FOLDERS`) is a package whose base classes are in `__init__.py`; every plain module in it holds one
+public class that derives from one of them. Sub-packages are support and no components.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from pydantic.fields import FieldInfo
 from xdm_ft.blocks import Block
 from xdm_ft.errors import UserError, did_you_mean
 
-FOLDERS = {"methods": "algorithms", "sharpness": "sharpness", "data": "data", "encoders": "encoders"}
+FOLDERS = {
+    "methods": "algorithms",
+    "sharpness": "sharpness",
+    "averaging": "averaging",
+    "data": "data",
+    "encoders": "encoders",
+}
 
 
 def names(folder: str) -> list[str]:

@@ -7,7 +7,9 @@ or in many, and resuming needs no saved generator.
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -27,6 +29,14 @@ class Stream(IntEnum):
     BOOTSTRAP = 8
     STYLE = 9
     ENCODER = 10
+    STYLE_PARTNERS = 20
+    STYLE_LAMBDA = 21
+    STYLE_NOISE = 22
+    INPUT_CHOICE = 23
+    INPUT_PARTNERS = 24
+    INPUT_LAMBDA = 25
+    INPUT_BOX = 26
+    DOMAIN_ORDER = 27
 
 
 def _signed(value: int) -> int:
@@ -68,6 +78,36 @@ def integers(
 ) -> Tensor:
     """Uniform int64 in [0, high). 63 bits modulo `high`: the bias is below high / 2^63."""
     return _shift_right(bits(seed, step, stream, index), 1) % high
+
+
+def normal(seed: int | Tensor, step: int | Tensor, stream: int | Tensor, index: Tensor) -> Tensor:
+    """Standard normal float32, in the broadcast shape of the keys: of the draws 2·index and 2·index+1 (Box, Muller)."""
+    radius = (-2 * torch.log1p(-uniform(seed, step, stream, 2 * index))).sqrt()
+    return radius * torch.cos(2 * math.pi * uniform(seed, step, stream, 2 * index + 1))
+
+
+BETA_KNOTS = 4096
+
+
+def beta(u: Tensor, alpha: float) -> Tensor:
+    """Beta(α, α) from uniform draws `u`, element by element: its quantile function, linear between 4097 exact knots.
+
+    So its distribution function is off by less than 1/4096 anywhere, before float32 rounds it. Rejection sampling, the
+    usual way, would take a number of draws that depends on their values, which neither stacked heads nor counted draws
+    allow.
+    """
+    place = u * BETA_KNOTS
+    below = place.long()  # 0…4095, as u < 1
+    quantiles = _beta_quantiles(alpha, u.device)
+    return torch.lerp(quantiles[below], quantiles[below + 1], place - below)
+
+
+@cache
+def _beta_quantiles(alpha: float, device: torch.device) -> Tensor:
+    from scipy.special import betaincinv
+
+    levels = torch.arange(BETA_KNOTS + 1, dtype=torch.float64) / BETA_KNOTS
+    return torch.from_numpy(betaincinv(alpha, alpha, levels.numpy())).float().to(device)
 
 
 def permutation(seed: int, step: int, stream: int, n: int) -> Tensor:

@@ -3,93 +3,34 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from xdm_ft import components
-from xdm_ft.algorithms import Algorithm, HeadInit, Setup, Solver
+from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.blocks import Block
 from xdm_ft.data.loading.splits import Protocol
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.features import FeatureSettings
+from xdm_ft.recipe_blocks import (
+    Component,
+    DataCommon,
+    EncoderCommon,
+    MethodCommon,
+    MethodItem,
+    Output,
+    unfreezes_too_late,
+)
 from xdm_ft.recipe_text import Key, RecipeText, dotted, read_recipe
 from xdm_ft.tensors import Task
 from xdm_ft.training import Training
 
 logger = logging.getLogger("xdm_ft")
-
-
-class DataCommon(Block):
-    """The images. The other keys of the block are those of the data set."""
-
-    name: Annotated[str, Field(description="data set, see `xdm-ft ls data`")]
-    on_bad_image: Annotated[
-        Literal["error", "skip"], Field(description="an image that does not decode: stop, or leave it out and count it")
-    ] = "error"
-    class_names: Annotated[
-        dict[str, str], Field(description="class folder or label → words, for prompts and reports")
-    ] = {}
-
-
-class EncoderCommon(Block):
-    """The encoder f. The other keys of the block are those of the encoder."""
-
-    name: Annotated[str, Field(description="library of the encoder, see `xdm-ft ls encoders`")]
-    trainable: Annotated[bool, Field(description="true: train end to end; false: frozen, on cached features")] = False
-    batch_norm: Annotated[
-        Literal["train", "frozen"], Field(description="batch-norm statistics while training end to end")
-    ] = "train"
-
-
-class MethodCommon(Block):
-    """One item of `methods`. The other keys are those of the algorithm and of its sharpness."""
-
-    name: Annotated[str, Field(description="ALGORITHM or ALGORITHM+SHARPNESS, see `xdm-ft ls methods`")]
-    label: Annotated[str | None, Field(min_length=1, description="name in results; null: as written")] = None
-    head_init: Annotated[
-        HeadInit, Field(description="class head before training: random, or the class embeddings of the text encoder")
-    ] = "random"
-
-
-class Output(Block):
-    """Where results go."""
-
-    dir: Annotated[str, Field(min_length=1, description="parent of the run directory")] = "output"
-
-
-@dataclass(frozen=True)
-class Component:
-    """A component named in a recipe: its class and the settings for its constructor."""
-
-    name: str
-    cls: type[Any]
-    block: Block  # common keys and the component's own
-    own: tuple[str, ...]  # names of the constructor's keys
-
-    def kwargs(self) -> dict[str, Any]:
-        return {key: getattr(self.block, key) for key in self.own}
-
-    def build(self, *args: Any) -> Any:
-        return self.cls(*args, **self.kwargs())
-
-
-@dataclass(frozen=True)
-class MethodItem:
-    """One entry of `methods`."""
-
-    label: str
-    head_init: HeadInit
-    algorithm: Component
-    sharpness: Component | None
-    block: Block
-
-    @property
-    def is_solver(self) -> bool:
-        return issubclass(self.algorithm.cls, Solver)
 
 
 @dataclass(frozen=True)
@@ -149,6 +90,7 @@ BLOCKS: dict[str, type[Block]] = {
     "output": Output,
 }
 COMPONENTS: dict[str, tuple[str, type[Block]]] = {"data": ("data", DataCommon), "encoder": ("encoders", EncoderCommon)}
+BEHIND = ("sharpness", "averaging")  # folders of what a method's name may have behind a +
 KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "output"]
 
 
@@ -261,12 +203,11 @@ def _methods(faults: _Faults, values: Any) -> tuple[MethodItem, ...]:
     return tuple(item for item in items if item is not None)
 
 
-def split_name(name: str) -> tuple[str, str | None]:
-    """`xdomainmix+sam` → (xdomainmix, sam); a sharpness alone (`sam`) means `erm+sam`."""
-    algorithm, plus, sharpness = name.partition("+")
-    if not plus and algorithm in components.names("sharpness") and algorithm not in components.names("algorithms"):
-        return "erm", algorithm
-    return algorithm, sharpness if plus else None
+def split_name(name: str) -> tuple[str, list[str]]:
+    """`xdomainmix+sam+swad` → (xdomainmix, [sam, swad]); what goes behind a method, alone (`sam`), goes behind erm."""
+    first, *behind = name.split("+")
+    alone = first not in components.names("algorithms") and any(first in components.names(f) for f in BEHIND)
+    return ("erm", [first, *behind]) if alone else (first, behind)
 
 
 def _method(faults: _Faults, key: Key, value: Any) -> MethodItem | None:
@@ -274,29 +215,49 @@ def _method(faults: _Faults, key: Key, value: Any) -> MethodItem | None:
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
         faults.add(key, "a method is a name, or a block with a name: and settings")
         return None
-    algorithm_name, sharpness_name = split_name(values["name"])
+    algorithm_name, behind = split_name(values["name"])
     cls = _named(faults, key, "algorithms", algorithm_name)
-    sharp = _named(faults, key, "sharpness", sharpness_name) if sharpness_name is not None else None
-    if cls is None or (sharpness_name is not None and sharp is None):
+    added = _behind(faults, key, behind)
+    if cls is None or added is None:
         return None
-    if sharp is not None and not issubclass(cls, Algorithm):
-        faults.add(
-            (*key, "name"), f"{algorithm_name} is not trained by gradient steps, so +{sharpness_name} has no meaning"
-        )
+    if added and not issubclass(cls, Algorithm):
+        faults.add((*key, "name"), f"{algorithm_name} is not trained by gradient steps, so +{behind[0]} has no meaning")
         return None
     model = components.settings_model(cls, MethodCommon)
-    own = tuple(field for field in model.model_fields if field not in MethodCommon.model_fields)
-    if sharp is not None:
-        model = components.settings_model(sharp, model)
+    own = {"algorithms": tuple(field for field in model.model_fields if field not in MethodCommon.model_fields)}
+    for folder, (_, part) in added.items():
+        before, model = model, components.settings_model(part, model)
+        own[folder] = tuple(field for field in model.model_fields if field not in before.model_fields)
+    if cls.needs_text and issubclass(cls, Algorithm):
+        values = {"head_init": "zero_shot", **values}
     block = _block(faults, key, model, values)
     if not isinstance(block, MethodCommon):
         return None
-    sharpness = None
-    if sharp is not None:
-        rest = tuple(f for f in model.model_fields if f not in own and f not in MethodCommon.model_fields)
-        sharpness = Component(str(sharpness_name), sharp, block, rest)
-    label = block.label or block.name
-    return MethodItem(label, block.head_init, Component(algorithm_name, cls, block, own), sharpness, block)
+    parts = {folder: Component(name, part, block, own[folder]) for folder, (name, part) in added.items()}
+    return MethodItem(
+        label=block.label or block.name,
+        head_init=block.head_init,
+        algorithm=Component(algorithm_name, cls, block, own["algorithms"]),
+        sharpness=parts.get("sharpness"),
+        averaging=parts.get("averaging"),
+        block=block,
+    )
+
+
+def _behind(faults: _Faults, key: Key, names: list[str]) -> dict[str, tuple[str, type[Any]]] | None:
+    """Folder → name and class of what stands behind the algorithm's name; None where it is faulty."""
+    known = {name: folder for folder in BEHIND for name in components.names(folder)}
+    found: dict[str, tuple[str, type[Any]]] = {}
+    for name in names:
+        folder = known.get(name)
+        if folder is None:
+            faults.add((*key, "name"), f'no "{name}" in {" or ".join(BEHIND)}{did_you_mean(name, list(known))}')
+            return None
+        if folder in found:
+            faults.add((*key, "name"), f"+{found[folder][0]} and +{name} do not go together; keep one")
+            return None
+        found[folder] = (name, components.find(folder, name))
+    return found
 
 
 def _check_together(faults: _Faults, recipe: Recipe) -> None:
@@ -311,12 +272,18 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
         )
     if protocol.name == "official" and protocol.test_domains is not None:
         faults.add(("protocol", "test_domains"), "only leave_one_domain_out chooses test domains; leave it out")
+    unfreeze_at = recipe.encoder_common.unfreeze_at
+    if unfreeze_at and not recipe.trainable:
+        faults.add(("encoder", "unfreeze_at"), "has no meaning with a frozen encoder; leave it out, or set trainable")
+    elif training.steps is not None and unfreeze_at >= training.steps:
+        faults.add(("encoder", "unfreeze_at"), unfreezes_too_late(unfreeze_at, training.steps))
+    if protocol.name == "official" and protocol.split_rule != "stratified":
+        faults.add(("protocol", "split_rule"), "the official split decides what validates; leave it out")
     if not recipe.trainable:
         for key, idle in (("mixed_precision", "no"), ("accumulation", 1)):
             if getattr(training, key) != idle:
-                faults.add(
-                    ("training", key), "has no meaning with a frozen encoder; leave it out (features.precision exists)"
-                )
+                problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
+                faults.add(("training", key), problem)
     has_text = issubclass(recipe.encoder.cls, TextEncoder)
     for i, item in enumerate(recipe.methods):
         _check_method(faults, ("methods", i), item, recipe, has_text)
@@ -324,26 +291,33 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
 
 def _check_method(faults: _Faults, key: Key, item: MethodItem, recipe: Recipe, has_text: bool) -> None:
     if item.sharpness is not None and recipe.training.mixed_precision == "fp16":
-        name = item.sharpness.name
-        faults.add(
-            ("training", "mixed_precision"),
-            f"fp16 scales the loss, which falsifies the second pass of {name}; use bf16 or no with {item.label}",
-        )
-    if not item.is_solver and recipe.training.steps is not None:
+        problem = f"fp16 scales the loss, which falsifies the second pass of {item.sharpness.name}"
+        faults.add(("training", "mixed_precision"), f"{problem}; use bf16 or no with {item.label}")
+    if not item.is_solver:
         # two classes, two domains and two features are enough for the algorithm to check its own settings
-        task = Task(("a", "b"), ("a", "b"))
+        setup = Setup(Task(("a", "b"), ("a", "b")), width=2, steps=recipe.training.steps or sys.maxsize, seed=0)
         try:
-            item.algorithm.build(Setup(task, width=2, steps=recipe.training.steps, seed=0))
+            algorithm = item.algorithm.build(setup)
         except UserError as error:
             faults.add(key, str(error))
-    if not recipe.trainable and not item.is_solver and (reason := item.algorithm.cls.frozen_reason):
-        faults.add(key, f"{item.label}: {reason}")
-    if item.algorithm.cls.needs_text and not has_text:
+        else:
+            frozen_reason = "" if recipe.trainable else algorithm.frozen_reason
+            pooled_reason = algorithm.pooled_reason if recipe.training.sampler == "pooled" else ""
+            for reason in filter(None, (frozen_reason, pooled_reason)):
+                faults.add(key, f"{item.label}: {reason}")
+    needs_text = item.algorithm.cls.needs_text
+    if needs_text and not has_text:
         faults.add(key, f"{item.label} needs an encoder with a text side; use encoder.name: open_clip")
-    if item.head_init == "zero_shot":
+    elif item.head_init == "random" and needs_text and not item.is_solver:
+        faults.add((*key, "head_init"), f"{item.label} starts from the class embeddings; leave head_init out")
+    elif item.head_init == "zero_shot":
         if item.is_solver:
             faults.add((*key, "head_init"), f"{item.label} does not start from a head; leave head_init out")
         elif not has_text:
             faults.add((*key, "head_init"), "zero_shot needs an encoder with a text side; use encoder.name: open_clip")
         elif not getattr(recipe.encoder.block, "normalize", False):
-            faults.add((*key, "head_init"), "class embeddings fit L2-normalised features; set encoder.normalize: true")
+            what = item.label if needs_text else "zero_shot"
+            faults.add(
+                key,
+                f"{what} starts from class embeddings, which fit L2-normalised features; set encoder.normalize: true",
+            )

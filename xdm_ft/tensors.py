@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     x: Tensor  # float [B,3,H,W] or [B,K]
     y: Tensor  # int64 [B]
     domain: Tensor  # int64 [B], 0…D−1, training domains only
-    index: Tensor  # int64 [B], the sample's row in the data set: the key of every random draw
+    index: Tensor  # type: ignore[assignment]  # int64 [B], the sample's row in the data set: the key of every random draw
     targets: Tensor | None = None  # float [B,C], soft labels
 
 

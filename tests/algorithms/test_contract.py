@@ -50,7 +50,8 @@ def train(algorithm: Algorithm, first: int, last: int, encoder: nn.Module | None
     optimizers = [torch.optim.SGD(group, lr=0.05) for group in (main, auxiliary) if group]
     totals = []
     for step in range(first, last):
-        losses = algorithm(encoder(toy(step).x), toy(step), step)
+        batch = algorithm.on_inputs(toy(step), step)
+        losses = algorithm(encoder(batch.x), batch, step)
         gradients = torch.autograd.grad(losses.total, main)
         for parameter, gradient in zip(main, gradients, strict=True):
             parameter.grad = gradient

@@ -9,6 +9,8 @@ from xdm_ft.data import ImageDataset
 
 
 class MadeUp(ImageDataset):
+    folder_order = True
+
     def __init__(
         self,
         labels: Sequence[int] | np.ndarray,

@@ -78,13 +78,17 @@ def test_cnn_features_are_the_spatial_mean() -> None:
 
 
 def test_stages_run_in_the_order_of_their_names() -> None:
-    for name, size in (("test_resnet", 64), ("test_vit", 160)):
+    for name, size in (("test_resnet", 64), ("test_vit", 160), ("densenet121", 64)):
         encoder = Timm(model=name, preprocessing=PreprocessingOverrides(size=size))
         order: list[str] = []
-        for stage in encoder.stage_names:
-            encoder.get_submodule(stage).register_forward_hook(lambda *_, stage=stage: order.append(stage))
+        stem, stages, transitions = encoder.stem_names, encoder.stage_names, encoder.transition_names
+        assert len(transitions) in (0, len(stages) - 1)
+        between = [place for pair in zip(stages, (*transitions, ""), strict=False) for place in pair if place]
+        places = [*stem, *(between if transitions else stages)]
+        for stage in places:
+            encoder.get_submodule(stage).register_forward_hook(lambda *_, stage=stage, order=order: order.append(stage))
         features(encoder, images(size))
-        assert order == list(encoder.stage_names)
+        assert order == places
 
 
 def test_random_weights_follow_torch_seed() -> None:
@@ -196,7 +200,7 @@ def test_faults_of_the_recipe(keys: dict[str, object], wording: str) -> None:
 
 def test_wrong_kwargs_are_not_blamed_on_the_file(tmp_path: Path) -> None:
     save_file(reference().state_dict(), tmp_path / "good.safetensors")
-    with pytest.raises(UserError, match="encoder.kwargs"):
+    with pytest.raises(UserError, match=r"encoder.kwargs"):
         Timm(model="test_resnet", weights=str(tmp_path / "good.safetensors"), kwargs={"bn_epz": 1})
 
 

@@ -18,7 +18,8 @@ from xdm_ft.randomness import Stream
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.tensors import Batch, Losses, Task
 from xdm_ft.training import Job, Trained, Training
-from xdm_ft.training.bank import CachedData, train_bank
+from xdm_ft.training.bank import train_bank
+from xdm_ft.training.cached_data import CachedData
 
 DOMAINS, CLASSES, WIDTH = 4, 10, 96
 

@@ -20,7 +20,8 @@ from xdm_ft.evaluation.metrics import metric
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Job, Schedule, Training
-from xdm_ft.training.bank import CHUNK_HEADS, Bank, batches, chunks, head_logits, stack, step
+from xdm_ft.training.bank import CHUNK_HEADS, Bank, chunks, stack, step
+from xdm_ft.training.cached_data import batches, head_logits
 
 SGD = Training(batch_size=8, optimizer="sgd", momentum=0.9)
 

@@ -36,15 +36,17 @@ STEPS = 20
 class Pixels(Encoder):
     """The image at 8 × 8. Its one parameter is there to be trained, and does nothing at a learning rate of 1e-30."""
 
-    width, normalize, pretraining, stage_names = 192, False, "none", ()
+    width, normalize, pretraining, stage_names = 192, False, "none", ("stages.0", "stages.1")
     preprocessing = SmallCNN.preprocessing
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
+        self.stages = nn.Sequential(nn.Identity(), nn.AdaptiveAvgPool2d(8))
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.scale * F.adaptive_avg_pool2d(images, 8).flatten(1)
+        features: Tensor = self.scale * self.stages(images).flatten(1)
+        return features
 
     def identity(self) -> dict[str, object]:
         return {"component": "pixels"}

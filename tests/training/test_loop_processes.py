@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from accelerate.state import AcceleratorState
 from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, split, train
 from safetensors.torch import load_file, save_file
 
+from xdm_ft.algorithms import Algorithm, Setup
+from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Training
@@ -29,6 +33,7 @@ class Case:
     sharpness: Sharpness | None = None
     batch_norm: str = "frozen"
     all_reached: bool = False  # no parameter of the encoder is without gradient
+    method: Callable[[Setup], Algorithm] = WithDomainHead
 
 
 def work(folder: Path, case: Case) -> None:
@@ -39,7 +44,7 @@ def work(folder: Path, case: Case) -> None:
     encoder, recorded = SmallCNN(), []
     if case.all_reached:
         del encoder.unreached
-    job = make_job(WithDomainHead, sharpness=case.sharpness)
+    job = make_job(case.method, sharpness=case.sharpness)
     trained = train(
         job, encoder, case.training, accelerator, batch_norm=case.batch_norm,
         record=lambda job, step, values: recorded.append(values["loss"]),
@@ -76,3 +81,21 @@ def test_two_processes_equal_two_micro_batches_with_batch_norm(tmp_path: Path) -
     cut = whole.model_copy(update={"accumulation": 2})
     moving = {"sharpness": SAM(rho=0.1), "batch_norm": "train", "all_reached": True}
     assert_two_processes_equal_one(tmp_path, Case(cut, **moving), Case(whole, **moving))
+
+
+MIXING = partial(XDomainMix, warmup_steps=1, quantile_steps=1)
+
+
+@pytest.mark.parametrize("kind", ["per_domain", pytest.param("pooled", marks=pytest.mark.slow)])
+def test_global_partners_are_those_of_one_process(tmp_path: Path, kind: str) -> None:
+    # 5 images per domain, and 15 in all, do not divide by 2 processes
+    training = Training(batch_size=5 if kind == "per_domain" else 15, sampler=kind, clip_norm=0.5, encoder_lr=0.003)
+    case = Case(training, SAM(rho=0.1), method=MIXING)
+    assert_two_processes_equal_one(tmp_path, case, case)
+
+
+@pytest.mark.slow
+def test_local_partners_are_not(tmp_path: Path) -> None:
+    case = Case(Training(batch_size=5, encoder_lr=0.003), method=partial(MIXING, partners="local"))
+    with pytest.raises(AssertionError, match="not close"):
+        assert_two_processes_equal_one(tmp_path, case, case)

@@ -19,21 +19,21 @@ from xdm_ft.algorithms.zero_shot import ZeroShot
 from xdm_ft.features.cache import Features
 from xdm_ft.tensors import Batch, Task
 from xdm_ft.training import Job, Trained
-from xdm_ft.training.bank import CachedData, head_logits
+from xdm_ft.training.cached_data import CachedData, head_logits
 from xdm_ft.training.solvers import solve
 
 STRENGTHS = (0.3, 1e-2, 1e-4)
 
 
-def problem(average: LossAverage = "domain", scale: float = 1.0) -> tuple[LinearProbe, Tensor, Batch]:
+def problem(average: LossAverage = "domain") -> tuple[LinearProbe, Tensor, Batch]:
     """A third of the digits, domains of very different sizes."""
     split, data = split_of(0, 0), digits()
     rows = torch.cat([pool[: 40 * (1 + 3 * place)] for place, pool in enumerate(split.train)])
     task = Task(tuple(str(c) for c in range(CLASSES)), split.train_domains)
     setup = Setup(task, WIDTH, steps=0, seed=0, loss_average=average)
-    z = data.features[rows] * scale
+    z = data.features[rows]
     batch = Batch(z, data.labels[rows], split.domain_of[data.domains[rows]], rows)
-    return LinearProbe(setup, strengths=STRENGTHS), z, batch
+    return LinearProbe(setup, strengths=STRENGTHS, tolerance=1e-6), z, batch
 
 
 def gradient_norm(candidate: Candidate, z: Tensor, batch: Batch, average: LossAverage) -> float:
@@ -48,7 +48,9 @@ def gradient_norm(candidate: Candidate, z: Tensor, batch: Batch, average: LossAv
 def test_every_candidate_is_an_optimum(average: LossAverage) -> None:
     probe, z, batch = problem(average)
     candidates = list(probe.solve(z, batch))
-    assert [c.hparams["l2"] for c in candidates] == list(STRENGTHS)
+    unit = float(mean_loss(z.square().mean(1), batch.domain, 3, average))  # the mean square, averaged as the loss is
+    assert [c.hparams["strength"] for c in candidates] == list(STRENGTHS)
+    assert [c.hparams["l2"] for c in candidates] == pytest.approx([strength * unit for strength in STRENGTHS])
     assert [c.step for c in candidates] == [0, 1, 2]
     for candidate in candidates:
         assert gradient_norm(candidate, z, batch, average) < 2e-5
@@ -69,14 +71,25 @@ def test_the_optimum_is_scikit_learns() -> None:
         np.testing.assert_allclose(candidate.weight.numpy(), theirs.coef_, atol=5e-3 * scale)
 
 
+def test_the_default_tolerance_and_float32_reach_the_optimum() -> None:
+    exact, z, batch = problem()
+    fast = LinearProbe(exact.setup, strengths=STRENGTHS)
+    for quick, slow in zip(fast.solve(z, batch), exact.solve(z, batch), strict=True):
+        torch.testing.assert_close(quick.weight, slow.weight, rtol=0, atol=0.01 * float(slow.weight.abs().max()))
+
+
 @pytest.mark.parametrize("scale", [1e-2, 30.0])
-def test_the_scale_of_the_features_only_scales_the_penalty(scale: float) -> None:
-    """l2 ‖W‖² with features s z is the problem of l2 / s² with z."""
-    _, z, batch = problem()
+def test_the_path_is_the_same_for_every_scale_of_the_features(scale: float) -> None:
+    probe, z, batch = problem()
+    for here, there in zip(probe.solve(z, batch), probe.solve(z * scale, batch), strict=True):
+        torch.testing.assert_close(there.weight * scale, here.weight, rtol=1e-3, atol=1e-3)
+
+
+def test_a_strength_given_twice() -> None:
     setup = problem()[0].setup
-    (here,) = LinearProbe(setup, strengths=(1e-2,)).solve(z, batch)
-    (there,) = LinearProbe(setup, strengths=(1e-2 * scale**2,)).solve(z * scale, batch)
-    torch.testing.assert_close(there.weight * scale, here.weight, rtol=1e-3, atol=1e-3)
+    first, second, third = LinearProbe(setup, strengths=(1e-2, 1e-2, 1e-3)).solve(*problem()[1:])
+    torch.testing.assert_close(first.weight, second.weight, rtol=0, atol=1e-3)
+    assert third.hparams["strength"] == 1e-3
 
 
 def test_more_dimensions_than_images_and_a_constant_dimension() -> None:
@@ -85,7 +98,7 @@ def test_more_dimensions_than_images_and_a_constant_dimension() -> None:
     z = torch.randn(30, WIDTH, generator=generator)
     z[:, 0], z[:, 1] = 0, 5
     batch = Batch(z, torch.arange(30) % 3, torch.arange(30) % 2, torch.arange(30))
-    for candidate in LinearProbe(setup, strengths=(1.0, 1e-6)).solve(z, batch):
+    for candidate in LinearProbe(setup, strengths=(1.0, 1e-6), tolerance=1e-6).solve(z, batch):
         assert gradient_norm(candidate, z, batch, "domain") < 2e-5
 
 
@@ -94,7 +107,7 @@ def test_stopping_early_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     probe, z, batch = problem()
     with caplog.at_level(logging.WARNING, logger="xdm_ft"):
         list(probe.solve(z, batch))
-    assert "linear_probe, l2 0.01: stopped at a gradient of" in caplog.text
+    assert "linear_probe, strength 0.01: stopped at a gradient of" in caplog.text
 
 
 def solved(job: Job, data: CachedData | None = None, metric: str = "accuracy") -> Trained:
@@ -110,11 +123,11 @@ def test_each_rule_picks_the_best_strength_on_its_images() -> None:
     for rule, split in (("train_val", "train_val"), ("oracle", "test_val")):
         selected = trained.selected[rule]
         assert selected.state.keys() == {"head.weight", "head.bias"}
-        assert selected.hparams == {"l2": strengths[selected.step]}
+        assert selected.hparams["strength"] == strengths[selected.step]
         rows = trained.job.split.evaluation[split]
         losses = []
-        for l2 in strengths:
-            alone = solved(job_of(LinearProbe, strengths=(l2,)), metric="nll").selected[rule].state
+        for strength in strengths:
+            alone = solved(job_of(LinearProbe, strengths=(strength,)), metric="nll").selected[rule].state
             losses.append(float(F.cross_entropy(head_logits(data.features, rows, alone), data.labels[rows])))
         assert selected.step == int(np.argmin(losses))
     assert 0 < trained.selected["train_val"].step < len(strengths)
@@ -127,7 +140,7 @@ def test_of_equally_good_strengths_the_strongest_is_picked() -> None:
         job, split=dataclasses.replace(job.split, evaluation={"train_val": rows, "test_val": rows})
     )
     selected = solved(job).selected["train_val"]
-    assert selected.step == 0 and selected.hparams == {"l2": 1e-6}
+    assert selected.step == 0 and selected.hparams["strength"] == 1e-6
 
 
 def test_same_job_same_bits() -> None:

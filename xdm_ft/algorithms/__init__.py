@@ -8,7 +8,7 @@ its class's constructor are its recipe keys: each one annotated `Annotated[type,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xdm_ft.encoders import Encoder
 from xdm_ft.randomness import Stream, uniform
 from xdm_ft.tensors import Batch, Losses, Task
 
@@ -36,20 +37,9 @@ class Setup:
     text_weight: Tensor | None = None  # float [C,K]: L2-normalised class embeddings × logit scale; None without text
 
 
-class LinearHead(nn.Linear):
-    """Logits W z + b [B,C] of z [B,K], computed as (W zᵀ + b)ᵀ.
-
-    In a bank of heads this order takes half the time on a CPU: the batched products with z, forward and backward, read
-    z along its rows (12 heads, B 96, K 1280, C 7: 138 µs a head against 341).
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        return (self.weight @ input.mT + self.bias[:, None]).mT
-
-
-def linear_head(width: int, outputs: int, seed: int, stream: int) -> LinearHead:
+def linear_head(width: int, outputs: int, seed: int, stream: int) -> nn.Linear:
     """A linear head with torch's default initialisation U(−1/√K, 1/√K), drawn from (seed, stream) only."""
-    head = LinearHead(width, outputs, dtype=torch.float32)
+    head = nn.Linear(width, outputs, dtype=torch.float32)
     draws = uniform(seed, 0, stream, torch.arange(outputs * (width + 1)))
     values = (2 * draws - 1) * width**-0.5
     with torch.no_grad():
@@ -100,12 +90,19 @@ class Algorithm(nn.Module, Method, ABC):
     `loss` is a pure function of its arguments, the parameters, the buffers and the seed: it runs under
     `torch.func.vmap` over stacked heads, so it has no data-dependent Python branches and no in-place change of state.
     Numeric settings that may differ between heads are buffers; what depends on `step` alone may branch in Python.
+
+    What is more than a loss goes through one of three doors: `on_inputs`, `stage_modules` and `update`.
     """
 
     auxiliary: tuple[str, ...] = ()  # names of child modules trained by `Losses.auxiliary`
     first_selectable_step: int = 1  # earlier steps can not be selected
+    # share of the trained weights in what is kept, the rest those that training started from; None: all
+    interpolated: float | Literal["select"] | None = None
+    across_processes: bool = False  # its loss is that of the features of all processes together (end to end)
     # one line: why the method does nothing beyond ERM with a frozen encoder, and what to do; "" where it does
     frozen_reason: str = ""
+    # one line: why the method can not train on pooled batches, and what to do; "" where it can
+    pooled_reason: str = ""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -132,6 +129,31 @@ class Algorithm(nn.Module, Method, ABC):
         with torch.autocast(z.device.type, enabled=False):
             z = z.float()
             return self.second_pass(z, batch, step, held) if held else self.loss(z, batch, step)
+
+    def on_inputs(self, batch: Batch, step: int) -> Batch:
+        """The batch to train on at `step`: its images, or its cached features, may be others, and have soft `targets`.
+
+        Pure like `loss` (mapped over heads by `torch.func.vmap`), and independent of the parameters: both passes of a
+        sharpness-aware step see the same inputs. Draws are keyed by `batch.index`.
+        """
+        return batch
+
+    def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:
+        """Modules to place behind modules of the encoder, by the name of the module there. At work in training only.
+
+        Each is called with that module's output, the batch and the step, and returns what takes the output's place. It
+        has neither parameters nor buffers, and what it draws is a function of the seed, the step and `batch.index`.
+        """
+        return {}
+
+    def update(self, parameters: Mapping[str, Tensor], inner_step: Callable[[int | None], None], step: int) -> None:
+        """Takes one step: changes the `parameters` in place.
+
+        `inner_step(domain)` takes a step with the engine's optimizer, whose state is kept, on the batch's samples of
+        one domain; `inner_step(None)` takes one on the whole batch, which is all that a plain step is. In a bank every
+        parameter has the heads as an axis before its own.
+        """
+        inner_step(None)
 
     def mixed_steps(self, steps: int) -> int | None:
         """How many of the first `steps` steps used augmented features; None where the method has none."""

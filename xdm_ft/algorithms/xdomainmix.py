@@ -69,6 +69,10 @@ class XDomainMix(Algorithm):
         other_partner: Annotated[
             OtherPartner, Field(description="which samples x_j is drawn from, seen from x; same_as_x_i: x_i itself")
         ] = "other_class_other_domain",
+        partners: Annotated[
+            Literal["local", "global"],
+            Field(description="x_i and x_j are of this process's part of the batch, or of all (end to end only)"),
+        ] = "global",
         domain_head_augmented: Annotated[
             bool, Field(description="train d on z̃ too, with λ-weighted soft domain labels and binary cross-entropy")
         ] = False,
@@ -86,6 +90,7 @@ class XDomainMix(Algorithm):
         self.discard_per = discard_per
         self.mix_class_specific, self.mix_class_generic = mix_class_specific, mix_class_generic
         self.other_partner, self.domain_head_augmented = other_partner, domain_head_augmented
+        self.across_processes = partners == "global"
         self.first_selectable_step = self.warmup_steps + 1
         self.domain_head = linear_head(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
 

@@ -22,10 +22,19 @@ class ImageDataset(ABC):
     labels: np.ndarray  # int64 [N]
     domains: np.ndarray  # int64 [N]
     groups: np.ndarray | None = None  # int64 [N]: patient, slide, sequence; None where unknown
-    splits: np.ndarray | None = None  # str [N]: train | val | test, where the data set comes with a split
+    splits: np.ndarray | None = None
+    """str [N], where the data set comes with a split: train | val | test; instead of val also train_val | val_domain,
+    where the data set tells them apart and not the domain does; "" for an image that is in no part."""
+    worst_of: np.ndarray | None = None
+    """int64 [N], where the groups of the worst group's accuracy are not the domains; −1: in none of them."""
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    folder_order: bool = (
+        False  # rows of a domain are in the order of class and file names, which DomainBed's split counts
+    )
+    as_published: bool = False  # known to hold what was published: a class that a domain lacks, it lacks by nature
 
     @abstractmethod
     def image(self, row: int) -> Image.Image:

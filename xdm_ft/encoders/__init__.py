@@ -20,7 +20,10 @@ class Encoder(nn.Module, ABC):
 
     width: int  # K
     preprocessing: Preprocessing  # the encoder's own, with the recipe's overrides
-    stage_names: tuple[str, ...]  # module names of its stages, stem first (for MixStyle and its like)
+    # names of modules inside, in the order in which they run (for MixStyle and its like)
+    stem_names: tuple[str, ...] = ()  # before the stages: the first convolution, and the pooling after it if any
+    stage_names: tuple[str, ...]  # its stages: blocks of a ViT, in a CNN those from a quarter of the resolution down
+    transition_names: tuple[str, ...] = ()  # modules between the stages, where they are apart from them (DenseNet)
     pretraining: str  # one line for the protocol: weights and, where known, the corpus they saw
     normalize: bool  # z is L2-normalised
 

@@ -18,6 +18,7 @@ from xdm_ft.encoders.loading.arguments import refuse_reserved, wrong_kwargs
 from xdm_ft.encoders.loading.clip_source import ClipSource, resolve
 from xdm_ft.encoders.loading.downloads import download_fault, not_downloaded
 from xdm_ft.encoders.loading.files import mismatch, read_weights
+from xdm_ft.encoders.loading.places import Places, timm_places
 from xdm_ft.encoders.loading.probe import measured_width
 from xdm_ft.encoders.loading.prompts import DEFAULT_PROMPTS, check_templates, fill, in_words
 from xdm_ft.encoders.loading.versions import versions
@@ -88,7 +89,7 @@ class OpenClip(Encoder, TextEncoder):
         self.normalize, self.prompts, self.kwargs = normalize, prompts, kwargs
         self.pretraining = self.source.pretraining
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model))
-        self.stage_names = _stage_names(self.model.visual)
+        self.stem_names, self.stage_names, self.transition_names = _places(self.model.visual)
         self.logit_scale = self.model.logit_scale.exp().item()
         self.width = measured_width(self, model)
         logger.info("encoder: open_clip %s, %s, %d features", model, self.pretraining, self.width)
@@ -211,13 +212,13 @@ def _own_preprocessing(model: Any) -> Preprocessing:
     )
 
 
-def _stage_names(visual: Any) -> tuple[str, ...]:
-    """Names from the encoder's root: a ViT's blocks, a ResNet's stem and layers, or timm's stages of an image trunk."""
+def _places(visual: Any) -> Places:
+    """A ViT's blocks, a ResNet's first convolution, pooling and layers, or the places of an image trunk of timm."""
     modules = dict(visual.named_modules())
     if "trunk" in modules:
-        stages = [f"trunk.{info['module']}" for info in getattr(visual.trunk, "feature_info", None) or ()]
-    elif "transformer.resblocks" in modules:
-        stages = [f"transformer.resblocks.{name}" for name, _ in modules["transformer.resblocks"].named_children()]
-    else:
-        stages = ["avgpool", "layer1", "layer2", "layer3", "layer4"]  # the stem of a CLIP ResNet ends in `avgpool`
-    return tuple(f"model.visual.{name}" for name in stages if name in modules)
+        return timm_places(visual.trunk, "model.visual.trunk")
+    if "transformer.resblocks" in modules:
+        blocks = [f"transformer.resblocks.{name}" for name, _ in modules["transformer.resblocks"].named_children()]
+        return Places.below("model.visual", [], blocks, [])
+    # the stem of a CLIP ResNet, three convolutions, ends in `avgpool`
+    return Places.below("model.visual", ["conv1", "avgpool"], ["layer1", "layer2", "layer3", "layer4"], [])

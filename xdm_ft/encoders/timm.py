@@ -21,6 +21,7 @@ from xdm_ft.encoders.loading.arguments import refuse_reserved, wrong_kwargs
 from xdm_ft.encoders.loading.corpora import corpus
 from xdm_ft.encoders.loading.downloads import download_fault, not_downloaded
 from xdm_ft.encoders.loading.files import is_file_name, mismatch, read_weights
+from xdm_ft.encoders.loading.places import timm_places
 from xdm_ft.encoders.loading.probe import measured_width
 from xdm_ft.encoders.loading.versions import versions
 from xdm_ft.errors import UserError, did_you_mean
@@ -73,7 +74,7 @@ class Timm(Encoder):
         self.normalize = normalize
         self.pretraining = source.pretraining
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model, kwargs))
-        self.stage_names = _stage_names(self.model)
+        self.stem_names, self.stage_names, self.transition_names = timm_places(self.model, "model")
         self.width = measured_width(self, model)
         self._described = {"model": source.name, "kwargs": kwargs}
         logger.info("encoder: timm %s, %s, %d features", model, source.pretraining, self.width)
@@ -249,10 +250,3 @@ def _own_preprocessing(model: nn.Module, kwargs: dict[str, Any]) -> Preprocessin
         interpolation="bilinear" if interpolation == "random" else interpolation,
         resize=_RESIZE[config["crop_mode"]],  # type: ignore[arg-type]
     )
-
-
-def _stage_names(model: nn.Module) -> tuple[str, ...]:
-    """Stages as timm's feature extraction names them, from the encoder's root; empty where timm names none."""
-    modules = dict(model.named_modules())
-    named = [info["module"] for info in getattr(model, "feature_info", None) or ()]
-    return tuple(f"model.{name}" for name in named if name in modules)

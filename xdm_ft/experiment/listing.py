@@ -10,6 +10,7 @@ import yaml
 
 from xdm_ft import components
 from xdm_ft.algorithms import Algorithm, Method
+from xdm_ft.recipe import BEHIND
 from xdm_ft.recipe_text import recipe_folder
 
 
@@ -17,7 +18,7 @@ def listing(what: str) -> str:
     if what == "recipes":
         return _table([(path.stem, _first_comment(path.read_text(encoding="utf-8"))) for path in _recipes()])
     if what == "methods":
-        return _table([*_methods(), *_sharpness()])
+        return _table([*_methods(), *_behind()])
     rows = [(name, _summary(components.find(what, name)), _settings(what, name)) for name in components.names(what)]
     return _table(rows)
 
@@ -40,11 +41,12 @@ def _works_on(cls: type[Method]) -> str:
     return "end to end" if cls.frozen_reason else "cached / end to end"
 
 
-def _sharpness() -> list[tuple[str, ...]]:
+def _behind() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for name in components.names("sharpness"):
-        cls = components.find("sharpness", name)
-        rows.append((f"…+{name}", cls.source, "cached / end to end", _settings("sharpness", name)))
+    for folder in BEHIND:
+        for name in components.names(folder):
+            cls = components.find(folder, name)
+            rows.append((f"…+{name}", cls.source, "cached / end to end", _settings(folder, name)))
     return rows
 
 
@@ -64,6 +66,8 @@ def _plain(default: object) -> object:
 
     if isinstance(default, Block):
         return default.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(default, Path):
+        return str(default)
     return list(default) if isinstance(default, tuple) else default
 
 

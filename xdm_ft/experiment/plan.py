@@ -13,7 +13,8 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data.loading.samplers import steps_of
 from xdm_ft.data.loading.splits import Split, splits
 from xdm_ft.errors import UserError, did_you_mean
-from xdm_ft.recipe import MethodItem, Recipe
+from xdm_ft.recipe import Recipe
+from xdm_ft.recipe_blocks import MethodItem, unfreezes_too_late
 from xdm_ft.tensors import Task
 
 
@@ -69,7 +70,8 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     models = []
     for item in recipe.methods:
         # the text encoder's head is the same for every seed
-        seeds = recipe.protocol.seeds[:1] if item.algorithm.cls.needs_text else recipe.protocol.seeds
+        is_text = item.is_solver and item.algorithm.cls.needs_text
+        seeds = recipe.protocol.seeds[:1] if is_text else recipe.protocol.seeds
         for place in range(len(by_seed[seeds[0]])):
             models += [_planned(recipe, item, by_seed[seed][place], seed, dataset) for seed in seeds]
     notes = dict.fromkeys(note for of_seed in by_seed.values() for split in of_seed for note in split.notes)
@@ -86,16 +88,25 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
     if have < needed:
         skipped = f"needs {needed} training domains; with {', '.join(split.test_domains)} held out there is {have}"
     elif not item.is_solver:
-        _check_settings(item, split, dataset, steps)
+        _check_settings(recipe, item, split, dataset, steps)
     return PlannedModel(item, split, seed, steps, skipped)
 
 
-def _check_settings(item: MethodItem, split: Split, dataset: ImageDataset, steps: int) -> None:
-    """An algorithm checks its settings against the number of steps, which epochs leave open until the data is known."""
+def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: ImageDataset, steps: int) -> None:
+    """What depends on the number of steps, which epochs leave open until the data is known, or on the split."""
     from xdm_ft.algorithms import Setup
+    from xdm_ft.training.averages import LOSS_SPLIT
 
     task = Task(dataset.class_names, split.train_domains)
     item.algorithm.build(Setup(task, width=2, steps=steps, seed=0))
+    unfreeze_at = recipe.encoder_common.unfreeze_at
+    if unfreeze_at >= steps:
+        raise UserError(f"{recipe.name}: encoder.unfreeze_at: {unfreezes_too_late(unfreeze_at, steps)}")
+    if item.averaging is not None and len(split.evaluation.get(LOSS_SPLIT, ())) == 0:
+        raise UserError(
+            f"{recipe.name}: {item.label}: +{item.averaging.name} looks at the loss of validation images of the "
+            f"training domains (the split {LOSS_SPLIT}), and there are none; leave it out"
+        )
 
 
 def describe(plan: Plan) -> str:
@@ -131,11 +142,14 @@ def _any_skipped(plan: Plan) -> bool:
 
 def hparams(recipe: Recipe, item: MethodItem) -> dict[str, Any]:
     """The hyper-parameters of one model, for results.json."""
-    own = item.algorithm.kwargs() | (item.sharpness.kwargs() if item.sharpness else {})
+    own: dict[str, Any] = {}
+    for part in (item.algorithm, item.sharpness, item.averaging):
+        own |= part.kwargs() if part else {}
     if item.is_solver:
         return own
     training = recipe.training
     common = {"lr": training.lr, "weight_decay": training.weight_decay, "batch_size": training.batch_size}
     if recipe.trainable:
         common["encoder_lr"] = training.encoder_lr
+        common["unfreeze_at"] = recipe.encoder_common.unfreeze_at
     return {**common, "head_init": item.head_init, **own}

@@ -36,7 +36,11 @@ def summary_of(
 ) -> list[dict[str, Any]]:
     """One row per selection rule and method, in the recipe's order; differences are to the recipe's plain ERM."""
     methods = plan.recipe.methods
-    plain = [item.label for item in methods if item.algorithm.name == "erm" and item.sharpness is None]
+    plain = [
+        item.label
+        for item in methods
+        if item.algorithm.name == "erm" and item.sharpness is None and item.averaging is None
+    ]
     rules = list(dict.fromkeys(rule for run in runs for rule in run["selected"])) or [plan.recipe.protocol.selection]
     return summarise(
         runs,

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms import Algorithm, Setup
+from xdm_ft.data.loading.splits import SELECTION_SPLIT
+from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.experiment.material import Material, build_encoder
@@ -20,6 +22,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.progress import progress
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job, Selected, Trained
+from xdm_ft.training.interpolation import on_the_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -98,6 +101,7 @@ class _Work:
             sharpness=item.sharpness.build() if item.sharpness else None,
             lr=recipe.training.lr,
             weight_decay=recipe.training.weight_decay,
+            averaging=item.averaging.build() if item.averaging else None,
         )
 
     def banked(self, jobs: list[Job]) -> Iterator[Finished]:
@@ -116,7 +120,8 @@ class _Work:
             record=self.record,
             show=self.accelerator.is_main_process,
         ):
-            yield self.finished(trained, lambda selected, rows: head_logits(features, rows, selected.state))
+            logits = _logits_of(features, head_logits)
+            yield self.finished(self.interpolated(trained, logits), logits)
 
     def solved(self, jobs: list[Job]) -> Iterator[Finished]:
         """Methods that find their head without gradient steps."""
@@ -152,12 +157,44 @@ class _Work:
                 self.accelerator,
                 record=self.record,
                 show=self.accelerator.is_main_process,
+                unfreeze_at=self.plan.recipe.encoder_common.unfreeze_at,
             )
 
             def logits(selected: Selected, rows: Tensor, encoder: Encoder = encoder) -> Tensor:
                 return predict(encoder, selected.state, self.plan.dataset, rows, self.accelerator, training.batch_size)
 
-            yield self.finished(trained, logits)
+            yield self.finished(self.interpolated(trained, logits, encoder), logits)
+
+    def interpolated(self, trained: Trained, logits: Logits, encoder: Encoder | None = None) -> Trained:
+        """Where its method asks for it, the model on the line from the weights that it and `encoder` started from."""
+        job = trained.job
+        algorithm = job.make(job.setup)
+        assert isinstance(algorithm, Algorithm)
+        share = algorithm.interpolated
+        if share is None or trained.failure is not None:
+            return trained
+        start = algorithm.state_dict()
+        if encoder is not None:
+            start |= {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
+        metric = self.plan.recipe.protocol.metric
+
+        def evaluate(selected: Selected) -> dict[str, float]:
+            return {name: self.value(logits(selected, rows).cpu(), rows) for name, rows in job.split.evaluation.items()}
+
+        picked = {}
+        for rule, selected in trained.selected.items():
+            here = on_the_line(selected, start, share, metric, SELECTION_SPLIT[rule], evaluate)
+            if here is None:
+                reason = f"{metric} is not defined by {rule} at any share of the fine-tuned weights"
+                return dataclasses.replace(trained, selected={}, failure=reason)
+            picked[rule] = here
+        return dataclasses.replace(trained, selected=picked)
+
+    def value(self, logits: Tensor, rows: Tensor) -> float:
+        """The protocol's metric; nan where a logit is not finite."""
+        if not logits.isfinite().all():
+            return float("nan")
+        return metric_of(self.plan.recipe.protocol.metric, logits, self.plan.labels[rows], self.plan.domains[rows])
 
     @property
     def features(self) -> Features:
@@ -211,7 +248,8 @@ class _Work:
             normalized = self.material.normalize or _reads_normalized(job)
             metadata = {"normalize": str(normalized).lower(), "step": str(selected.step)}
             weights = self.directory.save_weights(key, rule, selected.state, metadata)
-        return {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics}
+        curve = {"curve": selected.curve} if selected.curve else {}
+        return {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics, **curve}
 
 
 def _reads_normalized(job: Job) -> bool:

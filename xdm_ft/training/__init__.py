@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
+from xdm_ft.averaging import Averaging
 from xdm_ft.blocks import Block
 from xdm_ft.data.loading.splits import Split
 from xdm_ft.sharpness import Sharpness
@@ -71,15 +72,17 @@ class Job:
     sharpness: Sharpness | None
     lr: float
     weight_decay: float
+    averaging: Averaging | None = None
 
 
 @dataclass(frozen=True)
 class Selected:
     """The step that one selection rule picked, and the weights there."""
 
-    step: int  # number of steps taken
+    step: int  # number of steps taken; of averaged weights, the last that counts
     state: dict[str, Tensor]  # parameters and buffers on the CPU: `head.weight`, …; end to end also `encoder.…`
-    hparams: dict[str, float] = field(default_factory=dict)  # what a solver varied
+    hparams: dict[str, float] = field(default_factory=dict)  # what a solver varied, or how weights were averaged
+    curve: list[dict[str, float | None]] = field(default_factory=list)  # α and the metric by split, where interpolated
 
 
 @dataclass(frozen=True)

@@ -14,38 +14,33 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.data.loading.samplers import sampler
-from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.progress import Progress, progress
 from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.allocator import keep_freed_memory
+from xdm_ft.training.averages import LOSS_SPLIT, Averages
+from xdm_ft.training.batches import block
+from xdm_ft.training.cached_data import CachedData, Validation, batches, head_logits
+from xdm_ft.training.inputs import fields_of, on_inputs
 from xdm_ft.training.optimizers import Optimizer, clip, make_optimizer
 from xdm_ft.training.schedule import learning_rate_factor
-from xdm_ft.training.selection import Selector, evaluation_steps, rows_of_rules
+from xdm_ft.training.selection import Selector, evaluation_steps
 
 if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
 
+__all__ = ["Bank", "chunks", "head_logits", "stack", "step", "train_bank"]
+
 CHUNK_HEADS = 16  # heads trained at once: the batches of many more no longer fit a CPU's cache
-BLOCK_STEPS = 256  # steps whose rows are drawn, and whose losses are read, at once
+READ_STEPS = 256  # steps whose losses are read at once
 
 Record = Callable[[Job, int, dict[str, float]], None]
-
-
-@dataclass(frozen=True)
-class CachedData:
-    """What all heads read, on one device: features of N images, their labels and domains (int64 [N])."""
-
-    features: Features
-    labels: Tensor
-    domains: Tensor  # numbered as in the data set
 
 
 @dataclass
@@ -105,12 +100,6 @@ def chunks(jobs: Sequence[Job]) -> Iterator[list[Job]]:
         yield from (group[first : first + CHUNK_HEADS] for first in range(0, len(group), CHUNK_HEADS))
 
 
-def head_logits(features: Features, rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-    """Logits float32 [n,C] for the images `rows` (int64 [n]) of the class head in a selected `state`."""
-    device = features.device
-    return F.linear(features[rows.to(device)], state["head.weight"].to(device), state["head.bias"].to(device))
-
-
 def _train_chunk(
     jobs: list[Job],
     data: CachedData,
@@ -124,39 +113,73 @@ def _train_chunk(
     bank = stack(jobs, training, data.features.device)
     validation = Validation(jobs, data, rules, metric)
     selectors = [Selector(rules, metric, bank.template.first_selectable_step) for _ in jobs]
+    averages, validation_loss = _averages(jobs, bank, data)
     failures: list[str | None] = [None for _ in jobs]
     course = Course()
     due = set(evaluation_steps(bank.steps, training.evaluate_every))
     for number, batch in enumerate(batches(jobs, data, training)):
         course.add(number, step(bank, batch, number))
+        if averages is not None:
+            averages.add(number + 1, bank.main | bank.auxiliary)
         bar.advance(len(jobs))
         if number + 1 not in due:
             continue
         means, broken_at = course.take()
         lr = bank.lr * learning_rate_factor(number, bank.steps, bank.schedule)
-        for head, values in enumerate(validation.values(bank)):
+        for head, values in enumerate(validation.values(bank.main["head.weight"], bank.main["head.bias"])):
             if failures[head] is None:
                 failures[head] = _failure(jobs[head], training, number + 1, broken_at.get(head), values)
             if failures[head] is None:
                 selectors[head].offer(number + 1, values, lambda head=head: bank.state(head))  # type: ignore[misc]
                 scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": float(lr[head])}
                 record(jobs[head], number + 1, scalars | {f"{rule}/{metric}": v for rule, v in values.items()})
+        if averages is not None and validation_loss is not None:
+            losses = validation_loss.values(bank.main["head.weight"], bank.main["head.bias"])
+            averages.evaluated(number + 1, [values.get(LOSS_SPLIT) for values in losses])
         if all(failures):
             break
     seconds = (time.perf_counter() - started) / len(jobs)
     mixed_steps = bank.template.mixed_steps(bank.steps)
-    failures = [failure or selector.nothing_selected() for failure, selector in zip(failures, selectors, strict=True)]
-    return [
-        Trained(job, {} if failure else selector.selected, mixed_steps, seconds, failure)
-        for job, selector, failure in zip(jobs, selectors, failures, strict=True)
-    ]
+    results = []
+    for head, (job, selector, failure) in enumerate(zip(jobs, selectors, failures, strict=True)):
+        failure = failure or (selector.nothing_selected() if averages is None else averages.nothing_averaged(head))
+        selected = selector.selected
+        if averages is not None and not failure:
+            selected = averages.selected(head, lambda mean, head=head: bank.state(head) | mean, rules)  # type: ignore[misc]
+        results.append(Trained(job, {} if failure else selected, mixed_steps, seconds, failure))
+    return results
+
+
+def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages | None, Validation | None]:
+    """Where the method asks for an average: it, and the losses that it looks at."""
+    averaging = jobs[0].averaging
+    if averaging is None:
+        return None, None
+    averages = Averages(averaging, len(jobs), bank.template.first_selectable_step)
+    return averages, Validation(jobs, data, (LOSS_SPLIT,), "nll")
 
 
 def step(bank: Bank, batch: Batch, number: int) -> Tensors:
     """One step of every head on its own batch ([H,B,…]), `number` counted from 0.
 
-    Returns the scalars before the step, each [H]: `loss`, `auxiliary_loss` where there is one, the algorithm's logs.
+    Returns the scalars before the step, each [H]: `loss`, `auxiliary_loss` where there is one, the algorithm's logs;
+    their means where the algorithm takes several steps of the optimizer.
     """
+    taken: list[Tensors] = []
+
+    def inner_step(domain: int | None) -> None:
+        part = batch if domain is None else block(batch, domain, bank.template.task.num_domains, axis=1)
+        taken.append(_inner_step(bank, part, number))
+
+    bank.template.update(bank.main | bank.auxiliary, inner_step, number)
+    if len(taken) == 1:
+        return taken[0]
+    return {name: torch.stack([scalars[name] for scalars in taken]).mean(0) for name in taken[0]}
+
+
+def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
+    """One step of the optimizer on `batch`; the scalars before it."""
+    batch = on_inputs(bank.template, bank.buffers, batch, number)
     losses = _losses(bank, bank.main, batch, number, held=None)
     # total and auxiliary reach different parameters, so one backward pass serves both
     every_gradient = _gradients(losses.total + losses.auxiliary, bank.main | bank.auxiliary)
@@ -183,14 +206,11 @@ def step(bank: Bank, batch: Batch, number: int) -> Tensors:
 def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, held: Tensors | None) -> Losses:
     """The losses of every head with the parameters `main`; scalars become [H]."""
 
-    def of_one_head(
-        state: Tensors, x: Tensor, y: Tensor, domain: Tensor, index: Tensor, held: Tensors | None
-    ) -> Losses:
-        return functional_call(bank.template, state, (x, Batch(x, y, domain, index), number, held))
+    def of_one_head(state: Tensors, fields: Tensors, held: Tensors | None) -> Losses:
+        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, held))
 
-    in_dims = (0, 0, 0, 0, 0, None if held is None else 0)
-    state = {**main, **bank.auxiliary, **bank.buffers}
-    return vmap(of_one_head, in_dims)(state, batch.x, batch.y, batch.domain, batch.index, held)
+    in_dims = (0, 0, None if held is None else 0)
+    return vmap(of_one_head, in_dims)({**main, **bank.auxiliary, **bank.buffers}, fields_of(batch), held)
 
 
 def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:
@@ -238,20 +258,6 @@ def _settings(model: Algorithm | Sharpness | None) -> dict[str, object]:
     return {**plain, "rho": None, "class": type(model)}
 
 
-def batches(jobs: Sequence[Job], data: CachedData, training: Training) -> Iterator[Batch]:
-    """The batches of all steps, each head with its own rows: x [H,B,K], y, domain and index [H,B]."""
-    samplers = [sampler(training.sampler, job.split.train, training.batch_size, job.seed) for job in jobs]
-    domain_of = torch.stack([job.split.domain_of for job in jobs]).to(data.labels.device)  # [H, domains of the data]
-    head = torch.arange(len(jobs), device=data.labels.device)[:, None]  # [H,1]
-    steps = jobs[0].setup.steps
-    for first in range(0, steps, BLOCK_STEPS):
-        last = min(first + BLOCK_STEPS, steps)
-        rows = torch.stack([own.indices(first, last) for own in samplers], dim=1).to(data.labels.device)  # [S,H,B]
-        labels, domains = data.labels[rows], domain_of[head, data.domains[rows]]  # [S,H,B]
-        for index, y, domain in zip(rows, labels, domains, strict=True):
-            yield Batch(data.features[index], y, domain, index)
-
-
 class Course:
     """The scalars of the steps since the last evaluation: kept as they come, read in blocks, as reading is slow."""
 
@@ -263,7 +269,7 @@ class Course:
 
     def add(self, number: int, scalars: Tensors) -> None:
         self._pending.append((number, scalars))
-        if len(self._pending) == BLOCK_STEPS:
+        if len(self._pending) == READ_STEPS:
             self._read()
 
     def take(self) -> tuple[Tensors, dict[int, int]]:
@@ -283,36 +289,6 @@ class Course:
                     number = self._pending[place][0]
                     self._broken_at[head] = min(number, self._broken_at.get(head, number))
         self._pending = []
-
-
-class Validation:
-    """The images that selection looks at. A row that several heads look at is gathered and multiplied once."""
-
-    def __init__(self, jobs: Sequence[Job], data: CachedData, rules: Sequence[str], metric: str) -> None:
-        self.metric = metric
-        wanted = [rows_of_rules(job.split, rules) for job in jobs]
-        union = torch.unique(torch.cat([rows for of_head in wanted for rows in of_head.values()]))  # sorted
-        self.features = data.features[union.to(data.labels.device)]  # [U,K]
-        self.views = [{rule: self._view(union, rows, data) for rule, rows in of_head.items()} for of_head in wanted]
-
-    @staticmethod
-    def _view(union: Tensor, rows: Tensor, data: CachedData) -> tuple[Tensor, Tensor, Tensor]:
-        place, rows = torch.searchsorted(union, rows).to(data.labels.device), rows.to(data.labels.device)
-        return place, data.labels[rows], data.domains[rows]
-
-    @torch.no_grad()
-    def values(self, bank: Bank) -> list[dict[str, float]]:
-        """For each head the metric by selection rule; empty for a head whose logits are not finite."""
-        weight, bias = bank.main["head.weight"], bank.main["head.bias"]  # [H,C,K], [H,C]
-        logits = torch.addmm(bias.flatten(), self.features, weight.flatten(0, 1).T)  # [U,H·C]
-        logits = logits.view(len(self.features), *bias.shape)  # [U,H,C]
-        return [self._values_of_head(logits[:, head], views) for head, views in enumerate(self.views)]
-
-    def _values_of_head(self, logits: Tensor, views: dict[str, tuple[Tensor, Tensor, Tensor]]) -> dict[str, float]:
-        own = {rule: (logits[place], labels, domains) for rule, (place, labels, domains) in views.items()}
-        if not all(torch.isfinite(values).all() for values, _, _ in own.values()):
-            return {}
-        return {rule: metric_of(self.metric, *of_rule) for rule, of_rule in own.items()}
 
 
 def _failure(

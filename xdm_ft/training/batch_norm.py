@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from xdm_ft.training.batches import MicroBatch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def batch_norm_layers(module: nn.Module) -> list[_BatchNorm]:
@@ -50,3 +58,32 @@ class RunningStatistics:
             value.copy_(total)
         for count, before in zip(self.counts, self.counts_before, strict=True):
             count.copy_(before + 1)
+
+
+@torch.no_grad()
+def gather_statistics(module: nn.Module, steps: Iterable[list[MicroBatch]], accelerator: Accelerator) -> None:
+    """The running statistics of the layers in training mode become the mean of those of the steps' batches.
+
+    As torch.optim.swa_utils.update_bn, for weights that never saw a batch. `module` maps a batch's `x` alone. `steps`
+    are this process's micro-batches of each step; nothing is read where there is no such layer.
+    """
+    layers = [layer for layer in batch_norm_layers(module) if layer.training and layer.running_mean is not None]
+    if not layers:
+        return
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.momentum = 1.0  # running statistics = those of the batch
+    statistics = RunningStatistics(module)
+    statistics.begin()
+    taken = 0
+    for micro_batches in steps:
+        taken += 1
+        for micro_batch in micro_batches:
+            with accelerator.autocast():
+                module(micro_batch.batch.x)
+            statistics.collect(micro_batch.weight)
+    for total in statistics.sums:
+        total.copy_(accelerator.reduce(total, "sum") / taken)
+    statistics.commit()
+    for layer, momentum in zip(layers, momenta, strict=True):
+        layer.momentum = momentum

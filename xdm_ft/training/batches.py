@@ -14,6 +14,7 @@ from xdm_ft.data.loading.samplers import ImageRows, sampler
 from xdm_ft.errors import UserError
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Job, Training
+from xdm_ft.training.together import Together
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -24,6 +25,7 @@ MOST_WORKERS = 8  # per process; more only wait for each other
 class MicroBatch(NamedTuple):
     batch: Batch
     weight: float  # its part of the step's images; those of all micro-batches of all processes sum to 1
+    together: Together | None = None  # with those of the other processes, where the method asks for it
 
 
 def deal(rows: Tensor, domain: Tensor, parts: int, blocks: int) -> list[Tensor]:
@@ -40,6 +42,16 @@ def deal(rows: Tensor, domain: Tensor, parts: int, blocks: int) -> list[Tensor]:
         rows = rows[domain.argsort(stable=True)]
     table = rows.view(blocks, -1)
     return [table[:, part::parts].reshape(-1) for part in range(parts)]
+
+
+def block(batch: Batch, number: int, blocks: int, axis: int = 0) -> Batch:
+    """One of the equal blocks, a domain each, that a per-domain batch and its micro-batches consist of.
+
+    `axis` is that of the samples: 1 in a bank, where that of the heads comes before it.
+    """
+    size = batch.y.shape[axis] // blocks
+    fields = {name: value for name, value in batch._asdict().items() if value is not None}
+    return Batch(**{name: value.narrow(axis, number * size, size) for name, value in fields.items()})
 
 
 class StepRows(Sampler[list[int]]):
@@ -63,7 +75,7 @@ class TrainingBatches:
     micro-batches. The mean of their losses weighted by their sizes is exactly the batch's loss, with two exceptions: a
     pooled batch under `loss_average: domain`, where a micro-batch's mean over its own domains takes the place of the
     whole batch's, and methods that compare samples or domains (partners, penalties, domain weights), which see those of
-    a micro-batch.
+    a micro-batch, or `together` of those that all processes have at a time.
     """
 
     def __init__(
@@ -75,7 +87,9 @@ class TrainingBatches:
         domains: Tensor,
         accelerator: Accelerator,
         first: int = 0,
+        together: bool = False,
     ) -> None:
+        """`together`: losses are computed over the micro-batches that all processes have at a time."""
         self.device, self.first, self.last = accelerator.device, first, job.setup.steps
         pools = job.split.train
         self.whole = sampler(training.sampler, pools, training.batch_size, job.seed)
@@ -88,8 +102,10 @@ class TrainingBatches:
                 f"training.batch_size: {training.batch_size} is less than {accelerator.num_processes} process(es) × "
                 f"accumulation {training.accumulation}; raise batch_size or lower accumulation"
             )
-        begin = accelerator.process_index * training.accumulation
-        self.own = slice(begin, begin + training.accumulation)
+        self.process, self.accumulation = accelerator.process_index, training.accumulation
+        begin = self.process * self.accumulation
+        self.own = slice(begin, begin + self.accumulation)
+        self.together = together and accelerator.num_processes > 1
         self.sizes = [len(rows) for rows in self._micro_batches(first)]
         self.loader: DataLoader[Any] = DataLoader(
             images,
@@ -110,12 +126,36 @@ class TrainingBatches:
     def __iter__(self) -> Iterator[tuple[int, list[MicroBatch]]]:
         for step, (x, rows) in enumerate(self.loader, start=self.first):
             x, rows = x.to(self.device, non_blocking=True), rows.to(self.device, non_blocking=True)
-            pieces = zip(x.split(self.sizes), rows.split(self.sizes), strict=True)
-            yield step, [self._micro_batch(images, index) for images, index in pieces]
+            together = self._together(step) if self.together else [None] * self.accumulation
+            pieces = zip(x.split(self.sizes), rows.split(self.sizes), together, strict=True)
+            yield step, [self._micro_batch(*piece) for piece in pieces]
 
-    def _micro_batch(self, x: Tensor, index: Tensor) -> MicroBatch:
+    def _micro_batch(self, x: Tensor, index: Tensor, together: Together | None) -> MicroBatch:
         batch = Batch(x, self.labels_there[index], self.domain_there[index], index)
-        return MicroBatch(batch, len(index) / self.whole.batch)
+        return MicroBatch(batch, len(index) / self.whole.batch, together)
+
+    def _together(self, step: int) -> list[Together]:
+        """For each of this process's micro-batches: it and those of the other processes, in the whole batch's order."""
+        rows = self.rows(step)
+        places = deal(torch.arange(len(rows)), self.domain[rows], self.parts, self.blocks)
+        found = []
+        for number in range(self.accumulation):
+            pieces = places[number :: self.accumulation]  # one of each process
+            joined = torch.cat(pieces)
+            order = joined.argsort()
+            index = rows[joined[order]].to(self.device)
+            found.append(
+                Together(
+                    y=self.labels_there[index],
+                    domain=self.domain_there[index],
+                    index=index,
+                    order=order.to(self.device),
+                    sizes=tuple(len(piece) for piece in pieces),
+                    process=self.process,
+                    weight=len(index) / self.whole.batch,
+                )
+            )
+        return found
 
 
 def worker_count(accelerator: Accelerator) -> int:

@@ -11,10 +11,13 @@ import copy
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -25,9 +28,12 @@ from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.metrics import metric as metric_of
-from xdm_ft.progress import progress
+from xdm_ft.progress import Progress, progress
+from xdm_ft.randomness import Stream, bits
 from xdm_ft.training import Job, Trained, Training
-from xdm_ft.training.batches import TrainingBatches
+from xdm_ft.training.averages import LOSS_SPLIT, Averages
+from xdm_ft.training.batch_norm import gather_statistics
+from xdm_ft.training.batches import MicroBatch, TrainingBatches, block
 from xdm_ft.training.passes import BatchNorm, EndToEnd, Passes, Roles, StepLosses
 from xdm_ft.training.prediction import EvaluationImages, precision_of, predict
 from xdm_ft.training.schedule import learning_rate_factor
@@ -39,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["predict", "shut_down", "train_model"]
 
 Record = Callable[[Job, int, dict[str, float]], None]
+STATISTICS_BATCHES = 500  # of training, over which the batch-norm statistics of averaged weights are gathered
 
 
 def train_model(
@@ -55,6 +62,7 @@ def train_model(
     *,
     record: Record,
     show: bool,
+    unfreeze_at: int = 0,
 ) -> Trained:
     """Trains a copy of `encoder`, from the weights it has now, with the job's method for `job.setup.steps` steps.
 
@@ -62,6 +70,10 @@ def train_model(
     preprocessing. At each evaluation the main process calls `record(job, number of steps taken, values)` with the means
     since the last one of `loss`, `auxiliary_loss` and what the algorithm logs, the heads' learning rate `lr`, and
     `<rule>/<metric>` for each selection rule.
+
+    Before step `unfreeze_at` the head trains alone, on features of the encoder in eval mode, which stays as it came
+    (LP-FT, Kumar et al. 2022); those steps can not be selected. One optimizer serves both phases: the encoder's state
+    in it begins when its training does.
 
     A model whose loss or logits are not finite, or for which a rule could select nothing, comes with `failure` and
     without weights. Raises `UserError` for an image that does not decode, for fp16 with sharpness or without a GPU, for
@@ -73,66 +85,136 @@ def train_model(
     assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
     inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm).to(accelerator.device).train()
     images = ImageRows(dataset, evaluation_transform(encoder.preprocessing))
-    batches = TrainingBatches(job, training, images, labels, domains, accelerator)
-    validation = Validation(job, images, labels, domains, rules, metric, max(batches.sizes), accelerator)
-    selector = Selector(rules, metric, algorithm.first_selectable_step)
-    with _prepared(inner, make_optimizer(inner.roles(), job, training), accelerator) as (model, optimizer):
-        passes = Passes(model, inner, accelerator, job.sharpness, job.seed)
-        failure = _train(job, training, batches, passes, optimizer, validation, selector, record, show)
-    failure = failure or selector.nothing_selected()
+    together = algorithm.across_processes
+    batches = TrainingBatches(job, training, images, labels, domains, accelerator, together=together)
+    first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
+    averages = Averages(job.averaging, 1, first_step) if job.averaging else None
+    seen = rules if averages is None else list(dict.fromkeys([*rules, LOSS_SPLIT]))
+    validation = Validation(job, images, labels, domains, seen, metric, max(batches.sizes), accelerator)
+    run = _Run(job, training, batches, validation, Selector(rules, metric, first_step), averages, record)
+    failure = _train(run, inner, accelerator, unfreeze_at, show)
+    selected = run.selector.selected
+    if averages is None:
+        failure = failure or run.selector.nothing_selected()
+    elif failure is None:
+        selected = averages.selected(0, lambda mean: _with_weights(mean, inner, run, accelerator), rules)
     return Trained(
         job=job,
-        selected={} if failure else selector.selected,
+        selected={} if failure else selected,
         mixed_steps=algorithm.mixed_steps(job.setup.steps),
         seconds=time.perf_counter() - started,
         failure=failure,
     )
 
 
-def _train(
-    job: Job,
-    training: Training,
-    batches: TrainingBatches,
-    passes: Passes,
-    optimizer: Optimizer,
-    validation: Validation,
-    selector: Selector,
-    record: Record,
-    show: bool,
-) -> str | None:
+@dataclass(frozen=True)
+class _Run:
+    """What the steps of one training read and move, beside the model."""
+
+    job: Job
+    training: Training
+    batches: TrainingBatches
+    validation: Validation
+    selector: Selector
+    averages: Averages | None
+    record: Record
+
+
+def _train(run: _Run, inner: EndToEnd, accelerator: Accelerator, unfreeze_at: int, show: bool) -> str | None:
     """All steps. Returns why the training broke off, None where it did not."""
-    accelerator, steps = passes.accelerator, job.setup.steps
-    evaluate_after = set(evaluation_steps(steps, training.evaluate_every))
-    base_rates = [group["lr"] for group in optimizer.param_groups]
-    course = Course()
+    job, steps = run.job, run.job.setup.steps
+    optimizer, batches = make_optimizer(inner.roles(), job, run.training), iter(run.batches)
     name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
     with progress(name, steps, "steps", show) as bar:
+        for frozen, count in ((True, unfreeze_at), (False, steps - unfreeze_at)):
+            if count == 0:
+                continue
+            inner.freeze_encoder(frozen)
+            failure = _phase(run, inner, optimizer, accelerator, islice(batches, count), bar)
+            if failure is not None:
+                return failure
+    return None
+
+
+def _phase(
+    run: _Run,
+    inner: EndToEnd,
+    optimizer: Optimizer,
+    accelerator: Accelerator,
+    batches: Iterable[tuple[int, list[MicroBatch]]],
+    bar: Progress,
+) -> str | None:
+    """The steps of `batches`, in which the same parameters train: the accelerator must be told of a change."""
+    steps = run.job.setup.steps
+    evaluate_after = set(evaluation_steps(steps, run.training.evaluate_every))
+    course = Course()
+    with _prepared(inner, optimizer, accelerator) as (model, optimizer):
+        passes = Passes(model, inner, accelerator, run.job.sharpness, run.job.seed)
         for step, micro_batches in batches:
-            factor = learning_rate_factor(step, steps, training.schedule)
-            for group, rate in zip(optimizer.param_groups, base_rates, strict=True):
-                group["lr"] = rate * factor
+            factor = learning_rate_factor(step, steps, run.training.schedule)
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
 
-            losses = passes.run(micro_batches, step)
+            losses = _step(passes, micro_batches, optimizer, run.training.clip_norm, step)
             if not math.isfinite(loss := float(losses.total + losses.second + losses.auxiliary)):
-                return _failure(f"the loss is {loss}", step, steps, batches)
-            if training.clip_norm is not None:
-                accelerator.clip_grad_norm_(passes.roles.main.values(), training.clip_norm)
-            if passes.inner.algorithm.resets_optimizer(step):
-                optimizer.state.clear()  # torch's optimizers start anew where they find none
-            optimizer.step()
-            optimizer.zero_grad()
-
+                return _failure(f"the loss is {loss}", step, steps, run.batches)
             course.add(losses)
-            if step + 1 in evaluate_after:
-                values = validation.evaluate(passes.inner)
-                if values is None:
-                    return _failure("logits on validation images are not finite", step, steps, batches)
-                selector.offer(step + 1, values, passes.inner.weights)
-                if accelerator.is_main_process:
-                    scores = {f"{rule}/{validation.metric}": value for rule, value in values.items()}
-                    record(job, step + 1, {**course.means(), "lr": job.lr * factor, **scores})
+            if run.averages is not None:
+                trained = passes.roles.main | passes.roles.auxiliary
+                run.averages.add(step + 1, {name: parameter[None] for name, parameter in trained.items()})
+            if step + 1 in evaluate_after and not _evaluate(run, passes, step + 1, course, factor):
+                return _failure("logits on validation images are not finite", step, steps, run.batches)
             bar.advance(1, f"loss {float(losses.total):.3f}")
     return None
+
+
+def _evaluate(run: _Run, passes: Passes, taken: int, course: Course, factor: float) -> bool:
+    """The evaluation after `taken` steps; False where logits are not finite."""
+    values = run.validation.evaluate(passes.inner)
+    if values is None:
+        return False
+    run.selector.offer(taken, values, passes.inner.weights)
+    if run.averages is not None:
+        run.averages.evaluated(taken, [run.validation.loss])
+    if passes.accelerator.is_main_process:
+        scores = {f"{rule}/{run.validation.metric}": value for rule, value in values.items()}
+        run.record(run.job, taken, {**course.means(), "lr": run.job.lr * factor, **scores})
+    return True
+
+
+def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerator: Accelerator) -> dict[str, Tensor]:
+    """The model's weights with the averaged ones in their places, and batch-norm statistics that fit them."""
+    with torch.no_grad():
+        for name, parameter in inner.named_weights().items():
+            if name in mean:
+                parameter.copy_(mean[name])
+    torch.manual_seed(int(bits(run.job.seed, run.job.setup.steps, Stream.ENCODER, accelerator.process_index)))
+    inner.train()
+    gather_statistics(inner.encoder, (batch for _, batch in islice(run.batches, STATISTICS_BATCHES)), accelerator)
+    return inner.weights()
+
+
+def _step(
+    passes: Passes, micro_batches: list[MicroBatch], optimizer: Optimizer, clip_norm: float | None, step: int
+) -> StepLosses:
+    """One step of the algorithm; its losses, the mean over the steps of the optimizer that it takes."""
+    algorithm, taken = passes.inner.algorithm, list[StepLosses]()
+
+    def inner_step(domain: int | None) -> None:
+        parts = micro_batches
+        if domain is not None:
+            domains = algorithm.task.num_domains
+            parts = [MicroBatch(block(part.batch, domain, domains), part.weight) for part in micro_batches]
+        taken.append(passes.run(parts, step))
+        if clip_norm is not None:
+            passes.accelerator.clip_grad_norm_(passes.roles.main.values(), clip_norm)
+        if algorithm.resets_optimizer(step):
+            optimizer.state.clear()  # torch's optimizers start anew where they find none
+        optimizer.step()
+        optimizer.zero_grad()
+
+    algorithm.update(passes.roles.main | passes.roles.auxiliary, inner_step, step)
+    return StepLosses.mean(taken)
 
 
 def _failure(what: str, step: int, steps: int, batches: TrainingBatches) -> str:
@@ -160,7 +242,7 @@ def make_optimizer(roles: Roles, job: Job, training: Training) -> Optimizer:
     """Encoder at `training.encoder_lr`; class head and auxiliary modules at the job's learning rate."""
     rates = (training.encoder_lr, job.lr, job.lr)
     groups = [
-        {"params": list(parameters.values()), "lr": lr, "weight_decay": job.weight_decay}
+        {"params": list(parameters.values()), "lr": lr, "initial_lr": lr, "weight_decay": job.weight_decay}
         for parameters, lr in zip(roles, rates, strict=True)
         if parameters
     ]
@@ -171,9 +253,12 @@ def make_optimizer(roles: Roles, job: Job, training: Training) -> Optimizer:
 
 @contextmanager
 def _prepared(inner: EndToEnd, optimizer: Optimizer, accelerator: Accelerator) -> Iterator[tuple[nn.Module, Optimizer]]:
+    prepared = accelerator.prepare(inner, optimizer)
     try:
-        yield accelerator.prepare(inner, optimizer)
+        yield prepared
     finally:
+        # else a second phase would wrap the forward pass in autocast twice
+        accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)
         accelerator.free_memory()
 
 
@@ -193,6 +278,7 @@ class Validation:
     ) -> None:
         self.labels, self.domains, self.metric = labels, domains, metric
         self.precision = precision_of(accelerator)
+        self.loss = math.nan  # on the images of LOSS_SPLIT, where they are looked at, at the last evaluation
         self.rows = rows_of_rules(job.split, rules)
         self.images = {
             rule: EvaluationImages(images, rows, batch_size, accelerator, persistent=True)
@@ -210,6 +296,8 @@ class Validation:
                 return None
             rows = self.rows[rule]
             values[rule] = metric_of(self.metric, logits, self.labels[rows], self.domains[rows])
+            if rule == LOSS_SPLIT:
+                self.loss = metric_of("nll", logits, self.labels[rows], self.domains[rows])
         inner.train()
         return values
 

@@ -16,6 +16,8 @@ from xdm_ft.sharpness import Sharpness
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training.batch_norm import RunningStatistics, batch_norm_layers
 from xdm_ft.training.batches import MicroBatch
+from xdm_ft.training.stage_modules import StageModules
+from xdm_ft.training.together import Together
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,11 +36,21 @@ class EndToEnd(nn.Module):
         super().__init__()
         self.encoder, self.algorithm, self.batch_norm = encoder, algorithm, batch_norm
         _freeze_unreached(encoder)
+        self.trainable = [p for p in encoder.parameters() if p.requires_grad]
+        self.encoder_frozen = False
+        self.stages = StageModules(encoder, algorithm.stage_modules(encoder))
 
-    def forward(self, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
-        z = self.encoder(batch.x)  # [B,K]
+    def forward(
+        self, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None, together: Together | None = None
+    ) -> Losses:
+        batch = self.algorithm.on_inputs(batch, step)
+        with self.stages.during(batch, step):
+            z = self.encoder(batch.x)  # [B,K]
         with torch.autocast(z.device.type, enabled=False):
-            losses: Losses = self.algorithm(z.float(), batch, step, held)
+            z = z.float()
+            if together is not None:
+                z, batch = together.gathered(z)
+            losses: Losses = self.algorithm(z, batch, step, held)
         return losses
 
     def train(self, mode: bool = True) -> EndToEnd:
@@ -46,7 +58,16 @@ class EndToEnd(nn.Module):
         if self.batch_norm == "frozen":
             for layer in batch_norm_layers(self.encoder):
                 layer.eval()
+        if self.encoder_frozen:
+            self.encoder.eval()
         return self
+
+    def freeze_encoder(self, frozen: bool) -> None:
+        """Whether the head trains alone: the encoder then stays in eval mode, without gradient."""
+        self.encoder_frozen = frozen
+        for parameter in self.trainable:
+            parameter.requires_grad_(not frozen)
+        self.train(self.training)
 
     def roles(self) -> Roles:
         """The parameters that train. An encoder may come with some that do not (fixed position embeddings)."""
@@ -56,11 +77,14 @@ class EndToEnd(nn.Module):
         head = {name: p for name, p in own.items() if name not in auxiliary}
         return Roles(encoder, head, auxiliary)
 
-    def weights(self) -> dict[str, Tensor]:
-        """A copy on the CPU: `encoder.…`, and the algorithm's own under its names."""
+    def named_weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers: `encoder.…`, and the algorithm's own under its names."""
         state = {f"encoder.{name}": tensor for name, tensor in self.encoder.state_dict().items()}
-        state |= self.algorithm.state_dict()
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        return state | self.algorithm.state_dict()
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of them on the CPU."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.named_weights().items()}
 
 
 def _freeze_unreached(encoder: Encoder) -> None:
@@ -93,6 +117,15 @@ class StepLosses(NamedTuple):
     second: Tensor  # scalar: `total` of the second pass; 0 without one
     auxiliary: Tensor  # scalar
     logs: dict[str, Tensor]
+
+    @classmethod
+    def mean(cls, of: list[StepLosses]) -> StepLosses:
+        """Over several steps of the optimizer that log the same."""
+        total, second, auxiliary = (
+            torch.stack(values).mean(0) for values in zip(*(one[:3] for one in of), strict=True)
+        )
+        logs = {name: torch.stack([one.logs[name] for one in of]).mean(0) for name in of[0].logs}
+        return cls(total, second, auxiliary, logs)
 
 
 class Passes:
@@ -128,12 +161,12 @@ class Passes:
         # which also gives the second pass the draws of the first
         torch.manual_seed(int(bits(self.seed, step, Stream.ENCODER, self.accelerator.process_index)))
         returned = []
-        for place, (batch, weight) in enumerate(micro_batches):
+        for place, (batch, weight, together) in enumerate(micro_batches):
             last = place == len(micro_batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                losses: Losses = self.model(batch, step, None if held is None else held[place])
+                losses: Losses = self.model(batch, step, None if held is None else held[place], together)
                 # processes' gradients are averaged, while the weights of all their micro-batches sum to 1
-                scale = weight * self.accelerator.num_processes
+                scale = weight * self.accelerator.num_processes if together is None else together.weight
                 self.accelerator.backward((losses.total + losses.auxiliary) * scale)
             if held is None:
                 self.statistics.collect(weight)
@@ -160,7 +193,9 @@ class Passes:
                 parameter.copy_(values[name])
             _set_gradients(main, sharpness.combine(first, _take_gradients(main)))
             _set_gradients(self.roles.auxiliary, auxiliary)
-        return _weighted_sum([losses.total for losses in returned], [weight for _, weight in micro_batches])
+        return _weighted_sum(
+            [losses.total for losses in returned], [micro_batch.weight for micro_batch in micro_batches]
+        )
 
     @torch.no_grad()
     def _commit(self, first: list[Losses], second: Tensor, weights: list[float]) -> StepLosses:

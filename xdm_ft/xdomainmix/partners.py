@@ -37,7 +37,7 @@ def draw_partners(
     """
     same_class, same_domain = y[:, None] == y, domain[:, None] == domain  # [B,B]
     first = same_class & ~same_domain
-    same, has_same = _pick(first, noise[:, 0])
+    same, has_same = pick(first, noise[:, 0])
     if other == "same_as_x_i":
         return Partners(same, same, has_same, has_same)
     if other == "other_class_other_domain":
@@ -49,11 +49,11 @@ def draw_partners(
         valid = first & (~is_x_i | (first.sum(1, keepdim=True) == 1))
     else:
         raise ValueError(f"no choice of x_j is called {other!r}")
-    chosen, has_other = _pick(valid, noise[:, 1])
+    chosen, has_other = pick(valid, noise[:, 1])
     return Partners(same, chosen, has_same, has_other)
 
 
-def _pick(valid: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def pick(valid: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """The place of the ⌊u·n⌋-th of the n valid samples of each row of `valid` [B,B]; its own place where n = 0."""
     rank = valid.cumsum(1)  # int64 [B,B]: how many are valid up to here
     count = rank[:, -1]  # n [B]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xdm_ft.blocks import Block
 from xdm_ft.data import ImageDataset
+from xdm_ft.data.loading.domainbed_split import validation_rows
 from xdm_ft.data.loading.images import NAMED_AT_MOST
 from xdm_ft.data.loading.stratification import validation_part
 from xdm_ft.errors import UserError, did_you_mean
@@ -35,6 +36,13 @@ class Protocol(Block):
         tuple[str, ...] | None,
         Field(description="domains held out in turn; null: all (leave_one_domain_out only)", min_length=1),
     ] = None
+    split_rule: Annotated[
+        Literal["stratified", "domainbed"],
+        Field(
+            description="how validation parts are drawn: stratified by class, groups kept together; or exactly "
+            "DomainBed's, whose trial seed is the seed (leave_one_domain_out only)"
+        ),
+    ] = "stratified"
     val_fraction: Annotated[
         float, Field(gt=0, lt=1, description="fraction of each training domain kept for validation")
     ] = 0.2
@@ -95,8 +103,9 @@ def leave_one_domain_out(
     """All of `test_domain` tests; the other domains train, but for their validation parts.
 
     Validation parts are stratified by domain and class, drawn from `seed`, and divide no group; unless groups span
-    domains, a domain's part is the same whichever domain is held out. A data set that comes with `splits` uses its own
-    train and val rows instead. Source images whose group is also in `test_domain` are left out.
+    domains, a domain's part is the same whichever domain is held out. `split_rule: domainbed` draws DomainBed's.
+    A data set that comes with `splits` uses its own train and val rows instead. Source images whose group is also in
+    `test_domain` are left out.
     """
     if test_domain not in dataset.domain_names:
         known = list(dataset.domain_names)
@@ -109,7 +118,7 @@ def leave_one_domain_out(
         raise UserError(
             f'data: "{test_domain}" is the only domain; leave_one_domain_out needs a second one to train on'
         )
-    readable = _readable(dataset, unreadable)
+    readable = _usable(dataset, unreadable)
     is_test = readable & (dataset.domains == held_out)
     is_source = readable & (dataset.domains != held_out)
     _check_classes(dataset, np.flatnonzero(readable), range(len(dataset.domain_names)))
@@ -120,24 +129,46 @@ def leave_one_domain_out(
         if shared.any():
             is_source &= ~shared
             notes.append(f"{shared.sum()} training images left out whose group is also in {test_domain}")
-    if dataset.splits is None:
-        source, test = np.flatnonzero(is_source), np.flatnonzero(is_test)
-        train_val = _validation_part(dataset, source, protocol.val_fraction, seed)
-        test_val = _validation_part(dataset, test, protocol.val_fraction, seed)
-        train = np.setdiff1d(source, train_val, assume_unique=True)
+    is_train, is_val, how = _parts(dataset, protocol, is_source, is_test, seed)
+    evaluation = {
+        "train_val": np.flatnonzero(is_val & is_source),
+        "test": np.flatnonzero(is_test),
+        "test_val": np.flatnonzero(is_val & is_test),
+    }
+    train = np.flatnonzero(is_train & is_source)
+    return _split(dataset, protocol, (test_domain,), train_domains, train, evaluation, notes + how)
+
+
+def _parts(
+    dataset: ImageDataset, protocol: Protocol, is_source: np.ndarray, is_test: np.ndarray, seed: int
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Which rows train and which validate, bool [N], and what the protocol line must say of it."""
+    if protocol.split_rule == "domainbed":
+        if dataset.splits is not None:
+            raise UserError("protocol.split_rule: the data comes with its own split; domainbed would ignore it")
+        if dataset.groups is not None:
+            raise UserError("protocol.split_rule: domainbed would divide groups; use stratified, or leave groups out")
+        if not dataset.folder_order:
+            raise UserError("protocol.split_rule: domainbed counts images in the order of folders; use stratified here")
+        rows = [validation_rows(dataset.domains, protocol.val_fraction, seed)]
+        how = ["validation parts as DomainBed draws them", "tested on the whole held-out domain (DomainBed: on 80%)"]
+    elif dataset.splits is not None:
+        is_val = np.isin(dataset.splits, ("val", "train_val"))
+        return dataset.splits == "train", is_val, ["train and validation parts as they come with the data"]
     else:
-        notes.append("train and validation parts as they come with the data")
-        train = np.flatnonzero(is_source & (dataset.splits == "train"))
-        train_val = np.flatnonzero(is_source & (dataset.splits == "val"))
-        test_val = np.flatnonzero(is_test & (dataset.splits == "val"))
-    evaluation = {"train_val": train_val, "test": np.flatnonzero(is_test), "test_val": test_val}
-    return _split(dataset, protocol, (test_domain,), train_domains, train, evaluation, notes)
+        parts = (np.flatnonzero(part) for part in (is_source, is_test))
+        rows = [_validation_part(dataset, part, protocol.val_fraction, seed) for part in parts]
+        how = []
+    is_val = np.zeros(len(dataset), dtype=bool)
+    is_val[np.concatenate(rows)] = True
+    return ~is_val, is_val, how
 
 
 def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> Split:
     """The split of the data itself. Its val rows are `train_val` where their domain also trains, else `val_domain`.
 
-    `test_val`, which only the oracle rule looks at, is a stratified part of the test rows drawn from `seed`.
+    A data set that tells the two apart itself has the word. `test_val`, which only the oracle rule looks at, is a
+    stratified part of the test rows drawn from `seed`.
     """
     if dataset.splits is None:
         raise UserError(
@@ -146,16 +177,20 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
         )
     if protocol.test_domains is not None:
         raise UserError("protocol.test_domains: the official split decides what is tested; leave it out")
-    readable = _readable(dataset, unreadable)
+    if protocol.split_rule != "stratified":
+        raise UserError("protocol.split_rule: the official split decides what validates; leave it out")
+    readable = _usable(dataset, unreadable)
     train, val, test = (np.flatnonzero(readable & (dataset.splits == part)) for part in ("train", "val", "test"))
     for part, rows in (("train", train), ("test", test)):
         if len(rows) == 0:
             raise UserError(f'protocol.name: official: the data holds no image whose split is "{part}"')
     trains = np.isin(np.arange(len(dataset.domain_names)), dataset.domains[train])  # bool [domains]
-    of_training_domain = trains[dataset.domains[val]]
+    of_training_domain = np.zeros(len(dataset), dtype=bool)
+    of_training_domain[val] = trains[dataset.domains[val]]
+    says = {part: readable & (dataset.splits == part) for part in ("val", "train_val", "val_domain")}
     evaluation = {
-        "train_val": val[of_training_domain],
-        "val_domain": val[~of_training_domain],
+        "train_val": np.flatnonzero(says["train_val"] | (says["val"] & of_training_domain)),
+        "val_domain": np.flatnonzero(says["val_domain"] | (says["val"] & ~of_training_domain)),
         "test": test,
         "test_val": _validation_part(dataset, test, protocol.val_fraction, seed),
     }
@@ -164,10 +199,11 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
     return _split(dataset, protocol, test_domains, tuple(names[trains].tolist()), train, evaluation, [])
 
 
-def _readable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
-    readable = np.ones(len(dataset), dtype=bool)
-    readable[list(unreadable)] = False
-    return readable
+def _usable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
+    """Rows that decode and that the data set itself does not leave out, bool [N]."""
+    usable = np.ones(len(dataset), dtype=bool) if dataset.splits is None else dataset.splits != ""
+    usable[list(unreadable)] = False
+    return usable
 
 
 def _check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int], where: str = "") -> None:

@@ -56,9 +56,16 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
 def _demo(model: str, weights: str) -> ClipSource:
     if (model, weights) != ("demo", "demo"):
         raise UserError("encoder: the CLIP that comes with the package is model: demo with weights: demo, both")
+    from safetensors import safe_open
+
     path = DEMO / "demo_clip.safetensors"
-    seen = "pre-trained on the training parts of three digit styles, see its model card"
-    return ClipSource(_register(DEMO / "demo_clip.json"), str(path), path, {}, "", f"weights demo, {seen}")
+    with safe_open(path, framework="pt") as file:
+        seen = json.loads(file.metadata()["seen"])
+    pretraining = (
+        f"weights demo, pre-trained on the training parts of the digit styles {seen['source_styles']}; "
+        f"{seen['held_out_style']} never seen"
+    )
+    return ClipSource(_register(DEMO / "demo_clip.json"), str(path), path, {}, "", pretraining)
 
 
 def _own_config(config: Path, weights: str, kwargs: dict[str, Any]) -> ClipSource:

@@ -1,0 +1,95 @@
+"""Fish: the recorded training and meta step, and what the paper has otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms.fish import Fish, meta_step
+from xdm_ft.tensors import Batch, Task
+
+TASK = Task(tuple("abc"), tuple("xyz"))
+
+
+@pytest.fixture
+def golden() -> dict[str, Tensor]:
+    with np.load(Path(__file__).resolve().parents[1] / "golden" / "fish.npz") as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+class InFixedOrder(Fish):
+    """As the recorded code takes the domains: the paper's Algorithm 1 permutes them, and so do we."""
+
+    def order(self, step: int) -> list[int]:
+        return list(range(self.task.num_domains))
+
+
+def trained(algorithm: Fish, golden: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Weight and bias after every update, with one Adam whose state is carried on."""
+    head = algorithm.head
+    with torch.no_grad():
+        head.weight.copy_(golden["W_init"])
+        head.bias.copy_(golden["b_init"])
+    optimizer = torch.optim.Adam(head.parameters(), lr=float(golden["lr"]))
+    after = []
+    for step in range(len(golden["W"])):
+
+        def inner_step(domain: int | None) -> None:
+            assert domain is not None
+            x, y = golden["X"][domain], golden["y"][domain]
+            batch = Batch(x, y, torch.full_like(y, domain), torch.arange(len(y)))
+            optimizer.zero_grad()
+            algorithm(x, batch, step).total.backward()  # noqa: B023 (called before the next step)
+            optimizer.step()
+
+        algorithm.update(dict(head.named_parameters()), inner_step, step)
+        after.append((head.weight.detach().clone(), head.bias.detach().clone()))
+    return after
+
+
+def test_training_is_the_recorded_one_in_its_order_and_differs_in_ours(golden: dict[str, Tensor]) -> None:
+    setup = Setup(TASK, 6, len(golden["W"]), seed=0)
+    meta_lr = float(golden["meta_lr"])
+    for step, (weight, bias) in enumerate(trained(InFixedOrder(setup, meta_lr=meta_lr), golden)):
+        torch.testing.assert_close(weight, golden["W"][step], atol=1e-5, rtol=0)
+        torch.testing.assert_close(bias, golden["b"][step], atol=1e-5, rtol=0)
+    ours = trained(Fish(setup, meta_lr=meta_lr), golden)[-1][0]
+    assert 1e-4 < (ours - golden["W"][-1]).abs().max() < 0.2
+    assert Fish(setup).meta_lr == meta_lr == 0.5
+
+
+def test_meta_step_is_the_recorded_one(golden: dict[str, Tensor]) -> None:
+    for name in ("a", "b"):
+        moved = meta_step(golden[f"meta_{name}"], golden[f"inner_{name}"], float(golden["step_meta_lr"]))
+        torch.testing.assert_close(moved, golden[f"step_{name}"], atol=1e-6, rtol=0)
+
+
+def test_order_of_the_domains() -> None:
+    """Every domain once, anew at every step, the same for all seeds."""
+    one, other = (Fish(Setup(TASK, 6, 10, seed)) for seed in (0, 1))
+    orders = [one.order(step) for step in range(300)]
+    assert all(sorted(order) == [0, 1, 2] for order in orders)
+    assert orders == [other.order(step) for step in range(300)]
+    first = [order[0] for order in orders]
+    assert all(70 < first.count(domain) < 130 for domain in range(3))
+
+
+def test_a_meta_step_of_one_is_plain_steps_domain_by_domain(golden: dict[str, Tensor]) -> None:
+    setup = Setup(TASK, 6, 3, seed=0)
+    whole = trained(InFixedOrder(setup, meta_lr=1.0), golden)[-1][0]
+    head = Fish(setup).head
+    with torch.no_grad():
+        head.weight.copy_(golden["W_init"])
+        head.bias.copy_(golden["b_init"])
+    optimizer = torch.optim.Adam(head.parameters(), lr=float(golden["lr"]))
+    for _ in range(3):
+        for x, y in zip(golden["X"], golden["y"], strict=True):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(head(x), y).backward()
+            optimizer.step()
+    torch.testing.assert_close(whole, head.weight.detach(), atol=1e-5, rtol=0)

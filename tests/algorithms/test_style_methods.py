@@ -1,0 +1,183 @@
+"""MixStyle and DSU: the recorded numbers, their places in encoders, their draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from xdm_ft.algorithms import Algorithm, Setup
+from xdm_ft.algorithms.dsu import DSU, redraw, spread
+from xdm_ft.algorithms.mixstyle import MixStyle, mix_style, moments
+from xdm_ft.errors import UserError
+from xdm_ft.randomness import beta
+from xdm_ft.tensors import Batch, Task
+
+SETUP = Setup(Task(tuple("ab"), tuple("xy")), width=4, steps=10, seed=3)
+EXACT = {"atol": 1e-6, "rtol": 0}
+
+
+def golden(file: str) -> dict[str, Tensor]:
+    with np.load(Path(__file__).resolve().parents[1] / "golden" / file) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def maps(seed: int = 0, size: int = 5) -> tuple[Tensor, Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(16, 4, size, size, generator=generator) + 3 * torch.randn(16, 4, 1, 1, generator=generator)
+    two = torch.arange(16) % 2
+    return x, Batch(x, two, two, torch.randperm(500, generator=generator)[:16])
+
+
+def encoder(**names: tuple[str, ...]) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{"stem_names": (), "stage_names": ("one", "two", "three"), "transition_names": (), **names}
+    )
+
+
+def test_mixstyle_is_the_recorded_one() -> None:
+    g = golden("mixstyle.npz")
+    eps = float(g["eps"])
+    mean, std = moments(g["x"], eps)
+    torch.testing.assert_close(mean, g["mu"], **EXACT)
+    torch.testing.assert_close(std, g["sig"], **EXACT)
+    torch.testing.assert_close(mix_style(g["x"], g["perm"], g["lmda"].flatten(), eps), g["out"], **EXACT)
+    default = MixStyle(SETUP)
+    assert (default.eps, default.alpha, default.p) == (eps, float(g["alpha"]), 0.5)
+
+
+def test_dsu_is_the_recorded_one() -> None:
+    g = golden("dsu.npz")
+    eps = float(g["eps"])
+    mean, std = moments(g["x"], eps)
+    torch.testing.assert_close(mean[..., 0, 0], g["mean"], **EXACT)
+    torch.testing.assert_close(std[..., 0, 0], g["std"], **EXACT)
+    for statistic, recorded in ((mean, "sqrtvar_mu"), (std, "sqrtvar_std")):
+        torch.testing.assert_close(spread(statistic, eps)[..., 0, 0].expand(6, 4), g[recorded], **EXACT)
+    torch.testing.assert_close(redraw(g["x"], g["eps_mu"], g["eps_std"], eps), g["out"], **EXACT)
+    assert (DSU(SETUP).eps, DSU(SETUP).p) == (eps, 0.5)
+
+
+def test_gradients() -> None:
+    """MixStyle's statistics are constants (Zhou et al. 2021, section 2.2); DSU's are not."""
+    x, _ = maps()
+    x.requires_grad_()
+    std = moments(x, 1e-6)[1].detach()
+    lam, partner = torch.full((16,), 0.3), torch.arange(16).roll(1)
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
+    (gradient,) = torch.autograd.grad(mix_style(x, partner, lam, 1e-6), x, upstream)
+    torch.testing.assert_close(gradient, upstream * (0.3 * std + 0.7 * std[partner]) / std)
+    zero = torch.zeros(16, 4)
+    (gradient,) = torch.autograd.grad(redraw(x, zero, zero, 1e-6), x, upstream)
+    torch.testing.assert_close(gradient, upstream, atol=1e-5, rtol=1e-4)  # without noise it is the identity
+
+
+def test_places() -> None:
+    """After the first two stages; after the first convolution, the max-pool and every stage or transition."""
+    assert list(MixStyle(SETUP).stage_modules(encoder(stem_names=("conv",)))) == ["one", "two"]
+    found = DSU(SETUP).stage_modules(encoder(stem_names=("conv", "pool")))
+    assert list(found) == ["conv", "pool", "one", "two", "three"]
+    dense = encoder(stem_names=("conv", "pool"), transition_names=("t1", "t2"))
+    assert list(DSU(SETUP).stage_modules(dense)) == ["conv", "pool", "t1", "t2"]
+    for method, least in ((MixStyle, 2), (DSU, 1)):
+        with pytest.raises(UserError, match="names no"):
+            method(SETUP).stage_modules(encoder(stage_names=("one", "two")[: least - 1]))
+
+
+@pytest.mark.parametrize("name", ["resnet50", "densenet121", "mobilenetv2_100", "convnext_atto"])
+def test_places_in_real_encoders(name: str) -> None:
+    from xdm_ft.encoders.timm import Timm
+
+    stages = {
+        "resnet50": ("conv1 maxpool", "layer1 layer2 layer3 layer4", ""),
+        "densenet121": (
+            "features.conv0 features.pool0",
+            "features.denseblock1 features.denseblock2 features.denseblock3 features.norm5",
+            "features.transition1 features.transition2 features.transition3",
+        ),
+        "mobilenetv2_100": ("conv_stem", "blocks.1 blocks.2 blocks.4 blocks.6", ""),
+        "convnext_atto": ("stem.0", "stages.0 stages.1 stages.2 stages.3", ""),
+    }
+    real = Timm(model=name)
+    places = (real.stem_names, real.stage_names, real.transition_names)
+    assert places == tuple(tuple(f"model.{part}" for part in names.split()) for names in stages[name])
+    assert all(real.get_submodule(part) for names in places for part in names)
+
+
+@pytest.mark.parametrize("method", [MixStyle, DSU])
+def test_at_work_with_probability_p_at_each_place_on_its_own(method: type[Algorithm]) -> None:
+    x, batch = maps()
+    modules = list(method(SETUP, p=0.3).stage_modules(encoder()).values())[:2]
+    at_work = torch.tensor([[module(x, batch, step) is not x for module in modules] for step in range(400)]).float()
+    assert ((at_work.mean(0) - 0.3).abs() < 0.08).all()
+    assert torch.corrcoef(at_work.T)[0, 1].abs() < 0.15
+    for p in (0.0, 1.0):
+        always = method(SETUP, p=p).stage_modules(encoder())["one"]
+        assert all((always(x, batch, step) is not x) == bool(p) for step in range(20))
+
+
+def noise_of(method: type[Algorithm], place: str, seed: int, step: int, given: Batch, x: Tensor) -> Tensor:
+    own = method(Setup(SETUP.task, 4, 10, seed), p=1.0).stage_modules(encoder())[place]
+    return own(x, given, step)
+
+
+@pytest.mark.parametrize("method", [MixStyle, DSU])
+def test_draws_are_functions_of_seed_step_place_and_sample(method: type[Algorithm]) -> None:
+    x, given = maps()
+    once = noise_of(method, "one", 0, 0, given, x)
+    torch.manual_seed(77)  # torch's own generator has no say
+    assert torch.equal(once, noise_of(method, "one", 0, 0, given, x))
+    for other in (("two", 0, 0), ("one", 1, 0), ("one", 0, 1)):
+        assert not torch.allclose(once, noise_of(method, *other, given, x))
+    moved = given._replace(index=given.index + 1)
+    assert not torch.allclose(once, noise_of(method, "one", 0, 0, moved, x))
+
+
+def test_dsu_s_noise_is_normal_and_independent() -> None:
+    """Taken back out of the output: β and γ of maps whose statistics are known."""
+    x, given = maps()
+    mean, std = moments(x, 1e-6)
+    drawn = []
+    for step in range(200):
+        new_mean, new_std = moments(noise_of(DSU, "one", 0, step, given, x), 0.0)
+        drawn.append((new_mean - mean)[..., 0, 0] / spread(mean, 1e-6)[..., 0, 0])
+        assert new_std.shape == std.shape
+    noise = torch.stack(drawn)  # [steps,B,C]
+    assert abs(float(noise.mean())) < 0.03 and abs(float(noise.std()) - 1) < 0.03
+    flat = noise.flatten(1)[:, :8]
+    correlation = torch.corrcoef(flat.T) - torch.eye(8)
+    assert correlation.abs().max() < 0.3
+
+
+def test_mixstyle_s_lambda_is_beta() -> None:
+    u = (torch.arange(100_000) + 0.5) / 100_000
+    for alpha in (0.1, 0.2, 1.0, 2.0):
+        lam = beta(u, alpha)
+        assert lam.min() >= 0 and lam.max() <= 1
+        assert abs(float(lam.mean()) - 0.5) < 1e-3
+        assert float(lam.var()) == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=1e-3)
+
+
+@pytest.mark.parametrize("method", [MixStyle, DSU])
+@pytest.mark.parametrize("samples, size", [(1, 5), (16, 1), (1, 1)])
+def test_maps_of_one_position_and_batches_of_one(method: type[Algorithm], samples: int, size: int) -> None:
+    """Unbiased variances of one number would be NaN; they count as 0."""
+    x, given = maps(size=size)
+    x, few = x[:samples].requires_grad_(), Batch(*(field[:samples] for field in given[:4]))
+    out = noise_of(method, "one", 0, 0, few, x)
+    assert out.shape == x.shape and out.isfinite().all()
+    assert torch.autograd.grad(out.square().sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("method", [MixStyle, DSU])
+def test_statistics_in_float32_under_autocast(method: type[Algorithm]) -> None:
+    x, given = maps()
+    half = x.bfloat16()
+    expected = noise_of(method, "one", 0, 0, given, half.float()).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = noise_of(method, "one", 0, 0, given, half)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)

@@ -1,0 +1,79 @@
+"""Miniature trees of the seven data sets in their real layouts on disk: dozens of made images."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from xdm_ft import components
+
+CLASSES = {
+    "pacs": ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person"),
+    "vlcs": ("bird", "car", "chair", "dog", "person"),
+    "officehome": ("Alarm_Clock", "Backpack", "Batteries"),
+    "terraincognita": ("bird", "bobcat", "empty"),
+    "domainnet": ("aircraft_carrier", "airplane", "zigzag"),
+}
+
+
+def save(path: Path, label: int, domain: int, number: int, side: int = 40) -> None:
+    """An image that no other call makes: its brightness tells the class, its colour the domain."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng([label, domain, number]).integers(0, 60, (side, side, 3))
+    noise += np.array([30 * label % 150, 40 * domain % 180, 90])
+    Image.fromarray(noise.astype(np.uint8)).save(path)
+
+
+def domainbed(root: Path, name: str, per_class: int = 4, suffix: str = ".png") -> Path:
+    """A tree as DomainBed's download script makes it, in a folder of `root`. → that folder."""
+    cls = components.find("data", name)
+    base = root / cls.folder_names[0]
+    for d, domain in enumerate(cls.domain_folders):
+        for c, class_name in enumerate(CLASSES[name]):
+            for i in range(per_class):
+                save(base / domain / class_name / f"{i:03}{suffix}", c, d, i)
+    return base
+
+
+def camelyon17(root: Path, per_slide: int = 4) -> Path:
+    """Five slides of each hospital, all with images that train and images that validate, as in WILDS."""
+    base = root / "camelyon17_v1.0"
+    rows = []
+    for slide in range(25):
+        center, patient, node = slide // 5, f"{slide:03}", slide % 3
+        for i in range(per_slide):
+            tumor, x, y = i % 2, 100 * slide + i, 7 * i
+            rows.append([len(rows), patient, node, x, y, tumor, slide, center, int(i >= per_slide - 2)])
+            folder = base / "patches" / f"patient_{patient}_node_{node}"
+            save(folder / f"patch_patient_{patient}_node_{node}_x_{x}_y_{y}.png", tumor, center, 100 * slide + i, 96)
+    header = ["", "patient", "node", "x_coord", "y_coord", "tumor", "slide", "center", "split"]
+    _csv(base / "metadata.csv", header, rows)
+    (base / "RELEASE_v1.0.txt").write_text("made\n")
+    return base
+
+
+COUNTRIES = {"USA": "Americas", "FRA": "Europe", "CHN": "Asia", "NGA": "Africa", "AUS": "Oceania"}  # others: Other
+
+
+def fmow(root: Path, categories: tuple[str, ...] = ("airport", "multi-unit_residential", "zoo")) -> Path:
+    """Every category in every region in a year of training, validation and test; sequestered rows between them."""
+    base = root / "fmow_v1.1"
+    places = [("train", 2002), ("train", 2012), ("val", 2010), ("test", 2011), ("seq", 2016)]
+    places += [("val", 2014), ("test", 2016), ("test", 2017)]
+    rows = []
+    for split, year in places:
+        for region, country in enumerate(["FRA", "CHN", "XXX", "USA", "NGA", "AUS"]):
+            for c, category in enumerate(categories):
+                timestamp = f"{year}-0{1 + c}-1{region}T10:30:00Z"
+                save(base / "images" / f"rgb_img_{len(rows)}.png", c, region, len(rows), 224)
+                rows.append([split, category, country, timestamp])
+    _csv(base / "rgb_metadata.csv", ["split", "category", "country_code", "timestamp"], rows)
+    _csv(base / "country_code_mapping.csv", ["alpha-3", "region"], [list(pair) for pair in COUNTRIES.items()])
+    (base / "RELEASE_v1.1.txt").write_text("made\n")
+    return base
+
+
+def _csv(path: Path, header: list[str], rows: list[list[object]]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])

@@ -1,0 +1,142 @@
+"""DomainBed's five in miniature, in their layout on disk and the variants of its names."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import miniature
+import numpy as np
+import pytest
+
+from xdm_ft import components
+from xdm_ft.data.loading.splits import Protocol, splits
+from xdm_ft.errors import UserError
+
+FIVE = ("pacs", "vlcs", "officehome", "terraincognita", "domainnet")
+PACS = Path(__file__).resolve().parents[2] / ".." / "shared" / "assets" / "pacs"
+TOTAL = {  # Gulrajani & Lopez-Paz 2021, §4
+    "pacs": 9991,
+    "vlcs": 10729,
+    "officehome": 15588,
+    "terraincognita": 24788,
+    "domainnet": 586575,
+}
+
+
+@pytest.fixture
+def published(monkeypatch):
+    """Makes a miniature count as complete."""
+
+    def set_counts(name, counts):
+        monkeypatch.setattr(components.find("data", name), "published", {"the miniature": counts})
+
+    return set_counts
+
+
+def build(name, root, **settings):
+    return components.find("data", name)(root=root, **settings)
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_published_counts_sum_to_the_published_totals(name):
+    cls = components.find("data", name)
+    assert TOTAL[name] in [sum(counts) for counts in cls.published.values()]
+    assert all(len(counts) == len(cls.domain_folders) for counts in cls.published.values())
+
+
+@pytest.mark.parametrize("name", FIVE)
+def test_the_layout_of_domainbed(name, tmp_path, published):
+    base = miniature.domainbed(tmp_path, name)
+    cls, classes = components.find("data", name), miniature.CLASSES[name]
+    published(name, (4 * len(classes),) * len(cls.domain_folders))
+    for root in (tmp_path, base):
+        data = build(name, root)
+        assert data.domain_names == tuple(cls.domain_folders)
+        assert data.class_names == classes
+        assert np.bincount(data.domains).tolist() == [4 * len(classes)] * len(cls.domain_folders)
+        for row in range(len(data)):
+            path = Path(data.content(row))
+            assert (path.parent.name, path.parent.parent.name) == (
+                classes[data.labels[row]],
+                data.domain_names[data.domains[row]],
+            )
+        assert data.image(0).mode == "RGB"
+    found = splits(data, Protocol(val_fraction=0.25), seed=0)
+    assert [split.test_domains for split in found] == [(domain,) for domain in cls.domain_folders]
+    for split in found:
+        assert sum(len(part) for part in split.train) == 3 * len(split.evaluation["train_val"])
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "domains"),
+    [
+        ("pacs", "pacs", {"art_painting": "Art Painting", "photo": "Photo"}),
+        ("officehome", "OfficeHome", {"Real World": "Real"}),
+        ("officehome", "OfficeHomeDataset_10072016", {"Real World": "RealWorld", "Art": "art"}),
+        ("terraincognita", "TerraIncognita", {"location_38": "L38", "location_100": "100"}),
+        ("domainnet", "DomainNet", {}),
+        ("vlcs", "VLCS", {"Caltech101": "CALTECH", "VOC2007": "PASCAL", "SUN09": "SUN", "LabelMe": "LABELME"}),
+    ],
+)
+def test_variants_of_the_names(name, folder, domains, tmp_path):
+    base = miniature.domainbed(tmp_path / "made", name, per_class=1)
+    for domain, variant in domains.items():
+        (base / domain).rename(base / "moved")  # on file systems that ignore case too
+        (base / "moved").rename(base / variant)
+    base.rename(tmp_path / folder)
+    data = build(name, tmp_path, counts="any")
+    cls = components.find("data", name)
+    assert data.domain_names == tuple(cls.domain_folders)  # and in this order, whatever the folders are called
+    images = len(miniature.CLASSES[name])
+    assert np.bincount(data.domains).tolist() == [images] * len(cls.domain_folders)
+    for domain, variant in domains.items():
+        row = data.domain_names.index(domain) * images
+        assert Path(data.content(row)).parent.parent.name == variant
+
+
+def test_what_is_missing_is_named(tmp_path, caplog):
+    base = miniature.domainbed(tmp_path, "pacs")
+    shutil.rmtree(base / "photo")
+    shutil.rmtree(base / "sketch" / "house")
+    with pytest.raises(UserError) as fault:
+        build("pacs", tmp_path)
+    text = str(fault.value)
+    for words in ("cartoon: 28 of 2344", "photo: missing", "sketch: 24 of 3929", "no house in sketch", "counts: any"):
+        assert words in text
+    with caplog.at_level(logging.WARNING):
+        assert build("pacs", tmp_path, counts="any").domain_names == ("art_painting", "cartoon", "sketch")
+    assert "photo: missing" in caplog.text
+
+
+def test_both_editions_of_terra_incognita_are_known(tmp_path, monkeypatch, caplog):
+    miniature.domainbed(tmp_path, "terraincognita")
+    cls = components.find("data", "terraincognita")
+    monkeypatch.setattr(cls, "published", {"the new": (1, 2, 3, 4), "the old": (12, 12, 12, 12)})
+    with caplog.at_level(logging.INFO, "xdm_ft"):
+        build("terraincognita", tmp_path)
+    assert "complete (the old)" in caplog.text
+
+
+def test_a_folder_without_the_data(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere does not exist; .*domainbed.scripts.download.* data.name: hub"):
+        build("vlcs", tmp_path / "nowhere")
+    (tmp_path / "PACS").mkdir()
+    with pytest.raises(UserError, match=r"holds neither VLCS/ with the domains Caltech101, LabelMe, SUN09, VOC2007"):
+        build("vlcs", tmp_path)
+
+
+def test_two_folders_for_one_thing(tmp_path):
+    base = miniature.domainbed(tmp_path, "officehome", per_class=1)
+    shutil.copytree(base / "Real World", base / "Real")
+    with pytest.raises(UserError, match=r"both Real( World)?/ and Real( World)?/ are Real World"):
+        build("officehome", tmp_path, counts="any")
+    shutil.rmtree(base / "Real")
+    shutil.copytree(base, tmp_path / "OfficeHome")
+    with pytest.raises(UserError, match=r"data.root: both .*OfficeHome and .*office_home hold the data"):
+        build("officehome", tmp_path, counts="any")
+
+
+@pytest.mark.skipif(not PACS.is_dir(), reason="no PACS images in ../shared/assets/pacs")
+def test_the_real_pacs_is_complete():
+    data = build("pacs", PACS.parent)
+    assert len(data) == 9991 and len(data.class_names) == 7

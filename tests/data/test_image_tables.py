@@ -1,0 +1,204 @@
+"""Parquet files, imagefolders and hub repositories through `datasets`, against the plain folder, bit for bit."""
+
+import logging
+from pathlib import Path
+
+import miniature
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from xdm_ft.data.folder import Folder
+from xdm_ft.data.hub import Hub
+from xdm_ft.data.imagefolder import ImageFolder
+from xdm_ft.data.loading.image_tables import Columns
+from xdm_ft.data.loading.images import UnreadableImage
+from xdm_ft.data.loading.splits import Protocol, splits
+from xdm_ft.data.loading.transforms import PreprocessingOverrides
+from xdm_ft.data.parquet import Parquet
+from xdm_ft.encoders.timm import Timm
+from xdm_ft.errors import UserError
+from xdm_ft.features import FeatureSettings
+from xdm_ft.features.cache import extract
+
+
+@pytest.fixture(autouse=True)
+def cache_of_datasets(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    miniature.domainbed(tmp_path / "data", "pacs", per_class=2, suffix=".jpg")
+    return Folder(root=tmp_path / "data" / "PACS")
+
+
+def table_of(folder, **more):
+    images = [Path(folder.content(row)).read_bytes() for row in range(len(folder))]
+    labels = [folder.class_names[c] for c in folder.labels]
+    domains = [folder.domain_names[d] for d in folder.domains]
+    return {"image": images, "label": labels, "domain": domains, **more}
+
+
+def write(path, table):
+    pyarrow.parquet.write_table(pyarrow.table(table), path)
+    return path
+
+
+def same(found, folder):
+    assert found.class_names == folder.class_names and found.domain_names == folder.domain_names
+    assert np.array_equal(found.labels, folder.labels) and np.array_equal(found.domains, folder.domains)
+    for row in range(len(folder)):
+        assert np.array_equal(np.asarray(found.image(row)), np.asarray(folder.image(row)))
+
+
+def test_parquet_and_imagefolder_give_the_features_of_the_folder(folder, tmp_path):
+    torch.manual_seed(0)
+    encoder = Timm(model="test_vit", kwargs={"img_size": 32}, preprocessing=PreprocessingOverrides(size=32))
+    parquet = Parquet(file=write(tmp_path / "images.parquet", table_of(folder)))
+    imagefolder = ImageFolder(root=tmp_path / "data" / "PACS")
+    settings = FeatureSettings(dir=tmp_path / "cache", workers=0)
+    rows = torch.arange(len(folder))
+    found = [
+        extract(encoder, data, settings, on_bad_image="error", device="cpu", show=False)[rows]
+        for data in (folder, parquet, imagefolder)
+    ]
+    assert found[0].std() > 0
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    same(parquet, folder)
+    same(imagefolder, folder)
+
+
+def test_several_files_other_columns_groups_and_splits(folder, tmp_path):
+    table = table_of(folder)
+    n = len(folder)
+    table = {
+        "picture": table["image"],
+        "class": folder.labels.tolist(),
+        "site": table["domain"],
+        "patient": [f"p{i % 7}" for i in range(n)],
+        "part": (["train", "validation", "test", "train"] * n)[:n],
+    }
+    files = tmp_path / "files"
+    files.mkdir()
+    for number, rows in enumerate((slice(0, 20), slice(20, n))):
+        write(files / f"{number}.parquet", {name: column[rows] for name, column in table.items()})
+    columns = Columns(image="picture", label="class", domain="site", group="patient", split="part")
+    found = Parquet(file=files, columns=columns)
+    assert np.array_equal(found.labels, folder.labels) and found.class_names == tuple("0123456")
+    assert found.groups.tolist() == [i % 7 for i in range(n)]
+    assert found.splits[:4].tolist() == ["train", "val", "test", "train"]
+
+
+def test_what_datasets_wrote_keeps_its_order_of_classes(folder, tmp_path):
+    from datasets import ClassLabel, Dataset, Features, Image, Value
+
+    names = ["person", *folder.class_names[:-1]]
+    table = table_of(folder)
+    table["image"] = [{"bytes": data, "path": f"{i}.jpg"} for i, data in enumerate(table["image"])]
+    spelled = Features({"image": Image(), "label": ClassLabel(names=names), "domain": Value("string")})
+    Dataset.from_dict(table, features=spelled).to_parquet(tmp_path / "images.parquet")
+    found = Parquet(file=tmp_path / "images.parquet")
+    assert found.class_names == tuple(names)
+    assert [found.class_names[c] for c in found.labels] == table["label"]
+    assert found.name(3).endswith("images.parquet, row 3 (3.jpg)")
+    assert np.array_equal(np.asarray(found.image(5)), np.asarray(folder.image(5)))
+
+
+def test_an_image_that_does_not_decode(folder, tmp_path):
+    table = table_of(folder)
+    table["image"][4], table["image"][5] = b"no image", None
+    found = Parquet(file=write(tmp_path / "images.parquet", table))
+    for row in (4, 5):
+        with pytest.raises(UnreadableImage, match=rf"images.parquet, row {row}: not an image"):
+            found.image(row)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("domain"), r'data.columns.domain: .* has no column "domain"; known: image, label'),
+        (lambda t: t.update(label=[None, *t["label"][1:]]), "row 0, column label: no value"),
+    ],
+)
+def test_faults_of_a_table(folder, tmp_path, change, message):
+    table = table_of(folder)
+    change(table)
+    with pytest.raises(UserError, match=message):
+        Parquet(file=write(tmp_path / "images.parquet", table))
+
+
+def test_faults_of_files(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        Parquet(file=tmp_path / "nothing.parquet")
+    with pytest.raises(UserError, match=r"holds no .parquet files"):
+        Parquet(file=tmp_path)
+    (tmp_path / "junk.parquet").write_bytes(b"junk")
+    with pytest.raises(UserError, match=r"junk.parquet: can not be read \(ArrowInvalid"):
+        Parquet(file=tmp_path / "junk.parquet")
+    with pytest.raises(UserError, match="holds no folders"):
+        ImageFolder(root=tmp_path / "nowhere")
+
+
+def test_domainbed_split_needs_the_order_of_folders(folder, tmp_path):
+    found = Parquet(file=write(tmp_path / "images.parquet", table_of(folder)))
+    with pytest.raises(UserError, match="order of folders"):
+        splits(found, Protocol(split_rule="domainbed"), 0)
+
+
+@pytest.fixture
+def hub(folder, tmp_path, monkeypatch):
+    """The hub without a network: repositories are files here, asked for through the same function."""
+    import datasets
+
+    real = datasets.load_dataset
+    asked = []
+
+    def load_dataset(name, configuration=None, *, revision=None, **files):
+        if files:
+            return real(name, **files)
+        asked.append((name, configuration, revision))
+        return real("parquet", data_files={part: str(path) for part, path in sorted(repository.items())})
+
+    table = table_of(folder)
+    order = np.random.default_rng(0).permutation(len(folder))
+    repository = {}
+    for part, rows in (("train", order[:40]), ("test", order[40:])):
+        repository[part] = write(tmp_path / f"{part}.parquet", {k: [v[i] for i in rows] for k, v in table.items()})
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def test_hub(hub, folder):
+    found = Hub(repository="someone/something", revision="v1", configuration="small")
+    assert hub == [("someone/something", "small", "v1")]
+    assert len(found) == len(folder) and found.splits is None
+    assert found.name(0) == "someone/something on the hub, row 0"
+    official = Hub(repository="someone/something", use_splits=True)
+    assert sorted(np.unique(official.splits, return_counts=True)[1].tolist()) == [16, 40]
+
+
+def test_a_known_data_set_of_the_hub_is_counted_and_in_domainbeds_order(hub, monkeypatch, caplog):
+    from xdm_ft.data.pacs import Pacs
+
+    with pytest.raises(UserError, match=r"flwrlabs/pacs on the hub is not the published PACS.* photo: 14 of 1670"):
+        Hub(repository="pacs")
+    monkeypatch.setattr(Pacs, "published", {"the miniature": (14, 14, 14, 14)})
+    with caplog.at_level(logging.INFO, "xdm_ft"):
+        found = Hub(repository="pacs")
+    assert "complete (the miniature)" in caplog.text and found.as_published
+    monkeypatch.setattr(Pacs, "domain_folders", dict.fromkeys(["Sketch", "Photo", "Cartoon", "ART-painting"], ()))
+    turned = Hub(repository="pacs")
+    assert turned.domain_names == ("Sketch", "Photo", "Cartoon", "ART-painting")
+    assert np.array_equal(turned.domains, 3 - found.domains)
+
+
+def test_the_hub_out_of_reach(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"flwrlabs/pacs on the hub: can not be read .*hf download --repo-type dataset"):
+        Hub(repository="pacs")
+    with pytest.raises(UserError, match="no repository of the hub is known for vlcs"):
+        Hub(repository="vlcs")

@@ -1,0 +1,235 @@
+"""Camelyon17 and FMoW in miniature through the real WILDS loaders, and our numbers against WILDS' own `eval()`."""
+
+import shutil
+import sys
+import types
+import warnings
+
+import miniature
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from xdm_ft.data.camelyon17 import Camelyon17
+from xdm_ft.data.fmow import Fmow
+from xdm_ft.data.loading.splits import Protocol, splits
+from xdm_ft.errors import UserError
+from xdm_ft.evaluation.metrics import metric, score
+
+OFFICIAL = {"name": "official", "selection": "val_domain"}
+
+
+@pytest.fixture(scope="module")
+def camelyon17(tmp_path_factory):
+    root = tmp_path_factory.mktemp("camelyon17")
+    miniature.camelyon17(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def fmow(tmp_path_factory):
+    root = tmp_path_factory.mktemp("fmow")
+    miniature.fmow(root)
+    return root
+
+
+def wilds_dataset(name, root):
+    import importlib
+
+    limit = Image.MAX_IMAGE_PIXELS
+    module = importlib.import_module(f"wilds.datasets.{name}_dataset")
+    Image.MAX_IMAGE_PIXELS = limit
+    cls = {"camelyon17": "Camelyon17Dataset", "fmow": "FMoWDataset"}[name]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return getattr(module, cls)(root_dir=str(root))
+
+
+@pytest.fixture
+def stand_in_for_torch_scatter(monkeypatch):
+    """The one function of torch_scatter that WILDS' `eval` calls: means by group, 0 for an empty one."""
+
+    def scatter(src, index, dim_size, reduce):
+        assert reduce == "mean"
+        sums = torch.zeros(dim_size, dtype=src.dtype).index_add_(0, index, src)
+        return sums / torch.bincount(index, minlength=dim_size).clamp(min=1)
+
+    module = types.ModuleType("torch_scatter")
+    module.scatter = scatter
+    monkeypatch.setitem(sys.modules, "torch_scatter", module)
+
+
+def random_logits(seed, rows, classes):
+    return torch.randn(len(rows), classes, generator=torch.Generator().manual_seed(seed))
+
+
+def test_camelyon17_is_what_wilds_reads(camelyon17):
+    ours, theirs = Camelyon17(root=camelyon17), wilds_dataset("camelyon17", camelyon17)
+    assert len(ours) == len(theirs) == 100
+    names = {0: "train", 1: "train_val", 2: "test", 3: "val_domain"}
+    for row in range(len(ours)):
+        image, label, metadata = theirs[row]
+        assert np.array_equal(np.asarray(ours.image(row)), np.asarray(image))
+        hospital, slide = metadata[:2].tolist()
+        assert (ours.labels[row], ours.domains[row], ours.groups[row]) == (label, hospital, slide)
+        assert ours.splits[row] == names[int(theirs.split_array[row])]
+    assert ours.class_names == ("normal tissue", "tumor tissue")
+
+
+def test_camelyon17_official_split(camelyon17):
+    (split,) = splits(Camelyon17(root=camelyon17), Protocol(**OFFICIAL), seed=0)
+    assert split.train_domains == ("hospital 0", "hospital 3", "hospital 4")
+    assert split.test_domains == ("hospital 2",)
+    sizes = {name: len(rows) for name, rows in split.evaluation.items()}
+    assert sizes == {"train_val": 30, "val_domain": 20, "test": 20, "test_val": 4}
+    assert [len(part) for part in split.train] == [10, 10, 10]
+    assert any("train_val share groups with training" in note for note in split.notes)
+
+
+@pytest.mark.parametrize("kind", ["region", "year", "region_year"])
+def test_fmow_is_what_wilds_reads(fmow, kind):
+    ours, theirs = Fmow(root=fmow, domains=kind), wilds_dataset("fmow", fmow)
+    assert len(ours) == len(theirs) == 7 * 18  # sequestered rows left out
+    names = {0: "train", 1: "train_val", 2: "", 3: "val_domain", 4: "test", -1: ""}
+    regions, years = theirs.metadata_map["region"], theirs.metadata_map["year"]
+    assert regions[:3] == ["Europe", "Asia", "Other"]  # as they appear
+    for row in range(len(ours)):
+        _, label, metadata = theirs[row]
+        region, year = regions[metadata[0]], str(years[metadata[1]])
+        domain = {"region": region, "year": year, "region_year": f"{region} {year}"}[kind]
+        assert ours.domain_names[ours.domains[row]] == domain
+        assert ours.worst_of[row] == (-1 if region == "Other" else metadata[0])
+        assert ours.labels[row] == label and ours.splits[row] == names[int(theirs.split_array[row])]
+    for row in (0, 70, len(ours) - 1):  # behind the sequestered rows the file's number is not the row
+        assert np.array_equal(np.asarray(ours.image(row)), np.asarray(theirs.get_input(row)))
+    assert "multi-unit residential" in ours.class_names and len(ours.class_names) == 62
+
+
+def test_fmow_official_split(fmow):
+    (split,) = splits(Fmow(root=fmow), Protocol(**OFFICIAL, metric="worst_domain_accuracy"), seed=0)
+    assert {name: len(rows) for name, rows in split.evaluation.items() if name != "test_val"} == {
+        "train_val": 18, "val_domain": 18, "test": 36,
+    }  # fmt: skip
+    assert "Other" in split.train_domains and sum(len(part) for part in split.train) == 36
+    (by_year,) = splits(Fmow(root=fmow, domains="year"), Protocol(**OFFICIAL), seed=0)
+    assert by_year.train_domains == ("2002", "2012") and by_year.test_domains == ("2016", "2017")
+    assert torch.equal(by_year.evaluation["val_domain"], split.evaluation["val_domain"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_our_camelyon17_numbers_are_those_of_wilds_eval(camelyon17, stand_in_for_torch_scatter, seed):
+    ours, theirs = Camelyon17(root=camelyon17), wilds_dataset("camelyon17", camelyon17)
+    (split,) = splits(ours, Protocol(**OFFICIAL), seed=0)
+    for rows in split.evaluation.values():  # the slides of the other splits are empty groups
+        logits, labels = random_logits(seed, rows, 2), torch.from_numpy(ours.labels)[rows]
+        expected, _ = theirs.eval(logits.argmax(1), theirs.y_array[rows], theirs.metadata_array[rows])
+        assert expected["acc_slide:0"] == 0 or 0 in ours.groups[rows]
+        groups = torch.from_numpy(ours.groups)[rows]
+        assert metric("accuracy", logits, labels, groups) == pytest.approx(expected["acc_avg"])
+        assert metric("worst_domain_accuracy", logits, labels, groups) == pytest.approx(expected["acc_wg"])
+
+
+@pytest.mark.parametrize("kind", ["region", "year"])
+@pytest.mark.parametrize("seed", range(3))
+def test_our_fmow_numbers_are_those_of_wilds_eval(fmow, stand_in_for_torch_scatter, kind, seed):
+    ours, theirs = Fmow(root=fmow, domains=kind), wilds_dataset("fmow", fmow)
+    (split,) = splits(ours, Protocol(**OFFICIAL), seed=0)
+    (test,) = (rows for name, rows in split.evaluation.items() if name == "test")
+    oceania = theirs.metadata_map["region"].index("Oceania")
+    without_oceania = test[torch.from_numpy(ours.worst_of)[test] != oceania]
+    for rows in (test, split.evaluation["val_domain"], without_oceania):
+        logits, labels = random_logits(seed, rows, 62), torch.from_numpy(ours.labels)[rows]
+        logits[torch.arange(0, len(rows), 2), labels[::2]] += 9  # else all are wrong and every accuracy is 0
+        if seed == 2:  # 'Other' is the worst, and must not count
+            other = torch.from_numpy(ours.worst_of)[rows] == -1
+            logits[other, labels[other]] -= 99
+        expected, _ = theirs.eval(logits.argmax(1), theirs.y_array[rows], theirs.metadata_array[rows])
+        assert 0 < expected["acc_worst_region"] < 1
+        whole = score(logits, labels, torch.from_numpy(ours.domains)[rows], ours.class_names, ours.domain_names)
+        assert whole.accuracy == pytest.approx(expected["acc_avg"])
+        for name, found in whole.per_domain.items():
+            key = f"{kind}:{name}"
+            assert (found["accuracy"], found["n"]) == (pytest.approx(expected[f"acc_{key}"]), expected[f"count_{key}"])
+        regions = torch.from_numpy(ours.worst_of)[rows]
+        counted = regions >= 0
+        worst = metric("worst_domain_accuracy", logits[counted], labels[counted], regions[counted])
+        assert worst == pytest.approx(expected["acc_worst_region"])
+
+
+def test_reading_leaves_pillow_as_it_was(fmow):
+    limit = Image.MAX_IMAGE_PIXELS
+    sys.modules.pop("wilds.datasets.fmow_dataset", None)
+    Fmow(root=fmow)
+    assert limit == Image.MAX_IMAGE_PIXELS and limit is not None
+
+
+@pytest.mark.parametrize(
+    ("cls", "folder", "size"), [(Camelyon17, "camelyon17_v1.0", "10 GB"), (Fmow, "fmow_v1.1", "50 GB")]
+)
+def test_no_data_and_no_permission_to_download(cls, folder, size, tmp_path):
+    with pytest.raises(UserError) as fault:
+        cls(root=tmp_path / "data")
+    text = str(fault.value)
+    for words in (
+        f"{tmp_path / 'data' / folder} does not exist",
+        "data.download: true",
+        size,
+        "wilds.download_datasets",
+    ):
+        assert words in text
+    assert not (tmp_path / "data").exists() and "\n" not in text
+
+
+def test_a_tree_without_its_release_file_is_told_from_no_tree(tmp_path):
+    base = miniature.camelyon17(tmp_path)
+    (base / "RELEASE_v1.0.txt").unlink()
+    with pytest.raises(UserError, match=r"camelyon17_v1.0 exists but lacks RELEASE_v1.0.txt, so .* not finished"):
+        Camelyon17(root=tmp_path)
+
+
+def test_a_damaged_tree(tmp_path):
+    base = miniature.fmow(tmp_path)
+    (base / "country_code_mapping.csv").unlink()
+    with pytest.raises(UserError, match=r"fmow_v1.1 is incomplete or damaged .*country_code_mapping.csv"):
+        Fmow(root=tmp_path)
+
+
+@pytest.fixture
+def archive_at(tmp_path, monkeypatch):
+    """WILDS' download address becomes a file of this machine."""
+
+    def serve(path):
+        from wilds.datasets.camelyon17_dataset import Camelyon17Dataset as Theirs
+
+        monkeypatch.setitem(Theirs._versions_dict["1.0"], "download_url", path.as_uri())
+
+    return serve
+
+
+def test_download_goes_through_wilds_downloader(tmp_path, archive_at, capsys):
+    base = miniature.camelyon17(tmp_path / "made")
+    archive_at(tmp_path / "archive.tar.gz")
+    shutil.make_archive(str(tmp_path / "archive"), "gztar", base)
+    data = Camelyon17(root=tmp_path / "data", download=True)
+    assert len(data) == 100 and data.image(0).size == (96, 96)
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Downloading" in captured.err
+    shutil.rmtree(tmp_path / "made")
+    (tmp_path / "archive.tar.gz").unlink()
+    assert len(Camelyon17(root=tmp_path / "data", download=True)) == 100  # what is there is not downloaded again
+
+
+def test_a_download_that_fails(tmp_path, archive_at):
+    archive_at(tmp_path / "nothing.tar.gz")
+    with pytest.raises(UserError, match=r"data.download: the download to .*camelyon17_v1.0 failed"):
+        Camelyon17(root=tmp_path, download=True)
+
+
+def test_part_of_an_archive_is_not_taken_for_the_whole(tmp_path):
+    folder = tmp_path / "camelyon17_v1.0"
+    folder.mkdir()
+    (folder / "archive.tar.gz").write_bytes(b"half of it")
+    with pytest.raises(UserError, match=r"archive.tar.gz is left of an earlier download"):
+        Camelyon17(root=tmp_path, download=True)
+    assert (folder / "archive.tar.gz").read_bytes() == b"half of it"

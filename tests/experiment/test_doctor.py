@@ -1,0 +1,177 @@
+"""`xdm-ft doctor`: every planted fault is found and comes with a remedy, and a healthy recipe has none."""
+
+import csv
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from xdm_ft.cli import main
+
+PACS = Path(__file__).resolve().parents[2] / ".." / "shared" / "assets" / "pacs"
+RECIPE = """\
+name: small
+data: {name: folder, root: images}
+protocol: {seeds: 1}
+encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}
+methods: [erm]
+training: {steps: 20, batch_size: 8}
+features: {dir: cache}
+"""
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """Three domains of two classes of six different images, and a recipe for them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    root = tmp_path / "images"
+    noise = np.random.default_rng(0)
+    for domain in "abc":
+        for name in ("cat", "dog"):
+            (root / domain / name).mkdir(parents=True)
+            for i in range(6):
+                pixels = noise.integers(0, 256, (32, 32, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(root / domain / name / f"{i}.png")
+    return root
+
+
+@pytest.fixture
+def doctor(capsys):
+    """Runs it → (exit status, all lines, faults: each with its remedy)."""
+
+    def run(*arguments):
+        status = main(["doctor", *arguments])
+        lines = capsys.readouterr().out.splitlines()
+        faults = [(line, lines[i + 1]) for i, line in enumerate(lines) if line.startswith("FAULT")]
+        assert all("→" in remedy for _, remedy in faults)
+        assert status == (2 if faults else 0), lines
+        return status, lines, faults
+
+    return run
+
+
+def test_healthy(images, doctor):
+    status, lines, _ = doctor("small.yaml")
+    text = "\n".join(lines)
+    assert status == 0 and lines[-1] == "no faults"
+    for words in (
+        "ok     python: 3.", "libraries: ", "torch 2", "processor: ", "float32 and bf16", "weights: random weights",
+        "xxh3_128 ", "data: 36 images, 3 domains", "domains: a 12, b 12, c 12", "class cat: 6 6 6",
+        "images: all decode", "no image lies on both sides", "features: 0 of 36 cached",
+    ):  # fmt: skip
+        assert words in text
+
+
+def test_without_a_recipe(doctor):
+    status, lines, _ = doctor()
+    assert status == 0 and any("libraries" in line for line in lines) and not any("data" in line[:12] for line in lines)
+
+
+def test_planted_faults_are_all_found_at_once(images, doctor):
+    (images / "a" / "cat" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    shutil.rmtree(images / "c" / "dog")
+    shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
+    _, lines, faults = doctor("small.yaml")
+    found = "\n".join(line for line, _ in faults)
+    assert "class dog: 6 7 0" in found and "broken.png does not decode" in found
+    # with one class left, the domain can not be split; the recipe says which domains to leave alone
+    assert 'the domain "c" has images of one class only' in found
+    assert lines[-1].startswith(f"{len(faults)} faults")
+
+
+def test_a_double_in_training_and_test_is_a_leak(images, doctor):
+    shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
+    _, _, faults = doctor("small.yaml")
+    leaks = [line for line, _ in faults]
+    assert leaks and all(line.startswith("FAULT  leak: 1 images are the same in ") for line in leaks)
+    assert all("a/dog/2.png" in line and "b/dog/twin.png" in line for line in leaks)
+    assert any("train and test" in line or "test and train" in line for line in leaks)
+
+
+def test_a_double_within_a_domain_is_told_and_no_leak(images, doctor):
+    for i in range(1, 6):  # one of six validates, whichever it is
+        shutil.copy(images / "a" / "dog" / "0.png", images / "a" / "dog" / f"{i}.png")
+    status, lines, _ = doctor("small.yaml")
+    assert status == 0
+    assert any("train_val shares 1 images with training" in line for line in lines)
+
+
+def test_groups_that_cross_an_official_split(images, doctor):
+    rows = [["path", "label", "domain", "group", "split"]]
+    for domain, split in (("a", "train"), ("b", "train"), ("c", "test")):
+        for path in sorted((images / domain).rglob("*.png")):
+            group = "patient 7" if path.name == "0.png" else f"{domain}{path.name}"
+            rows.append([str(path), path.parent.name, domain, group, split])
+    rows += [
+        [str(images / "a" / "new.png"), "cat", "a", "n", "val"],
+        [str(images / "b" / "new.png"), "dog", "b", "m", "val"],
+    ]
+    for place in "ab":
+        Image.new("RGB", (8, 8), (ord(place), 0, 0)).save(images / place / "new.png")
+    with open("table.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    _, _, faults = doctor("small.yaml", "data={name: table, file: table.csv}", "protocol={name: official, seeds: 1}")
+    (leak,) = [line for line, _ in faults]
+    assert "1 groups are in train and test" in leak and "0.png" in leak
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.root=nowhere"], ["FAULT  data", "nowhere does not exist"]),
+        (["data={name: camelyon17, root: nowhere}"], ["FAULT  data", "camelyon17_v1.0 does not exist"]),
+        (["encoder.weights=missing.safetensors"], ["FAULT  weights", "missing.safetensors does not exist"]),
+        (["trainning.steps=3"], ["FAULT  recipe", "trainning"]),
+        (["training.mixed_precision=fp16", "encoder.trainable=true"], ["FAULT  precision", "fp16 needs a GPU"]),
+        (["features.dir=small.yaml/cache"], ["FAULT  cache", "features.dir"]),
+    ],
+)
+def test_each_fault(images, doctor, monkeypatch, overrides, words):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    _, _, faults = doctor("small.yaml", *overrides)
+    assert faults
+    for word in words:
+        assert word in faults[0][0]
+
+
+def test_a_full_disk(images, doctor, monkeypatch):
+    usage = shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    _, _, faults = doctor("small.yaml")
+    assert [("disk is full" in line, "features.dir" in remedy) for line, remedy in faults] == [(True, True)]
+
+
+def test_an_old_library(images, doctor, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["timm>=99", "no-such-library>=1"])
+    _, _, faults = doctor()
+    assert "timm is 1." in faults[0][0] and "pip install 'timm>=99'" in faults[0][1]
+    assert "no-such-library is missing" in faults[1][0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PACS.is_dir(), reason="no PACS images in ../shared/assets/pacs")
+def test_faults_planted_in_the_real_pacs(images, doctor, tmp_path):
+    root = tmp_path / "PACS"
+    for source in sorted(PACS.resolve().glob("*/*")):
+        target = root / source.parent.name / source.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (target.parent.name, target.name) == ("photo", "dog"):
+            target.mkdir()
+            for image in source.iterdir():
+                shutil.copyfile(image, target / image.name)
+        elif (target.parent.name, target.name) != ("sketch", "house"):
+            target.symlink_to(source)
+    twin = next((PACS / "art_painting" / "dog").iterdir())
+    shutil.copyfile(twin, root / "photo" / "dog" / "twin.webp")
+    whole = min((root / "photo" / "dog").iterdir())
+    whole.write_bytes(whole.read_bytes()[:100])
+    _, lines, faults = doctor("small.yaml", "data={name: pacs, root: .}")
+    found = "\n".join(line for line, _ in faults)
+    assert "photo: 1671 of 1670 images" in found and "sketch: 3849 of 3929 images, no house in sketch" in found
+    assert f"{whole.name} does not decode" in found
+    assert "1 images are the same in train and test" in found and "twin.webp" in found
+    assert "class house: 295 288 280 0" in found
+    assert any("sketch 3849" in line for line in lines)

@@ -1,0 +1,110 @@
+"""WiSE-FT in a whole run: one end of its curve is zero-shot, the other ERM from the class embeddings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import open_clip
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from xdm_ft.recipe import check
+from xdm_ft.recipe_text import parse
+
+TINY = {
+    "embed_dim": 24,
+    "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
+RECIPE = """\
+name: wise
+data: {{name: digits}}
+protocol: {{name: leave_one_domain_out, test_domains: [ink], seeds: 2}}
+encoder: {{name: open_clip, model: {folder}/wise_clip.json, weights: {folder}/wise_clip.safetensors, normalize: true}}
+features: {{dir: {folder}/features}}
+methods:
+  - zero_shot
+  - {{name: erm, head_init: zero_shot}}
+  - wise_ft
+  - {{name: wise_ft, alpha: 0.5, label: half}}
+training: {{batch_size: 16, steps: 30, lr: 5.0, encoder_lr: 1.0e-3}}
+output: {{dir: {folder}/output}}
+"""
+
+
+def results(folder: Path, *changes: tuple[str, str]) -> dict[str, Any]:
+    from xdm_ft.experiment import run
+
+    (folder / "wise_clip.json").write_text(json.dumps(TINY))
+    open_clip.add_model_config(folder / "wise_clip.json")
+    torch.manual_seed(0)
+    model = open_clip.create_model("wise_clip")
+    save_file(
+        {name: value.contiguous() for name, value in model.state_dict().items()}, folder / "wise_clip.safetensors"
+    )
+    text = RECIPE.format(folder=folder)
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    assert run(check(parse(text, "wise.yaml"))) == 0
+    found: dict[str, Any] = json.loads((folder / "output" / "wise" / "results.json").read_text())
+    schema = json.loads((Path(__file__).parents[2] / "xdm_ft/report/results.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(found)
+    return found
+
+
+def selected(found: dict[str, Any], method: str, seed: int = 0) -> dict[str, Any]:
+    [run] = [run for run in found["runs"] if run["method"] == method and run["seed"] == seed]
+    assert run["status"] == "ok"
+    picked: dict[str, Any] = run["selected"]["train_val"]
+    return picked
+
+
+def accuracies(picked: dict[str, Any]) -> dict[str, float]:
+    return {split: score["accuracy"] for split, score in picked["metrics"].items()}
+
+
+def check_curve(found: dict[str, Any], seed: int) -> dict[str, Any]:
+    wise, half = selected(found, "wise_ft", seed), selected(found, "half", seed)
+    assert [point["alpha"] for point in wise["curve"]] == [i / 10 for i in range(11)]
+    assert wise["curve"] == half["curve"] and half["alpha"] == 0.5
+    best = max(wise["curve"], key=lambda point: point["train_val"])
+    assert wise["alpha"] == best["alpha"]
+    for picked in (wise, half):
+        [point] = [point for point in picked["curve"] if point["alpha"] == picked["alpha"]]
+        assert {split: value for split, value in point.items() if split != "alpha"} == accuracies(picked)
+    assert wise["curve"][0] == {"alpha": 0.0} | accuracies(selected(found, "zero_shot"))
+    return wise
+
+
+def test_on_cached_features(tmp_path: Path) -> None:
+    found = results(tmp_path)
+    for seed in (0, 1):
+        wise, erm = check_curve(found, seed), selected(found, "erm", seed)
+        assert wise["curve"][10] == {"alpha": 1.0} | accuracies(erm)
+        assert len({point["train_val"] for point in wise["curve"]}) > 2  # a curve, no point
+    folder = tmp_path / "output" / "wise"
+    zero, one, half = (
+        load_file(folder / selected(found, method, 0)["weights"]) for method in ("zero_shot", "erm", "half")
+    )
+    for name in ("head.weight", "head.bias"):
+        torch.testing.assert_close(half[name], (zero[name] + one[name]) / 2)
+
+
+@pytest.mark.slow
+def test_end_to_end_the_encoder_too(tmp_path: Path) -> None:
+    frozen_only = ("encoder: {name: open_clip", "encoder: {name: open_clip, trainable: true")
+    found = results(tmp_path, frozen_only, ("seeds: 2", "seeds: 1"), ("steps: 30, lr: 5.0", "steps: 10, lr: 0.01"))
+    wise, erm = check_curve(found, 0), selected(found, "erm")
+    assert wise["curve"][10] == {"alpha": 1.0} | accuracies(erm)
+    folder = tmp_path / "output" / "wise"
+    start = load_file(tmp_path / "wise_clip.safetensors")
+    half, end = (load_file(folder / selected(found, method)["weights"]) for method in ("half", "erm"))
+    name = "visual.proj"
+    [own] = [key for key in end if key.startswith("encoder.") and key.endswith(name)]
+    torch.testing.assert_close(half[own], (start[name] + end[own]) / 2)
+    assert not torch.equal(end[own], start[name])

@@ -1,0 +1,134 @@
+"""SWAD in the head bank and in the loop: the mean of the very weights that plain training walks through."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import bank_problems
+import loop_models
+import pytest
+import torch
+from accelerate import Accelerator
+from bank_problems import digits, job_of
+from loop_models import SmallCNN, make_job, one_process
+from torch import Tensor
+
+from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.averaging import Segment
+from xdm_ft.averaging.swad import SWAD
+from xdm_ft.data.loading.samplers import ImageRows, sampler
+from xdm_ft.data.loading.transforms import evaluation_transform
+from xdm_ft.evaluation.metrics import metric
+from xdm_ft.training import Job, Training
+from xdm_ft.training.averages import LOSS_SPLIT
+from xdm_ft.training.bank import stack, step
+from xdm_ft.training.cached_data import batches, head_logits
+
+ANY_VALLEY = SWAD(n_converge=1, tolerance_ratio=100.0)  # averages everything
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with one_process() as accelerator:
+        yield accelerator
+
+
+def path(jobs: list[Job], training: Training) -> list[list[dict[str, Tensor]]]:
+    """For each head of a bank its state after every step."""
+    bank, states = stack(jobs, training, torch.device("cpu")), []
+    for number, batch in enumerate(batches(jobs, digits(), training)):
+        step(bank, batch, number)
+        states.append([bank.state(head) for head in range(len(jobs))])
+    return [list(of_head) for of_head in zip(*states, strict=True)]
+
+
+def test_heads_of_a_bank_average_their_own_valleys() -> None:
+    training = Training(batch_size=8, evaluate_every=5, optimizer="sgd", momentum=0.0)
+    plain = [job_of(seed=seed, steps=40, lr=lr) for seed, lr in ((1, 0.003), (1, 1.0), (1, 3.0))]
+    averaged = [
+        dataclasses.replace(job, averaging=SWAD(n_converge=2, n_tolerance=2, tolerance_ratio=0.0)) for job in plain
+    ]
+    windows = set()
+    together = bank_problems.train(averaged, training, ("train_val", "oracle"))
+    for job, trained, states in zip(plain, together, path(plain, training), strict=True):
+        rows = job.split.evaluation[LOSS_SPLIT]
+        labels, domains = digits().labels[rows], digits().domains[rows]
+        reference = SWAD(n_converge=2, n_tolerance=2, tolerance_ratio=0.0).begin()
+        for first in range(0, 40, 5):
+            names = states[0].keys() - {"seed"}
+            mean = {name: torch.stack([s[name] for s in states[first : first + 5]]).mean(0) for name in names}
+            logits = head_logits(digits().features, rows, states[first + 4])
+            reference.add(Segment(first + 1, first + 5, mean), metric("nll", logits, labels, domains))
+        expected = reference.result()
+        selected = trained.selected["oracle"]
+        assert selected is trained.selected["train_val"]
+        assert (selected.hparams["averaged_from"], selected.step) == (expected.first, expected.last)
+        for name, value in expected.mean.items():
+            torch.testing.assert_close(selected.state[name], value, rtol=1e-5, atol=1e-5)
+        windows.add((expected.first, expected.last))
+    assert windows == {(36, 40), (16, 40), (16, 20)}
+
+
+def test_the_warm_up_of_xdomainmix_is_not_averaged() -> None:
+    job = dataclasses.replace(job_of(XDomainMix, steps=40, warmup_steps=23), averaging=ANY_VALLEY)
+    training = Training(batch_size=8, evaluate_every=10)
+    [trained] = bank_problems.train([job], training)
+    selected = trained.selected["train_val"]
+    assert selected.hparams["averaged_from"] == 24 and selected.step == 40
+    states = path([dataclasses.replace(job, averaging=None)], training)[0][23:]
+    for name in ("head.weight", "domain_head.weight"):
+        mean = torch.stack([state[name] for state in states]).mean(0)
+        torch.testing.assert_close(selected.state[name], mean, rtol=1e-5, atol=1e-6)
+
+
+def walked(job: Job, training: Training, accelerator: Accelerator, batch_norm: str) -> list[dict[str, Tensor]]:
+    """The loop's weights after each number of steps: as many trainings, of which the learning rate knows nothing."""
+    trainings = [dataclasses.replace(job.setup, steps=steps) for steps in range(1, job.setup.steps + 1)]
+    return [
+        loop_models.final_state(
+            loop_models.train(
+                dataclasses.replace(job, setup=setup), SmallCNN(), training, accelerator, batch_norm=batch_norm
+            )
+        )
+        for setup in trainings
+    ]
+
+
+@pytest.mark.parametrize("batch_norm", ["train", "frozen"])
+def test_the_loop_averages_encoder_and_head(accelerator: Accelerator, batch_norm: str) -> None:
+    training, job = Training(batch_size=4, encoder_lr=0.01), make_job(steps=3)
+    trained = loop_models.train(
+        dataclasses.replace(job, averaging=ANY_VALLEY), SmallCNN(), training, accelerator, batch_norm=batch_norm
+    )
+    selected = trained.selected["train_val"]
+    assert selected.step == 3 and selected.hparams == {"averaged_from": 1}
+    states = walked(job, training, accelerator, batch_norm)
+    assert not torch.equal(states[0]["encoder.layers.0.weight"], states[2]["encoder.layers.0.weight"])
+    parameters = [f"encoder.{name}" for name, _ in SmallCNN().layers.named_parameters(prefix="layers")]
+    for name in [*parameters, "head.weight", "head.bias"]:
+        mean = torch.stack([state[name] for state in states]).mean(0)
+        torch.testing.assert_close(selected.state[name], mean, rtol=0, atol=1e-6)
+
+    encoder = SmallCNN()
+    encoder.load_state_dict({k.removeprefix("encoder."): v for k, v in selected.state.items() if "encoder." in k})
+    if batch_norm == "frozen":
+        assert torch.equal(encoder.layers[1].running_mean, SmallCNN().layers[1].running_mean)
+        return
+    batches_seen = [read(batch_of(job, training, number)) for number in range(3)]
+    first = [encoder.layers[0](x) for x in batches_seen]
+    torch.testing.assert_close(
+        encoder.layers[1].running_mean, torch.stack([x.mean((0, 2, 3)) for x in first]).mean(0), rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(
+        encoder.layers[1].running_var, torch.stack([x.var((0, 2, 3)) for x in first]).mean(0), rtol=0, atol=1e-5
+    )
+
+
+def batch_of(job: Job, training: Training, number: int) -> Tensor:
+    return sampler(training.sampler, job.split.train, training.batch_size, job.seed).indices(number, number + 1)[0]
+
+
+def read(rows: Tensor) -> Tensor:
+    images = ImageRows(loop_models.digits(), evaluation_transform(SmallCNN.preprocessing))
+    return torch.stack([images[int(row)][0] for row in rows])

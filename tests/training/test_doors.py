@@ -1,0 +1,285 @@
+"""Both engines through the three doors of an algorithm, against loops written out by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from bank_problems import digits as cached_digits
+from bank_problems import job_of
+from loop_models import SmallCNN, digits, final_state, make_job, one_process, train
+from torch import Tensor, nn
+
+from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms.dsu import DSU
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.fish import Fish
+from xdm_ft.algorithms.lisa import LISA
+from xdm_ft.algorithms.mixstyle import MixStyle
+from xdm_ft.algorithms.mixup import Mixup
+from xdm_ft.data.loading.samplers import ImageRows, sampler
+from xdm_ft.data.loading.transforms import evaluation_transform
+from xdm_ft.encoders import Encoder
+from xdm_ft.errors import UserError
+from xdm_ft.sharpness.sam import SAM
+from xdm_ft.tensors import Batch, Losses, Task
+from xdm_ft.training import Job, Training
+from xdm_ft.training.bank import batches, stack, step
+from xdm_ft.training.passes import EndToEnd
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with one_process() as accelerator:
+        yield accelerator
+
+
+class Staged(SmallCNN):
+    """The small encoder with its stages named."""
+
+    stem_names, stage_names = ("layers.0",), ("layers.2", "layers.5")
+
+
+class InFixedOrder(Fish):
+    def order(self, step: int) -> list[int]:
+        return list(range(self.task.num_domains))
+
+
+def batch_of(job: Job, training: Training, number: int) -> Batch:
+    rows = sampler(training.sampler, job.split.train, training.batch_size, job.seed).indices(number, number + 1)[0]
+    images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
+    x = torch.stack([images[int(row)][0] for row in rows])
+    return Batch(x, torch.from_numpy(digits().labels)[rows], torch.from_numpy(digits().domains)[rows], rows)
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+# --- on_inputs
+
+
+class Spy(LISA):
+    """Remembers what its loss was given."""
+
+    seen: list[tuple[Tensor, Tensor]]
+
+    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+        self.seen.append((batch.x.detach().clone(), batch.targets.clone()))
+        return super().loss(z, batch, step)
+
+
+@pytest.mark.parametrize("mix", ["mixup", "cutmix"])
+def test_the_loop_encodes_the_changed_inputs_and_both_passes_see_the_same(accelerator: Accelerator, mix: str) -> None:
+    Spy.seen = []
+    job, training = make_job(lambda setup: Spy(setup, mix=mix), steps=2, sharpness=SAM(rho=0.1)), Training(batch_size=8)
+    train(job, SmallCNN(), training, accelerator)
+    assert len(Spy.seen) == 4
+    for number in range(2):
+        expected = LISA(job.setup, mix=mix).on_inputs(batch_of(job, training, number), number)
+        for x, targets in Spy.seen[2 * number : 2 * number + 2]:
+            assert torch.equal(x, expected.x) and torch.equal(targets, expected.targets)
+
+
+def test_a_loop_with_mixup_equals_one_written_out(accelerator: Accelerator) -> None:
+    job, encoder = make_job(lambda setup: Mixup(setup, alpha=2.0), steps=5, weight_decay=0.0), SmallCNN()
+    training = Training(batch_size=8, optimizer="sgd", momentum=0.0, encoder_lr=0.01)
+    got = final_state(train(job, encoder, training, accelerator, batch_norm="frozen"))
+    algorithm, encoder = Mixup(job.setup, alpha=2.0), copy.deepcopy(encoder)
+    parameters = [*encoder.layers.parameters(), *algorithm.parameters()]
+    for number in range(5):
+        batch = algorithm.on_inputs(batch_of(job, training, number), number)
+        loss = F.cross_entropy(algorithm.head(encoder(batch.x)), batch.targets)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter -= 0.01 * gradient
+    assert_close(got, {f"encoder.{name}": p for name, p in encoder.state_dict().items()} | algorithm.state_dict())
+
+
+@pytest.mark.parametrize("sam", [False, True], ids=["", "sam"])
+@pytest.mark.parametrize("method", [LISA, Mixup, Fish])
+def test_a_head_of_the_bank_equals_one_trained_by_hand(method: type[ERM], sam: bool) -> None:
+    """Among others of other seeds: mixed features, soft labels, SAM's second pass on the same, Fish's inner steps."""
+    sharpness, training = SAM(rho=0.1) if sam else None, Training(batch_size=8, optimizer="adam")
+    jobs = [job_of(method, held_out=h % 4, seed=h, steps=6, sharpness=sharpness) for h in range(5)]
+    bank = stack(jobs, training, torch.device("cpu"))
+    heads = [job.make(job.setup) for job in jobs]
+    optimizers = [torch.optim.Adam(head.parameters(), lr=job.lr) for head, job in zip(heads, jobs, strict=True)]
+    for number, batch in enumerate(batches(jobs, cached_digits(), training)):
+        logged = step(bank, batch, number)["loss"]
+        for place, (head, optimizer) in enumerate(zip(heads, optimizers, strict=True)):
+            own = Batch(*(field[place] for field in batch[:4]))
+            loss = _step_by_hand(head, optimizer, own, number, 0.1 if sam else None)
+            torch.testing.assert_close(logged[place], loss, atol=1e-5, rtol=1e-5)
+            expected = {name: p.detach() for name, p in head.named_parameters()}
+            assert_close({name: p[place].detach() for name, p in bank.main.items()}, expected, atol=2e-5)
+
+
+def _step_by_hand(head: ERM, optimizer: torch.optim.Optimizer, batch: Batch, number: int, rho: float | None) -> Tensor:
+    """Mean of the losses before each step of the optimizer."""
+    losses, parameters = [], list(head.parameters())
+    before = [p.detach().clone() for p in parameters]
+    orders = head.order(number) if isinstance(head, Fish) else [None]
+    for domain in orders:
+        part = batch if domain is None else Batch(*(field[batch.domain == domain] for field in batch[:4]))
+        part = head.on_inputs(part, number)
+        loss = head(part.x, part, number).total
+        gradients = torch.autograd.grad(loss, parameters)
+        if rho is not None:
+            values = [p.detach().clone() for p in parameters]
+            norm = torch.cat([g.flatten() for g in gradients]).norm()
+            with torch.no_grad():
+                for p, g in zip(parameters, gradients, strict=True):
+                    p += rho * g / norm
+            gradients = torch.autograd.grad(head(part.x, part, number).total, parameters)
+            with torch.no_grad():
+                for p, value in zip(parameters, values, strict=True):
+                    p.copy_(value)
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g
+        optimizer.step()
+        losses.append(loss.detach())
+    if isinstance(head, Fish):
+        with torch.no_grad():
+            for p, value in zip(parameters, before, strict=True):
+                p.copy_(value + 0.5 * (p - value))
+    return torch.stack(losses).mean()
+
+
+# --- stage_modules
+
+
+def test_modules_behind_stages_work_in_training_alone() -> None:
+    job, training = make_job(lambda setup: MixStyle(setup, p=1.0)), Training(batch_size=4)
+    inner = EndToEnd(Staged(), job.make(job.setup), "frozen").train()
+    batch = batch_of(job, training, 0)
+    by_hand, stages = batch.x, job.make(job.setup).stage_modules(inner.encoder)
+    for number, layer in enumerate(inner.encoder.layers):
+        by_hand = layer(by_hand)
+        if (name := f"layers.{number}") in stages:
+            by_hand = stages[name](by_hand, batch, 7)
+    z = F.adaptive_avg_pool2d(by_hand, 4).flatten(1)
+    torch.testing.assert_close(inner(batch, 7).total, inner.algorithm(z, batch, 7).total)
+    plain = inner.algorithm(Staged()(batch.x), batch, 7).total
+    assert (inner(batch, 7).total - plain).abs() > 1e-3
+    with torch.no_grad():
+        assert torch.equal(inner.eval()(batch, 7).total, plain)
+        assert torch.equal(inner.train().encoder(batch.x), Staged()(batch.x))  # outside a step
+
+
+@pytest.mark.parametrize("method", [MixStyle, DSU])
+def test_a_loop_with_modules_behind_stages(accelerator: Accelerator, method: type[ERM]) -> None:
+    """p = 0 is ERM; p = 1 is not; nothing is added to the weights; both passes of SAM see the same draws."""
+    training = Training(batch_size=8, optimizer="sgd", momentum=0.0, encoder_lr=0.03, accumulation=2)
+    erm = final_state(train(make_job(ERM), Staged(), training, accelerator))
+    states = [
+        final_state(train(make_job(lambda s, p=p: method(s, p=p)), Staged(), training, accelerator)) for p in (0.0, 1.0)
+    ]
+    assert states[0].keys() == states[1].keys() == erm.keys()
+    assert all(torch.equal(value, erm[name]) for name, value in states[0].items())
+    assert (states[1]["encoder.layers.0.weight"] - erm["encoder.layers.0.weight"]).abs().max() > 1e-4
+
+    sharp = [
+        final_state(train(make_job(method, steps=6, sharpness=used), Staged(), training, accelerator))
+        for used in (None, SAM(rho=1e-9), SAM(rho=0.1))
+    ]
+    assert_close(sharp[1], sharp[0], atol=1e-4)  # at the same weights the second pass gives the gradient of the first
+    assert (sharp[2]["encoder.layers.0.weight"] - sharp[0]["encoder.layers.0.weight"]).abs().max() > 1e-4
+
+
+class Tokens(Encoder):
+    """A stage that gives tokens, one that gives maps with channels last, and one that is never called."""
+
+    width, normalize, pretraining, stage_names = 3, False, "none", ("tokens", "last", "never")
+    preprocessing = SmallCNN.preprocessing
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.tokens, self.last, self.never, self.maps = nn.Identity(), nn.Identity(), nn.Identity(), nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.tokens(images.flatten(2).mT)
+        self.last(images.permute(0, 2, 3, 1))
+        return self.maps(images).mean((2, 3)) * self.weight
+
+    def identity(self) -> dict[str, object]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    "names, match",
+    [
+        (("tokens", "maps"), r"tokens gives \[12, 1024, 3\], not feature maps"),
+        (("last", "maps"), r"last gives \[12, 32, 32, 3\], not feature maps"),
+        (("maps", "never"), "never is never called"),
+    ],
+)
+def test_places_that_do_not_serve_are_refused(names: tuple[str, ...], match: str) -> None:
+    job, encoder = make_job(lambda setup: MixStyle(setup, p=1.0), width=3), Tokens()
+    encoder.stage_names = names
+    inner = EndToEnd(encoder, job.make(job.setup), "train").train()
+    with pytest.raises(UserError, match=match):
+        inner(batch_of(job, Training(batch_size=4), 0), 0)
+
+
+# --- update
+
+
+def fish_by_hand(job: Job, encoder: SmallCNN, training: Training, meta_lr: float) -> dict[str, Tensor]:
+    encoder, algorithm = copy.deepcopy(encoder), job.make(job.setup)
+    parameters = [*encoder.layers.parameters(), *algorithm.head.parameters()]
+    groups = [
+        {"params": parameters[:-2], "lr": training.encoder_lr},
+        {"params": parameters[-2:], "lr": job.lr},
+    ]
+    optimizer = torch.optim.Adam(groups, weight_decay=job.weight_decay)
+    for number in range(job.setup.steps):
+        batch, before = batch_of(job, training, number), [p.detach().clone() for p in parameters]
+        for domain in algorithm.order(number):
+            of_domain = batch.domain == domain
+            optimizer.zero_grad()
+            F.cross_entropy(algorithm.head(encoder(batch.x[of_domain])), batch.y[of_domain]).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, training.clip_norm)
+            optimizer.step()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, before, strict=True):
+                parameter.copy_(value + meta_lr * (parameter - value))
+    return {f"encoder.{name}": value for name, value in encoder.state_dict().items()} | algorithm.state_dict()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_loop_with_fish_equals_one_written_out(accelerator: Accelerator, accumulation: int) -> None:
+    training = Training(batch_size=4, accumulation=accumulation, clip_norm=0.5, encoder_lr=0.003)
+    job, encoder = make_job(lambda setup: Fish(setup, meta_lr=0.3), steps=4), SmallCNN()
+    got = final_state(train(job, encoder, training, accelerator, batch_norm="frozen"))
+    assert_close(got, fish_by_hand(job, encoder, training, 0.3), atol=2e-6)
+
+
+def test_fish_in_the_bank_is_the_recorded_training() -> None:
+    with np.load(Path(__file__).resolve().parents[1] / "golden" / "fish.npz") as arrays:
+        golden = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    setup = Setup(Task(tuple("abc"), tuple("xyz")), 6, len(golden["W"]), seed=0)
+
+    def make(setup: Setup) -> Fish:
+        algorithm = InFixedOrder(setup, meta_lr=float(golden["meta_lr"]))
+        algorithm.load_state_dict({"head.weight": golden["W_init"], "head.bias": golden["b_init"]}, strict=False)
+        return algorithm
+
+    plain = job_of(Fish)
+    job = Job("fish", (), 0, 0, plain.split, setup, make, None, float(golden["lr"]), 0.0)
+    bank = stack([job, job], Training(optimizer="adam"), torch.device("cpu"))
+    y, domain = golden["y"].flatten(), torch.arange(3).repeat_interleave(5)
+    batch = Batch(golden["X"].flatten(0, 1), y, domain, torch.arange(15))
+    for number, weight in enumerate(golden["W"]):
+        step(bank, Batch(*(torch.stack([field, field]) for field in batch[:4])), number)
+        for head in range(2):
+            torch.testing.assert_close(bank.main["head.weight"][head].detach(), weight, atol=1e-5, rtol=0)
+            torch.testing.assert_close(bank.main["head.bias"][head].detach(), golden["b"][number], atol=1e-5, rtol=0)

@@ -1,0 +1,80 @@
+"""DSU: the statistics of feature maps are drawn from how they vary over the batch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.mixstyle import keys_at, moments
+from xdm_ft.encoders import Encoder
+from xdm_ft.errors import UserError
+from xdm_ft.randomness import Stream, normal, uniform
+from xdm_ft.tensors import Batch
+
+
+class DSU(ERM):
+    """ERM, with x ← γ (x − μ(x)) / σ(x) + β at many places of the encoder, while training.
+
+    β = μ(x) + ε_μ Σ_μ and γ = σ(x) + ε_σ Σ_σ with ε_μ, ε_σ ~ N(0, 1) for every sample and channel: μ and σ are mean and
+    standard deviation over a map's positions, Σ_μ and Σ_σ the standard deviations of these over the batch. Gradients
+    flow through all of them. It is placed after the first convolution, the max-pool and every stage (in a DenseNet:
+    transition) and is at work in a step with probability p, at each place on its own. p 0.5, ε 1e-6 (added to all
+    variances, which are unbiased) and the places are the paper's.
+    """
+
+    source = "Li et al. 2022, Uncertainty Modeling for Out-of-Distribution Generalization (ICLR)"
+    frozen_reason = (
+        "it changes feature maps inside the encoder, and cached features have none; set encoder.trainable: true"
+    )
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        p: Annotated[float, Field(ge=0, le=1, description="probability per step of drawing at a place")] = 0.5,
+        eps: Annotated[float, Field(gt=0, description="added to variances")] = 1e-6,
+    ) -> None:
+        super().__init__(setup)
+        self.p, self.eps = p, eps
+
+    def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:
+        names = (*encoder.stem_names, *(encoder.transition_names or encoder.stage_names))
+        if not names:
+            raise UserError("dsu: the encoder names no stages to draw statistics after; use a convolutional encoder")
+        return {name: _DSUAt(place, int(self.seed), self.p, self.eps) for place, name in enumerate(names)}
+
+
+class _DSUAt(nn.Module):
+    """`redraw` at the `place`-th of several places, with draws of its own."""
+
+    def __init__(self, place: int, seed: int, p: float, eps: float) -> None:
+        super().__init__()
+        self.place, self.seed, self.p, self.eps = place, seed, p, eps
+
+    def forward(self, x: Tensor, batch: Batch, step: int) -> Tensor:
+        if uniform(self.seed, step, Stream.STYLE, self.place) >= self.p:
+            return x
+        channels = x.shape[1]
+        of_channel = torch.arange(2 * channels, device=x.device)
+        key = keys_at(self.place, 2 * channels * batch.index[:, None] + of_channel)  # [B,2C]
+        noise = normal(self.seed, step, Stream.STYLE_NOISE, key)
+        return redraw(x, noise[:, :channels], noise[:, channels:], self.eps)
+
+
+def redraw(x: Tensor, noise_mean: Tensor, noise_std: Tensor, eps: float) -> Tensor:
+    """Maps x [B,C,h,w] with other statistics; `noise_mean` and `noise_std` are ε_μ and ε_σ [B,C]."""
+    mean, std = moments(x, eps)  # [B,C,1,1]
+    beta = mean + noise_mean[:, :, None, None] * spread(mean, eps)
+    gamma = std + noise_std[:, :, None, None] * spread(std, eps)
+    return ((x - mean) / std * gamma + beta).to(x.dtype)
+
+
+def spread(statistic: Tensor, eps: float) -> Tensor:
+    """The standard deviation over the batch, [1,C,1,1] of [B,C,1,1]; a batch of one sample has variance 0."""
+    variance = statistic.var(0, correction=min(1, len(statistic) - 1), keepdim=True)
+    return (variance + eps).sqrt()

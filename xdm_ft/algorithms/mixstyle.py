@@ -1,0 +1,91 @@
+"""MixStyle: styles of feature maps are mixed inside the encoder."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.encoders import Encoder
+from xdm_ft.errors import UserError
+from xdm_ft.randomness import Stream, beta, uniform
+from xdm_ft.tensors import Batch
+
+STAGES = 2  # the paper's choice, and XDomainMix's experiments
+
+
+class MixStyle(ERM):
+    """ERM, with x ← σ_mix (x − μ(x)) / σ(x) + μ_mix after the encoder's first two stages, while training.
+
+    μ_mix = λ μ(x) + (1−λ) μ(x_j), σ_mix likewise: mean and standard deviation over the positions of each channel of a
+    map, without gradient. x_j by a random permutation of the batch, λ ~ Beta(α, α) for every sample. Each of the two is
+    at work in a step with probability p. p 0.5, α 0.1 and ε 1e-6 (σ² is the unbiased variance + ε) are the paper's.
+    """
+
+    source = "Zhou et al. 2021, Domain Generalization with MixStyle (ICLR)"
+    frozen_reason = (
+        "it changes feature maps inside the encoder, and cached features have none; set encoder.trainable: true"
+    )
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        p: Annotated[float, Field(ge=0, le=1, description="probability per step of mixing at a stage")] = 0.5,
+        alpha: Annotated[float, Field(gt=0, description="α of Beta(α, α); small: nearly unmixed")] = 0.1,
+        eps: Annotated[float, Field(gt=0, description="ε added to variances")] = 1e-6,
+    ) -> None:
+        super().__init__(setup)
+        self.p, self.alpha, self.eps = p, alpha, eps
+
+    def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:
+        if len(encoder.stage_names) < STAGES:
+            raise UserError(f"mixstyle: the encoder names no {STAGES} stages to mix after; use a convolutional encoder")
+        return {
+            name: _MixStyleAt(place, int(self.seed), self.p, self.alpha, self.eps)
+            for place, name in enumerate(encoder.stage_names[:STAGES])
+        }
+
+
+class _MixStyleAt(nn.Module):
+    """`mix_style` at the `place`-th of several stages, with draws of its own."""
+
+    def __init__(self, place: int, seed: int, p: float, alpha: float, eps: float) -> None:
+        super().__init__()
+        self.place, self.seed, self.p, self.alpha, self.eps = place, seed, p, alpha, eps
+
+    def forward(self, x: Tensor, batch: Batch, step: int) -> Tensor:
+        if uniform(self.seed, step, Stream.STYLE, self.place) >= self.p:
+            return x
+        key = keys_at(self.place, batch.index)
+        permutation = torch.argsort(uniform(self.seed, step, Stream.STYLE_PARTNERS, key), stable=True)
+        lam = beta(uniform(self.seed, step, Stream.STYLE_LAMBDA, key), self.alpha)
+        return mix_style(x, permutation, lam, self.eps)
+
+
+def keys_at(place: int, index: Tensor) -> Tensor:
+    """Keys of random draws that differ between places in an encoder; `index` is below 2^48."""
+    return index + (place << 48)
+
+
+def mix_style(x: Tensor, partner: Tensor, lam: Tensor, eps: float) -> Tensor:
+    """Maps x [B,C,h,w] with their styles mixed with those of `partner` (int64 [B]); `lam` float [B]."""
+    mean, std = (moment.detach() for moment in moments(x, eps))  # [B,C,1,1]
+    lam = lam[:, None, None, None]
+    mixed_mean, mixed_std = (lam * moment + (1 - lam) * moment[partner] for moment in (mean, std))
+    return ((x - mean) / std * mixed_std + mixed_mean).to(x.dtype)
+
+
+def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each channel's positions, float32 [B,C,1,1]: std² is the unbiased variance + ε.
+
+    A map of one position has variance 0.
+    """
+    x = x.float()  # under autocast too
+    positions = x.shape[2] * x.shape[3]
+    variance = x.var((2, 3), correction=min(1, positions - 1), keepdim=True)
+    return x.mean((2, 3), keepdim=True), (variance + eps).sqrt()

@@ -1,0 +1,49 @@
+"""One file per way to average weights over a training: `ALGORITHM+NAME` in a recipe.
+
+What the optimizer does is left as it is; only the weights that the training ends with are others. The file's stem is
+its name in a recipe, its class's constructor keywords are recipe keys.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from torch import Tensor
+
+Tensors = dict[str, Tensor]  # parameter name → value
+
+
+class Segment(NamedTuple):
+    """The mean of the weights after steps first…last, numbers of steps taken, the last of which was evaluated."""
+
+    first: int
+    last: int
+    mean: Tensors
+
+    def joined(self, later: Segment) -> Segment:
+        """The mean of both, each step counting the same. `later` begins where this one ends."""
+        share = (later.last - later.first + 1) / (later.last - self.first + 1)
+        mean = {name: value.lerp(later.mean[name], share) for name, value in self.mean.items()}
+        return Segment(self.first, later.last, mean)
+
+
+class Average(ABC):
+    """The average of ONE model, as far as its training has come."""
+
+    @abstractmethod
+    def add(self, segment: Segment, loss: float) -> None:
+        """The next segment, and the loss at its end on the training domains' validation images."""
+
+    @abstractmethod
+    def result(self) -> Segment:
+        """What the training ends with, after all segments (at least one)."""
+
+
+class Averaging(ABC):
+    """The settings, from which every model's average starts anew."""
+
+    source: str = ""
+
+    @abstractmethod
+    def begin(self) -> Average: ...

@@ -1,0 +1,35 @@
+"""Camelyon17 of WILDS: tumours in lymph node tissue, from five hospitals."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from xdm_ft.data.loading.files import ImageFiles
+from xdm_ft.data.loading.wilds_release import Download, Root, open_release
+
+
+class Camelyon17(ImageFiles):
+    """455,954 patches of 96 × 96 px (Bandi et al. 2018; Koh et al. 2021), domains: hospitals as WILDS numbers them.
+
+    Groups are slides. WILDS' official split: hospitals 0, 3 and 4 train, 1 validates (`val_domain`), 2 tests; the
+    validation part of the training hospitals (`train_val`, WILDS' id_val) comes from the slides that also train.
+    """
+
+    def __init__(self, *, root: Root = Path("data"), download: Download = False) -> None:
+        release = open_release("camelyon17", "Camelyon17Dataset", root, download)
+        columns = {name: i for i, name in enumerate(release.metadata_fields)}
+        metadata = release.metadata_array.numpy()
+        self.class_names = ("normal tissue", "tumor tissue")
+        self.domain_names = tuple(f"hospital {number}" for number in range(5))
+        self.labels = release.y_array.numpy()
+        self.domains = metadata[:, columns["hospital"]]
+        self.groups = metadata[:, columns["slide"]]
+        part = {"train": "train", "id_val": "train_val", "val": "val_domain", "test": "test"}
+        names = {number: part[name] for name, number in release.split_dict.items()}
+        self.splits = np.array([names[number] for number in release.split_array])
+        self.as_published = True
+        self.shown = [os.path.join(release.data_dir, path) for path in release._input_array]
+        self.paths = [os.path.abspath(path) for path in self.shown]

@@ -1,0 +1,19 @@
+"""Office-Home: things of office and home, drawn, cut out, on sale and at home."""
+
+from xdm_ft.data.loading.benchmarks import BenchmarkFolders
+
+
+class OfficeHome(BenchmarkFolders):
+    """15,588 images of 65 classes in 4 styles (Venkateswara et al. 2017), under `office_home/<domain>/<class>/`.
+
+    Counts: those of the published data; they sum to the 15,588 of Gulrajani & Lopez-Paz 2021.
+    """
+
+    folder_names = ("office_home", "OfficeHomeDataset", "OfficeHomeDataset_10072016")
+    domain_folders = {
+        "Art": (),
+        "Clipart": (),
+        "Product": (),
+        "Real World": ("Real",),
+    }
+    published = {"the published Office-Home, 15,588 images": (2427, 4365, 4439, 4357)}

@@ -1,0 +1,19 @@
+"""VLCS: photographs of four older data sets."""
+
+from xdm_ft.data.loading.benchmarks import BenchmarkFolders
+
+
+class Vlcs(BenchmarkFolders):
+    """10,729 photographs of 5 classes from 4 data sets (Fang et al. 2013), under `VLCS/<domain>/<class>/`.
+
+    Counts: those of DomainBed's download; they sum to the 10,729 of Gulrajani & Lopez-Paz 2021.
+    """
+
+    folder_names = ("VLCS",)
+    domain_folders = {
+        "Caltech101": ("Caltech",),
+        "LabelMe": (),
+        "SUN09": ("SUN",),
+        "VOC2007": ("Pascal", "VOC", "PascalVOC", "PascalVOC2007"),
+    }
+    published = {"the published VLCS, 10,729 images": (1415, 2656, 3282, 3376)}

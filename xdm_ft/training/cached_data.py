@@ -1,0 +1,102 @@
+"""Cached features as the head bank reads them: batches to train on, images to select by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xdm_ft.data.loading.samplers import sampler
+from xdm_ft.evaluation.metrics import metric as metric_of
+from xdm_ft.tensors import Batch
+from xdm_ft.training import Job, Training
+from xdm_ft.training.selection import rows_of_rules
+
+if TYPE_CHECKING:
+    from xdm_ft.features.cache import Features
+
+BLOCK_STEPS = 256  # steps whose rows are drawn at once
+GROUP_ROWS = 64  # fewer validation images are not worth a matrix product of their own
+
+
+@dataclass(frozen=True)
+class CachedData:
+    """What all heads read, on one device: features of N images, their labels and domains (int64 [N])."""
+
+    features: Features
+    labels: Tensor
+    domains: Tensor  # numbered as in the data set
+
+
+def batches(jobs: Sequence[Job], data: CachedData, training: Training) -> Iterator[Batch]:
+    """The batches of all steps, each head with its own rows: x [H,B,K], y, domain and index [H,B]."""
+    samplers = [sampler(training.sampler, job.split.train, training.batch_size, job.seed) for job in jobs]
+    domain_of = torch.stack([job.split.domain_of for job in jobs]).to(data.labels.device)  # [H, domains of the data]
+    head = torch.arange(len(jobs), device=data.labels.device)[:, None]  # [H,1]
+    steps = jobs[0].setup.steps
+    for first in range(0, steps, BLOCK_STEPS):
+        last = min(first + BLOCK_STEPS, steps)
+        rows = torch.stack([own.indices(first, last) for own in samplers], dim=1).to(data.labels.device)  # [S,H,B]
+        labels, domains = data.labels[rows], domain_of[head, data.domains[rows]]  # [S,H,B]
+        for index, y, domain in zip(rows, labels, domains, strict=True):
+            yield Batch(data.features[index], y, domain, index)
+
+
+def head_logits(features: Features, rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """Logits float32 [n,C] for the images `rows` (int64 [n]) of the class head in a selected `state`."""
+    device = features.device
+    return F.linear(features[rows.to(device)], state["head.weight"].to(device), state["head.bias"].to(device))
+
+
+class Validation:
+    """The images that selection looks at. A row that several heads look at is gathered and multiplied once.
+
+    Rows are in groups that the same heads look at, so that no head is multiplied with what another one looks at, unless
+    the groups would be so small that one product of all rows with all heads is faster.
+    """
+
+    def __init__(self, jobs: Sequence[Job], data: CachedData, rules: Sequence[str], metric: str) -> None:
+        self.metric = metric
+        wanted = [rows_of_rules(job.split, rules) for job in jobs]
+        union = torch.unique(torch.cat([rows for of_head in wanted for rows in of_head.values()]))  # [U], sorted
+        looks = torch.stack([torch.isin(union, torch.cat(list(of_head.values()))) for of_head in wanted], 1)  # [U,H]
+        groups, group = looks.unique(dim=0, return_inverse=True)  # bool [G,H], int64 [U]
+        if len(union) < GROUP_ROWS * len(groups):
+            groups, group = looks.new_ones(1, len(jobs)), torch.zeros_like(group)
+        order = group.argsort(stable=True)
+        self.features = data.features[union[order].to(data.labels.device)]  # [U,K]
+        self.sizes = group.bincount().tolist()
+        self.heads = [heads.nonzero()[:, 0].to(data.labels.device) for heads in groups]
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        self.views = [
+            {rule: _view(place[torch.searchsorted(union, rows)], rows, data) for rule, rows in of_head.items()}
+            for of_head in wanted
+        ]
+
+    @torch.no_grad()
+    def values(self, weight: Tensor, bias: Tensor) -> list[dict[str, float]]:
+        """For each head the metric by selection rule; empty for a head whose logits are not finite.
+
+        `weight` is [H,C,K], `bias` [H,C].
+        """
+        logits = self.features.new_empty(len(self.features), *bias.shape)  # [U,H,C], filled where it is read
+        for z, out, heads in zip(self.features.split(self.sizes), logits.split(self.sizes), self.heads, strict=True):
+            product = torch.addmm(bias[heads].flatten(), z, weight[heads].flatten(0, 1).T)
+            out[:, heads] = product.view(len(z), len(heads), -1)
+        return [self._values_of_head(logits[:, head], views) for head, views in enumerate(self.views)]
+
+    def _values_of_head(self, logits: Tensor, views: dict[str, tuple[Tensor, Tensor, Tensor]]) -> dict[str, float]:
+        own = {rule: (logits[place], labels, domains) for rule, (place, labels, domains) in views.items()}
+        if not all(torch.isfinite(values).all() for values, _, _ in own.values()):
+            return {}
+        return {rule: metric_of(self.metric, *of_rule) for rule, of_rule in own.items()}
+
+
+def _view(place: Tensor, rows: Tensor, data: CachedData) -> tuple[Tensor, Tensor, Tensor]:
+    """Where a rule's rows are among the features, their labels and domains."""
+    place, rows = place.to(data.labels.device), rows.to(data.labels.device)
+    return place, data.labels[rows], data.domains[rows]

@@ -1,0 +1,54 @@
+"""Modules of an algorithm inside the encoder, while it trains end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from xdm_ft.encoders import Encoder
+from xdm_ft.errors import UserError
+from xdm_ft.tensors import Batch
+
+
+class StageModules(nn.Module):
+    """Each replaces the output of one named module of the encoder, in training mode and inside `during` alone."""
+
+    def __init__(self, encoder: Encoder, by_name: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        assert not any(module.state_dict() for module in by_name.values()), "modules behind stages have no state"
+        self.list = nn.ModuleList(by_name.values())
+        self.names = tuple(by_name)
+        self.now: tuple[Batch, int] | None = None  # what is being encoded
+        self.reached: set[str] = set()
+        for name, module in by_name.items():
+            encoder.get_submodule(name).register_forward_hook(partial(self._replace, name, module))
+
+    @contextmanager
+    def during(self, batch: Batch, step: int) -> Iterator[None]:
+        """Around the encoding of `batch`. Raises `UserError` where the encoder passes a module by."""
+        self.now, self.reached = (batch, step) if self.training else None, set()
+        try:
+            yield
+        finally:
+            active, self.now = self.now, None
+        if active is not None and (missed := [name for name in self.names if name not in self.reached]):
+            raise UserError(
+                f"encoder: {missed[0]} is never called, so nothing can be placed after it; use another model"
+            )
+
+    def _replace(self, name: str, module: nn.Module, _: nn.Module, inputs: Any, output: Any) -> Tensor | None:
+        if self.now is None:
+            return None
+        self.reached.add(name)
+        # images are square: maps with their channels last, or tokens, do not look like this
+        if not isinstance(output, Tensor) or output.ndim != 4 or output.shape[2] != output.shape[3]:
+            shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise UserError(
+                f"encoder: {name} gives {shape}, not feature maps [B,C,h,w], which this method needs; use a CNN"
+            )
+        replaced: Tensor = module(output, *self.now)
+        return replaced
