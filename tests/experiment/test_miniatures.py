@@ -5,6 +5,7 @@ import json
 import miniature
 import pytest
 
+from xdm_ft.errors import UserError
 from xdm_ft.experiment import run
 from xdm_ft.recipe import check
 from xdm_ft.recipe_text import parse
@@ -50,7 +51,7 @@ def test_domainbeds_five(name, tmp_path):
     ("name", "metric", "test_domains", "images"),
     [
         ("camelyon17", "accuracy", ["hospital 2"], {"train_val": 30, "val_domain": 20, "test": 20}),
-        ("fmow", "worst_domain_accuracy", None, {"train_val": 18, "val_domain": 18, "test": 36}),
+        ("fmow", "accuracy", None, {"train_val": 18, "val_domain": 18, "test": 36}),
     ],
 )
 def test_wilds_two(name, metric, test_domains, images, tmp_path):
@@ -63,3 +64,10 @@ def test_wilds_two(name, metric, test_domains, images, tmp_path):
         metrics = record["selected"]["val_domain"]["metrics"]
         assert {part: metrics[part]["n"] for part in images} == images
     assert all("official split" in row["protocol"] for row in found["summary"])
+
+
+def test_the_worst_region_of_fmow_is_not_the_worst_domain(tmp_path):
+    miniature.fmow(tmp_path / "data")
+    protocol = "{name: official, selection: val_domain, metric: worst_domain_accuracy, seeds: 1}"
+    with pytest.raises(UserError, match="the worst group of fmow is not one of its domains"):
+        results(tmp_path, "fmow", protocol)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,7 +62,20 @@ def read_data(recipe: Recipe) -> ImageDataset:
     if len(set(renamed)) < len(renamed):
         raise UserError(f"{recipe.name}: data.class_names: gives two classes the same words")
     dataset.class_names = renamed
+    _check_worst_group(recipe, dataset)
     return dataset
+
+
+def _check_worst_group(recipe: Recipe, dataset: ImageDataset) -> None:
+    """The metric looks at domains. Where a benchmark's worst group is another one, its number would be another too."""
+    groups = dataset.worst_of
+    if recipe.protocol.metric != "worst_domain_accuracy" or groups is None:
+        return
+    if (groups < 0).any() or len(np.unique(np.stack([groups, dataset.domains]), axis=1).T) != len(np.unique(groups)):
+        raise UserError(
+            f"{recipe.name}: protocol.metric: the worst group of {recipe.data.name} is not one of its domains, and "
+            "worst_domain_accuracy looks at domains; choose another metric, e.g. accuracy"
+        )
 
 
 def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int] = ()) -> Plan:
