@@ -168,7 +168,7 @@ def test_modules_behind_stages_work_in_training_alone() -> None:
     z = F.adaptive_avg_pool2d(by_hand, 4).flatten(1)
     torch.testing.assert_close(inner(batch, 7).total, inner.algorithm(z, batch, 7).total)
     plain = inner.algorithm(Staged()(batch.x), batch, 7).total
-    assert (inner(batch, 7).total - plain).abs() > 1e-3
+    assert (inner(batch, 7).total - plain).abs() > 1e-4
     with torch.no_grad():
         assert torch.equal(inner.eval()(batch, 7).total, plain)
         assert torch.equal(inner.train().encoder(batch.x), Staged()(batch.x))  # outside a step
