@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from importlib.resources import files
 from pathlib import Path
 
+import jsonschema
 import miniature
 import numpy as np
 import pytest
@@ -167,6 +169,8 @@ def test_the_final_model_is_the_best_method_on_all_domains():
     assert final["step"] == picked[1], "the median, the lower one of two"
     assert len(final["domains"]) == 4
     assert set(final["metrics"]) == {"train_val"}
+    schema = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(schema).validate(found)
 
     made = recipe()
     dataset, accelerator = read_data(made), start(made)
