@@ -37,6 +37,7 @@ class Stream(IntEnum):
     INPUT_LAMBDA = 25
     INPUT_BOX = 26
     DOMAIN_ORDER = 27
+    SEARCH = 28
 
 
 def _signed(value: int) -> int:

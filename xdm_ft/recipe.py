@@ -24,11 +24,14 @@ from xdm_ft.recipe_blocks import (
     MethodCommon,
     MethodItem,
     Output,
+    drawn_item,
+    drawn_training,
     unfreezes_too_late,
 )
 from xdm_ft.recipe_text import Key, RecipeText, dotted, read_recipe
 from xdm_ft.tensors import Task
 from xdm_ft.training import Training
+from xdm_ft.training.search import TRAINING_KEYS, Search
 
 logger = logging.getLogger("xdm_ft")
 
@@ -44,6 +47,7 @@ class Recipe:
     features: FeatureSettings
     methods: tuple[MethodItem, ...]
     training: Training
+    search: Search
     output: Output
 
     @property
@@ -73,6 +77,7 @@ class Recipe:
             "encoder": self.encoder.block,
             "features": self.features,
             "training": self.training,
+            "search": self.search,
             "output": self.output,
         }
         plain = {name: block.model_dump(mode="json") for name, block in blocks.items()}
@@ -87,11 +92,12 @@ BLOCKS: dict[str, type[Block]] = {
     "protocol": Protocol,
     "features": FeatureSettings,
     "training": Training,
+    "search": Search,
     "output": Output,
 }
 COMPONENTS: dict[str, tuple[str, type[Block]]] = {"data": ("data", DataCommon), "encoder": ("encoders", EncoderCommon)}
 BEHIND = ("sharpness", "averaging")  # folders of what a method's name may have behind a +
-KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "output"]
+KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "search", "output"]
 
 
 class _Faults:
@@ -286,9 +292,37 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
             if getattr(training, key) != idle:
                 problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
                 faults.add(("training", key), problem)
+    _check_search(faults, recipe)
     has_text = issubclass(recipe.encoder.cls, TextEncoder)
     for i, item in enumerate(recipe.methods):
         _check_method(faults, ("methods", i), item, recipe, has_text)
+
+
+def _check_search(faults: _Faults, recipe: Recipe) -> None:
+    """The keys of the space, and that every draw makes settings that their blocks take."""
+    search, items = recipe.search, recipe.methods
+    parts = {part.name: part for item in items for part in item.parts}
+    known = [*TRAINING_KEYS, *(f"{name}.{key}" for name, part in parts.items() for key in part.own)]
+    for key in search.space:
+        if key not in known:
+            problem = f"no hyper-parameter of this recipe's methods that can be searched{did_you_mean(key, known)}"
+            faults.add(("search", "space", key), problem)
+        elif key == "encoder_lr" and not recipe.trainable:
+            faults.add(("search", "space", key), "has no meaning with a frozen encoder; leave it out")
+    if search.space and search.trials == 1:
+        faults.add(("search", "trials"), "1 trial draws nothing from search.space; raise it")
+    if search.preset != "none" and search.trials == 1:
+        faults.add(("search", "trials"), f"1 trial draws nothing from the preset {search.preset}; raise it")
+    for trial in range(search.trials):
+        try:
+            drawn_training(recipe.training, search.drawn(trial))
+            for item in items:
+                drawn_item(item, search.drawn(trial))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            problem = f"trial {trial} draws {'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}"
+            faults.add(("search", "space"), problem)
+            return
 
 
 def _check_method(faults: _Faults, key: Key, item: MethodItem, recipe: Recipe, has_text: bool) -> None:

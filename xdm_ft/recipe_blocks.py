@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
 from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.blocks import Block
+from xdm_ft.training import Training
+from xdm_ft.training.search import TRAINING_KEYS, Value, settings_of
+
+B = TypeVar("B", bound=Block)
 
 
 class DataCommon(Block):
@@ -88,3 +93,50 @@ class MethodItem:
     @property
     def is_solver(self) -> bool:
         return issubclass(self.algorithm.cls, Solver)
+
+    @property
+    def parts(self) -> tuple[Component, ...]:
+        return tuple(part for part in (self.algorithm, self.sharpness, self.averaging) if part is not None)
+
+
+def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
+    """The item with the drawn settings of its parts. What its recipe sets itself stays as it is.
+
+    Raises pydantic's `ValidationError` for a value that the part does not take.
+    """
+    changes: dict[str, Value] = {}
+    for part in item.parts:
+        changes |= {key: value for key, value in settings_of(drawn, part.name).items() if key in part.own}
+    changes = {key: value for key, value in changes.items() if key not in item.block.model_fields_set}
+    if not changes:
+        return item
+    block = _changed(item.block, changes)
+
+    def of(part: Component | None) -> Component | None:
+        return None if part is None else replace(part, block=block)
+
+    return MethodItem(
+        item.label,
+        item.head_init,
+        replace(item.algorithm, block=block),
+        of(item.sharpness),
+        of(item.averaging),
+        block,
+    )
+
+
+def drawn_training(training: Training, drawn: Mapping[str, Value]) -> Training:
+    """The block with the drawn keys of its own. Raises pydantic's `ValidationError` as `drawn_item` does."""
+    own = {key: value for key, value in drawn.items() if key in TRAINING_KEYS}
+    return _changed(training, own) if own else training
+
+
+def _changed(block: B, changes: Mapping[str, Value]) -> B:
+    """A checked copy; whole-numbered settings are rounded to."""
+    whole = {key for key in changes if int in _types(type(block).model_fields[key].annotation)}
+    rounded = {key: round(value) if key in whole else value for key, value in changes.items()}  # type: ignore[arg-type]
+    return type(block).model_validate({**block.model_dump(), **rounded})
+
+
+def _types(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) or (annotation,)

@@ -170,6 +170,14 @@ def test_chunks_hold_neighbours_of_one_shape() -> None:
     assert [job for chunk in chunks(jobs) for job in chunk] == jobs
 
 
+def test_chunks_part_settings_that_do_not_stack() -> None:
+    jobs = [job_of(XDomainMix, seed=s, warmup_steps=3 + s % 2, p_discard=s / 10) for s in range(4)]
+    jobs += [job_of(XDomainMix, warmup_steps=3, sharpness=SAM(rho=rho)) for rho in (0.1, 0.2)]
+    place = {id(job): number for number, job in enumerate(jobs)}
+    found = [[place[id(job)] for job in chunk] for chunk in chunks(jobs)]
+    assert found == [[0, 2], [1, 3], [4, 5]]
+
+
 def test_settings_that_differ_but_do_not_stack_are_refused() -> None:
     jobs = [job_of(XDomainMix, warmup_steps=3), job_of(XDomainMix, warmup_steps=4)]
     with pytest.raises(AssertionError, match="must be buffers"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 Record = dict[str, Any]
 
 
-def identity(record: Record) -> Identity:
+def identity(record: Mapping[str, Any]) -> Identity:
     return record["method"], tuple(record["test_domains"]), record["seed"], record["trial"]
 
 
@@ -184,8 +186,7 @@ class RunDirectory:
             order = {model.key: place for place, model in enumerate(plan.models)}
             known = [run for run in self.runs if identity(run) in order]
             self.runs = sorted(known, key=lambda run: order[identity(run)])
-            predictions = [p for run in self.runs if run["status"] == "ok" for p in self._predictions(run, plan)]
-            self.summary = summary_of(plan, material, self.runs, predictions)
+            self.summary = summary_of(plan, material, self.runs, partial(self._prediction, plan.dataset))
             self._write_results()
         self.accelerator.wait_for_everyone()
         results: dict[str, Any] = json.loads((self.path / "results.json").read_text(encoding="utf-8"))
@@ -203,19 +204,11 @@ class RunDirectory:
         shutil.rmtree(self.path / "state", ignore_errors=True)
         return results
 
-    def _predictions(self, run: Record, plan: Plan) -> list[Prediction]:
-        arrays = load_file(self._predictions_path(identity(run)))
-        return [
-            make_prediction(
-                identity(run),
-                plan.dataset,
-                rule,
-                arrays[f"{rule}.rows"],
-                arrays[f"{rule}.predicted"],
-                arrays.get(f"{rule}.per_image"),
-            )
-            for rule in run["selected"]
-        ]
+    def _prediction(self, dataset: ImageDataset, record: Mapping[str, Any], rule: str) -> Prediction:
+        key = identity(record)
+        arrays = load_file(self._predictions_path(key))
+        rows, predicted = arrays[f"{rule}.rows"], arrays[f"{rule}.predicted"]
+        return make_prediction(key, dataset, rule, rows, predicted, arrays.get(f"{rule}.per_image"))
 
     def _write_results(self) -> dict[str, Any]:
         results = {

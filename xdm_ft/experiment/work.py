@@ -24,6 +24,7 @@ from xdm_ft.recipe_blocks import MethodItem
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job, Selected, Trained
 from xdm_ft.training.interpolation import on_the_line
+from xdm_ft.training.search import at_the_edge
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -42,21 +43,24 @@ def finished_models(
     if plan.extra:
         logger.info("%s", extra_models(plan))
     for item in plan.recipe.methods:
-        models = [model for model in plan.models if model.item is item and model.key not in done]
+        models = [model for model in plan.models if model.item.label == item.label and model.key not in done]
         yield from ((_skipped(plan, model), []) for model in models if model.skipped)
         models = [model for model in models if not model.skipped]
         if not models:
             continue
         known = work.known(item, {model.key for model in models})
         logger.info("%s: %d models", item.label, len(models))
-        jobs = [work.planned_job(model, known.get(model.key, {})) for model in models]
+        jobs = [work.job(model, known.get(model.key, {})) for model in models]
+        planned = {model.key: model for model in models}
         for model in work.engines.train(item, jobs, plan.rules):
-            yield work.finished(work.interpolated(model), model)
+            job = model.trained.job
+            of_plan = planned[job.method, job.test_domains, job.seed, job.trial]
+            yield work.finished(of_plan, work.interpolated(model), model)
 
 
 def _skipped(plan: Plan, model: PlannedModel) -> dict[str, Any]:
     return {
-        **_identity(model.key, hparams(plan.recipe, model.item)),
+        **_identity(model.key, hparams(plan.recipe, model.item, model.training)),
         "status": "skipped",
         "reason": model.skipped,
         "selected": {},
@@ -79,17 +83,14 @@ class Work:
     def engines(self) -> Engines:
         return Engines(self.plan, self.material, self.directory, self.accelerator)
 
-    def planned_job(self, model: PlannedModel, known: Known) -> Job:
-        return self.job(model.item, model.split, model.seed, model.steps, known)
-
-    def job(self, item: MethodItem, split: Split, seed: int, steps: int, known: Known) -> Job:
-        recipe = self.plan.recipe
+    def job(self, model: PlannedModel | ExtraModel, known: Known) -> Job:
+        recipe, item, split, training = self.plan.recipe, model.item, model.split, model.training
         features = self.material.features
         setup = Setup(
             task=Task(self.plan.dataset.class_names, split.train_domains, recipe.protocol.metric),
             width=features.width if features is not None else 0,
-            steps=steps,
-            seed=seed,
+            steps=model.steps,
+            seed=model.seed,
             loss_average=recipe.training.loss_average,
             head_init=item.head_init,
             text_weight=self.material.text_weight,
@@ -97,21 +98,23 @@ class Work:
         return Job(
             method=item.label,
             test_domains=split.test_domains,
-            seed=seed,
-            trial=0,
+            seed=model.seed,
+            trial=model.trial,
             split=split,
             setup=setup,
             make=item.algorithm.build,
             sharpness=item.sharpness.build() if item.sharpness else None,
-            lr=recipe.training.lr,
-            weight_decay=recipe.training.weight_decay,
+            lr=training.lr,
+            weight_decay=training.weight_decay,
+            momentum=training.momentum,
+            encoder_lr=training.encoder_lr,
             averaging=item.averaging.build() if item.averaging else None,
             known=known,
         )
 
     def known(self, item: MethodItem, wanted: set[Identity]) -> dict[Identity, Known]:
         """What `cross_domain` needs of each wanted model: its extra models' metric by step, measured now or before."""
-        extra = [model for model in self.plan.extra if model.item is item and wanted.intersection(model.serves)]
+        extra = [m for m in self.plan.extra if m.item.label == item.label and wanted.intersection(m.serves)]
         courses: dict[Identity, list[Mapping[int, float]]] = {}
         for parts in dict.fromkeys(tuple(model.split.evaluation) for model in extra):
             alike = [model for model in extra if tuple(model.split.evaluation) == parts]
@@ -124,23 +127,24 @@ class Work:
         self, item: MethodItem, extra: Sequence[ExtraModel], parts: Sequence[str]
     ) -> Iterator[tuple[ExtraModel, dict[str, dict[int, float]]]]:
         """Left-out part → steps → metric, for each of the extra models."""
-        jobs = [self.job(model.item, model.split, model.seed, model.steps, {}) for model in extra]
-        missing = []
-        for model, job in zip(extra, jobs, strict=True):
+        missing = {}
+        for model in extra:
+            job = self.job(model, {})
             course = self.directory.recall(_name(job))
             if course is None:
-                missing.append((model, job))
+                missing[_name(job)] = model, job
             else:
                 yield model, {part: {int(step): value for step, value in course[part].items()} for part in parts}
         if missing:
             logger.info("%s: %d extra models for cross_domain", item.label, len(missing))
-        trained = self.engines.train(item, [job for _, job in missing], parts) if missing else iter(())
-        for (model, job), (finished, *_) in zip(missing, trained, strict=self.accelerator.is_main_process):
-            if finished.failure is not None:
-                logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), finished.failure)
-            course = {part: {} if finished.failure else finished.course[part] for part in parts}
-            self.directory.remember(_name(job), course)
-            yield model, course
+        jobs = [job for _, job in missing.values()]
+        for trained, *_ in self.engines.train(item, jobs, parts) if jobs else ():
+            name, job = _name(trained.job), trained.job
+            if trained.failure is not None:
+                logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
+            course = {part: {} if trained.failure else trained.course[part] for part in parts}
+            self.directory.remember(name, course)
+            yield missing[name][0], course
 
     def interpolated(self, model: Model) -> Trained:
         """Where its method asks for it, the model on the line from the weights that it started from."""
@@ -174,12 +178,11 @@ class Work:
             return float("nan")
         return metric_of(self.plan.recipe.protocol.metric, logits, self.plan.labels[rows], self.plan.worst_of[rows])
 
-    def finished(self, trained: Trained, model: Model) -> Finished:
+    def finished(self, planned: PlannedModel, trained: Trained, model: Model) -> Finished:
         """The record of results.json (DESIGN: R), its weights written, and its predictions on the test domain."""
-        job, plan = trained.job, self.plan
-        item = next(item for item in plan.recipe.methods if item.label == job.method)
-        key = (job.method, job.test_domains, job.seed, job.trial)
-        record = _identity(key, hparams(plan.recipe, item)) | {"status": "ok", "selected": {}}
+        job, key = trained.job, planned.key
+        values = hparams(self.plan.recipe, planned.item, planned.training)
+        record = _identity(key, values) | {"status": "ok", "selected": {}}
         if trained.mixed_steps is not None:
             record["mixed_steps"] = trained.mixed_steps
         record["train_seconds"] = round(trained.seconds, 3)
@@ -197,7 +200,7 @@ class Work:
                 if broken:
                     reason = f"the logits of {', '.join(broken)} images are not finite at the step {selected.step}"
                     return record | {"status": "failed", "reason": reason, "selected": {}}, []
-                told[id(selected)] = scores, self.selection(key, rule, selected, scores, job)
+                told[id(selected)] = scores, self.selection(planned, rule, selected, scores, job)
             scores, record["selected"][rule] = told[id(selected)]
             predictions.append(self.prediction(key, rule, job.split.evaluation["test"], scores["test"]))
         return record, predictions
@@ -208,14 +211,29 @@ class Work:
         return make_prediction(key, self.plan.dataset, rule, rows.numpy(), predicted, values)
 
     def selection(
-        self, key: Identity, rule: str, selected: Selected, logits: dict[str, Tensor], job: Job
+        self, planned: PlannedModel, rule: str, selected: Selected, logits: dict[str, Tensor], job: Job
     ) -> dict[str, Any]:
         metrics = self.metrics(job.split, logits)
         weights = ""
         if self.accelerator.is_main_process:
-            weights = self.directory.save_weights(key, rule, selected.state, self.metadata(selected, job))
+            weights = self.directory.save_weights(planned.key, rule, selected.state, self.metadata(selected, job))
         curve = {"curve": selected.curve} if selected.curve else {}
-        return {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics, **curve}
+        own = {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics, **curve}
+        known, flags = job.known.get(rule, {}).get(selected.step), self.flags(planned, selected)
+        return own | ({} if known is None else {"value": known}) | ({"flags": flags} if flags else {})
+
+    def flags(self, planned: PlannedModel, selected: Selected) -> list[str]:
+        """What makes a pick doubtful: a better one may lie beyond the steps or beyond a searched range."""
+        found = []
+        if not planned.item.is_solver and planned.item.averaging is None and selected.step == planned.steps:
+            found.append("last step picked")
+        search, values = self.plan.recipe.search, hparams(self.plan.recipe, planned.item, planned.training)
+        parts = {part.name for part in planned.item.parts}
+        for key in search.distributions:
+            component, _, name = key.rpartition(".")
+            if (not component or component in parts) and at_the_edge(search, key, values.get(name)):
+                found.append(f"{key} at the edge of its range")
+        return found
 
     def metrics(self, split: Split, logits: Mapping[str, Tensor]) -> dict[str, Any]:
         plan, metrics = self.plan, {}

@@ -165,6 +165,8 @@ def _notes(rows: Iterable[Summary]) -> tuple[tuple[str, str], ...]:
     for row in rows:
         if "reason" in row:
             found.setdefault(row["reason"], []).append(row["method"])
+        for flag in row.get("flags", ()):
+            found.setdefault(flag, []).append(row["method"])
         if row["versus_erm"] and row["versus_erm"]["note"]:
             found.setdefault(f"versus erm: {row['versus_erm']['note']}", []).append(row["method"])
     return tuple((", ".join(methods), note) for note, methods in found.items())

@@ -77,6 +77,8 @@ class Job:
     lr: float
     weight_decay: float
     averaging: Averaging | None = None
+    momentum: float | None = None  # as encoder_lr, None: that of `training`
+    encoder_lr: float | None = None
     known: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """As `Course`, for rules whose values this model's own images do not tell: other models measured them."""
 

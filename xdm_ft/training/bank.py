@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -78,7 +77,7 @@ def train_bank(
     show: bool,
     worst_of: Tensor | None = None,
 ) -> Iterator[Trained]:
-    """Trains the jobs, chunk by chunk; results come in the order of the jobs.
+    """Trains the jobs, chunk by chunk; results come in the order of `chunks`.
 
     `labels` and `domains` are int64 [N], domains numbered as in the data set; `worst_of` int64 [N] is what
     worst_domain_accuracy looks at (−1: left out), None: the domains. At each evaluation `record(job, number of
@@ -97,11 +96,19 @@ def train_bank(
             yield from _train_chunk(chunk, data, training, rules, metric, record, bar)
 
 
-def chunks(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """Neighbouring jobs whose tensors stack (same number of training domains, same steps), CHUNK_HEADS at a time."""
-    for _, alike in groupby(jobs, key=lambda job: (job.setup.task.num_domains, job.setup.steps)):
-        group = list(alike)
-        yield from (group[first : first + CHUNK_HEADS] for first in range(0, len(group), CHUNK_HEADS))
+def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs whose tensors stack, CHUNK_HEADS at a time: a function of the jobs, never of who trains them.
+
+    They have the same number of training domains, the same steps, and the same settings but for what is stacked.
+    """
+    groups: dict[Any, list[Job]] = {}
+    for job in jobs:
+        settings = (_settings(_algorithm(job)), _settings(job.sharpness))
+        alike = (job.setup.task.num_domains, job.setup.steps, *(tuple(sorted(s.items(), key=str)) for s in settings))
+        groups.setdefault(alike, []).append(job)
+    return [
+        group[first : first + CHUNK_HEADS] for group in groups.values() for first in range(0, len(group), CHUNK_HEADS)
+    ]
 
 
 def _train_chunk(
@@ -234,6 +241,9 @@ def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank
     is_auxiliary = {name: name.split(".")[0] in template.auxiliary for name in stacked}
     lr = torch.tensor([job.lr for job in jobs], device=device)
     weight_decay = torch.tensor([job.weight_decay for job in jobs], device=device)
+    momentum = torch.tensor(
+        [training.momentum if job.momentum is None else job.momentum for job in jobs], device=device
+    )
     rho = torch.tensor([job.sharpness.rho if job.sharpness else 0.0 for job in jobs], device=device)
     return Bank(
         template=template,
@@ -241,7 +251,7 @@ def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank
         auxiliary={name: value for name, value in stacked.items() if is_auxiliary[name]},
         buffers=buffers,
         lr=lr,
-        optimizer=make_optimizer(training.optimizer, stacked, lr, weight_decay, training.momentum),
+        optimizer=make_optimizer(training.optimizer, stacked, lr, weight_decay, momentum),
         sharpness=sharpness,
         rho=rho,
         clip_norm=training.clip_norm,

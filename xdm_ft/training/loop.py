@@ -243,15 +243,17 @@ def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
 
 
 def make_optimizer(roles: Roles, job: Job, training: Training) -> Optimizer:
-    """Encoder at `training.encoder_lr`; class head and auxiliary modules at the job's learning rate."""
-    rates = (training.encoder_lr, job.lr, job.lr)
+    """Class head and auxiliary modules at the job's learning rate, the encoder at its own."""
+    encoder_lr = training.encoder_lr if job.encoder_lr is None else job.encoder_lr
+    momentum = training.momentum if job.momentum is None else job.momentum
+    rates = (encoder_lr, job.lr, job.lr)
     groups = [
         {"params": list(parameters.values()), "lr": lr, "initial_lr": lr, "weight_decay": job.weight_decay}
         for parameters, lr in zip(roles, rates, strict=True)
         if parameters
     ]
     if training.optimizer == "sgd":
-        return SGD(groups, momentum=training.momentum)
+        return SGD(groups, momentum=momentum)
     return {"adam": Adam, "adamw": AdamW}[training.optimizer](groups)
 
 
