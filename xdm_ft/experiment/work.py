@@ -158,6 +158,7 @@ class _Work:
                 record=self.record,
                 show=self.accelerator.is_main_process,
                 unfreeze_at=self.plan.recipe.encoder_common.unfreeze_at,
+                augmentation=self.plan.recipe.train_augmentation,
             )
 
             def logits(selected: Selected, rows: Tensor, encoder: Encoder = encoder) -> Tensor:
