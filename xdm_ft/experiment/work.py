@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.data.loading.splits import SELECTION_SPLIT
+from xdm_ft.data.loading.splits import SELECTION_SPLIT, Split
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import Prediction
@@ -22,6 +23,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.progress import progress
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job, Selected, Trained
+from xdm_ft.training.class_weights import balanced
 from xdm_ft.training.interpolation import on_the_line
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ class _Work:
             seed=model.seed,
             loss_average=recipe.training.loss_average,
             head_init=item.head_init,
+            class_weight=self.class_weight(model.split),
             text_weight=self.material.text_weight,
         )
         return Job(
@@ -103,6 +106,11 @@ class _Work:
             weight_decay=recipe.training.weight_decay,
             averaging=item.averaging.build() if item.averaging else None,
         )
+
+    def class_weight(self, split: Split) -> Tensor | None:
+        if self.plan.recipe.training.class_weights == "none":
+            return None
+        return balanced(self.plan.labels[torch.cat(split.train)], len(self.plan.dataset.class_names))
 
     def banked(self, jobs: list[Job]) -> Iterator[Finished]:
         """All jobs of a method together, on cached features."""

@@ -58,6 +58,13 @@ class Training(Block):
     loss_average: Annotated[
         LossAverage, Field(description="domain: mean per domain, then over domains (the paper); sample: batch mean")
     ] = "domain"
+    class_weights: Annotated[
+        Literal["none", "balanced"],
+        Field(
+            description="of class losses; balanced: a class with n_c of n training images weighs n / (classes · n_c), "
+            "and means are weighted, Σ w ℓ / Σ w"
+        ),
+    ] = "none"
 
     def images_per_step(self, domains: int) -> int:
         """With so many training domains."""
