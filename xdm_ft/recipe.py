@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from xdm_ft import components
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.blocks import Block
+from xdm_ft.data import Augmentation
 from xdm_ft.data.loading.splits import Protocol
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.errors import UserError, did_you_mean
@@ -63,6 +64,12 @@ class Recipe:
     def encoder_common(self) -> EncoderCommon:
         assert isinstance(self.encoder.block, EncoderCommon)
         return self.encoder.block
+
+    @property
+    def train_augmentation(self) -> Augmentation:
+        """What training images go through: the data set's own where the recipe says nothing, none if not end to end."""
+        own: Augmentation = self.data.cls.train_augmentation if self.trainable else "none"
+        return self.data_common.train_augmentation or own
 
     @property
     def needs_features(self) -> bool:
@@ -138,7 +145,8 @@ def check(text: RecipeText) -> Recipe:
     recipe = Recipe(name=str(name), **found)
     _check_together(faults, recipe)
     faults.raise_if_any()
-    return recipe
+    augmented = recipe.data.block.model_copy(update={"train_augmentation": recipe.train_augmentation})
+    return replace(recipe, data=replace(recipe.data, block=augmented))
 
 
 def _block(faults: _Faults, key: Key, model: type[Block], values: Any) -> Block | None:
@@ -272,9 +280,10 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
     if (training.steps is None) == (training.epochs is None):
         both = "both steps and epochs are given; keep one" if training.steps else "give steps or epochs"
         faults.add(("training", "epochs" if training.steps else "steps"), both)
-    if training.epochs is not None and training.sampler == "per_domain":
+    if training.epochs is not None and training.sampler != "pooled":
         faults.add(
-            ("training", "epochs"), "an epoch needs sampler: pooled; per_domain draws with replacement, give steps"
+            ("training", "epochs"),
+            f"an epoch needs sampler: pooled; {training.sampler} draws with replacement, give steps",
         )
     if protocol.name == "official" and protocol.test_domains is not None:
         faults.add(("protocol", "test_domains"), "only leave_one_domain_out chooses test domains; leave it out")
@@ -288,6 +297,9 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
     if protocol.name == "official" and protocol.split_rule != "stratified":
         faults.add(("protocol", "split_rule"), "the official split decides what validates; leave it out")
     if not recipe.trainable:
+        if recipe.data_common.train_augmentation not in (None, "none"):
+            problem = "has no meaning with a frozen encoder, whose features of every image are computed once"
+            faults.add(("data", "train_augmentation"), f"{problem}; leave it out, or set encoder.trainable: true")
         for key, idle in (("mixed_precision", "no"), ("accumulation", 1)):
             if getattr(training, key) != idle:
                 problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.blocks import Block
+from xdm_ft.data import Augmentation
 from xdm_ft.training import Training
 from xdm_ft.training.search import TRAINING_KEYS, Value, settings_of
 
@@ -26,6 +27,13 @@ class DataCommon(Block):
     class_names: Annotated[
         dict[str, str], Field(description="class folder or label → words, for prompts and reports")
     ] = {}
+    train_augmentation: Annotated[
+        Augmentation | None,
+        Field(
+            description="random changes of training images, end to end only: none, or domainbed (crop, flip, colours, "
+            "grey); null: domainbed for DomainBed's five, none for others (WILDS' examples use none)"
+        ),
+    ] = None
 
 
 class EncoderCommon(Block):

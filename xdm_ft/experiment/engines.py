@@ -102,6 +102,7 @@ class Engines:
                 record=self._record,
                 show=self.accelerator.is_main_process,
                 unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
+                augmentation=plan.recipe.train_augmentation,
                 worst_of=plan.worst_of,
             )
 

@@ -134,8 +134,7 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
     """Every trial of one method, split and seed."""
     training = recipe.training
     rows = sum(len(pool) for pool in split.train)
-    batch = training.batch_size * (len(split.train) if training.sampler == "per_domain" else 1)
-    steps = steps_of(training.steps, training.epochs, rows, batch)
+    steps = steps_of(training.steps, training.epochs, rows, training.images_per_step(len(split.train)))
     crossed = recipe.protocol.selection == "cross_domain"
     needed, have = item.algorithm.cls.min_domains, len(split.train_domains) - crossed
     skipped = None
@@ -205,7 +204,7 @@ def describe(plan: Plan) -> str:
         lines.append(f"encoder: one pass over {images} images unless their features are cached")
     if recipe.trainable and trained:
         domains = max(len(model.split.train) for model in trained)
-        batch = recipe.training.batch_size * (domains if recipe.training.sampler == "per_domain" else 1)
+        batch = recipe.training.images_per_step(domains)
         lines.append(f"encoder: {passes * batch} images forward and backward, evaluations aside")
     lines += [
         f"skipped: {m.item.label}: {m.skipped}" for m in plan.models if m.skipped and m.seed == recipe.protocol.seeds[0]

@@ -13,6 +13,7 @@ from xdm_ft.evaluation.summary import protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan
+from xdm_ft.recipe import Recipe
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -71,6 +72,12 @@ def _flags(picked: Sequence[Record], method: str, rule: str) -> dict[str, Any]:
     return {"flags": [f"{flag} in {n} of {len(selected)} picks" for flag, n in counts.items()]} if counts else {}
 
 
+def _augmentation(recipe: Recipe) -> str:
+    """Methods that read cached features know no augmentation, whatever the others of the recipe do."""
+    some = any(item.is_solver for item in recipe.methods) and recipe.train_augmentation != "none"
+    return f"{recipe.train_augmentation}{' of what trains end to end' if some else ''}"
+
+
 def _protocol_line(plan: Plan, material: Material, rule: str) -> str:
     recipe, dataset = plan.recipe, plan.dataset
     split = "official split" if recipe.protocol.name == "official" else "leave one domain out"
@@ -84,6 +91,6 @@ def _protocol_line(plan: Plan, material: Material, rule: str) -> str:
         notes=notes,
         selection=rule,
         metric=recipe.protocol.metric,
-        augmentation="none",
+        augmentation=_augmentation(recipe),
         draws=recipe.search.trials,
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
@@ -23,6 +24,7 @@ from xdm_ft.experiment.run_directory import RunDirectory, make_prediction
 from xdm_ft.recipe_blocks import MethodItem
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job, Selected, Trained
+from xdm_ft.training.class_weights import balanced
 from xdm_ft.training.interpolation import on_the_line
 from xdm_ft.training.search import at_the_edge
 
@@ -94,6 +96,7 @@ class Work:
             loss_average=recipe.training.loss_average,
             head_init=item.head_init,
             text_weight=self.material.text_weight,
+            class_weight=self.class_weight(split),
         )
         return Job(
             method=item.label,
@@ -111,6 +114,11 @@ class Work:
             averaging=item.averaging.build() if item.averaging else None,
             known=known,
         )
+
+    def class_weight(self, split: Split) -> Tensor | None:
+        if self.plan.recipe.training.class_weights == "none":
+            return None
+        return balanced(self.plan.labels[torch.cat(split.train)], len(self.plan.dataset.class_names))
 
     def known(self, item: MethodItem, wanted: set[Identity]) -> dict[Identity, Known]:
         """What `cross_domain` needs of each wanted model: its extra models' metric by step, measured now or before."""

@@ -139,7 +139,7 @@ def _train_chunk(
         lr = bank.lr * learning_rate_factor(number, bank.steps, bank.schedule)
         for head, values in enumerate(validation.values(bank.main["head.weight"], bank.main["head.bias"])):
             if failures[head] is None:
-                failures[head] = _failure(jobs[head], training, number + 1, broken_at.get(head), values)
+                failures[head] = _failure(jobs[head], training, data, number + 1, broken_at.get(head), values)
             if failures[head] is None and values is not None:
                 values |= known_values(jobs[head], number + 1)
                 selectors[head].offer(number + 1, values, lambda head=head: bank.state(head))  # type: ignore[misc]
@@ -307,11 +307,16 @@ class Course:
 
 
 def _failure(
-    job: Job, training: Training, taken: int, broken_at: int | None, values: Mapping[str, float] | None
+    job: Job,
+    training: Training,
+    data: CachedData,
+    taken: int,
+    broken_at: int | None,
+    values: Mapping[str, float] | None,
 ) -> str | None:
     """Why a head failed by the evaluation after `taken` steps; None where it did not."""
     if broken_at is not None:
-        own = sampler(training.sampler, job.split.train, training.batch_size, job.seed)
+        own = sampler(training.sampler, job.split.train, training.batch_size, job.seed, data.labels)
         rows = ", ".join(str(row) for row in own.indices(broken_at, broken_at + 1)[0].tolist())
         return f"the loss was not finite at step {broken_at + 1} of {job.setup.steps}; rows of its batch: {rows}"
     if values is None:
