@@ -88,3 +88,8 @@ class MethodItem:
     @property
     def is_solver(self) -> bool:
         return issubclass(self.algorithm.cls, Solver)
+
+    def gradient_evaluations(self, steps: int, num_domains: int) -> int:
+        """Gradients of the parameters that one model takes; a sharpness-aware step takes each of them twice."""
+        per_step: int = self.algorithm.cls.gradients_per_step(num_domains)
+        return steps * per_step * (2 if self.sharpness else 1)

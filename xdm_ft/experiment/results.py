@@ -10,6 +10,7 @@ from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.summary import protocol_line, summarise
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan
+from xdm_ft.report.published import BENCHMARKS, benchmark_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -42,6 +43,7 @@ def summary_of(
         if item.algorithm.name == "erm" and item.sharpness is None and item.averaging is None
     ]
     rules = list(dict.fromkeys(rule for run in runs for rule in run["selected"])) or [plan.recipe.protocol.selection]
+    benchmark = benchmark_of(plan.recipe.data.block.model_dump(mode="json"), runs)
     return summarise(
         runs,
         predictions,
@@ -50,6 +52,7 @@ def summary_of(
         metric=plan.recipe.protocol.metric,
         protocol_line=lambda rule: _protocol_line(plan, material, rule),
         reference=plain[0] if plain else "erm",
+        convention=BENCHMARKS[benchmark].convention if benchmark else None,
     )
 
 

@@ -212,6 +212,7 @@ class _Work:
         record = _identity(key, hparams(plan.recipe, item)) | {"status": "ok", "selected": {}}
         if trained.mixed_steps is not None:
             record["mixed_steps"] = trained.mixed_steps
+        record["gradient_evaluations"] = item.gradient_evaluations(job.setup.steps, job.setup.task.num_domains)
         record["train_seconds"] = round(trained.seconds, 3)
         if trained.failure is not None:
             logger.warning(
