@@ -166,8 +166,8 @@ def _beside(
     about = (
         (
             "Published",
-            f"{SOURCE}: {dataset}; {encoder}; {metric}; {protocol}; what ± is the paper does not say: its benchmark "
-            f"prints the {convention.kind}",
+            f"{SOURCE}: {dataset}; {encoder}; {metric}; {protocol}; the paper does not say what its ± is, its "
+            f"benchmark prints the {convention.kind}",
         ),
         (
             "Ours",
