@@ -56,6 +56,7 @@ def test_pacs(made, tmp_path, capsys):
             line = next(line for line in shown.splitlines() if method in line and number in line)
             assert line.count("±") == 2
         assert "unequal budgets" in shown
+        assert shown.count("beside ours") == shown.count("the recipe's rule") == shown.count("CHEATING") == 1
 
 
 def test_camelyon17(made, tmp_path):
