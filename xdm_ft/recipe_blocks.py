@@ -106,6 +106,11 @@ class MethodItem:
     def parts(self) -> tuple[Component, ...]:
         return tuple(part for part in (self.algorithm, self.sharpness, self.averaging) if part is not None)
 
+    def gradient_evaluations(self, steps: int, num_domains: int) -> int:
+        """Gradients of the parameters that one model takes; a sharpness-aware step takes each of them twice."""
+        per_step: int = self.algorithm.cls.gradients_per_step(num_domains)
+        return steps * per_step * (2 if self.sharpness else 1)
+
 
 def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
     """The item with the drawn settings of its parts. What its recipe sets itself stays as it is.

@@ -95,6 +95,11 @@ class Method:
     min_domains: int = 1  # training domains needed; with fewer the method becomes a `skipped` row
     needs_text: bool = False  # needs the text side of the encoder
 
+    @staticmethod
+    def gradients_per_step(num_domains: int) -> int:
+        """Gradients of the parameters that one step takes, by number of training domains; 0 where there is no step."""
+        return 0
+
 
 class Algorithm(nn.Module, Method, ABC):
     """A method that is a loss. It owns its class head and whatever else it needs; it never sees an optimizer or a loop.
@@ -129,6 +134,10 @@ class Algorithm(nn.Module, Method, ABC):
             with torch.no_grad():
                 self.head.weight.copy_(setup.text_weight)
                 self.head.bias.zero_()
+
+    @staticmethod
+    def gradients_per_step(num_domains: int) -> int:
+        return 1
 
     @abstractmethod
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:

@@ -188,6 +188,7 @@ def describe(plan: Plan) -> str:
     trained += [model for model in plan.models if not model.skipped and not model.item.is_solver]
     trained += [model for model in plan.extra if not model.item.is_solver]
     passes = sum(model.steps * (2 if model.item.sharpness else 1) for model in trained)
+    gradients = sum(m.item.gradient_evaluations(m.steps, len(m.split.train_domains)) for m in trained)
     images = len(plan.dataset)
     lines = [
         f"data: {images} images, {len(plan.dataset.class_names)} classes",
@@ -198,7 +199,7 @@ def describe(plan: Plan) -> str:
             f", {sum(model.skipped is not None for model in plan.models)} of them skipped" if _any_skipped(plan) else ""
         ),
         *([extra_models(plan)] if plan.extra else []),
-        f"steps: {sum(model.steps for model in trained)}, gradient evaluations: {passes}",
+        f"steps: {sum(model.steps for model in trained)}, gradient evaluations: {gradients}",
     ]
     if recipe.needs_features:
         lines.append(f"encoder: one pass over {images} images unless their features are cached")

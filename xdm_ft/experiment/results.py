@@ -14,6 +14,7 @@ from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.recipe import Recipe
+from xdm_ft.report.published import BENCHMARKS, benchmark_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -49,6 +50,7 @@ def summary_of(
         for item in methods
         if item.algorithm.name == "erm" and item.sharpness is None and item.averaging is None
     ]
+    benchmark = benchmark_of(plan.recipe.data.block.model_dump(mode="json"), runs)
     rows = []
     for rule in plan.rules:
         picked = picked_trials(runs, rule, metric)
@@ -60,8 +62,12 @@ def summary_of(
             metric=metric,
             protocol_line=lambda rule: _protocol_line(plan, material, rule),
             reference=plain[0] if plain else "erm",
+            convention=BENCHMARKS[benchmark].convention if benchmark else None,
         )
-        rows += [row | _flags(picked, row["method"], rule) for row in of_rule]
+        for row in of_rule:
+            trials = {record["trial"] for record in runs if record["method"] == row["method"]}
+            budget = row["budget"] | {"draws": len(trials)}
+            rows.append(row | {"budget": budget} | _flags(picked, row["method"], rule))
     return rows
 
 

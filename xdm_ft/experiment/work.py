@@ -193,6 +193,7 @@ class Work:
         record = _identity(key, values) | {"status": "ok", "selected": {}}
         if trained.mixed_steps is not None:
             record["mixed_steps"] = trained.mixed_steps
+        record["gradient_evaluations"] = planned.item.gradient_evaluations(planned.steps, len(job.split.train))
         record["train_seconds"] = round(trained.seconds, 3)
         if trained.failure is not None:
             logger.warning(
