@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,10 +36,8 @@ Finished = tuple[dict[str, Any], list[Prediction]]
 Known = Mapping[str, Mapping[int, float]]
 
 
-def finished_models(
-    plan: Plan, material: Material, directory: RunDirectory, accelerator: Accelerator
-) -> Iterator[Finished]:
-    """The record and test predictions of every model that the run directory lacks and that this process owns."""
+def train_models(plan: Plan, material: Material, directory: RunDirectory, accelerator: Accelerator) -> None:
+    """Trains every model that the run directory lacks, and adds its record and its predictions to it."""
     work = Work(plan, material, directory, accelerator)
     done = directory.done
     if plan.extra:
@@ -47,18 +45,16 @@ def finished_models(
     for item in plan.recipe.methods:
         models = [model for model in plan.models if model.item.label == item.label]
         if accelerator.is_main_process:
-            yield from ((_skipped(plan, model), []) for model in models if model.skipped)
+            for model in models:
+                if model.skipped:
+                    directory.add(_skipped(plan, model), [])
         planned = {model.key: model for model in models if not model.skipped}
         wanted = planned.keys() - done
         if not wanted:
             continue
         known = work.known(item, planned.keys())
         logger.info("%s: %d models", item.label, len(wanted))
-        jobs = [work.job(model, known.get(key, {})) for key, model in planned.items()]
-        for trained in work.engines.train(item, jobs, plan.rules, wanted):
-            finished = work.finished(planned[trained.trained.job.key], work.interpolated(trained), trained)
-            if trained.owned:
-                yield finished
+        work.train_planned(item, planned, known, wanted)
 
 
 def _skipped(plan: Plan, model: PlannedModel) -> dict[str, Any]:
@@ -85,6 +81,23 @@ class Work:
     @property
     def engines(self) -> Engines:
         return Engines(self.plan, self.material, self.directory, self.accelerator)
+
+    def train_planned(
+        self,
+        item: MethodItem,
+        planned: Mapping[Identity, PlannedModel],
+        known: Mapping[Identity, Known],
+        wanted: Collection[Identity],
+    ) -> None:
+        """The wanted ones of all planned models of one method."""
+        jobs = [self.job(model, known.get(key, {})) for key, model in planned.items()]
+
+        def keep(model: Model) -> None:
+            finished = self.finished(planned[model.trained.job.key], self.interpolated(model), model)
+            if model.owned:
+                self.directory.add(*finished)
+
+        self.engines.train(item, jobs, self.plan.rules, wanted, keep)
 
     def job(self, model: PlannedModel | ExtraModel, known: Known) -> Job:
         recipe, item, split, training = self.plan.recipe, model.item, model.split, model.training
@@ -143,13 +156,16 @@ class Work:
         if not missing:
             return
         logger.info("%s: %d extra models for cross_domain", item.label, len(missing))
-        for model in self.engines.train(item, jobs, parts, missing):
+
+        def keep(model: Model) -> None:
             trained, job = model.trained, model.trained.job
             if trained.failure is not None:
                 logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
             if model.owned:
                 course = {part: {} if trained.failure else trained.course[part] for part in parts}
                 self.directory.remember(_name(job), course)
+
+        self.engines.train(item, jobs, parts, missing, keep)
 
     def interpolated(self, model: Model) -> Trained:
         """Where its method asks for it, the model on the line from the weights that it started from."""
