@@ -44,7 +44,7 @@ def test_a_users_mistake_in_another_process_is_raised_here():
         if number == 1:
             raise UserError("file.png: is broken; mend it")
 
-    with pytest.raises(UserError, match="file.png: is broken"):
+    with pytest.raises(UserError, match=r"file\.png: is broken"):
         share_out(work, 2)
 
 
