@@ -159,6 +159,10 @@ def hparams(recipe: Recipe, item: MethodItem) -> dict[str, Any]:
     own: dict[str, Any] = {}
     for part in (item.algorithm, item.sharpness, item.averaging):
         own |= part.kwargs() if part else {}
+    if item.block.prompts is not None:
+        own["prompts"] = list(item.block.prompts)
+    if item.block.normalize:
+        own["normalize"] = True
     if item.is_solver:
         return own
     training = recipe.training

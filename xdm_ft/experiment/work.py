@@ -88,7 +88,7 @@ class _Work:
             seed=model.seed,
             loss_average=recipe.training.loss_average,
             head_init=item.head_init,
-            text_weight=self.material.text_weight,
+            text_weight=self.material.text_weights[item.block.prompts] if item.reads_text else None,
         )
         return Job(
             method=item.label,
@@ -102,13 +102,14 @@ class _Work:
             lr=recipe.training.lr,
             weight_decay=recipe.training.weight_decay,
             averaging=item.averaging.build() if item.averaging else None,
+            normalized=item.reads_normalized,
         )
 
     def banked(self, jobs: list[Job]) -> Iterator[Finished]:
         """All jobs of a method together, on cached features."""
         from xdm_ft.training.bank import head_logits, train_bank
 
-        features = self.features
+        features = self.features_of(jobs[0])
         for trained in train_bank(
             jobs,
             features,
@@ -131,7 +132,7 @@ class _Work:
         plan, metric = self.plan, self.plan.recipe.protocol.metric
         with progress(jobs[0].method, len(jobs), "models", self.accelerator.is_main_process) as bar:
             for job in jobs:
-                features = self.features.normalized() if _reads_normalized(job) else self.features
+                features = self.features_of(job)
                 trained = solve(job, features, plan.labels, plan.domains, self.rules, metric)
                 yield self.finished(trained, _logits_of(features, head_logits))
                 bar.advance()
@@ -196,10 +197,10 @@ class _Work:
             return float("nan")
         return metric_of(self.plan.recipe.protocol.metric, logits, self.plan.labels[rows], self.plan.domains[rows])
 
-    @property
-    def features(self) -> Features:
-        assert self.material.features is not None, "the plan gathers features for every method that reads them"
-        return self.material.features
+    def features_of(self, job: Job) -> Features:
+        features = self.material.features
+        assert features is not None, "the plan gathers features for every method that reads them"
+        return features.normalized() if job.normalized else features
 
     def record(self, job: Job, step: int, values: dict[str, float]) -> None:
         self.directory.record_scalars(f"{job.method}/{','.join(job.test_domains)}/seed{job.seed}", step, values)
@@ -245,15 +246,11 @@ class _Work:
             metrics[name] = dataclasses.asdict(values)
         weights = ""
         if self.accelerator.is_main_process:
-            normalized = self.material.normalize or _reads_normalized(job)
+            normalized = self.material.normalize or job.normalized
             metadata = {"normalize": str(normalized).lower(), "step": str(selected.step)}
             weights = self.directory.save_weights(key, rule, selected.state, metadata)
         curve = {"curve": selected.curve} if selected.curve else {}
         return {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics, **curve}
-
-
-def _reads_normalized(job: Job) -> bool:
-    return bool(getattr(job.make(job.setup), "normalized", False))
 
 
 def _logits_of(features: Features, head_logits: Callable[[Features, Tensor, dict[str, Tensor]], Tensor]) -> Logits:
