@@ -70,7 +70,7 @@ class Score:
     balanced_accuracy: float
     macro_f1: float
     auroc: float | None  # None where fewer than two classes are present
-    worst_domain_accuracy: float
+    worst_domain_accuracy: float | None  # None where no image is in any of the groups that count
     nll: float
     ece: float
     n: int

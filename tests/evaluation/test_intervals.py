@@ -14,10 +14,10 @@ from xdm_ft.evaluation.predictions import Prediction
 def run(
     name: str, seed: int, num_classes: int, grouped: bool, n: int = 120, method: str = "erm"
 ) -> tuple[Prediction, torch.Tensor]:
-    """A made run and its logits. The images (labels, domains, groups) are the same for every `seed`."""
+    """A made run and its logits. The images (labels, worst_of, groups) are the same for every `seed`."""
     images = np.random.default_rng(99)
     labels = images.integers(num_classes, size=n)
-    domains, groups = images.integers(3, size=n), images.integers(25, size=n) + 100
+    worst_of, groups = images.integers(-1, 3, size=n), images.integers(25, size=n) + 100
     logits = np.random.default_rng(seed).normal(size=(n, num_classes)) * 1.5
     logits[np.arange(n), labels] += 1
     tensor = torch.from_numpy(logits).float()
@@ -29,7 +29,7 @@ def run(
         rows=np.arange(n),
         labels=labels,
         predicted=tensor.argmax(1).numpy(),
-        domains=domains,
+        worst_of=worst_of,
         groups=groups if grouped else None,
         per_image=per_image(name, tensor, torch.from_numpy(labels)),
     )
@@ -78,8 +78,8 @@ def test_bootstrap_is_the_metric_of_the_repeated_images(
     weights = np.concatenate(list(intervals._image_weights(first.groups, len(first.rows), 1)))
     for draw, times in enumerate(weights.astype(int)):
         drawn = torch.from_numpy(np.repeat(np.arange(len(times)), times))
-        labels, domains = torch.from_numpy(first.labels)[drawn], torch.from_numpy(first.domains)[drawn]
-        expected = [metric(name, logits[drawn], labels, domains) for _, logits in runs]
+        labels, worst_of = torch.from_numpy(first.labels)[drawn], torch.from_numpy(first.worst_of)[drawn]
+        expected = [metric(name, logits[drawn], labels, worst_of) for _, logits in runs]
         assert found[draw] == pytest.approx(expected, abs=1e-6)
 
 
@@ -87,14 +87,14 @@ def test_bootstrap_is_the_metric_of_the_repeated_images(
 def test_linearised_auroc_follows_the_real_one(num_classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "DRAWS", 200)
     prediction, logits = run("auroc", 0, num_classes, grouped=False, n=600)
-    labels, domains = torch.from_numpy(prediction.labels), torch.from_numpy(prediction.domains)
-    plain = metric("auroc", logits, labels, domains)
+    labels, worst_of = torch.from_numpy(prediction.labels), torch.from_numpy(prediction.worst_of)
+    plain = metric("auroc", logits, labels, worst_of)
     assert prediction.per_image is not None
     assert prediction.per_image.mean() == pytest.approx(plain)
     found = bootstrap("auroc", [prediction], key=0)[:, 0]
     weights = np.concatenate(list(intervals._image_weights(None, len(labels), 0))).astype(int)
     drawn = [torch.from_numpy(np.repeat(np.arange(len(labels)), times)) for times in weights]
-    exact = np.array([metric("auroc", logits[d], labels[d], domains[d]) for d in drawn])
+    exact = np.array([metric("auroc", logits[d], labels[d], worst_of[d]) for d in drawn])
     assert np.corrcoef(found, exact)[0, 1] > 0.99
     assert found.std() == pytest.approx(exact.std(), rel=0.1)
 

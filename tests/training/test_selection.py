@@ -1,13 +1,14 @@
 """Which step is kept."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
-from bank_problems import split_of
+from bank_problems import job_of
 
 from xdm_ft.errors import UserError
-from xdm_ft.training.selection import Selector, evaluation_steps, rows_of_rules
+from xdm_ft.training.selection import Selector, evaluation_steps, known_values, rows_of_rules
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -57,10 +58,30 @@ def test_rules_select_apart_and_a_state_is_made_only_where_needed() -> None:
 
 def test_nothing_selected_says_which_rule_and_why() -> None:
     selector = Selector(["train_val", "oracle"], "auroc", first_selectable_step=5)
-    selector.offer(5, {"train_val": 0.5, "oracle": math.nan}, lambda: state_of(5))
+    selector.offer(5, {"train_val": math.nan, "oracle": 0.5}, lambda: state_of(5))
     reason = selector.nothing_selected()
-    assert reason is not None and "oracle" in reason and "train_val" not in reason
+    assert reason is not None and "train_val" in reason and "oracle" not in reason
     assert "auroc" in reason and "step from 5 on" in reason
+
+
+def test_only_the_recipes_own_rule_must_select() -> None:
+    selector = Selector(["train_val", "oracle"], "auroc")
+    selector.offer(1, {"train_val": 0.5, "oracle": math.nan}, lambda: state_of(1))
+    assert selector.nothing_selected() is None and set(selector.selected) == {"train_val"}
+
+
+def test_the_course_holds_what_every_rule_saw_even_in_the_warm_up() -> None:
+    selector = Selector(["train_val"], "accuracy", first_selectable_step=3)
+    for step, value in ((2, 0.9), (4, 0.5)):
+        selector.offer(step, {"train_val": value}, lambda: state_of(0))
+    assert selector.course == {"train_val": {2: 0.9, 4: 0.5}}
+
+
+def test_values_known_beforehand_look_at_no_rows() -> None:
+    job = dataclasses.replace(job_of(), known={"cross_domain": {1: 0.5, 3: 0.7}})
+    assert set(rows_of_rules(job, ["cross_domain", "oracle"])) == {"oracle"}
+    assert known_values(job, 3) == {"cross_domain": 0.7}
+    assert math.isnan(known_values(job, 2)["cross_domain"])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +100,7 @@ def test_evaluation_steps(steps: int, every: int | None, expected: list[int]) ->
 
 
 def test_a_rule_without_images_is_refused() -> None:
-    split = split_of(0, 0)
-    assert rows_of_rules(split, ["oracle"])["oracle"] is split.evaluation["test_val"]
+    job = job_of()
+    assert rows_of_rules(job, ["oracle"])["oracle"] is job.split.evaluation["test_val"]
     with pytest.raises(UserError, match=r"protocol\.selection: \"val_domain\" needs images.*d0 held out"):
-        rows_of_rules(split, ["train_val", "val_domain"])
+        rows_of_rules(job, ["train_val", "val_domain"])

@@ -98,8 +98,11 @@ def _per_image(runs: Sequence[Prediction]) -> np.ndarray:
 
 
 def _stratum_means(values: np.ndarray, strata: np.ndarray, reduce: Callable[..., np.ndarray]) -> Statistic:
-    """Weighted means of values [n,R] within each stratum (codes int [n]), reduced over the strata that were drawn."""
-    members = [np.flatnonzero(strata == s) for s in np.unique(strata)]
+    """Weighted means of values [n,R] within each stratum, reduced over the strata that were drawn.
+
+    `strata` are codes int [n]; an image with a negative one is in none.
+    """
+    members = [np.flatnonzero(strata == s) for s in np.unique(strata) if s >= 0]
 
     def statistic(weights: np.ndarray) -> np.ndarray:
         means = np.full((len(members), len(weights), values.shape[1]), np.nan)  # [S,k,R]
@@ -153,7 +156,7 @@ def _mean(values: np.ndarray) -> Statistic:
 _STATISTICS: dict[str, Callable[[Sequence[Prediction]], Statistic]] = {
     "accuracy": lambda runs: _mean(_right(runs)),
     "balanced_accuracy": lambda runs: _stratum_means(_right(runs), runs[0].labels, np.nanmean),
-    "worst_domain_accuracy": lambda runs: _stratum_means(_right(runs), runs[0].domains, np.nanmin),
+    "worst_domain_accuracy": lambda runs: _stratum_means(_right(runs), runs[0].worst_of, np.nanmin),
     "macro_f1": _macro_f1,
     "nll": lambda runs: _mean(_per_image(runs)),
     "auroc": lambda runs: _mean(_per_image(runs)),

@@ -6,6 +6,7 @@ contain: a class without images says nothing about a model. Confusion counts are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -58,7 +59,9 @@ def macro_f1(counts: np.ndarray) -> float:
 
 
 def domain_accuracies(predicted: Tensor, labels: Tensor, domains: Tensor) -> dict[int, tuple[float, int]]:
-    """Domain number → (accuracy, images), for the domains present."""
+    """Domain number → (accuracy, images), for the domains present; a negative number is no domain."""
+    inside = domains >= 0
+    predicted, labels, domains = predicted[inside], labels[inside], domains[inside]
     images = torch.bincount(domains).cpu().numpy()
     right = torch.bincount(domains[predicted == labels], minlength=len(images)).cpu().numpy()
     return {int(d): (float(right[d] / images[d]), int(images[d])) for d in np.flatnonzero(images)}
@@ -162,8 +165,16 @@ def per_image(name: str, logits: Tensor, labels: Tensor) -> np.ndarray | None:
     return auroc_contributions(logits, labels) if name == "auroc" else None
 
 
-def metric(name: str, logits: Tensor, labels: Tensor, domains: Tensor) -> float:
-    """One metric by its name, computing nothing else; nan for an `auroc` that is not defined. n must not be 0."""
+def worst_accuracy(predicted: Tensor, labels: Tensor, worst_of: Tensor) -> float:
+    """The lowest accuracy of the domains, or of what `worst_of` numbers instead (−1: left out); nan without any."""
+    return min((share for share, _ in domain_accuracies(predicted, labels, worst_of).values()), default=float("nan"))
+
+
+def metric(name: str, logits: Tensor, labels: Tensor, worst_of: Tensor) -> float:
+    """One metric by its name, computing nothing else; nan where it is not defined. n must not be 0.
+
+    `worst_of` int64 [n] is the domain of each image, or of what else the worst one is told (−1: left out).
+    """
     if name == "accuracy":
         return float(accuracy(logits, labels))
     if name == "nll":
@@ -175,15 +186,22 @@ def metric(name: str, logits: Tensor, labels: Tensor, domains: Tensor) -> float:
     if name == "ece":
         return expected_calibration_error(confidences(logits), (predicted == labels).cpu().numpy())
     if name == "worst_domain_accuracy":
-        return min(share for share, _ in domain_accuracies(predicted, labels, domains).values())
+        return worst_accuracy(predicted, labels, worst_of)
     by_confusion = {"balanced_accuracy": balanced_accuracy, "macro_f1": macro_f1}
     return by_confusion[name](confusion(predicted, labels, logits.shape[1]))
 
 
 def score(
-    logits: Tensor, labels: Tensor, domains: Tensor, class_names: Sequence[str], domain_names: Sequence[str]
+    logits: Tensor,
+    labels: Tensor,
+    domains: Tensor,
+    class_names: Sequence[str],
+    domain_names: Sequence[str],
+    worst_of: Tensor | None = None,
 ) -> Score:
     """Everything that results.json tells of one split. `domains` are numbers into `domain_names`.
+
+    `worst_of` int64 [n], where the worst group is told of other groups than the domains; −1: in none of them.
 
     Raises `ValueError` for a split without images and `FloatingPointError` for logits that are not finite.
     """
@@ -198,12 +216,13 @@ def score(
     counts = confusion(predicted, labels, logits.shape[1])
     per_domain = domain_accuracies(predicted, labels, domains)
     recall = recalls(counts)
+    worst = worst_accuracy(predicted, labels, domains if worst_of is None else worst_of)
     return Score(
         accuracy=float(np.trace(counts) / n),
         balanced_accuracy=balanced_accuracy(counts),
         macro_f1=macro_f1(counts),
         auroc=auroc(logits, labels),
-        worst_domain_accuracy=min(share for share, _ in per_domain.values()),
+        worst_domain_accuracy=None if math.isnan(worst) else worst,
         nll=float(per_image_nll(logits, labels).mean()),
         ece=expected_calibration_error(confidences(logits), (predicted == labels).cpu().numpy()),
         n=n,

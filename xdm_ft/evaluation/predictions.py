@@ -18,6 +18,6 @@ class Prediction:
     rows: np.ndarray  # int [n], rows of the data set
     labels: np.ndarray  # int [n]
     predicted: np.ndarray  # int [n], predicted classes
-    domains: np.ndarray  # int [n]
+    worst_of: np.ndarray  # int [n]: domain, or other group, that the worst accuracy is told of; −1: in none
     groups: np.ndarray | None = None  # int [n]: patient, slide, sequence; None where unknown
     per_image: np.ndarray | None = None  # float64 [n], `metrics.per_image` for the metrics that need it

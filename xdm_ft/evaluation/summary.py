@@ -30,6 +30,7 @@ ORACLE = "(oracle: picked on the test domain)"
 _PICKED_ON = {
     "train_val": "on validation images of the training domains",
     "val_domain": "on the validation domain",
+    "cross_domain": "as best on training domains that extra models left out, their mean",
     "oracle": ORACLE,
 }
 
@@ -197,7 +198,10 @@ def _troubles(view: _Runs) -> dict[str, Any]:
     undefined = sum(view.value(r) is None and bool(view.metrics(r)) for r in view.records)
     if undefined:
         reasons.append(f"{view.metric} is not defined on the test images of {undefined} of {planned} runs")
-    missing = planned - done - len(failed) - len(skipped) - undefined
+    unpicked = sum(r["status"] == "ok" and view.rule not in r["selected"] for r in view.records)
+    if unpicked:
+        reasons.append(f"{view.rule} could pick no step of {unpicked} of {planned} runs: {view.metric} is not defined")
+    missing = planned - done - len(failed) - len(skipped) - undefined - unpicked
     if missing:
         reasons.append(f"{missing} of {planned} runs are missing")
     seeds = len(view.complete_seeds)

@@ -12,6 +12,7 @@ logger = logging.getLogger("xdm_ft")
 
 def run(recipe: Recipe) -> int:
     """Trains and compares everything that the recipe lists. Returns the exit status: 0, or 1 where a model failed."""
+    from xdm_ft.experiment.final_fit import final_fit
     from xdm_ft.experiment.machine import start, stop
     from xdm_ft.experiment.material import build_encoder, gather
     from xdm_ft.experiment.plan import make_plan, read_data
@@ -29,7 +30,11 @@ def run(recipe: Recipe) -> int:
         for record, predictions in finished_models(plan, material, directory, accelerator):
             directory.add(record, predictions)
         results = directory.finish(plan, material)
-    status = 1 if any(record["status"] == "failed" for record in results["runs"]) else 0
+        final = None
+        if recipe.protocol.final_fit:
+            final = final_fit(plan, material, directory, accelerator, results)
+        results = directory.complete(final)
+    status = 1 if any(record["status"] == "failed" for record in [*results["runs"], *([final] if final else [])]) else 0
     if accelerator.is_main_process:
         print_table(results)
         sys.stdout.flush()

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
+from xdm_ft.data.loading.derived_splits import LEFT_OUT, also_measuring, without
 from xdm_ft.data.loading.samplers import steps_of
-from xdm_ft.data.loading.splits import Split, splits
+from xdm_ft.data.loading.splits import Split, rules_of, splits
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.recipe import Recipe
 from xdm_ft.recipe_blocks import MethodItem, unfreezes_too_late
 from xdm_ft.tensors import Task
+
+Identity = tuple[str, tuple[str, ...], int, int]  # method, test domains, seed, trial
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,19 @@ class PlannedModel:
     skipped: str | None
 
     @property
-    def key(self) -> tuple[str, tuple[str, ...], int, int]:
+    def key(self) -> Identity:
         return (self.item.label, self.split.test_domains, self.seed, 0)
+
+
+@dataclass(frozen=True)
+class ExtraModel:
+    """A model that `cross_domain` needs: trained without one more domain, measured there, then forgotten."""
+
+    item: MethodItem
+    split: Split
+    seed: int
+    steps: int
+    serves: tuple[Identity, ...]  # the planned models that each of its left-out parts is measured for, in order
 
 
 @dataclass(frozen=True)
@@ -39,6 +53,8 @@ class Plan:
     recipe: Recipe
     dataset: ImageDataset
     models: tuple[PlannedModel, ...]
+    extra: tuple[ExtraModel, ...]
+    rules: tuple[str, ...]  # selection rules, the recipe's own first
     notes: tuple[str, ...]  # what the protocol line says of the splits
 
     @property
@@ -48,6 +64,12 @@ class Plan:
     @property
     def domains(self) -> Tensor:
         return torch.as_tensor(self.dataset.domains)
+
+    @property
+    def worst_of(self) -> Tensor:
+        """int64 [N]: the domain, or whatever else the data set tells the worst group of; −1: none."""
+        groups = self.dataset.worst_of
+        return self.domains if groups is None else torch.as_tensor(groups)
 
 
 def read_data(recipe: Recipe) -> ImageDataset:
@@ -62,20 +84,7 @@ def read_data(recipe: Recipe) -> ImageDataset:
     if len(set(renamed)) < len(renamed):
         raise UserError(f"{recipe.name}: data.class_names: gives two classes the same words")
     dataset.class_names = renamed
-    _check_worst_group(recipe, dataset)
     return dataset
-
-
-def _check_worst_group(recipe: Recipe, dataset: ImageDataset) -> None:
-    """The metric looks at domains. Where a benchmark's worst group is another one, its number would be another too."""
-    groups = dataset.worst_of
-    if recipe.protocol.metric != "worst_domain_accuracy" or groups is None:
-        return
-    if (groups < 0).any() or len(np.unique(np.stack([groups, dataset.domains]), axis=1).T) != len(np.unique(groups)):
-        raise UserError(
-            f"{recipe.name}: protocol.metric: the worst group of {recipe.data.name} is not one of its domains, and "
-            "worst_domain_accuracy looks at domains; choose another metric, e.g. accuracy"
-        )
 
 
 def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int] = ()) -> Plan:
@@ -88,8 +97,26 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
         seeds = recipe.protocol.seeds[:1] if is_text else recipe.protocol.seeds
         for place in range(len(by_seed[seeds[0]])):
             models += [_planned(recipe, item, by_seed[seed][place], seed, dataset) for seed in seeds]
-    notes = dict.fromkeys(note for of_seed in by_seed.values() for split in of_seed for note in split.notes)
-    return Plan(recipe, dataset, tuple(models), tuple(notes))
+    every = [split for of_seed in by_seed.values() for split in of_seed]
+    notes = dict.fromkeys(note for split in every for note in split.notes)
+    extra = _extra_models(dataset, models) if recipe.protocol.selection == "cross_domain" else ()
+    return Plan(recipe, dataset, tuple(models), extra, rules_of(recipe.protocol, every), tuple(notes))
+
+
+def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[ExtraModel, ...]:
+    """Each planned model once more without each of its training domains; two that would be the same are one."""
+    extra: dict[tuple[str, int, int, frozenset[str]], ExtraModel] = {}
+    for model in models:
+        for domain in () if model.skipped else model.split.train_domains:
+            split = without(dataset, model.split, domain)
+            key = (model.item.label, model.seed, model.steps, frozenset(split.test_domains))
+            if key in extra:
+                serves = (*extra[key].serves, model.key)
+                both = also_measuring(extra[key].split, split.evaluation[LEFT_OUT[0]])
+                extra[key] = dataclasses.replace(extra[key], split=both, serves=serves)
+            else:
+                extra[key] = ExtraModel(model.item, split, model.seed, model.steps, (model.key,))
+    return tuple(extra.values())
 
 
 def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset: ImageDataset) -> PlannedModel:
@@ -97,10 +124,12 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
     rows = sum(len(pool) for pool in split.train)
     batch = training.batch_size * (len(split.train) if training.sampler == "per_domain" else 1)
     steps = steps_of(training.steps, training.epochs, rows, batch)
-    needed, have = item.algorithm.cls.min_domains, len(split.train_domains)
+    crossed = recipe.protocol.selection == "cross_domain"
+    needed, have = item.algorithm.cls.min_domains, len(split.train_domains) - crossed
     skipped = None
     if have < needed:
-        skipped = f"needs {needed} training domains; with {', '.join(split.test_domains)} held out there is {have}"
+        held_out = ", ".join(split.test_domains) + (" and one more for cross_domain" if crossed else "")
+        skipped = f"needs {needed} training domains; with {held_out} held out there is {have}"
     elif not item.is_solver:
         _check_settings(recipe, item, split, dataset, steps)
     return PlannedModel(item, split, seed, steps, skipped)
@@ -116,6 +145,11 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
     unfreeze_at = recipe.encoder_common.unfreeze_at
     if unfreeze_at >= steps:
         raise UserError(f"{recipe.name}: encoder.unfreeze_at: {unfreezes_too_late(unfreeze_at, steps)}")
+    if item.averaging is not None and recipe.protocol.selection == "cross_domain":
+        raise UserError(
+            f"{recipe.name}: protocol.selection: cross_domain picks a step, and {item.label} averages over steps; "
+            "leave it out, or choose train_val"
+        )
     if item.averaging is not None and len(split.evaluation.get(LOSS_SPLIT, ())) == 0:
         raise UserError(
             f"{recipe.name}: {item.label}: +{item.averaging.name} looks at the loss of validation images of the "
@@ -126,7 +160,9 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
 def describe(plan: Plan) -> str:
     """The plan in words: models, steps and what they cost."""
     recipe = plan.recipe
-    trained = [model for model in plan.models if not model.skipped and not model.item.is_solver]
+    trained: list[PlannedModel | ExtraModel] = []
+    trained += [model for model in plan.models if not model.skipped and not model.item.is_solver]
+    trained += [model for model in plan.extra if not model.item.is_solver]
     passes = sum(model.steps * (2 if model.item.sharpness else 1) for model in trained)
     images = len(plan.dataset)
     lines = [
@@ -136,6 +172,7 @@ def describe(plan: Plan) -> str:
         + (
             f", {sum(model.skipped is not None for model in plan.models)} of them skipped" if _any_skipped(plan) else ""
         ),
+        *([extra_models(plan)] if plan.extra else []),
         f"steps: {sum(model.steps for model in trained)}, gradient evaluations: {passes}",
     ]
     if recipe.needs_features:
@@ -148,6 +185,10 @@ def describe(plan: Plan) -> str:
         f"skipped: {m.item.label}: {m.skipped}" for m in plan.models if m.skipped and m.seed == recipe.protocol.seeds[0]
     ]
     return "\n".join(lines)
+
+
+def extra_models(plan: Plan) -> str:
+    return f"extra models: {len(plan.extra)}, trained first, as protocol.selection is cross_domain"
 
 
 def _any_skipped(plan: Plan) -> bool:

@@ -41,12 +41,11 @@ def summary_of(
         for item in methods
         if item.algorithm.name == "erm" and item.sharpness is None and item.averaging is None
     ]
-    rules = list(dict.fromkeys(rule for run in runs for rule in run["selected"])) or [plan.recipe.protocol.selection]
     return summarise(
         runs,
         predictions,
         methods=[item.label for item in methods],
-        rules=rules,
+        rules=plan.rules,
         metric=plan.recipe.protocol.metric,
         protocol_line=lambda rule: _protocol_line(plan, material, rule),
         reference=plain[0] if plain else "erm",

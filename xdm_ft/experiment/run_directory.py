@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from xdm_ft.experiment.material import Material
-    from xdm_ft.experiment.plan import Plan
+    from xdm_ft.experiment.plan import Identity, Plan
 
 Record = dict[str, Any]
-Identity = tuple[str, tuple[str, ...], int, int]  # method, test domains, seed, trial
 
 
 def identity(record: Record) -> Identity:
@@ -44,6 +44,8 @@ class RunDirectory:
         self.recipe, self.accelerator = recipe, accelerator
         self.path = Path(recipe.output.dir) / recipe.name
         self.runs: list[Record] = []
+        self.summary: list[Record] = []
+        self.final: Record | None = None  # of the model to ship
         self.lock = FileLock(self.path / "run.lock")
         self._writer: Any = None
 
@@ -95,14 +97,39 @@ class RunDirectory:
         if not path.exists():
             return []
         try:
-            runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+            results = json.loads(path.read_text(encoding="utf-8"))
+            runs, final = results["runs"], results.get("final_fit")
             finished = [
                 run for run in runs if run["status"] == "ok" and self._predictions_path(identity(run)).is_file()
             ]
             _ = [identity(run) for run in finished]
-        except (ValueError, KeyError, TypeError) as error:
+            if final is not None and (self.path / final.get("weights", "")).is_file():
+                self.final = final
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: is damaged; delete it to train its models again") from error
         return list(finished)
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.accelerator.is_main_process)
+
+    def recall(self, name: str) -> Any:
+        """What was remembered under a name; None where nothing was."""
+        path = self._state_path(name)
+        if not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path}: is damaged; delete it to measure it again") from error
+
+    def remember(self, name: str, value: Any) -> None:
+        """Keeps what an interrupted run would otherwise have to measure again, until the run is complete."""
+        if self.writes:
+            replace_text(self._state_path(name), json.dumps(value))
+
+    def _state_path(self, name: str) -> Path:
+        return self.path / "state" / Path(*(quote(part, safe="+ ,") for part in f"{name}.json".split("/")))
 
     @property
     def done(self) -> set[Identity]:
@@ -118,10 +145,16 @@ class RunDirectory:
 
     def save_weights(self, key: Identity, rule: str, state: dict[str, Tensor], metadata: dict[str, str]) -> str:
         """Writes the weights that `rule` selected; returns their path relative to the run directory."""
-        relative = self.model_folder(key) / f"{rule}.safetensors"
+        return self._save(self.model_folder(key) / f"{rule}.safetensors", state, metadata)
+
+    def _save(self, relative: Path, state: dict[str, Tensor], metadata: dict[str, str]) -> str:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         replace_file(self.path / relative, lambda temporary: save_file(tensors, temporary, metadata))
         return relative.as_posix()
+
+    def save_final(self, state: dict[str, Tensor], metadata: dict[str, str]) -> str:
+        """Writes the weights of the model to ship; returns their path relative to the run directory."""
+        return self._save(Path("models", "final_fit", "model.safetensors"), state, metadata)
 
     def record_scalars(self, tag: str, step: int, values: dict[str, float]) -> None:
         """TensorBoard scalars `<tag>/<name>`, tag being method/held-out domain/seed."""
@@ -142,20 +175,32 @@ class RunDirectory:
             arrays = {f"{p.rule}.{name}": array for p in predictions for name, array in _arrays(p).items()}
             replace_file(self._predictions_path(identity(record)), lambda temporary: save_arrays(arrays, temporary))
         self.runs = [run for run in self.runs if identity(run) != identity(record)] + [record]
-        self._write_results([])
+        self._write_results()
 
     def finish(self, plan: Plan, material: Material) -> dict[str, Any]:
-        """Writes results.json with its summary, in the recipe's order, and results.md. Returns the results."""
+        """Writes results.json with its summary, in the recipe's order. Returns the results, in every process."""
+        self.accelerator.wait_for_everyone()
+        if self.writes:
+            order = {model.key: place for place, model in enumerate(plan.models)}
+            known = [run for run in self.runs if identity(run) in order]
+            self.runs = sorted(known, key=lambda run: order[identity(run)])
+            predictions = [p for run in self.runs if run["status"] == "ok" for p in self._predictions(run, plan)]
+            self.summary = summary_of(plan, material, self.runs, predictions)
+            self._write_results()
+        self.accelerator.wait_for_everyone()
+        results: dict[str, Any] = json.loads((self.path / "results.json").read_text(encoding="utf-8"))
+        return results
+
+    def complete(self, final: Record | None) -> dict[str, Any]:
+        """Ends the run: results.json with what there is to say of the model to ship, results.md, nothing to resume."""
         from xdm_ft.report.tables import markdown
 
-        self.accelerator.wait_for_everyone()
-        if not self.accelerator.is_main_process:
-            return {"runs": self.runs}
-        order = {model.key: place for place, model in enumerate(plan.models)}
-        self.runs = sorted((run for run in self.runs if identity(run) in order), key=lambda run: order[identity(run)])
-        predictions = [p for run in self.runs if run["status"] == "ok" for p in self._predictions(run, plan)]
-        results = self._write_results(summary_of(plan, material, self.runs, predictions))
+        if not self.writes:
+            return {"runs": self.runs, "final_fit": final}
+        self.final = final
+        results = self._write_results()
         replace_text(self.path / "results.md", markdown(results))
+        shutil.rmtree(self.path / "state", ignore_errors=True)
         return results
 
     def _predictions(self, run: Record, plan: Plan) -> list[Prediction]:
@@ -172,13 +217,14 @@ class RunDirectory:
             for rule in run["selected"]
         ]
 
-    def _write_results(self, summary: list[Record]) -> dict[str, Any]:
+    def _write_results(self) -> dict[str, Any]:
         results = {
             "schema": 1,
             "recipe": self.recipe.resolved(),
             "environment": environment(self.accelerator),
             "runs": self.runs,
-            "summary": summary,
+            "summary": self.summary,
+            **({} if self.final is None else {"final_fit": self.final}),
         }
         text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         replace_text(self.path / "results.json", text)
@@ -202,7 +248,7 @@ def make_prediction(
         rows=rows,
         labels=dataset.labels[rows],
         predicted=predicted,
-        domains=dataset.domains[rows],
+        worst_of=(dataset.domains if dataset.worst_of is None else dataset.worst_of)[rows],
         groups=None if dataset.groups is None else dataset.groups[rows],
         per_image=per_image,
     )

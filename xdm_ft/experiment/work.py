@@ -1,25 +1,26 @@
-"""Trains what the plan lists, by the engine that fits, and turns each model into its record."""
+"""Trains what the plan lists and turns each model into its record."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.data.loading.splits import SELECTION_SPLIT
+from xdm_ft.data.loading.derived_splits import LEFT_OUT, mean_course
+from xdm_ft.data.loading.splits import SELECTION_SPLIT, Split
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.experiment.material import Material, build_encoder
-from xdm_ft.experiment.plan import Plan, PlannedModel, hparams
-from xdm_ft.experiment.run_directory import Identity, RunDirectory, make_prediction
-from xdm_ft.features.cache import Features
-from xdm_ft.progress import progress
+from xdm_ft.experiment.engines import Engines, Model, starting_weights
+from xdm_ft.experiment.material import Material
+from xdm_ft.experiment.plan import ExtraModel, Identity, Plan, PlannedModel, extra_models, hparams
+from xdm_ft.experiment.run_directory import RunDirectory, make_prediction
+from xdm_ft.recipe_blocks import MethodItem
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job, Selected, Trained
 from xdm_ft.training.interpolation import on_the_line
@@ -27,30 +28,30 @@ from xdm_ft.training.interpolation import on_the_line
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from xdm_ft.encoders import Encoder
-
 logger = logging.getLogger("xdm_ft")
-Logits = Callable[[Selected, Tensor], Tensor]  # (what a rule selected, rows) → float32 logits [n,C]
 Finished = tuple[dict[str, Any], list[Prediction]]
+Known = Mapping[str, Mapping[int, float]]
 
 
 def finished_models(
     plan: Plan, material: Material, directory: RunDirectory, accelerator: Accelerator
 ) -> Iterator[Finished]:
     """The record and test predictions of every model that the run directory does not have yet."""
-    work = _Work(plan, material, directory, accelerator)
+    work = Work(plan, material, directory, accelerator)
     done = directory.done
+    if plan.extra:
+        logger.info("%s", extra_models(plan))
     for item in plan.recipe.methods:
         models = [model for model in plan.models if model.item is item and model.key not in done]
         yield from ((_skipped(plan, model), []) for model in models if model.skipped)
-        jobs = [work.job(model) for model in models if not model.skipped]
-        if not jobs:
+        models = [model for model in models if not model.skipped]
+        if not models:
             continue
-        logger.info("%s: %d models", item.label, len(jobs))
-        if plan.recipe.trainable and not item.is_solver:
-            yield from work.end_to_end(jobs)
-        elif accelerator.is_main_process:
-            yield from work.solved(jobs) if item.is_solver else work.banked(jobs)
+        known = work.known(item, {model.key for model in models})
+        logger.info("%s: %d models", item.label, len(models))
+        jobs = [work.planned_job(model, known.get(model.key, {})) for model in models]
+        for model in work.engines.train(item, jobs, plan.rules):
+            yield work.finished(work.interpolated(model), model)
 
 
 def _skipped(plan: Plan, model: PlannedModel) -> dict[str, Any]:
@@ -68,34 +69,37 @@ def _identity(key: Identity, values: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Work:
+class Work:
     plan: Plan
     material: Material
     directory: RunDirectory
     accelerator: Accelerator
 
     @property
-    def rules(self) -> tuple[str, ...]:
-        return (self.plan.recipe.protocol.selection,)
+    def engines(self) -> Engines:
+        return Engines(self.plan, self.material, self.directory, self.accelerator)
 
-    def job(self, model: PlannedModel) -> Job:
-        recipe, item = self.plan.recipe, model.item
+    def planned_job(self, model: PlannedModel, known: Known) -> Job:
+        return self.job(model.item, model.split, model.seed, model.steps, known)
+
+    def job(self, item: MethodItem, split: Split, seed: int, steps: int, known: Known) -> Job:
+        recipe = self.plan.recipe
         features = self.material.features
         setup = Setup(
-            task=Task(self.plan.dataset.class_names, model.split.train_domains, recipe.protocol.metric),
+            task=Task(self.plan.dataset.class_names, split.train_domains, recipe.protocol.metric),
             width=features.width if features is not None else 0,
-            steps=model.steps,
-            seed=model.seed,
+            steps=steps,
+            seed=seed,
             loss_average=recipe.training.loss_average,
             head_init=item.head_init,
             text_weight=self.material.text_weights[item.block.prompts] if item.reads_text else None,
         )
         return Job(
             method=item.label,
-            test_domains=model.split.test_domains,
-            seed=model.seed,
+            test_domains=split.test_domains,
+            seed=seed,
             trial=0,
-            split=model.split,
+            split=split,
             setup=setup,
             make=item.algorithm.build,
             sharpness=item.sharpness.build() if item.sharpness else None,
@@ -103,109 +107,75 @@ class _Work:
             weight_decay=recipe.training.weight_decay,
             averaging=item.averaging.build() if item.averaging else None,
             normalized=item.reads_normalized,
+            known=known,
         )
 
-    def banked(self, jobs: list[Job]) -> Iterator[Finished]:
-        """All jobs of a method together, on cached features."""
-        from xdm_ft.training.bank import head_logits, train_bank
+    def known(self, item: MethodItem, wanted: set[Identity]) -> dict[Identity, Known]:
+        """What `cross_domain` needs of each wanted model: its extra models' metric by step, measured now or before."""
+        extra = [model for model in self.plan.extra if model.item is item and wanted.intersection(model.serves)]
+        courses: dict[Identity, list[Mapping[int, float]]] = {}
+        for parts in dict.fromkeys(tuple(model.split.evaluation) for model in extra):
+            alike = [model for model in extra if tuple(model.split.evaluation) == parts]
+            for model, course in self._courses(item, alike, parts):
+                for part, key in zip(LEFT_OUT, model.serves, strict=False):
+                    courses.setdefault(key, []).append(course[part])
+        return {key: {"cross_domain": mean_course(measured)} for key, measured in courses.items()}
 
-        features = self.features_of(jobs[0])
-        for trained in train_bank(
-            jobs,
-            features,
-            self.plan.labels,
-            self.plan.domains,
-            self.plan.recipe.training,
-            self.rules,
-            self.plan.recipe.protocol.metric,
-            record=self.record,
-            show=self.accelerator.is_main_process,
-        ):
-            logits = _logits_of(features, head_logits)
-            yield self.finished(self.interpolated(trained, logits), logits)
+    def _courses(
+        self, item: MethodItem, extra: Sequence[ExtraModel], parts: Sequence[str]
+    ) -> Iterator[tuple[ExtraModel, dict[str, dict[int, float]]]]:
+        """Left-out part → steps → metric, for each of the extra models."""
+        jobs = [self.job(model.item, model.split, model.seed, model.steps, {}) for model in extra]
+        missing = []
+        for model, job in zip(extra, jobs, strict=True):
+            course = self.directory.recall(_name(job))
+            if course is None:
+                missing.append((model, job))
+            else:
+                yield model, {part: {int(step): value for step, value in course[part].items()} for part in parts}
+        if missing:
+            logger.info("%s: %d extra models for cross_domain", item.label, len(missing))
+        trained = self.engines.train(item, [job for _, job in missing], parts) if missing else iter(())
+        for (model, job), (finished, *_) in zip(missing, trained, strict=self.accelerator.is_main_process):
+            if finished.failure is not None:
+                logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), finished.failure)
+            course = {part: {} if finished.failure else finished.course[part] for part in parts}
+            self.directory.remember(_name(job), course)
+            yield model, course
 
-    def solved(self, jobs: list[Job]) -> Iterator[Finished]:
-        """Methods that find their head without gradient steps."""
-        from xdm_ft.training.bank import head_logits
-        from xdm_ft.training.solvers import solve
-
-        plan, metric = self.plan, self.plan.recipe.protocol.metric
-        with progress(jobs[0].method, len(jobs), "models", self.accelerator.is_main_process) as bar:
-            for job in jobs:
-                features = self.features_of(job)
-                trained = solve(job, features, plan.labels, plan.domains, self.rules, metric)
-                yield self.finished(trained, _logits_of(features, head_logits))
-                bar.advance()
-
-    def end_to_end(self, jobs: list[Job]) -> Iterator[Finished]:
-        """One model after another, its encoder trained too."""
-        from xdm_ft.training.loop import predict, train_model
-
-        training = self.plan.recipe.training
-        for job in jobs:
-            encoder = build_encoder(self.plan.recipe, job.seed)
-            job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, width=encoder.width))
-            trained = train_model(
-                job,
-                encoder,
-                self.plan.dataset,
-                self.plan.labels,
-                self.plan.domains,
-                training,
-                self.rules,
-                self.plan.recipe.protocol.metric,
-                self.plan.recipe.encoder_common.batch_norm,
-                self.accelerator,
-                record=self.record,
-                show=self.accelerator.is_main_process,
-                unfreeze_at=self.plan.recipe.encoder_common.unfreeze_at,
-            )
-
-            def logits(selected: Selected, rows: Tensor, encoder: Encoder = encoder) -> Tensor:
-                return predict(encoder, selected.state, self.plan.dataset, rows, self.accelerator, training.batch_size)
-
-            yield self.finished(self.interpolated(trained, logits, encoder), logits)
-
-    def interpolated(self, trained: Trained, logits: Logits, encoder: Encoder | None = None) -> Trained:
-        """Where its method asks for it, the model on the line from the weights that it and `encoder` started from."""
-        job = trained.job
+    def interpolated(self, model: Model) -> Trained:
+        """Where its method asks for it, the model on the line from the weights that it started from."""
+        trained, job = model.trained, model.trained.job
         algorithm = job.make(job.setup)
-        assert isinstance(algorithm, Algorithm)
-        share = algorithm.interpolated
+        share = algorithm.interpolated if isinstance(algorithm, Algorithm) else None
         if share is None or trained.failure is not None:
             return trained
-        start = algorithm.state_dict()
-        if encoder is not None:
-            start |= {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
-        metric = self.plan.recipe.protocol.metric
+        start, metric = starting_weights(model), self.plan.recipe.protocol.metric
 
         def evaluate(selected: Selected) -> dict[str, float]:
-            return {name: self.value(logits(selected, rows).cpu(), rows) for name, rows in job.split.evaluation.items()}
+            return {
+                name: self.value(model.logits(selected, rows).cpu(), rows)
+                for name, rows in job.split.evaluation.items()
+            }
 
         picked = {}
         for rule, selected in trained.selected.items():
-            here = on_the_line(selected, start, share, metric, SELECTION_SPLIT[rule], evaluate)
-            if here is None:
+            looks_at = SELECTION_SPLIT.get(rule, "train_val")
+            here = on_the_line(selected, start, share, metric, looks_at, evaluate)
+            if here is not None:
+                picked[rule] = here
+            elif rule == self.plan.rules[0]:
                 reason = f"{metric} is not defined by {rule} at any share of the fine-tuned weights"
                 return dataclasses.replace(trained, selected={}, failure=reason)
-            picked[rule] = here
         return dataclasses.replace(trained, selected=picked)
 
     def value(self, logits: Tensor, rows: Tensor) -> float:
         """The protocol's metric; nan where a logit is not finite."""
         if not logits.isfinite().all():
             return float("nan")
-        return metric_of(self.plan.recipe.protocol.metric, logits, self.plan.labels[rows], self.plan.domains[rows])
+        return metric_of(self.plan.recipe.protocol.metric, logits, self.plan.labels[rows], self.plan.worst_of[rows])
 
-    def features_of(self, job: Job) -> Features:
-        features = self.material.features
-        assert features is not None, "the plan gathers features for every method that reads them"
-        return features.normalized() if job.normalized else features
-
-    def record(self, job: Job, step: int, values: dict[str, float]) -> None:
-        self.directory.record_scalars(f"{job.method}/{','.join(job.test_domains)}/seed{job.seed}", step, values)
-
-    def finished(self, trained: Trained, logits: Logits) -> Finished:
+    def finished(self, trained: Trained, model: Model) -> Finished:
         """The record of results.json (DESIGN: R), its weights written, and its predictions on the test domain."""
         job, plan = trained.job, self.plan
         item = next(item for item in plan.recipe.methods if item.label == job.method)
@@ -220,13 +190,16 @@ class _Work:
             )
             return record | {"status": "failed", "reason": trained.failure}, []
         predictions = []
+        told: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}  # rules that picked the same share it
         for rule, selected in trained.selected.items():
-            scores = {name: logits(selected, rows).cpu() for name, rows in job.split.evaluation.items()}
-            broken = [name for name, values in scores.items() if not values.isfinite().all()]
-            if broken:
-                reason = f"the logits of {', '.join(broken)} images are not finite at the selected step {selected.step}"
-                return record | {"status": "failed", "reason": reason, "selected": {}}, []
-            record["selected"][rule] = self.selection(key, rule, selected, scores, job)
+            if id(selected) not in told:
+                scores = {name: model.logits(selected, rows).cpu() for name, rows in job.split.evaluation.items()}
+                broken = [name for name, values in scores.items() if not values.isfinite().all()]
+                if broken:
+                    reason = f"the logits of {', '.join(broken)} images are not finite at the step {selected.step}"
+                    return record | {"status": "failed", "reason": reason, "selected": {}}, []
+                told[id(selected)] = scores, self.selection(key, rule, selected, scores, job)
+            scores, record["selected"][rule] = told[id(selected)]
             predictions.append(self.prediction(key, rule, job.split.evaluation["test"], scores["test"]))
         return record, predictions
 
@@ -238,20 +211,27 @@ class _Work:
     def selection(
         self, key: Identity, rule: str, selected: Selected, logits: dict[str, Tensor], job: Job
     ) -> dict[str, Any]:
-        dataset = self.plan.dataset
-        metrics = {}
-        for name, rows in job.split.evaluation.items():
-            labels, domains = self.plan.labels[rows], self.plan.domains[rows]
-            values = score(logits[name], labels, domains, dataset.class_names, dataset.domain_names)
-            metrics[name] = dataclasses.asdict(values)
+        metrics = self.metrics(job.split, logits)
         weights = ""
         if self.accelerator.is_main_process:
-            normalized = self.material.normalize or job.normalized
-            metadata = {"normalize": str(normalized).lower(), "step": str(selected.step)}
-            weights = self.directory.save_weights(key, rule, selected.state, metadata)
+            weights = self.directory.save_weights(key, rule, selected.state, self.metadata(selected, job))
         curve = {"curve": selected.curve} if selected.curve else {}
         return {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics, **curve}
 
+    def metrics(self, split: Split, logits: Mapping[str, Tensor]) -> dict[str, Any]:
+        plan, metrics = self.plan, {}
+        for name, rows in split.evaluation.items():
+            names = plan.dataset.class_names, plan.dataset.domain_names
+            values = score(logits[name], plan.labels[rows], plan.domains[rows], *names, worst_of=plan.worst_of[rows])
+            metrics[name] = dataclasses.asdict(values)
+        return metrics
 
-def _logits_of(features: Features, head_logits: Callable[[Features, Tensor, dict[str, Tensor]], Tensor]) -> Logits:
-    return lambda selected, rows: head_logits(features, rows, selected.state)
+    def metadata(self, selected: Selected, job: Job) -> dict[str, str]:
+        """What a weights file says of itself."""
+        normalized = self.material.normalize or job.normalized
+        return {"normalize": str(normalized).lower(), "step": str(selected.step)}
+
+
+def _name(job: Job) -> str:
+    """Of an extra model, for what is remembered of it."""
+    return f"cross_domain/{job.method}/{','.join(job.test_domains)}/seed{job.seed}-trial{job.trial}-{job.setup.steps}"

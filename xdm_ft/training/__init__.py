@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -59,6 +59,10 @@ class Training(Block):
     ] = "domain"
 
 
+Course = dict[str, dict[int, float]]
+"""Selection rule → steps taken → what it looks at is worth then, in the protocol's metric."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One model to train. `make(setup)` builds its method, always the same way."""
@@ -75,6 +79,8 @@ class Job:
     weight_decay: float
     averaging: Averaging | None = None
     normalized: bool = False  # it reads L2-normalised features, whatever the encoder gives (cached ones only)
+    known: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """As `Course`, for rules whose values this model's own images do not tell: other models measured them."""
 
 
 @dataclass(frozen=True)
@@ -96,3 +102,4 @@ class Trained:
     mixed_steps: int | None
     seconds: float
     failure: str | None = None  # why there is no model, e.g. a NaN loss at a step
+    course: Course = field(default_factory=dict)  # what the rules looked at

@@ -30,7 +30,7 @@ from xdm_ft.training.cached_data import CachedData, Validation, batches, head_lo
 from xdm_ft.training.inputs import fields_of, on_inputs
 from xdm_ft.training.optimizers import Optimizer, clip, make_optimizer
 from xdm_ft.training.schedule import learning_rate_factor
-from xdm_ft.training.selection import Selector, evaluation_steps
+from xdm_ft.training.selection import Selector, evaluation_steps, known_values
 
 if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
@@ -76,18 +76,22 @@ def train_bank(
     *,
     record: Record,
     show: bool,
+    worst_of: Tensor | None = None,
 ) -> Iterator[Trained]:
     """Trains the jobs, chunk by chunk; results come in the order of the jobs.
 
-    `labels` and `domains` are int64 [N], domains numbered as in the data set. At each evaluation `record(job, number of
+    `labels` and `domains` are int64 [N], domains numbered as in the data set; `worst_of` int64 [N] is what
+    worst_domain_accuracy looks at (−1: left out), None: the domains. At each evaluation `record(job, number of
     steps taken, values)` is given the means since the last one of `loss`, `auxiliary_loss` and what the algorithm logs,
     the learning rate `lr`, and `<rule>/<metric>` for each selection rule.
 
-    A model whose loss or logits are not finite, or of which a rule could select nothing, comes with a `failure` and
-    without weights; the other heads are not disturbed. `seconds` is a head's share of its chunk's time.
+    A model whose loss or logits are not finite, or of which the first rule could select nothing, comes with a `failure`
+    and without weights; the other heads are not disturbed. `seconds` is a head's share of its chunk's time.
     """
     keep_freed_memory()
-    data = CachedData(features, labels.to(features.device), domains.to(features.device))
+    device = features.device
+    groups = None if worst_of is None else worst_of.to(device)
+    data = CachedData(features, labels.to(device), domains.to(device), groups)
     with progress(jobs[0].method, sum(job.setup.steps for job in jobs), "head-steps", show) as bar:
         for chunk in chunks(jobs):
             yield from _train_chunk(chunk, data, training, rules, metric, record, bar)
@@ -129,13 +133,14 @@ def _train_chunk(
         for head, values in enumerate(validation.values(bank.main["head.weight"], bank.main["head.bias"])):
             if failures[head] is None:
                 failures[head] = _failure(jobs[head], training, number + 1, broken_at.get(head), values)
-            if failures[head] is None:
+            if failures[head] is None and values is not None:
+                values |= known_values(jobs[head], number + 1)
                 selectors[head].offer(number + 1, values, lambda head=head: bank.state(head))  # type: ignore[misc]
                 scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": float(lr[head])}
                 record(jobs[head], number + 1, scalars | {f"{rule}/{metric}": v for rule, v in values.items()})
         if averages is not None and validation_loss is not None:
             losses = validation_loss.values(bank.main["head.weight"], bank.main["head.bias"])
-            averages.evaluated(number + 1, [values.get(LOSS_SPLIT) for values in losses])
+            averages.evaluated(number + 1, [None if values is None else values[LOSS_SPLIT] for values in losses])
         if all(failures):
             break
     seconds = (time.perf_counter() - started) / len(jobs)
@@ -146,7 +151,7 @@ def _train_chunk(
         selected = selector.selected
         if averages is not None and not failure:
             selected = averages.selected(head, lambda mean, head=head: bank.state(head) | mean, rules)  # type: ignore[misc]
-        results.append(Trained(job, {} if failure else selected, mixed_steps, seconds, failure))
+        results.append(Trained(job, {} if failure else selected, mixed_steps, seconds, failure, selector.course))
     return results
 
 
@@ -292,13 +297,13 @@ class Course:
 
 
 def _failure(
-    job: Job, training: Training, taken: int, broken_at: int | None, values: Mapping[str, float]
+    job: Job, training: Training, taken: int, broken_at: int | None, values: Mapping[str, float] | None
 ) -> str | None:
     """Why a head failed by the evaluation after `taken` steps; None where it did not."""
     if broken_at is not None:
         own = sampler(training.sampler, job.split.train, training.batch_size, job.seed)
         rows = ", ".join(str(row) for row in own.indices(broken_at, broken_at + 1)[0].tolist())
         return f"the loss was not finite at step {broken_at + 1} of {job.setup.steps}; rows of its batch: {rows}"
-    if not values:
+    if values is None:
         return f"the logits of the validation images were not finite after step {taken} of {job.setup.steps}"
     return None

@@ -30,6 +30,7 @@ class CachedData:
     features: Features
     labels: Tensor
     domains: Tensor  # numbered as in the data set
+    worst_of: Tensor | None = None  # what worst_domain_accuracy looks at, −1: left out; None: the domains
 
 
 def batches(jobs: Sequence[Job], data: CachedData, training: Training) -> Iterator[Batch]:
@@ -61,15 +62,16 @@ class Validation:
 
     def __init__(self, jobs: Sequence[Job], data: CachedData, rules: Sequence[str], metric: str) -> None:
         self.metric = metric
-        wanted = [rows_of_rules(job.split, rules) for job in jobs]
-        union = torch.unique(torch.cat([rows for of_head in wanted for rows in of_head.values()]))  # [U], sorted
-        looks = torch.stack([torch.isin(union, torch.cat(list(of_head.values()))) for of_head in wanted], 1)  # [U,H]
+        wanted = [rows_of_rules(job, rules) for job in jobs]
+        none = torch.empty(0, dtype=torch.int64)
+        union = torch.unique(torch.cat([none, *(rows for of_head in wanted for rows in of_head.values())]))  # [U]
+        looks = torch.stack([torch.isin(union, torch.cat([none, *of_head.values()])) for of_head in wanted], 1)  # [U,H]
         groups, group = looks.unique(dim=0, return_inverse=True)  # bool [G,H], int64 [U]
-        if len(union) < GROUP_ROWS * len(groups):
+        if len(union) < GROUP_ROWS * max(1, len(groups)):
             groups, group = looks.new_ones(1, len(jobs)), torch.zeros_like(group)
         order = group.argsort(stable=True)
         self.features = data.features[union[order].to(data.labels.device)]  # [U,K]
-        self.sizes = group.bincount().tolist()
+        self.sizes = group.bincount(minlength=len(groups)).tolist()
         self.heads = [heads.nonzero()[:, 0].to(data.labels.device) for heads in groups]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         self.views = [
@@ -78,25 +80,27 @@ class Validation:
         ]
 
     @torch.no_grad()
-    def values(self, weight: Tensor, bias: Tensor) -> list[dict[str, float]]:
-        """For each head the metric by selection rule; empty for a head whose logits are not finite.
+    def values(self, weight: Tensor, bias: Tensor) -> list[dict[str, float] | None]:
+        """For each head the metric by selection rule; None for a head whose logits are not finite.
 
         `weight` is [H,C,K], `bias` [H,C].
         """
         logits = self.features.new_empty(len(self.features), *bias.shape)  # [U,H,C], filled where it is read
         for z, out, heads in zip(self.features.split(self.sizes), logits.split(self.sizes), self.heads, strict=True):
             product = torch.addmm(bias[heads].flatten(), z, weight[heads].flatten(0, 1).T)
-            out[:, heads] = product.view(len(z), len(heads), -1)
+            out[:, heads] = product.view(len(z), len(heads), bias.shape[-1])
         return [self._values_of_head(logits[:, head], views) for head, views in enumerate(self.views)]
 
-    def _values_of_head(self, logits: Tensor, views: dict[str, tuple[Tensor, Tensor, Tensor]]) -> dict[str, float]:
-        own = {rule: (logits[place], labels, domains) for rule, (place, labels, domains) in views.items()}
+    def _values_of_head(
+        self, logits: Tensor, views: dict[str, tuple[Tensor, Tensor, Tensor]]
+    ) -> dict[str, float] | None:
+        own = {rule: (logits[place], labels, worst_of) for rule, (place, labels, worst_of) in views.items()}
         if not all(torch.isfinite(values).all() for values, _, _ in own.values()):
-            return {}
+            return None
         return {rule: metric_of(self.metric, *of_rule) for rule, of_rule in own.items()}
 
 
 def _view(place: Tensor, rows: Tensor, data: CachedData) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a rule's rows are among the features, their labels and domains."""
+    """Where a rule's rows are among the features, their labels, and what the worst domain is one of."""
     place, rows = place.to(data.labels.device), rows.to(data.labels.device)
-    return place, data.labels[rows], data.domains[rows]
+    return place, data.labels[rows], (data.domains if data.worst_of is None else data.worst_of)[rows]

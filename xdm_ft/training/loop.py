@@ -37,7 +37,7 @@ from xdm_ft.training.batches import MicroBatch, TrainingBatches, block
 from xdm_ft.training.passes import BatchNorm, EndToEnd, Passes, Roles, StepLosses
 from xdm_ft.training.prediction import EvaluationImages, precision_of, predict
 from xdm_ft.training.schedule import learning_rate_factor
-from xdm_ft.training.selection import Selector, evaluation_steps, rows_of_rules
+from xdm_ft.training.selection import Selector, evaluation_steps, known_values, rows_of_rules
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -63,21 +63,22 @@ def train_model(
     record: Record,
     show: bool,
     unfreeze_at: int = 0,
+    worst_of: Tensor | None = None,
 ) -> Trained:
     """Trains a copy of `encoder`, from the weights it has now, with the job's method for `job.setup.steps` steps.
 
-    `labels` and `domains` are int64 [N], domains numbered as in the data set. Images come in the encoder's own
-    preprocessing. At each evaluation the main process calls `record(job, number of steps taken, values)` with the means
-    since the last one of `loss`, `auxiliary_loss` and what the algorithm logs, the heads' learning rate `lr`, and
-    `<rule>/<metric>` for each selection rule.
+    `labels` and `domains` are int64 [N], domains numbered as in the data set; `worst_of` as for `train_bank`. Images
+    come in the encoder's own preprocessing. At each evaluation the main process calls `record(job, number of steps
+    taken, values)` with the means since the last one of `loss`, `auxiliary_loss` and what the algorithm logs, the
+    heads' learning rate `lr`, and `<rule>/<metric>` for each selection rule.
 
     Before step `unfreeze_at` the head trains alone, on features of the encoder in eval mode, which stays as it came
     (LP-FT, Kumar et al. 2022); those steps can not be selected. One optimizer serves both phases: the encoder's state
     in it begins when its training does.
 
-    A model whose loss or logits are not finite, or for which a rule could select nothing, comes with `failure` and
-    without weights. Raises `UserError` for an image that does not decode, for fp16 with sharpness or without a GPU, for
-    more micro-batches than a domain has images in a batch, and for what of Accelerate is not supported.
+    A model whose loss or logits are not finite, or for which the first rule could select nothing, comes with `failure`
+    and without weights. Raises `UserError` for an image that does not decode, for fp16 with sharpness or without a GPU,
+    for more micro-batches than a domain has images in a batch, and for what of Accelerate is not supported.
     """
     started = time.perf_counter()
     _refuse_unsupported(job, accelerator)
@@ -90,7 +91,8 @@ def train_model(
     first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
     averages = Averages(job.averaging, 1, first_step) if job.averaging else None
     seen = rules if averages is None else list(dict.fromkeys([*rules, LOSS_SPLIT]))
-    validation = Validation(job, images, labels, domains, seen, metric, max(batches.sizes), accelerator)
+    groups = domains if worst_of is None else worst_of
+    validation = Validation(job, images, labels, groups, seen, metric, max(batches.sizes), accelerator)
     run = _Run(job, training, batches, validation, Selector(rules, metric, first_step), averages, record)
     failure = _train(run, inner, accelerator, unfreeze_at, show)
     selected = run.selector.selected
@@ -104,6 +106,7 @@ def train_model(
         mixed_steps=algorithm.mixed_steps(job.setup.steps),
         seconds=time.perf_counter() - started,
         failure=failure,
+        course=run.selector.course,
     )
 
 
@@ -173,6 +176,7 @@ def _evaluate(run: _Run, passes: Passes, taken: int, course: Course, factor: flo
     values = run.validation.evaluate(passes.inner)
     if values is None:
         return False
+    values |= known_values(run.job, taken)
     run.selector.offer(taken, values, passes.inner.weights)
     if run.averages is not None:
         run.averages.evaluated(taken, [run.validation.loss])
@@ -270,16 +274,16 @@ class Validation:
         job: Job,
         images: ImageRows,
         labels: Tensor,
-        domains: Tensor,
+        worst_of: Tensor,
         rules: Sequence[str],
         metric: str,
         batch_size: int,
         accelerator: Accelerator,
     ) -> None:
-        self.labels, self.domains, self.metric = labels, domains, metric
+        self.labels, self.worst_of, self.metric = labels, worst_of, metric
         self.precision = precision_of(accelerator)
         self.loss = math.nan  # on the images of LOSS_SPLIT, where they are looked at, at the last evaluation
-        self.rows = rows_of_rules(job.split, rules)
+        self.rows = rows_of_rules(job, rules)
         self.images = {
             rule: EvaluationImages(images, rows, batch_size, accelerator, persistent=True)
             for rule, rows in self.rows.items()
@@ -295,9 +299,9 @@ class Validation:
             if not logits.isfinite().all():
                 return None
             rows = self.rows[rule]
-            values[rule] = metric_of(self.metric, logits, self.labels[rows], self.domains[rows])
+            values[rule] = metric_of(self.metric, logits, self.labels[rows], self.worst_of[rows])
             if rule == LOSS_SPLIT:
-                self.loss = metric_of("nll", logits, self.labels[rows], self.domains[rows])
+                self.loss = metric_of("nll", logits, self.labels[rows], self.worst_of[rows])
         inner.train()
         return values
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from xdm_ft.data.loading.splits import SELECTION_SPLIT, Split
+from xdm_ft.data.loading.splits import SELECTION_SPLIT
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.training import Selected
+from xdm_ft.training import Course, Job, Selected
 
 
 def evaluation_steps(steps: int, every: int | None) -> list[int]:
@@ -19,25 +19,42 @@ def evaluation_steps(steps: int, every: int | None) -> list[int]:
     return [*range(every, steps, every), steps]
 
 
-def rows_of_rules(split: Split, rules: Sequence[str]) -> dict[str, Tensor]:
-    """Selection rule → the rows (int64) of the split that it looks at. Raises `UserError` where there are none."""
+def rows_of_rules(job: Job, rules: Sequence[str]) -> dict[str, Tensor]:
+    """Selection rule → the rows (int64) of the split that it looks at, unless its values are known beforehand.
+
+    A rule that is none of the protocol's looks at the split of its name. Raises `UserError` where there are no rows.
+    """
+    found = {}
     for rule in rules:
-        rows = split.evaluation.get(SELECTION_SPLIT[rule])
+        if rule in job.known:
+            continue
+        name = SELECTION_SPLIT.get(rule, rule)
+        rows = job.split.evaluation.get(name)
         if rows is None or len(rows) == 0:
             raise UserError(
-                f'protocol.selection: "{rule}" needs images in the split {SELECTION_SPLIT[rule]}, and there are none '
-                f"with {', '.join(split.test_domains)} held out; choose another rule"
+                f'protocol.selection: "{rule}" needs images in the split {name}, and there are none '
+                f"with {', '.join(job.split.test_domains)} held out; choose another rule"
             )
-    return {rule: split.evaluation[SELECTION_SPLIT[rule]] for rule in rules}
+        found[rule] = rows
+    return found
+
+
+def known_values(job: Job, step: int) -> dict[str, float]:
+    """Selection rule → its value after `step` steps, for the rules whose values are known beforehand; nan: none."""
+    return {rule: of_step.get(step, math.nan) for rule, of_step in job.known.items()}
 
 
 class Selector:
-    """The best state of one model so far, for each rule. The first of equally good steps wins."""
+    """The best state of one model so far, for each rule. The first of equally good steps wins.
+
+    The first rule is the recipe's own: where it can pick nothing there is no model. Another one may go without.
+    """
 
     def __init__(self, rules: Sequence[str], metric: str, first_selectable_step: int = 1) -> None:
         self.rules, self.metric, self.first_selectable_step = tuple(rules), metric, first_selectable_step
         self.best: dict[str, float] = {}
         self.selected: dict[str, Selected] = {}
+        self.course: Course = {rule: {} for rule in self.rules}
 
     def offer(
         self,
@@ -47,6 +64,8 @@ class Selector:
         hparams: Mapping[str, float] | None = None,
     ) -> None:
         """The metric's value for each rule after `step` steps. `state` is called once if a rule picks it."""
+        for rule in self.rules:
+            self.course[rule][step] = values[rule]
         if step < self.first_selectable_step:
             return
         better = [rule for rule in self.rules if self._improves(rule, values[rule])]
@@ -63,11 +82,10 @@ class Selector:
         return value > self.best[rule] if HIGHER_IS_BETTER[self.metric] else value < self.best[rule]
 
     def nothing_selected(self) -> str | None:
-        """Why a rule has picked nothing; None where each has."""
-        missing = [rule for rule in self.rules if rule not in self.selected]
-        if not missing:
+        """Why the first rule has picked nothing; None where it has."""
+        if self.rules[0] in self.selected:
             return None
         return (
-            f"nothing could be selected by {', '.join(missing)}: at no step from {self.first_selectable_step} on was "
+            f"nothing could be selected by {self.rules[0]}: at no step from {self.first_selectable_step} on was "
             f"{self.metric} defined on its images and every logit finite"
         )

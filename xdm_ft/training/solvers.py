@@ -15,23 +15,32 @@ from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.bank import head_logits
-from xdm_ft.training.selection import Selector, rows_of_rules
+from xdm_ft.training.selection import Selector, known_values, rows_of_rules
 
 if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
 
 
-def solve(job: Job, features: Features, labels: Tensor, domains: Tensor, rules: Sequence[str], metric: str) -> Trained:
+def solve(
+    job: Job,
+    features: Features,
+    labels: Tensor,
+    domains: Tensor,
+    rules: Sequence[str],
+    metric: str,
+    worst_of: Tensor | None = None,
+) -> Trained:
     """Offers the solver's candidates to selection, in their order. Deterministic on a CPU.
 
     `features` are the L2-normalised ones where the solver says `normalized`; `labels` and `domains` are int64 [N],
-    domains numbered as in the data set. `Selected.step` is the candidate's place in the path, `Selected.hparams` what
-    distinguishes it.
+    domains numbered as in the data set; `worst_of` as for `train_bank`. `Selected.step` is the candidate's place in the
+    path, `Selected.hparams` what distinguishes it.
     """
     started = time.perf_counter()
+    worst_of = domains if worst_of is None else worst_of
     solver = job.make(job.setup)
     assert isinstance(solver, Solver)
-    watched = rows_of_rules(job.split, rules)
+    watched = rows_of_rules(job, rules)
     selector = Selector(rules, metric, first_selectable_step=0)
     rows = torch.cat(job.split.train)
     batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows)
@@ -42,14 +51,17 @@ def solve(job: Job, features: Features, labels: Tensor, domains: Tensor, rules: 
     for candidate in solver.solve(batch.x, batch):
         state = {"head.weight": candidate.weight.cpu(), "head.bias": candidate.bias.cpu()}
         values = {
-            rule: _value(metric, head_logits(features, of_rule, state).cpu(), labels[of_rule], domains[of_rule])
+            rule: _value(metric, head_logits(features, of_rule, state).cpu(), labels[of_rule], worst_of[of_rule])
             for rule, of_rule in watched.items()
         }
+        values |= known_values(job, candidate.step)
         selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
     failure = selector.nothing_selected()
-    return Trained(job, {} if failure else selector.selected, None, time.perf_counter() - started, failure)
+    return Trained(
+        job, {} if failure else selector.selected, None, time.perf_counter() - started, failure, selector.course
+    )
 
 
-def _value(metric: str, logits: Tensor, labels: Tensor, domains: Tensor) -> float:
+def _value(metric: str, logits: Tensor, labels: Tensor, worst_of: Tensor) -> float:
     """nan, which is never selected, where a logit is not finite."""
-    return metric_of(metric, logits, labels, domains) if torch.isfinite(logits).all() else math.nan
+    return metric_of(metric, logits, labels, worst_of) if torch.isfinite(logits).all() else math.nan

@@ -18,9 +18,10 @@ from xdm_ft.data.loading.images import NAMED_AT_MOST
 from xdm_ft.data.loading.stratification import validation_part
 from xdm_ft.errors import UserError, did_you_mean
 
-Rule = Literal["train_val", "val_domain", "oracle"]
+Rule = Literal["train_val", "val_domain", "cross_domain", "oracle"]
 SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_domain", "oracle": "test_val"}
-"""Selection rule → the split whose metric it looks at. `oracle` looks at a part of the test domain: cheating."""
+"""Selection rule → the split whose metric it looks at. `oracle` looks at a part of the test domain: cheating.
+`cross_domain` looks at other models (`derived_splits.without`)."""
 
 Metric = Literal["accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "nll", "ece"]
 
@@ -49,8 +50,10 @@ class Protocol(Block):
     selection: Annotated[
         Rule,
         Field(
-            description="which images pick the step: train_val, validation parts of the training domains; "
-            "val_domain, the official validation domain; oracle, a part of the test domain (cheating)"
+            description="which images pick the step, and the headline: train_val, validation parts of the training "
+            "domains; val_domain, the official validation domain; cross_domain, each training domain under a model "
+            "trained without it (extra models); oracle, a part of the test domain (cheating). All but cross_domain "
+            "are reported beside it where the data allows"
         ),
     ] = "train_val"
     metric: Annotated[Metric, Field(description="metric that selects the step, and the headline of the tables")] = (
@@ -61,6 +64,13 @@ class Protocol(Block):
         1,
         2,
     )
+    final_fit: Annotated[
+        bool,
+        Field(
+            description="afterwards train the best method on all domains, to the median selected step: the model to "
+            "ship, whose estimate is the table's"
+        ),
+    ] = False
 
     @field_validator("seeds", mode="before")
     @classmethod
@@ -97,6 +107,13 @@ def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Col
     return [leave_one_domain_out(dataset, protocol, name, seed, unreadable) for name in held_out]
 
 
+def rules_of(protocol: Protocol, planned: Iterable[Split]) -> tuple[str, ...]:
+    """The recipe's selection rule, then the others that every split bears."""
+    parts = set.intersection(*(set(split.evaluation) for split in planned))
+    others = [rule for rule, name in SELECTION_SPLIT.items() if name in parts]
+    return tuple(dict.fromkeys([protocol.selection, *others]))
+
+
 def leave_one_domain_out(
     dataset: ImageDataset, protocol: Protocol, test_domain: str, seed: int, unreadable: Collection[int] = ()
 ) -> Split:
@@ -118,10 +135,10 @@ def leave_one_domain_out(
         raise UserError(
             f'data: "{test_domain}" is the only domain; leave_one_domain_out needs a second one to train on'
         )
-    readable = _usable(dataset, unreadable)
+    readable = usable(dataset, unreadable)
     is_test = readable & (dataset.domains == held_out)
     is_source = readable & (dataset.domains != held_out)
-    _check_classes(dataset, np.flatnonzero(readable), range(len(dataset.domain_names)))
+    check_classes(dataset, np.flatnonzero(readable), range(len(dataset.domain_names)))
 
     notes = []
     if dataset.groups is not None:
@@ -129,7 +146,7 @@ def leave_one_domain_out(
         if shared.any():
             is_source &= ~shared
             notes.append(f"{shared.sum()} training images left out whose group is also in {test_domain}")
-    is_train, is_val, how = _parts(dataset, protocol, is_source, is_test, seed)
+    is_train, is_val, how = parts_of(dataset, protocol, is_source, is_test, seed)
     evaluation = {
         "train_val": np.flatnonzero(is_val & is_source),
         "test": np.flatnonzero(is_test),
@@ -139,7 +156,7 @@ def leave_one_domain_out(
     return _split(dataset, protocol, (test_domain,), train_domains, train, evaluation, notes + how)
 
 
-def _parts(
+def parts_of(
     dataset: ImageDataset, protocol: Protocol, is_source: np.ndarray, is_test: np.ndarray, seed: int
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Which rows train and which validate, bool [N], and what the protocol line must say of it."""
@@ -156,8 +173,10 @@ def _parts(
         is_val = np.isin(dataset.splits, ("val", "train_val"))
         return dataset.splits == "train", is_val, ["train and validation parts as they come with the data"]
     else:
-        parts = (np.flatnonzero(part) for part in (is_source, is_test))
-        rows = [_validation_part(dataset, part, protocol.val_fraction, seed) for part in parts]
+        rows = [
+            _validation_part(dataset, np.flatnonzero(part), protocol.val_fraction, seed)
+            for part in (is_source, is_test)
+        ]
         how = []
     is_val = np.zeros(len(dataset), dtype=bool)
     is_val[np.concatenate(rows)] = True
@@ -179,7 +198,7 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
         raise UserError("protocol.test_domains: the official split decides what is tested; leave it out")
     if protocol.split_rule != "stratified":
         raise UserError("protocol.split_rule: the official split decides what validates; leave it out")
-    readable = _usable(dataset, unreadable)
+    readable = usable(dataset, unreadable)
     train, val, test = (np.flatnonzero(readable & (dataset.splits == part)) for part in ("train", "val", "test"))
     for part, rows in (("train", train), ("test", test)):
         if len(rows) == 0:
@@ -199,14 +218,14 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
     return _split(dataset, protocol, test_domains, tuple(names[trains].tolist()), train, evaluation, [])
 
 
-def _usable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
+def usable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
     """Rows that decode and that the data set itself does not leave out, bool [N]."""
     usable = np.ones(len(dataset), dtype=bool) if dataset.splits is None else dataset.splits != ""
     usable[list(unreadable)] = False
     return usable
 
 
-def _check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int], where: str = "") -> None:
+def check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int], where: str = "") -> None:
     """Refuses a domain with no image among `rows`, or of one class only: the domain would tell the class."""
     count = _images(dataset, rows)
     for domain in domains:
@@ -239,9 +258,14 @@ def _split(
     grouped = dataset.groups is not None
     numbers = [dataset.domain_names.index(name) for name in train_domains]
     anew = "; if groups are numbered anew in each domain, data.group must capture the domain too" if grouped else ""
-    _check_classes(dataset, train, numbers, f" left for training with {held_out} held out{anew}")
-    needed = SELECTION_SPLIT[protocol.selection]
-    if needed not in evaluation:
+    check_classes(dataset, train, numbers, f" left for training with {held_out} held out{anew}")
+    if protocol.selection == "cross_domain" and len(train_domains) < 2:
+        raise UserError(
+            f"protocol.selection: cross_domain leaves out one training domain at a time; with {held_out} held out "
+            f"there is only {train_domains[0]}"
+        )
+    needed = SELECTION_SPLIT.get(protocol.selection)
+    if needed is not None and needed not in evaluation:
         able = [rule for rule, name in SELECTION_SPLIT.items() if name in evaluation]
         raise UserError(
             f"protocol.selection: {protocol.selection} needs {needed} images; none with {held_out} held out"
@@ -258,11 +282,11 @@ def _split(
         train=tuple(torch.from_numpy(part) for part in parts),
         evaluation={name: torch.from_numpy(rows) for name, rows in evaluation.items()},
         domain_of=torch.from_numpy(domain_of),
-        notes=(_independence(dataset, train, evaluation), *notes, *_gaps(dataset, train, evaluation, numbers)),
+        notes=(independence(dataset, train, evaluation), *notes, *_gaps(dataset, train, evaluation, numbers)),
     )
 
 
-def _independence(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray]) -> str:
+def independence(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray]) -> str:
     if dataset.groups is None:
         return "images assumed independent"
     of_training = dataset.groups[train]

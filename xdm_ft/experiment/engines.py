@@ -1,0 +1,134 @@
+"""Jobs → trained models, by the engine that fits: the head bank, a solver, or the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from xdm_ft.algorithms import Algorithm
+from xdm_ft.experiment.material import Material, build_encoder
+from xdm_ft.experiment.plan import Plan
+from xdm_ft.experiment.run_directory import RunDirectory
+from xdm_ft.features.cache import Features
+from xdm_ft.progress import progress
+from xdm_ft.recipe_blocks import MethodItem
+from xdm_ft.training import Job, Selected, Trained
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from xdm_ft.encoders import Encoder
+
+Logits = Callable[[Selected, Tensor], Tensor]  # (what a rule selected, rows) → float32 logits [n,C]
+
+
+class Model(NamedTuple):
+    """What an engine returns, and how to ask it."""
+
+    trained: Trained
+    logits: Logits
+    encoder: Encoder | None = None  # as it was before training, where it was trained too
+
+
+@dataclasses.dataclass(frozen=True)
+class Engines:
+    plan: Plan
+    material: Material
+    directory: RunDirectory
+    accelerator: Accelerator
+
+    def train(self, item: MethodItem, jobs: Sequence[Job], rules: Sequence[str]) -> Iterator[Model]:
+        """The jobs of one method, in their order. With a frozen encoder the main process alone trains."""
+        if self.plan.recipe.trainable and not item.is_solver:
+            yield from self._end_to_end(jobs, rules)
+        elif self.accelerator.is_main_process:
+            yield from self._solved(jobs, rules) if item.is_solver else self._banked(jobs, rules)
+
+    def _banked(self, jobs: Sequence[Job], rules: Sequence[str]) -> Iterator[Model]:
+        """All jobs of a method together, on cached features."""
+        from xdm_ft.training.bank import head_logits, train_bank
+
+        plan, features = self.plan, self._features_of(jobs[0])
+        logits = _logits_of(features, head_logits)
+        for trained in train_bank(
+            jobs,
+            features,
+            plan.labels,
+            plan.domains,
+            plan.recipe.training,
+            rules,
+            plan.recipe.protocol.metric,
+            record=self._record,
+            show=self.accelerator.is_main_process,
+            worst_of=plan.worst_of,
+        ):
+            yield Model(trained, logits)
+
+    def _solved(self, jobs: Sequence[Job], rules: Sequence[str]) -> Iterator[Model]:
+        """Methods that find their head without gradient steps."""
+        from xdm_ft.training.bank import head_logits
+        from xdm_ft.training.solvers import solve
+
+        plan, metric = self.plan, self.plan.recipe.protocol.metric
+        with progress(jobs[0].method, len(jobs), "models", self.accelerator.is_main_process) as bar:
+            for job in jobs:
+                features = self._features_of(job)
+                trained = solve(job, features, plan.labels, plan.domains, rules, metric, plan.worst_of)
+                yield Model(trained, _logits_of(features, head_logits))
+                bar.advance()
+
+    def _end_to_end(self, jobs: Sequence[Job], rules: Sequence[str]) -> Iterator[Model]:
+        """One model after another, its encoder trained too."""
+        from xdm_ft.training.loop import predict, train_model
+
+        plan, training = self.plan, self.plan.recipe.training
+        for job in jobs:
+            encoder = build_encoder(plan.recipe, job.seed)
+            job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, width=encoder.width))
+            trained = train_model(
+                job,
+                encoder,
+                plan.dataset,
+                plan.labels,
+                plan.domains,
+                training,
+                rules,
+                plan.recipe.protocol.metric,
+                plan.recipe.encoder_common.batch_norm,
+                self.accelerator,
+                record=self._record,
+                show=self.accelerator.is_main_process,
+                unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
+                worst_of=plan.worst_of,
+            )
+
+            def logits(selected: Selected, rows: Tensor, encoder: Encoder = encoder) -> Tensor:
+                return predict(encoder, selected.state, plan.dataset, rows, self.accelerator, training.batch_size)
+
+            yield Model(trained, logits, encoder)
+
+    def _features_of(self, job: Job) -> Features:
+        features = self.material.features
+        assert features is not None, "the plan gathers features for every method that reads them"
+        return features.normalized() if job.normalized else features
+
+    def _record(self, job: Job, step: int, values: dict[str, float]) -> None:
+        self.directory.record_scalars(f"{job.method}/{','.join(job.test_domains)}/seed{job.seed}", step, values)
+
+
+def starting_weights(model: Model) -> dict[str, Tensor]:
+    """What the training of a model started from: its head, and its encoder where that was trained too."""
+    job = model.trained.job
+    algorithm = job.make(job.setup)
+    assert isinstance(algorithm, Algorithm)
+    start = algorithm.state_dict()
+    if model.encoder is not None:
+        start |= {f"encoder.{name}": value for name, value in model.encoder.state_dict().items()}
+    return start
+
+
+def _logits_of(features: Features, head_logits: Callable[[Features, Tensor, dict[str, Tensor]], Tensor]) -> Logits:
+    return lambda selected, rows: head_logits(features, rows, selected.state)
