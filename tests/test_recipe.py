@@ -185,7 +185,7 @@ def test_prompts_of_a_method_are_for_class_embeddings():
     clip = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
     text = clip.replace("[erm, sam,", "[{name: zero_shot, prompts: openai_imagenet}, {name: erm, prompts: [a]},")
     assert [fault.split(": ")[1] for fault in faults(text)] == ["methods.1.prompts"]
-    good = text.replace("prompts: [a]", "prompts: [a {}, openai_imagenet]")
+    good = text.replace("prompts: [a]", "prompts: ['a {}', openai_imagenet]")
     assert faults(good) == [
         "r.yaml:4: methods.1.prompts: erm reads no class embeddings; leave it out, or set head_init: zero_shot"
     ]
