@@ -169,7 +169,10 @@ def test_it_validates_and_runs(
     assert [item.label for item in recipe.methods] == labels
 
     validate(recipe)
-    assert "gradient evaluations" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "gradient evaluations" in printed
+    for item in recipe.methods:
+        assert (f"# prompts of {item.label}," in printed) == (item.block.prompts is not None)
     assert run(recipe) == 0
 
     folder = tmp_path / "output" / name
