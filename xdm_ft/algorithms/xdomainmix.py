@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, Setup, linear, linear_head, product
+from xdm_ft.algorithms import Algorithm, Setup, linear, linear_head, mean_loss, product
 from xdm_ft.errors import UserError
 from xdm_ft.randomness import Stream, uniform
 from xdm_ft.tensors import Batch, Losses, Parts
@@ -102,7 +102,7 @@ class XDomainMix(Algorithm):
             return self.second_pass(z, batch, step, self.masks(z, batch, step))
         clean = F.cross_entropy(linear(z, self.head), batch.y, reduction="none")  # [B]
         by_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)  # [B]
-        return Losses(self.average(clean, batch), self.average(by_domain, batch))
+        return Losses(self.average(clean, batch), self.domain_average(by_domain, batch))
 
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
         """The loss (8) with given masks."""
@@ -118,7 +118,7 @@ class XDomainMix(Algorithm):
             by_domain = torch.where(draws.keep, (by_domain + on_mixed) / 2, by_domain)
         return Losses(
             total=self.average((clean + augmented) / 2, batch),
-            auxiliary=self.average(by_domain, batch),
+            auxiliary=self.domain_average(by_domain, batch),
             logs={
                 "without_same_partner": 1 - draws.partners.has_same.float().mean(),
                 "without_other_partner": 1 - draws.partners.has_other.float().mean(),
@@ -131,6 +131,10 @@ class XDomainMix(Algorithm):
         if self.domain_head_augmented:
             return soft_loss(logits, F.one_hot(batch.domain, self.task.num_domains).to(logits.dtype))
         return F.cross_entropy(logits, batch.domain, reduction="none")
+
+    def domain_average(self, domain_losses: Tensor, batch: Batch) -> Tensor:
+        """The mean of d's losses [B], in which classes weigh nothing."""
+        return mean_loss(domain_losses, batch.domain, self.task.num_domains, self.loss_average)
 
     def masks(self, z: Tensor, batch: Batch, step: int) -> dict[str, Tensor]:
         """M_c and M_d at a step after the warm-up, bool [B,K]. (1)(2)(3)"""

@@ -40,9 +40,9 @@ class Optimizer(ABC):
 class SGD(Optimizer):
     """v ← μ v + g + wd θ, θ ← θ − lr v (no dampening, no Nesterov)."""
 
-    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: float) -> None:
+    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: Tensor) -> None:
         super().__init__(parameters, lr, weight_decay)
-        self.momentum = momentum
+        self.momentum = {name: _beside(momentum, p) for name, p in parameters.items()}
         self.velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
 
     def reset(self) -> None:
@@ -52,7 +52,7 @@ class SGD(Optimizer):
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None:
         if self.decays:
             gradient = torch.addcmul(gradient, parameter, self.weight_decay[name])
-        velocity = self.velocity[name].mul_(self.momentum).add_(gradient)
+        velocity = self.velocity[name].mul_(self.momentum[name]).add_(gradient)
         parameter.addcmul_(velocity, lr, value=-1)
 
 
@@ -108,10 +108,10 @@ def make_optimizer(
     parameters: Tensors,
     lr: Tensor,
     weight_decay: Tensor,
-    momentum: float,
+    momentum: Tensor,
     amsgrad: bool = False,
 ) -> Optimizer:
-    """The optimizer that `training.optimizer` names; `momentum` is SGD's alone, `amsgrad` the others'."""
+    """The optimizer that `training.optimizer` names; `momentum`, float [H], is SGD's alone, `amsgrad` the others'."""
     if name == "sgd":
         return SGD(parameters, lr, weight_decay, momentum)
     return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, amsgrad)
