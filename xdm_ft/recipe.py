@@ -27,6 +27,7 @@ from xdm_ft.recipe_blocks import (
     Output,
     drawn_item,
     drawn_training,
+    text_faults,
     unfreezes_too_late,
 )
 from xdm_ft.recipe_text import Key, RecipeText, dotted, read_recipe
@@ -304,6 +305,8 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
             if getattr(training, key) != idle:
                 problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
                 faults.add(("training", key), problem)
+    if training.amsgrad and training.optimizer == "sgd":
+        faults.add(("training", "amsgrad"), "is a variant of adam and adamw; leave it out, or choose one of them")
     _check_search(faults, recipe)
     has_text = issubclass(recipe.encoder.cls, TextEncoder)
     for i, item in enumerate(recipe.methods):
@@ -353,19 +356,9 @@ def _check_method(faults: _Faults, key: Key, item: MethodItem, recipe: Recipe, h
             pooled_reason = algorithm.pooled_reason if recipe.training.sampler == "pooled" else ""
             for reason in filter(None, (frozen_reason, pooled_reason)):
                 faults.add(key, f"{item.label}: {reason}")
-    needs_text = item.algorithm.cls.needs_text
-    if needs_text and not has_text:
-        faults.add(key, f"{item.label} needs an encoder with a text side; use encoder.name: open_clip")
-    elif item.head_init == "random" and needs_text and not item.is_solver:
-        faults.add((*key, "head_init"), f"{item.label} starts from the class embeddings; leave head_init out")
-    elif item.head_init == "zero_shot":
-        if item.is_solver:
-            faults.add((*key, "head_init"), f"{item.label} does not start from a head; leave head_init out")
-        elif not has_text:
-            faults.add((*key, "head_init"), "zero_shot needs an encoder with a text side; use encoder.name: open_clip")
-        elif not getattr(recipe.encoder.block, "normalize", False):
-            what = item.label if needs_text else "zero_shot"
-            faults.add(
-                key,
-                f"{what} starts from class embeddings, which fit L2-normalised features; set encoder.normalize: true",
-            )
+    if item.block.normalize and recipe.trainable and not item.is_solver:
+        problem = "is for cached features, and this method trains its encoder; set encoder.normalize: true"
+        faults.add((*key, "normalize"), problem)
+    normalized = item.reads_normalized or getattr(recipe.encoder.block, "normalize", False)
+    for setting, problem in text_faults(item, has_text, normalized):
+        faults.add((*key, *setting), problem)

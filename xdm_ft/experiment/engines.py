@@ -80,7 +80,7 @@ class Engines:
         """All jobs of a method together, on cached features."""
         from xdm_ft.training.bank import head_logits, train_bank
 
-        plan, features = self.plan, self._features
+        plan, features = self.plan, self._features_of(jobs[0])
         logits = _logits_of(features, head_logits)
         for trained in train_bank(
             jobs,
@@ -108,7 +108,7 @@ class Engines:
         plan, metric = self.plan, self.plan.recipe.protocol.metric
         with progress(jobs[0].method, len(jobs), "models", self.accelerator.is_main_process) as bar:
             for job in jobs:
-                features = self._features.normalized() if reads_normalized(job) else self._features
+                features = self._features_of(job)
                 trained = solve(job, features, plan.labels, plan.domains, rules, metric, plan.worst_of)
                 yield Model(trained, _logits_of(features, head_logits), owned=True)
                 bar.advance()
@@ -144,17 +144,13 @@ class Engines:
 
             yield Model(trained, logits, self.accelerator.is_main_process, encoder)
 
-    @property
-    def _features(self) -> Features:
-        assert self.material.features is not None, "the plan gathers features for every method that reads them"
-        return self.material.features
+    def _features_of(self, job: Job) -> Features:
+        features = self.material.features
+        assert features is not None, "the plan gathers features for every method that reads them"
+        return features.normalized() if job.normalized else features
 
     def _record(self, job: Job, step: int, values: dict[str, float]) -> None:
         self.directory.record_scalars(f"{job.method}/{','.join(job.test_domains)}/seed{job.seed}", step, values)
-
-
-def reads_normalized(job: Job) -> bool:
-    return bool(getattr(job.make(job.setup), "normalized", False))
 
 
 def starting_weights(model: Model) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from xdm_ft.data.loading.splits import SELECTION_SPLIT, Split
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.experiment.engines import Engines, Model, reads_normalized, starting_weights
+from xdm_ft.experiment.engines import Engines, Model, starting_weights
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel, extra_models, hparams
 from xdm_ft.experiment.run_directory import RunDirectory, make_prediction
@@ -109,7 +109,7 @@ class Work:
             seed=model.seed,
             loss_average=recipe.training.loss_average,
             head_init=item.head_init,
-            text_weight=self.material.text_weight,
+            text_weight=self.material.text_weights[item.block.prompts] if item.reads_text else None,
             class_weight=self.class_weight(split),
         )
         return Job(
@@ -126,6 +126,7 @@ class Work:
             momentum=training.momentum,
             encoder_lr=training.encoder_lr,
             averaging=item.averaging.build() if item.averaging else None,
+            normalized=item.reads_normalized,
             known=known,
         )
 
@@ -267,7 +268,7 @@ class Work:
 
     def metadata(self, selected: Selected, job: Job) -> dict[str, str]:
         """What a weights file says of itself."""
-        normalized = self.material.normalize or reads_normalized(job)
+        normalized = self.material.normalize or job.normalized
         return {"normalize": str(normalized).lower(), "step": str(selected.step)}
 
 
