@@ -1,4 +1,4 @@
-"""The parts of a recipe that name components: their own keys, and what they become."""
+"""What a recipe is made of: its blocks, the components that they name, and the whole."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
+import yaml
 from pydantic import Field
 
 from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.blocks import Block
 from xdm_ft.data import Augmentation
+from xdm_ft.data.loading.splits import Protocol
 from xdm_ft.encoders.loading.prompts import Prompts
+from xdm_ft.features import FeatureSettings
 from xdm_ft.recipe_text import Key
 from xdm_ft.training import Training
-from xdm_ft.training.search import TRAINING_KEYS, Value, settings_of
+from xdm_ft.training.search import TRAINING_KEYS, Search, Value, settings_of
 
 B = TypeVar("B", bound=Block)
 
@@ -130,6 +133,64 @@ class MethodItem:
         """Gradients of the parameters that one model takes; a sharpness-aware step takes each of them twice."""
         per_step: int = self.algorithm.cls.gradients_per_step(num_domains)
         return steps * per_step * (2 if self.sharpness else 1)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole recipe, checked."""
+
+    name: str
+    data: Component
+    protocol: Protocol
+    encoder: Component
+    features: FeatureSettings
+    methods: tuple[MethodItem, ...]
+    training: Training
+    search: Search
+    output: Output
+
+    @property
+    def trainable(self) -> bool:
+        return self.encoder_common.trainable
+
+    @property
+    def data_common(self) -> DataCommon:
+        assert isinstance(self.data.block, DataCommon)
+        return self.data.block
+
+    @property
+    def encoder_common(self) -> EncoderCommon:
+        assert isinstance(self.encoder.block, EncoderCommon)
+        return self.encoder.block
+
+    @property
+    def train_augmentation(self) -> Augmentation:
+        """What training images go through: the data set's own where the recipe says nothing, none if not end to end."""
+        own: Augmentation = self.data.cls.train_augmentation if self.trainable else "none"
+        return self.data_common.train_augmentation or own
+
+    @property
+    def needs_features(self) -> bool:
+        """Some method reads cached features of the encoder as it comes."""
+        return not self.trainable or any(item.is_solver for item in self.methods)
+
+    def resolved(self) -> dict[str, Any]:
+        """Plain values with every default written out."""
+        blocks: dict[str, Block] = {
+            "data": self.data.block,
+            "protocol": self.protocol,
+            "encoder": self.encoder.block,
+            "features": self.features,
+            "training": self.training,
+            "search": self.search,
+            "output": self.output,
+        }
+        plain = {name: block.model_dump(mode="json") for name, block in blocks.items()}
+        methods = [item.block.model_dump(mode="json") for item in self.methods]
+        return {"name": self.name, **plain, "methods": methods}
+
+    def as_yaml(self) -> str:
+        return str(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True, width=120))
 
 
 def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
