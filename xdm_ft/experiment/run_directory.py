@@ -113,10 +113,10 @@ class RunDirectory:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: is damaged; delete it to train its models again") from error
         known = {identity(run): run for run in runs}
-        known |= {key: run for key, run in self._remembered_runs().items() if self._is_whole(run)}
+        known |= {key: run for key, run in self.remembered_runs().items() if self._is_whole(run)}
         return list(known.values())
 
-    def _remembered_runs(self) -> dict[Identity, Record]:
+    def remembered_runs(self) -> dict[Identity, Record]:
         """The records that every process has kept of its models, failed and skipped ones too."""
         runs = {}
         for path in sorted((self.path / "state" / RECORDS).rglob("*.json")):
@@ -217,7 +217,7 @@ class RunDirectory:
         self.accelerator.wait_for_everyone()
         if self.writes:
             order = {model.key: place for place, model in enumerate(plan.models)}
-            trained = {identity(run): run for run in self.runs} | self._remembered_runs()
+            trained = {identity(run): run for run in self.runs} | self.remembered_runs()
             self.runs = sorted(
                 (run for key, run in trained.items() if key in order), key=lambda run: order[identity(run)]
             )
