@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup, linear, linear_head, product
 from xdm_ft.errors import UserError
@@ -18,6 +18,7 @@ from xdm_ft.xdomainmix import (
     Partners,
     domain_quantile,
     draw_partners,
+    kernel,
     linear_scores,
     mix,
     specific_mask,
@@ -107,13 +108,13 @@ class XDomainMix(Algorithm):
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
         """The loss (8) with given masks."""
         draws, logits = self.draws(batch, step), linear(z, self.head)  # logits [B,C]
-        mixed = mixed_logits(z, logits, self.head.weight, held, draws)  # c(z̃) [B,C]
+        mixed = mixed_logits(z, logits, self.head, held, draws)  # c(z̃) [B,C]
         clean = F.cross_entropy(logits, batch.y, reduction="none")
         augmented = F.cross_entropy(mixed, batch.y, reduction="none")
         domain_logits = linear(z.detach(), self.domain_head)  # [B,D]
         by_domain = self.domain_loss(domain_logits, batch)
         if self.domain_head_augmented:
-            mixed_domain = mixed_logits(z.detach(), domain_logits, self.domain_head.weight, held, draws)  # d(z̃) [B,D]
+            mixed_domain = mixed_logits(z.detach(), domain_logits, self.domain_head, held, draws)  # d(z̃) [B,D]
             on_mixed = soft_loss(mixed_domain, mixed_domains(batch, draws, self.task.num_domains))
             by_domain = torch.where(draws.keep, (by_domain + on_mixed) / 2, by_domain)
         return Losses(
@@ -136,12 +137,19 @@ class XDomainMix(Algorithm):
         """M_c and M_d at a step after the warm-up, bool [B,K]. (1)(2)(3)"""
         quantile = domain_quantile(step - self.warmup_steps, self.quantile_steps)
         return {
-            "class_mask": specific_mask(linear_scores(z, self.head.weight, batch.y), CLASS_QUANTILE),
-            "domain_mask": specific_mask(linear_scores(z, self.domain_head.weight, batch.domain), quantile),
+            "class_mask": linear_mask(z, self.head.weight, batch.y, CLASS_QUANTILE),
+            "domain_mask": linear_mask(z, self.domain_head.weight, batch.domain, quantile),
         }
 
     def draws(self, batch: Batch, step: int) -> Draws:
         """Partners, λ and discard: functions of the seed, the step and the rows that are in the batch."""
+        if kernel.available(batch.x):
+            return Draws(
+                *kernel.draw(
+                    batch.y, batch.domain, batch.index, self.seed, step, self.p_discard, self.other_partner,
+                    self.discard_per == "batch", self.mix_class_specific, self.mix_class_generic,
+                )
+            )  # fmt: skip
         two = 2 * batch.index[:, None] + torch.arange(2, device=batch.index.device)  # [B,2]
         noise = uniform(self.seed, step, Stream.PARTNERS, two)
         partners = draw_partners(batch.y, batch.domain, noise, self.other_partner)
@@ -153,16 +161,28 @@ class XDomainMix(Algorithm):
         return Draws(partners, lam, keep)
 
 
-def mixed_logits(z: Tensor, logits: Tensor, weight: Tensor, masks: Mapping[str, Tensor], draws: Draws) -> Tensor:
-    """W z̃ + b from `logits` = W z + b: [B,C].
+def linear_mask(z: Tensor, weight: Tensor, target: Tensor, quantile: float) -> Tensor:
+    """Which dimensions are specific to the target (class or domain) by the head W z + b: bool [B,K]."""
+    if kernel.available(z):
+        return kernel.linear_mask(z, weight, target, quantile)
+    return specific_mask(linear_scores(z, weight, target), quantile)
 
-    Mixing is linear in the parts and the head is linear in z, so they commute: the parts are mixed after the product
-    with W, on [B,C] instead of [B,K], and the two generic parts, which stay as they are, never leave `logits`.
+
+def mixed_logits(z: Tensor, logits: Tensor, head: nn.Linear, masks: Mapping[str, Tensor], draws: Draws) -> Tensor:
+    """c(z̃) = W z̃ + b, from z or from `logits` = W z + b: [B,C].
+
+    Mixing is linear in the parts and the head is linear in z, so they commute. Without the compiled pass over z, which
+    makes z̃ whole, the parts are mixed after the product with W, on [B,C] instead of [B,K], and the two generic parts,
+    which stay as they are, never leave `logits`.
     """
     of_class, of_domain = masks["class_mask"], masks["domain_mask"]
+    if kernel.available(z):
+        partners = draws.partners
+        mixed = kernel.mixed(z, of_class, of_domain, partners.same, partners.other, draws.lam, draws.keep)
+        return linear(mixed, head)
     # on a CPU a product with bytes is vectorised; with bools, or `torch.where`, it takes fifteen times as long
-    csds = product(z * (of_class & of_domain).view(torch.uint8), weight)  # W Z_c,d
-    cgds = product(z * (~of_class & of_domain).view(torch.uint8), weight)  # W Z_¬c,d
+    csds = product(z * (of_class & of_domain).view(torch.uint8), head.weight)  # W Z_c,d
+    cgds = product(z * (~of_class & of_domain).view(torch.uint8), head.weight)  # W Z_¬c,d
     parts = Parts(csds, logits - csds - cgds, cgds, torch.zeros_like(logits))
     return mix(parts, draws.partners, draws.lam, draws.keep)
 

@@ -1,0 +1,200 @@
+"""The same mathematics as one compiled pass over features in a CPU's cache (`kernel.c`); the other modules are its oracle.
+
+Masks, partners, λ, discard and, up to the sign of zeros, z̃ are the same bit for bit. Every function takes tensors of
+one head or, leading, of several: [B,…] or [H,B,…], and runs under `torch.func.vmap`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from xdm_ft.compiled import library
+from xdm_ft.randomness import Stream
+from xdm_ft.xdomainmix.decomposition import decompose, rank_of
+from xdm_ft.xdomainmix.mixing import mix
+from xdm_ft.xdomainmix.partners import OtherPartner, Partners
+
+SOURCE = Path(__file__).with_name("kernel.c")
+OTHER_PARTNERS = get_args(OtherPartner)
+"""Numbered as in kernel.c."""
+ELEMENTS_PER_THREAD = 1 << 17  # about 0.1 ms of work; a thread takes 0.05 ms to start on it
+
+
+def available(z: Tensor) -> bool:
+    """Whether features `z`, of one head, can be worked on here: pooled float32 on a CPU, and there is a compiler."""
+    return z.device.type == "cpu" and z.dtype == torch.float32 and z.ndim == 2 and _library() is not None
+
+
+def linear_mask(z: Tensor, weight: Tensor, target: Tensor, quantile: float) -> Tensor:
+    """`specific_mask(linear_scores(z, weight, target), quantile)`: bool [B,K], without gradient. (1)(2)(3)
+
+    Raises `IndexError` for a target that is no row of `weight`.
+    """
+    mask: Tensor = _Mask.apply(z.detach(), weight.detach(), target, rank_of(quantile, z.shape[-1]))
+    return mask
+
+
+def mixed(
+    z: Tensor, class_mask: Tensor, domain_mask: Tensor, same: Tensor, other: Tensor, lam: Tensor, keep: Tensor
+) -> Tensor:
+    """z̃ [B,K] as `mix(decompose(z, class_mask, domain_mask), …)` with λ as it acts: 1 without a partner. (4)-(7)
+
+    Gradients flow to z. Raises `IndexError` for a place outside the batch.
+    """
+    features: Tensor = _Mixed.apply(z, class_mask, domain_mask, same, other, lam, keep)
+    return features
+
+
+def draw(
+    y: Tensor,
+    domain: Tensor,
+    index: Tensor,
+    seed: Tensor,
+    step: int,
+    p_discard: Tensor,
+    other: OtherPartner,
+    discard_per_batch: bool,
+    mix_same: bool,
+    mix_other: bool,
+) -> tuple[Partners, Tensor, Tensor]:
+    """Partners, λ as it acts [B,2] and keep, bool [B], as `XDomainMix.draws` describes them. (5)(7)
+
+    y, domain and index are int64 [B], `seed` int64 and `p_discard` float32 scalars. Classes and domains below 2^31.
+    """
+    settings = (OTHER_PARTNERS.index(other), discard_per_batch, mix_same, mix_other)
+    same, chosen, has_same, has_other, lam, keep = _Draw.apply(y, domain, index, seed, p_discard, step, settings)
+    return Partners(same, chosen, has_same, has_other), lam, keep
+
+
+class _Mask(torch.autograd.Function):
+    @staticmethod
+    def forward(z: Tensor, weight: Tensor, target: Tensor, rank: int) -> Tensor:
+        z, weight, target = z.contiguous(), weight.float().contiguous(), target.contiguous()
+        mask = torch.empty(z.shape, dtype=torch.bool)
+        sizes = (z.shape[-2], z.shape[-1], weight.shape[-2])
+        _share(_library().masks, z.shape[:-1].numel(), z.shape[-1], *sizes, z, weight, target, rank, mask)
+        return mask
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return _Mask.apply(*_leading(info, in_dims, inputs)), 0
+
+
+class _Mixed(torch.autograd.Function):
+    @staticmethod
+    def forward(z: Tensor, *choices: Tensor) -> Tensor:
+        z, choices = z.contiguous(), tuple(tensor.contiguous() for tensor in choices)
+        features = torch.empty_like(z)
+        _share(_library().mix, z.shape[:-1].numel(), z.shape[-1], z.shape[-2], z.shape[-1], z, *choices, features)
+        return features
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        own = None
+        if ctx.needs_input_grad[0]:
+            _, vjp = torch.func.vjp(lambda z: _plainly_mixed(z, *ctx.saved_tensors[1:]), ctx.saved_tensors[0])
+            (own,) = vjp(gradient)
+        return own, *(None for _ in ctx.saved_tensors[1:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
+        return _Mixed.apply(*_leading(info, in_dims, inputs)), 0
+
+
+def _plainly_mixed(
+    z: Tensor, class_mask: Tensor, domain_mask: Tensor, same: Tensor, other: Tensor, lam: Tensor, keep: Tensor
+) -> Tensor:
+    if z.ndim > 2:
+        return torch.vmap(_plainly_mixed)(z, class_mask, domain_mask, same, other, lam, keep)
+    everyone = torch.ones_like(keep)
+    return mix(decompose(z, class_mask, domain_mask), Partners(same, other, everyone, everyone), lam, keep)
+
+
+class _Draw(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        y: Tensor, domain: Tensor, index: Tensor, seed: Tensor, p_discard: Tensor, step: int, settings: tuple[int, ...]
+    ) -> tuple[Tensor, ...]:
+        y, domain, index = y.contiguous(), domain.contiguous(), index.contiguous()
+        same, other = torch.empty_like(y), torch.empty_like(y)
+        has_same, has_other, keep = (torch.empty(y.shape, dtype=torch.bool) for _ in range(3))
+        lam = torch.empty(*y.shape, 2)
+        _share(
+            _library().draw, y.shape[:-1].numel(), y.shape[-1] ** 2,
+            y.shape[-1], seed.contiguous(), step, _STREAMS, index, y, domain, settings[0], p_discard.contiguous(),
+            *settings[1:], same, other, has_same, has_other, lam, keep,
+        )  # fmt: skip
+        return same, other, has_same, has_other, lam, keep
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return _Draw.apply(*_leading(info, in_dims, inputs)), (0,) * 6
+
+
+def _leading(info: Any, in_dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> list[Any]:
+    """Every tensor with the mapped dimension as its first."""
+    moved = []
+    for value, dim in zip(inputs, in_dims, strict=True):
+        if isinstance(value, Tensor):
+            value = value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
+        moved.append(value)
+    return moved
+
+
+_STREAMS = torch.tensor([Stream.PARTNERS, Stream.LAMBDA, Stream.DISCARD])
+
+
+@cache
+def _library() -> Any:
+    """Typed: an int is an int64, a tensor its address."""
+    found = library(SOURCE)
+    if found is not None:
+        integer, address = ctypes.c_int64, ctypes.c_void_p
+        found.masks.argtypes = [integer] * 5 + [address] * 3 + [integer, address]
+        found.mix.argtypes = [integer] * 4 + [address] * 8
+        found.draw.argtypes = [integer] * 3 + [address, integer] + [address] * 4 + [integer, address] + [integer] * 3
+        found.draw.argtypes += [address] * 6
+    return found
+
+
+def _share(function: Callable[..., int], items: int, elements: int, *arguments: Any) -> None:
+    """Calls a function of kernel.c for 0 … `items`−1, each of so many `elements`, on as many threads as PyTorch has."""
+    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
+    parts = min(torch.get_num_threads(), 1 + items * elements // ELEMENTS_PER_THREAD, items)
+    if parts <= 1:
+        codes = [function(0, items, *values)]
+    else:
+        ends = [items * part // parts for part in range(parts + 1)]
+        starts = ends[:-1]
+        codes = list(_pool(parts, os.getpid()).map(lambda first, last: function(first, last, *values), starts, ends[1:]))
+    if 1 in codes:
+        raise IndexError("a class, domain or place in the batch is out of range")
+    if any(codes):
+        raise MemoryError("no memory for the scores of one sample")
+
+
+@cache
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """One pool of each process: threads do not survive a fork."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="xdomainmix")
