@@ -21,7 +21,7 @@ from xdm_ft.errors import UserError
 
 COMPILERS = ("cc", "gcc", "clang")  # the first that there is, unless the environment variable CC names one
 # no contraction: a product and a sum round twice on every processor, as in torch
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fPIC", "-shared")
 SECONDS = 60  # that a compiler may take
 
 logger = logging.getLogger("xdm_ft")
