@@ -23,6 +23,7 @@ LAYERS = [
     "xdomainmix",
     "encoders",
     "data",
+    "compiled",
     "atomic",
     "progress",
     "randomness",

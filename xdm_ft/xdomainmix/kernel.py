@@ -7,9 +7,6 @@ one head or, leading, of several: [B,…] or [H,B,…], and runs under `torch.fu
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
@@ -17,7 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from xdm_ft.compiled import library
+from xdm_ft.compiled import library, share
 from xdm_ft.randomness import Stream
 from xdm_ft.xdomainmix.decomposition import decompose, rank_of
 from xdm_ft.xdomainmix.mixing import mix
@@ -26,7 +23,6 @@ from xdm_ft.xdomainmix.partners import OtherPartner, Partners
 SOURCE = Path(__file__).with_name("kernel.c")
 OTHER_PARTNERS = get_args(OtherPartner)
 """Numbered as in kernel.c."""
-ELEMENTS_PER_THREAD = 1 << 17  # about 0.1 ms of work; a thread takes 0.05 ms to start on it
 
 
 def available(z: Tensor) -> bool:
@@ -178,23 +174,9 @@ def _library() -> Any:
     return found
 
 
-def _share(function: Callable[..., int], items: int, elements: int, *arguments: Any) -> None:
-    """Calls a function of kernel.c for 0 … `items`−1, each of so many `elements`, on as many threads as PyTorch has."""
-    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
-    parts = min(torch.get_num_threads(), 1 + items * elements // ELEMENTS_PER_THREAD, items)
-    if parts <= 1:
-        codes = [function(0, items, *values)]
-    else:
-        ends = [items * part // parts for part in range(parts + 1)]
-        starts = ends[:-1]
-        codes = list(_pool(parts, os.getpid()).map(lambda first, last: function(first, last, *values), starts, ends[1:]))
+def _share(function: Any, items: int, elements: int, *arguments: Any) -> None:
+    codes = share(function, items, elements, *arguments)
     if 1 in codes:
         raise IndexError("a class, domain or place in the batch is out of range")
-    if any(codes):
+    if 2 in codes:
         raise MemoryError("no memory for the scores of one sample")
-
-
-@cache
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """One pool of each process: threads do not survive a fork."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="xdomainmix")
