@@ -101,29 +101,30 @@ class XDomainMix(Algorithm):
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
         if step >= self.warmup_steps:
             return self.second_pass(z, batch, step, self.masks(z, batch, step))
-        clean = F.cross_entropy(linear(z, self.head), batch.y, reduction="none")  # [B]
-        by_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)  # [B]
-        return Losses(self.average(clean, batch), self.average(by_domain, batch))
+        of_class = F.cross_entropy(linear(z, self.head), batch.y, reduction="none")  # [B]
+        of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)  # [B]
+        weights = self.weights(batch)
+        return Losses(of_class @ weights, of_domain @ weights)
 
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
         """The loss (8) with given masks."""
-        draws, logits = self.draws(batch, step), linear(z, self.head)  # logits [B,C]
-        mixed = mixed_logits(z, logits, self.head, held, draws)  # c(z̃) [B,C]
-        clean = F.cross_entropy(logits, batch.y, reduction="none")
-        augmented = F.cross_entropy(mixed, batch.y, reduction="none")
-        domain_logits = linear(z.detach(), self.domain_head)  # [B,D]
-        by_domain = self.domain_loss(domain_logits, batch)
+        draws = self.draws(batch, step)
+        logits = mixed_logits(z, self.head, held, draws)  # c(z) and c(z̃), [2B,C]
+        of_class = F.cross_entropy(logits, batch.y.repeat(2), reduction="none").view(2, -1).mean(0)  # [B]
         if self.domain_head_augmented:
-            mixed_domain = mixed_logits(z.detach(), domain_logits, self.domain_head, held, draws)  # d(z̃) [B,D]
-            on_mixed = soft_loss(mixed_domain, mixed_domains(batch, draws, self.task.num_domains))
-            by_domain = torch.where(draws.keep, (by_domain + on_mixed) / 2, by_domain)
+            clean, mixed = mixed_logits(z.detach(), self.domain_head, held, draws).chunk(2)  # [B,D] each
+            on_mixed = soft_loss(mixed, mixed_domains(batch, draws, self.task.num_domains))
+            of_domain = self.domain_loss(clean, batch)
+            of_domain = torch.where(draws.keep, (of_domain + on_mixed) / 2, of_domain)
+        else:
+            of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)
+        weights = self.weights(batch)
+        found = torch.stack([draws.partners.has_same, draws.partners.has_other]).float().mean(1)  # [2]
+        without_same, without_other = (1 - found).unbind()
         return Losses(
-            total=self.average((clean + augmented) / 2, batch),
-            auxiliary=self.average(by_domain, batch),
-            logs={
-                "without_same_partner": 1 - draws.partners.has_same.float().mean(),
-                "without_other_partner": 1 - draws.partners.has_other.float().mean(),
-            },
+            of_class @ weights,
+            of_domain @ weights,
+            logs={"without_same_partner": without_same, "without_other_partner": without_other},
             held=dict(held),
         )
 
@@ -136,9 +137,13 @@ class XDomainMix(Algorithm):
     def masks(self, z: Tensor, batch: Batch, step: int) -> dict[str, Tensor]:
         """M_c and M_d at a step after the warm-up, bool [B,K]. (1)(2)(3)"""
         quantile = domain_quantile(step - self.warmup_steps, self.quantile_steps)
+        of_class, of_domain = self.head.weight, self.domain_head.weight
+        if kernel.available(z):
+            masks = kernel.linear_masks(z, of_class, of_domain, batch.y, batch.domain, CLASS_QUANTILE, quantile)
+            return dict(zip(("class_mask", "domain_mask"), masks, strict=True))
         return {
-            "class_mask": linear_mask(z, self.head.weight, batch.y, CLASS_QUANTILE),
-            "domain_mask": linear_mask(z, self.domain_head.weight, batch.domain, quantile),
+            "class_mask": specific_mask(linear_scores(z, of_class, batch.y), CLASS_QUANTILE),
+            "domain_mask": specific_mask(linear_scores(z, of_domain, batch.domain), quantile),
         }
 
     def draws(self, batch: Batch, step: int) -> Draws:
@@ -161,30 +166,24 @@ class XDomainMix(Algorithm):
         return Draws(partners, lam, keep)
 
 
-def linear_mask(z: Tensor, weight: Tensor, target: Tensor, quantile: float) -> Tensor:
-    """Which dimensions are specific to the target (class or domain) by the head W z + b: bool [B,K]."""
-    if kernel.available(z):
-        return kernel.linear_mask(z, weight, target, quantile)
-    return specific_mask(linear_scores(z, weight, target), quantile)
-
-
-def mixed_logits(z: Tensor, logits: Tensor, head: nn.Linear, masks: Mapping[str, Tensor], draws: Draws) -> Tensor:
-    """c(z̃) = W z̃ + b, from z or from `logits` = W z + b: [B,C].
+def mixed_logits(z: Tensor, head: nn.Linear, masks: Mapping[str, Tensor], draws: Draws) -> Tensor:
+    """What the head makes of z and of z̃, below each other: [2B,C].
 
     Mixing is linear in the parts and the head is linear in z, so they commute. Without the compiled pass over z, which
     makes z̃ whole, the parts are mixed after the product with W, on [B,C] instead of [B,K], and the two generic parts,
-    which stay as they are, never leave `logits`.
+    which stay as they are, never leave the logits of z.
     """
     of_class, of_domain = masks["class_mask"], masks["domain_mask"]
     if kernel.available(z):
         partners = draws.partners
-        mixed = kernel.mixed(z, of_class, of_domain, partners.same, partners.other, draws.lam, draws.keep)
-        return linear(mixed, head)
+        both = kernel.with_mixed(z, of_class, of_domain, partners.same, partners.other, draws.lam, draws.keep)
+        return linear(both, head)
+    logits = linear(z, head)
     # on a CPU a product with bytes is vectorised; with bools, or `torch.where`, it takes fifteen times as long
     csds = product(z * (of_class & of_domain).view(torch.uint8), head.weight)  # W Z_c,d
     cgds = product(z * (~of_class & of_domain).view(torch.uint8), head.weight)  # W Z_¬c,d
     parts = Parts(csds, logits - csds - cgds, cgds, torch.zeros_like(logits))
-    return mix(parts, draws.partners, draws.lam, draws.keep)
+    return torch.cat([logits, mix(parts, draws.partners, draws.lam, draws.keep)])
 
 
 def mixed_domains(batch: Batch, draws: Draws, num_domains: int) -> Tensor:

@@ -106,17 +106,18 @@ int masks(int64_t first, int64_t last, int64_t B, int64_t K, int64_t C, const fl
 
 /* ---- equations (4) to (7): the augmented features ---- */
 
-/* z̃ of rows first … last−1. lam is λ1, λ2 [H·B,2], 1 without a partner; places are within the head's batch.
- * 1: a place is none of 0 … B−1. */
+/* z and z̃ of rows first … last−1, below each other: [H,2B,K]. lam is λ1, λ2 [H·B,2], 1 without a partner; places are
+ * within the head's batch. 1: a place is none of 0 … B−1. */
 int mix(int64_t first, int64_t last, int64_t B, int64_t K, const float *z, const uint8_t *class_mask,
         const uint8_t *domain_mask, const int64_t *same, const int64_t *other, const float *lam, const uint8_t *keep,
-        float *mixed) {
+        float *both) {
     for (int64_t row = first; row < last; row++) {
         if (same[row] < 0 || same[row] >= B || other[row] < 0 || other[row] >= B) return 1;
         const int64_t batch = row - row % B, i = (batch + same[row]) * K, j = (batch + other[row]) * K, own = row * K;
         const float lam_1 = lam[2 * row], lam_2 = lam[2 * row + 1], rest_1 = 1 - lam_1, rest_2 = 1 - lam_2;
         const uint8_t kept = keep[row];
-        float *restrict out = mixed + own;
+        float *restrict out = both + (batch + row + B) * K;
+        memcpy(out - B * K, z + own, sizeof(float) * (size_t)K);
         for (int64_t k = 0; k < K; k++) {
             const uint8_t c = class_mask[own + k], d = domain_mask[own + k];
             const float value = z[own + k];
@@ -143,20 +144,43 @@ static float uniform(uint64_t of_seed_stream_and_step, int64_t index) {
     return (float)(with_key(of_seed_stream_and_step, index) >> 40) * (1.0f / (1 << 24));
 }
 
-/* The ⌊u·n⌋-th of the n samples that share the class of sample b, or do not, and its domain, or do not; −1 where n = 0.
- * `excluded` is not among them, unless it is the only one; −1: none. */
-static int64_t pick(int64_t B, const int32_t *y, const int32_t *domain, int64_t b, int same_class, int same_domain,
-                    int64_t excluded, float u) {
+#define BLOCK 32
+
+typedef struct {
+    const int32_t *y, *domain;
+    int32_t of_class, of_domain, same_class, same_domain;
+} Wanted;
+
+static inline int32_t fits(const Wanted *wanted, int64_t s) {
+    return ((wanted->y[s] == wanted->of_class) == wanted->same_class) &
+           ((wanted->domain[s] == wanted->of_domain) == wanted->same_domain);
+}
+
+static inline int32_t count_fitting(const Wanted *wanted, int64_t first, int64_t last) {
+    const Wanted own = *wanted;
     int32_t count = 0;
-    for (int64_t s = 0; s < B; s++) count += ((y[s] == y[b]) == same_class) & ((domain[s] == domain[b]) == same_domain);
+    for (int64_t s = first; s < last; s++) count += fits(&own, s);
+    return count;
+}
+
+/* The ⌊u·n⌋-th of the n samples of 0 … B−1 that fit; −1 where n = 0. `excluded`, which fits, is not among them unless
+ * it is the only one; −1: none. */
+static int64_t pick(int64_t B, const Wanted *wanted, int64_t excluded, float u) {
+    int32_t count = count_fitting(wanted, 0, B);
     if (count == 0) return -1;
     if (count == 1) excluded = -1;
     count -= excluded >= 0;
     int32_t left = (int32_t)(u * (float)count);
     if (left > count - 1) left = count - 1; /* the float product must not round up to n */
-    for (int64_t s = 0; s < B; s++) {
-        const int valid = ((y[s] == y[b]) == same_class) & ((domain[s] == domain[b]) == same_domain);
-        if (valid && s != excluded && left-- == 0) return s;
+    for (int64_t block = 0; block < B; block += BLOCK) {
+        const int64_t end = block + BLOCK < B ? block + BLOCK : B;
+        const int32_t here = count_fitting(wanted, block, end) - (excluded >= block && excluded < end);
+        if (left >= here) {
+            left -= here;
+            continue;
+        }
+        for (int64_t s = block; s < end; s++)
+            if (fits(wanted, s) && s != excluded && left-- == 0) return s;
     }
     return -1;
 }
@@ -177,10 +201,11 @@ int draw(int64_t first, int64_t last, int64_t B, const int64_t *seed, int64_t st
         for (int64_t b = 0; b < B; b++) short_y[b] = (int32_t)y[h * B + b], short_domain[b] = (int32_t)domain[h * B + b];
         for (int64_t b = 0; b < B; b++) {
             const int64_t row = h * B + b, at = index[row];
-            const int64_t i = pick(B, short_y, short_domain, b, 1, 0, -1, uniform(key[0], 2 * at));
-            const float u = uniform(key[0], 2 * at + 1);
-            const int64_t j = other_is == 3 ? i : pick(B, short_y, short_domain, b, other_is == 2, other_is == 1,
-                                                       other_is == 2 ? i : -1, u);
+            const Wanted for_i = {short_y, short_domain, short_y[b], short_domain[b], 1, 0};
+            const Wanted for_j = {short_y, short_domain, short_y[b], short_domain[b], other_is == 2, other_is == 1};
+            const int64_t i = pick(B, &for_i, -1, uniform(key[0], 2 * at));
+            const int64_t j =
+                other_is == 3 ? i : pick(B, &for_j, other_is == 2 ? i : -1, uniform(key[0], 2 * at + 1));
             same[row] = i < 0 ? b : i, has_same[row] = i >= 0;
             other[row] = j < 0 ? b : j, has_other[row] = j >= 0;
             lam[2 * row] = i >= 0 && mix_same ? uniform(key[1], 2 * at) : 1;

@@ -30,24 +30,33 @@ def available(z: Tensor) -> bool:
     return z.device.type == "cpu" and z.dtype == torch.float32 and z.ndim == 2 and _library() is not None
 
 
-def linear_mask(z: Tensor, weight: Tensor, target: Tensor, quantile: float) -> Tensor:
-    """`specific_mask(linear_scores(z, weight, target), quantile)`: bool [B,K], without gradient. (1)(2)(3)
+def linear_masks(
+    z: Tensor,
+    class_weight: Tensor,
+    domain_weight: Tensor,
+    y: Tensor,
+    domain: Tensor,
+    class_quantile: float,
+    domain_quantile: float,
+) -> tuple[Tensor, Tensor]:
+    """M_c and M_d, each `specific_mask(linear_scores(z, weight, target), quantile)`: bool [B,K], without gradient. (1)-(3)
 
-    Raises `IndexError` for a target that is no row of `weight`.
+    Raises `IndexError` for a target that is no row of its weight.
     """
-    mask: Tensor = _Mask.apply(z.detach(), weight.detach(), target, rank_of(quantile, z.shape[-1]))
-    return mask
+    ranks = rank_of(class_quantile, z.shape[-1]), rank_of(domain_quantile, z.shape[-1])
+    masks: tuple[Tensor, Tensor] = _apply(_Masks, z, class_weight, domain_weight, y, domain, ranks)
+    return masks
 
 
-def mixed(
+def with_mixed(
     z: Tensor, class_mask: Tensor, domain_mask: Tensor, same: Tensor, other: Tensor, lam: Tensor, keep: Tensor
 ) -> Tensor:
-    """z̃ [B,K] as `mix(decompose(z, class_mask, domain_mask), …)` with λ as it acts: 1 without a partner. (4)-(7)
+    """z, and below it z̃ as `mix(decompose(z, class_mask, domain_mask), …)`, with λ as it acts: [2B,K]. (4)-(7)
 
-    Gradients flow to z. Raises `IndexError` for a place outside the batch.
+    λ is 1 without a partner. Gradients flow to z. Raises `IndexError` for a place outside the batch.
     """
-    features: Tensor = _Mixed.apply(z, class_mask, domain_mask, same, other, lam, keep)
-    return features
+    both: Tensor = _apply(_WithMixed, z, class_mask, domain_mask, same, other, lam, keep)
+    return both
 
 
 def draw(
@@ -67,35 +76,48 @@ def draw(
     y, domain and index are int64 [B], `seed` int64 and `p_discard` float32 scalars. Classes and domains below 2^31.
     """
     settings = (OTHER_PARTNERS.index(other), discard_per_batch, mix_same, mix_other)
-    same, chosen, has_same, has_other, lam, keep = _Draw.apply(y, domain, index, seed, p_discard, step, settings)
+    same, chosen, has_same, has_other, lam, keep = _apply(_Draw, y, domain, index, seed, p_discard, step, settings)
     return Partners(same, chosen, has_same, has_other), lam, keep
 
 
-class _Mask(torch.autograd.Function):
+def _apply(function: type[torch.autograd.Function], *inputs: Any) -> Any:
+    """`function.apply`, whose cost, most of that of a small batch, is only for gradients to z and `torch.func`."""
+    if inputs[0].requires_grad or torch._C._are_functorch_transforms_active():
+        return function.apply(*inputs)
+    return function.forward(*inputs)
+
+
+class _Masks(torch.autograd.Function):
     @staticmethod
-    def forward(z: Tensor, weight: Tensor, target: Tensor, rank: int) -> Tensor:
-        z, weight, target = z.contiguous(), weight.float().contiguous(), target.contiguous()
-        mask = torch.empty(z.shape, dtype=torch.bool)
-        sizes = (z.shape[-2], z.shape[-1], weight.shape[-2])
-        _share(_library().masks, z.shape[:-1].numel(), z.shape[-1], *sizes, z, weight, target, rank, mask)
-        return mask
+    def forward(
+        z: Tensor, class_weight: Tensor, domain_weight: Tensor, y: Tensor, domain: Tensor, ranks: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        z = z.contiguous()
+        rows, (batch, width) = z.shape[:-1].numel(), z.shape[-2:]
+        masks = torch.empty(z.shape, dtype=torch.bool), torch.empty(z.shape, dtype=torch.bool)
+        heads = (class_weight, y, ranks[0], masks[0]), (domain_weight, domain, ranks[1], masks[1])
+        for weight, target, rank, mask in heads:
+            weight, target = weight.float().contiguous(), target.contiguous()
+            _share(_library().masks, rows, width, batch, width, weight.shape[-2], z, weight, target, rank, mask)
+        return masks
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.mark_non_differentiable(output)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(*output)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _Mask.apply(*_leading(info, in_dims, inputs)), 0
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        return _Masks.apply(*_leading(info, in_dims, inputs)), (0, 0)
 
 
-class _Mixed(torch.autograd.Function):
+class _WithMixed(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor, *choices: Tensor) -> Tensor:
         z, choices = z.contiguous(), tuple(tensor.contiguous() for tensor in choices)
-        features = torch.empty_like(z)
-        _share(_library().mix, z.shape[:-1].numel(), z.shape[-1], z.shape[-2], z.shape[-1], z, *choices, features)
-        return features
+        *heads, batch, width = z.shape
+        both = z.new_empty(*heads, 2 * batch, width)
+        _share(_library().mix, z.shape[:-1].numel(), width, batch, width, z, *choices, both)
+        return both
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -103,22 +125,24 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        z, *choices = ctx.saved_tensors
         own = None
         if ctx.needs_input_grad[0]:
-            _, vjp = torch.func.vjp(lambda z: _plainly_mixed(z, *ctx.saved_tensors[1:]), ctx.saved_tensors[0])
-            (own,) = vjp(gradient)
-        return own, *(None for _ in ctx.saved_tensors[1:])
+            of_z, of_mixed = gradient.split(z.shape[-2], dim=-2)
+            _, vjp = torch.func.vjp(lambda z: _plainly_mixed(z, *choices), z)
+            own = of_z + vjp(of_mixed)[0]
+        return own, *(None for _ in choices)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _Mixed.apply(*_leading(info, in_dims, inputs)), 0
+        return _WithMixed.apply(*_leading(info, in_dims, inputs)), 0
 
 
-def _plainly_mixed(
-    z: Tensor, class_mask: Tensor, domain_mask: Tensor, same: Tensor, other: Tensor, lam: Tensor, keep: Tensor
-) -> Tensor:
+def _plainly_mixed(z: Tensor, *choices: Tensor) -> Tensor:
     if z.ndim > 2:
-        return torch.vmap(_plainly_mixed)(z, class_mask, domain_mask, same, other, lam, keep)
+        mixed: Tensor = torch.vmap(_plainly_mixed)(z, *choices)
+        return mixed
+    class_mask, domain_mask, same, other, lam, keep = choices
     everyone = torch.ones_like(keep)
     return mix(decompose(z, class_mask, domain_mask), Partners(same, other, everyone, everyone), lam, keep)
 
