@@ -173,12 +173,11 @@ def mixed_logits(z: Tensor, head: nn.Linear, masks: Mapping[str, Tensor], draws:
     makes z̃ whole, the parts are mixed after the product with W, on [B,C] instead of [B,K], and the two generic parts,
     which stay as they are, never leave the logits of z.
     """
-    of_class, of_domain = masks["class_mask"], masks["domain_mask"]
+    of_class, of_domain, logits = masks["class_mask"], masks["domain_mask"], linear(z, head)
     if kernel.available(z):
         partners = draws.partners
-        both = kernel.with_mixed(z, of_class, of_domain, partners.same, partners.other, draws.lam, draws.keep)
-        return linear(both, head)
-    logits = linear(z, head)
+        mixed = kernel.mixed(z, of_class, of_domain, partners.same, partners.other, draws.lam, draws.keep)
+        return torch.cat([logits, linear(mixed, head)])
     # on a CPU a product with bytes is vectorised; with bools, or `torch.where`, it takes fifteen times as long
     csds = product(z * (of_class & of_domain).view(torch.uint8), head.weight)  # W Z_c,d
     cgds = product(z * (~of_class & of_domain).view(torch.uint8), head.weight)  # W Z_¬c,d

@@ -106,18 +106,17 @@ int masks(int64_t first, int64_t last, int64_t B, int64_t K, int64_t C, const fl
 
 /* ---- equations (4) to (7): the augmented features ---- */
 
-/* z and z̃ of rows first … last−1, below each other: [H,2B,K]. lam is λ1, λ2 [H·B,2], 1 without a partner; places are
- * within the head's batch. 1: a place is none of 0 … B−1. */
+/* z̃ of rows first … last−1. lam is λ1, λ2 [H·B,2], 1 without a partner; places are within the head's batch.
+ * 1: a place is none of 0 … B−1. */
 int mix(int64_t first, int64_t last, int64_t B, int64_t K, const float *z, const uint8_t *class_mask,
         const uint8_t *domain_mask, const int64_t *same, const int64_t *other, const float *lam, const uint8_t *keep,
-        float *both) {
+        float *mixed) {
     for (int64_t row = first; row < last; row++) {
         if (same[row] < 0 || same[row] >= B || other[row] < 0 || other[row] >= B) return 1;
         const int64_t batch = row - row % B, i = (batch + same[row]) * K, j = (batch + other[row]) * K, own = row * K;
         const float lam_1 = lam[2 * row], lam_2 = lam[2 * row + 1], rest_1 = 1 - lam_1, rest_2 = 1 - lam_2;
         const uint8_t kept = keep[row];
-        float *restrict out = both + (batch + row + B) * K;
-        memcpy(out - B * K, z + own, sizeof(float) * (size_t)K);
+        float *restrict out = mixed + own;
         for (int64_t k = 0; k < K; k++) {
             const uint8_t c = class_mask[own + k], d = domain_mask[own + k];
             const float value = z[own + k];

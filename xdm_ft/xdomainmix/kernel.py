@@ -48,15 +48,15 @@ def linear_masks(
     return masks
 
 
-def with_mixed(
+def mixed(
     z: Tensor, class_mask: Tensor, domain_mask: Tensor, same: Tensor, other: Tensor, lam: Tensor, keep: Tensor
 ) -> Tensor:
-    """z, and below it z̃ as `mix(decompose(z, class_mask, domain_mask), …)`, with λ as it acts: [2B,K]. (4)-(7)
+    """z̃ as `mix(decompose(z, class_mask, domain_mask), …)`, with λ as it acts, 1 without a partner: [B,K]. (4)-(7)
 
-    λ is 1 without a partner. Gradients flow to z. Raises `IndexError` for a place outside the batch.
+    Gradients flow to z. Raises `IndexError` for a place outside the batch.
     """
-    both: Tensor = _apply(_WithMixed, z, class_mask, domain_mask, same, other, lam, keep)
-    return both
+    features: Tensor = _apply(_Mixed, z, class_mask, domain_mask, same, other, lam, keep)
+    return features
 
 
 def draw(
@@ -110,14 +110,14 @@ class _Masks(torch.autograd.Function):
         return _Masks.apply(*_leading(info, in_dims, inputs)), (0, 0)
 
 
-class _WithMixed(torch.autograd.Function):
+class _Mixed(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor, *choices: Tensor) -> Tensor:
         z, choices = z.contiguous(), tuple(tensor.contiguous() for tensor in choices)
-        *heads, batch, width = z.shape
-        both = z.new_empty(*heads, 2 * batch, width)
-        _share(_library().mix, z.shape[:-1].numel(), width, batch, width, z, *choices, both)
-        return both
+        batch, width = z.shape[-2:]
+        features = torch.empty_like(z)
+        _share(_library().mix, z.shape[:-1].numel(), width, batch, width, z, *choices, features)
+        return features
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -128,14 +128,13 @@ class _WithMixed(torch.autograd.Function):
         z, *choices = ctx.saved_tensors
         own = None
         if ctx.needs_input_grad[0]:
-            of_z, of_mixed = gradient.split(z.shape[-2], dim=-2)
             _, vjp = torch.func.vjp(lambda z: _plainly_mixed(z, *choices), z)
-            own = of_z + vjp(of_mixed)[0]
+            (own,) = vjp(gradient)
         return own, *(None for _ in choices)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensor, int]:
-        return _WithMixed.apply(*_leading(info, in_dims, inputs)), 0
+        return _Mixed.apply(*_leading(info, in_dims, inputs)), 0
 
 
 def _plainly_mixed(z: Tensor, *choices: Tensor) -> Tensor:
