@@ -26,7 +26,16 @@ from xdm_ft.errors import UserError
 
 COMPILERS = ("cc", "gcc", "clang")  # the first that there is, unless the environment variable CC names one
 # no contraction: a product and a sum round twice on every processor, as in torch
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fPIC", "-shared", "-lm")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-trapping-math",
+    "-fno-math-errno",
+    "-fPIC",
+    "-shared",
+    "-lm",
+)
 SECONDS = 60  # that a compiler may take
 ELEMENTS_PER_THREAD = 1 << 17  # about 0.1 ms of work; a thread takes 0.05 ms to start on it
 

@@ -18,9 +18,9 @@ from xdm_ft.xdomainmix import (
     Partners,
     domain_quantile,
     draw_partners,
-    kernel,
     linear_scores,
     mix,
+    one_pass,
     specific_mask,
 )
 from xdm_ft.xdomainmix.partners import OtherPartner
@@ -138,8 +138,8 @@ class XDomainMix(Algorithm):
         """M_c and M_d at a step after the warm-up, bool [B,K]. (1)(2)(3)"""
         quantile = domain_quantile(step - self.warmup_steps, self.quantile_steps)
         of_class, of_domain = self.head.weight, self.domain_head.weight
-        if kernel.available(z):
-            masks = kernel.linear_masks(z, of_class, of_domain, batch.y, batch.domain, CLASS_QUANTILE, quantile)
+        if one_pass.available(z):
+            masks = one_pass.linear_masks(z, of_class, of_domain, batch.y, batch.domain, CLASS_QUANTILE, quantile)
             return dict(zip(("class_mask", "domain_mask"), masks, strict=True))
         return {
             "class_mask": specific_mask(linear_scores(z, of_class, batch.y), CLASS_QUANTILE),
@@ -148,9 +148,9 @@ class XDomainMix(Algorithm):
 
     def draws(self, batch: Batch, step: int) -> Draws:
         """Partners, λ and discard: functions of the seed, the step and the rows that are in the batch."""
-        if kernel.available(batch.x):
+        if one_pass.available(batch.x):
             return Draws(
-                *kernel.draw(
+                *one_pass.draw(
                     batch.y, batch.domain, batch.index, self.seed, step, self.p_discard, self.other_partner,
                     self.discard_per == "batch", self.mix_class_specific, self.mix_class_generic,
                 )
@@ -174,9 +174,9 @@ def mixed_logits(z: Tensor, head: nn.Linear, masks: Mapping[str, Tensor], draws:
     which stay as they are, never leave the logits of z.
     """
     of_class, of_domain, logits = masks["class_mask"], masks["domain_mask"], linear(z, head)
-    if kernel.available(z):
+    if one_pass.available(z):
         partners = draws.partners
-        mixed = kernel.mixed(z, of_class, of_domain, partners.same, partners.other, draws.lam, draws.keep)
+        mixed = one_pass.mixed(z, of_class, of_domain, partners.same, partners.other, draws.lam, draws.keep)
         return torch.cat([logits, linear(mixed, head)])
     # on a CPU a product with bytes is vectorised; with bools, or `torch.where`, it takes fifteen times as long
     csds = product(z * (of_class & of_domain).view(torch.uint8), head.weight)  # W Z_c,d

@@ -1,4 +1,4 @@
-/* XDomainMix for H heads of B samples with K features each, as README.md maps it; kernel.py calls it.
+/* XDomainMix for H heads of B samples with K features each, as README.md maps it. selection.py and one_pass.py call it.
  *
  * All arrays are contiguous. Masks are bytes 0 or 1; classes, domains and places are int64. Every function works on
  * rows (samples) or heads first … last−1, so that threads can share them. Must not be compiled with -ffast-math.
@@ -84,6 +84,20 @@ static int32_t mask_row(const float *z, const float *weight, int64_t K, int64_t 
     const int32_t tau = divider(scores, K, rank, guess);
     for (int64_t k = 0; k < K; k++) mask[k] = scores[k] > tau;
     return tau == INT32_MAX ? guess : tau;
+}
+
+/* τ [n] of rows first … last−1 of scores [n,K]; NaN for a row with a NaN. 2: no memory. */
+int dividers(int64_t first, int64_t last, int64_t K, const float *scores, int64_t rank, float *tau) {
+    int32_t *row = malloc(sizeof(int32_t) * (size_t)K), guess = 0;
+    if (row == NULL) return 2;
+    for (int64_t n = first; n < last; n++) {
+        for (int64_t k = 0; k < K; k++) row[k] = order_of(scores[n * K + k]);
+        const int32_t found = divider(row, K, rank, guess);
+        tau[n] = from_order(found);
+        guess = found == INT32_MAX ? guess : found;
+    }
+    free(row);
+    return 0;
 }
 
 /* M of rows first … last−1 of [H·B,K], by the scores of heads with weights [H,C,K] at targets [H·B].
