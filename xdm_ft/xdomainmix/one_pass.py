@@ -123,7 +123,7 @@ class _Mixed(torch.autograd.Function):
         z, *choices = ctx.saved_tensors
         own = None
         if ctx.needs_input_grad[0]:
-            _, vjp = torch.func.vjp(lambda z: _plainly_mixed(z, *choices), z)
+            vjp: Any = torch.func.vjp(lambda z: _plainly_mixed(z, *choices), z)[1]
             (own,) = vjp(gradient)
         return own, *(None for _ in choices)
 
