@@ -85,7 +85,14 @@ def test_all_faults_at_once_each_with_its_line():
         ),
         ("{steps: 10}", "{}", "r.yaml:5: training.steps: give steps or epochs"),
         ("{steps: 10}", "{steps: 10, epochs: 2, sampler: pooled}", "both steps and epochs are given"),
-        ("{steps: 10}", "{epochs: 2}", "r.yaml:5: training.epochs: an epoch needs sampler: pooled"),
+        ("{steps: 10}", "{epochs: 2}", "r.yaml:5: training.epochs: an epoch needs sampler: pooled; per_domain draws"),
+        ("{steps: 10}", "{epochs: 2, sampler: class_balanced}", "an epoch needs sampler: pooled; class_balanced draws"),
+        (
+            "name: digits",
+            "name: digits, train_augmentation: domainbed",
+            "r.yaml:2: data.train_augmentation: has no meaning with a frozen encoder",
+        ),
+        ("name: digits", "name: digits, train_augmentation: wilds", "data.train_augmentation: input should be 'none'"),
         ("{steps: 10}", "[1]", "r.yaml:5: training: must be a block of keys"),
         ("{steps: 10}", "{steps: 10, mixed_precision: bf16}", "has no meaning with a frozen encoder"),
         (

@@ -37,6 +37,9 @@ class Stream(IntEnum):
     INPUT_LAMBDA = 25
     INPUT_BOX = 26
     DOMAIN_ORDER = 27
+    BATCH_CLASS = 28
+    AUGMENTATION = 29
+    SEARCH = 30
 
 
 def _signed(value: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from xdm_ft import components
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.blocks import Block
+from xdm_ft.data import Augmentation
 from xdm_ft.data.loading.splits import Protocol
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.errors import UserError, did_you_mean
@@ -24,11 +25,14 @@ from xdm_ft.recipe_blocks import (
     MethodCommon,
     MethodItem,
     Output,
+    drawn_item,
+    drawn_training,
     unfreezes_too_late,
 )
 from xdm_ft.recipe_text import Key, RecipeText, dotted, read_recipe
 from xdm_ft.tensors import Task
 from xdm_ft.training import Training
+from xdm_ft.training.search import TRAINING_KEYS, Search
 
 logger = logging.getLogger("xdm_ft")
 
@@ -44,6 +48,7 @@ class Recipe:
     features: FeatureSettings
     methods: tuple[MethodItem, ...]
     training: Training
+    search: Search
     output: Output
 
     @property
@@ -61,6 +66,12 @@ class Recipe:
         return self.encoder.block
 
     @property
+    def train_augmentation(self) -> Augmentation:
+        """What training images go through: the data set's own where the recipe says nothing, none if not end to end."""
+        own: Augmentation = self.data.cls.train_augmentation if self.trainable else "none"
+        return self.data_common.train_augmentation or own
+
+    @property
     def needs_features(self) -> bool:
         """Some method reads cached features of the encoder as it comes."""
         return not self.trainable or any(item.is_solver for item in self.methods)
@@ -73,6 +84,7 @@ class Recipe:
             "encoder": self.encoder.block,
             "features": self.features,
             "training": self.training,
+            "search": self.search,
             "output": self.output,
         }
         plain = {name: block.model_dump(mode="json") for name, block in blocks.items()}
@@ -87,11 +99,12 @@ BLOCKS: dict[str, type[Block]] = {
     "protocol": Protocol,
     "features": FeatureSettings,
     "training": Training,
+    "search": Search,
     "output": Output,
 }
 COMPONENTS: dict[str, tuple[str, type[Block]]] = {"data": ("data", DataCommon), "encoder": ("encoders", EncoderCommon)}
 BEHIND = ("sharpness", "averaging")  # folders of what a method's name may have behind a +
-KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "output"]
+KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "search", "output"]
 
 
 class _Faults:
@@ -132,7 +145,8 @@ def check(text: RecipeText) -> Recipe:
     recipe = Recipe(name=str(name), **found)
     _check_together(faults, recipe)
     faults.raise_if_any()
-    return recipe
+    augmented = recipe.data.block.model_copy(update={"train_augmentation": recipe.train_augmentation})
+    return replace(recipe, data=replace(recipe.data, block=augmented))
 
 
 def _block(faults: _Faults, key: Key, model: type[Block], values: Any) -> Block | None:
@@ -266,9 +280,10 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
     if (training.steps is None) == (training.epochs is None):
         both = "both steps and epochs are given; keep one" if training.steps else "give steps or epochs"
         faults.add(("training", "epochs" if training.steps else "steps"), both)
-    if training.epochs is not None and training.sampler == "per_domain":
+    if training.epochs is not None and training.sampler != "pooled":
         faults.add(
-            ("training", "epochs"), "an epoch needs sampler: pooled; per_domain draws with replacement, give steps"
+            ("training", "epochs"),
+            f"an epoch needs sampler: pooled; {training.sampler} draws with replacement, give steps",
         )
     if protocol.name == "official" and protocol.test_domains is not None:
         faults.add(("protocol", "test_domains"), "only leave_one_domain_out chooses test domains; leave it out")
@@ -282,13 +297,44 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
     if protocol.name == "official" and protocol.split_rule != "stratified":
         faults.add(("protocol", "split_rule"), "the official split decides what validates; leave it out")
     if not recipe.trainable:
+        if recipe.data_common.train_augmentation not in (None, "none"):
+            problem = "has no meaning with a frozen encoder, whose features of every image are computed once"
+            faults.add(("data", "train_augmentation"), f"{problem}; leave it out, or set encoder.trainable: true")
         for key, idle in (("mixed_precision", "no"), ("accumulation", 1)):
             if getattr(training, key) != idle:
                 problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
                 faults.add(("training", key), problem)
+    _check_search(faults, recipe)
     has_text = issubclass(recipe.encoder.cls, TextEncoder)
     for i, item in enumerate(recipe.methods):
         _check_method(faults, ("methods", i), item, recipe, has_text)
+
+
+def _check_search(faults: _Faults, recipe: Recipe) -> None:
+    """The keys of the space, and that every draw makes settings that their blocks take."""
+    search, items = recipe.search, recipe.methods
+    parts = {part.name: part for item in items for part in item.parts}
+    known = [*TRAINING_KEYS, *(f"{name}.{key}" for name, part in parts.items() for key in part.own)]
+    for key in search.space:
+        if key not in known:
+            problem = f"no hyper-parameter of this recipe's methods that can be searched{did_you_mean(key, known)}"
+            faults.add(("search", "space", key), problem)
+        elif key == "encoder_lr" and not recipe.trainable:
+            faults.add(("search", "space", key), "has no meaning with a frozen encoder; leave it out")
+    if search.space and search.trials == 1:
+        faults.add(("search", "trials"), "1 trial draws nothing from search.space; raise it")
+    if search.preset != "none" and search.trials == 1:
+        faults.add(("search", "trials"), f"1 trial draws nothing from the preset {search.preset}; raise it")
+    for trial in range(search.trials):
+        try:
+            drawn_training(recipe.training, search.drawn(trial))
+            for item in items:
+                drawn_item(item, search.drawn(trial))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            problem = f"trial {trial} draws {'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}"
+            faults.add(("search", "space"), problem)
+            return
 
 
 def _check_method(faults: _Faults, key: Key, item: MethodItem, recipe: Recipe, has_text: bool) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
 from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.blocks import Block
+from xdm_ft.data import Augmentation
+from xdm_ft.training import Training
+from xdm_ft.training.search import TRAINING_KEYS, Value, settings_of
+
+B = TypeVar("B", bound=Block)
 
 
 class DataCommon(Block):
@@ -21,6 +27,13 @@ class DataCommon(Block):
     class_names: Annotated[
         dict[str, str], Field(description="class folder or label → words, for prompts and reports")
     ] = {}
+    train_augmentation: Annotated[
+        Augmentation | None,
+        Field(
+            description="random changes of training images, end to end only: none, or domainbed (crop, flip, colours, "
+            "grey); null: domainbed for DomainBed's five, none for others (WILDS' examples use none)"
+        ),
+    ] = None
 
 
 class EncoderCommon(Block):
@@ -88,3 +101,55 @@ class MethodItem:
     @property
     def is_solver(self) -> bool:
         return issubclass(self.algorithm.cls, Solver)
+
+    @property
+    def parts(self) -> tuple[Component, ...]:
+        return tuple(part for part in (self.algorithm, self.sharpness, self.averaging) if part is not None)
+
+    def gradient_evaluations(self, steps: int, num_domains: int) -> int:
+        """Gradients of the parameters that one model takes; a sharpness-aware step takes each of them twice."""
+        per_step: int = self.algorithm.cls.gradients_per_step(num_domains)
+        return steps * per_step * (2 if self.sharpness else 1)
+
+
+def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
+    """The item with the drawn settings of its parts. What its recipe sets itself stays as it is.
+
+    Raises pydantic's `ValidationError` for a value that the part does not take.
+    """
+    changes: dict[str, Value] = {}
+    for part in item.parts:
+        changes |= {key: value for key, value in settings_of(drawn, part.name).items() if key in part.own}
+    changes = {key: value for key, value in changes.items() if key not in item.block.model_fields_set}
+    if not changes:
+        return item
+    block = _changed(item.block, changes)
+
+    def of(part: Component | None) -> Component | None:
+        return None if part is None else replace(part, block=block)
+
+    return MethodItem(
+        item.label,
+        item.head_init,
+        replace(item.algorithm, block=block),
+        of(item.sharpness),
+        of(item.averaging),
+        block,
+    )
+
+
+def drawn_training(training: Training, drawn: Mapping[str, Value]) -> Training:
+    """The block with the drawn keys of its own. Raises pydantic's `ValidationError` as `drawn_item` does."""
+    own = {key: value for key, value in drawn.items() if key in TRAINING_KEYS}
+    return _changed(training, own) if own else training
+
+
+def _changed(block: B, changes: Mapping[str, Value]) -> B:
+    """A checked copy; whole-numbered settings are rounded to."""
+    whole = {key for key in changes if int in _types(type(block).model_fields[key].annotation)}
+    rounded = {key: round(value) if key in whole else value for key, value in changes.items()}  # type: ignore[arg-type]
+    return type(block).model_validate({**block.model_dump(), **rounded})
+
+
+def _types(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) or (annotation,)

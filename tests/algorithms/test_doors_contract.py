@@ -132,3 +132,13 @@ def test_an_update_follows_its_inner_steps_and_stacks(name: str) -> None:
 def test_reasons_are_one_line(name: str) -> None:
     for reason in (METHODS[name].frozen_reason, METHODS[name].pooled_reason):
         assert "\n" not in reason and (not reason or ";" in reason), "why; what to do"
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_step_takes_as_many_gradients_as_it_says(name: str) -> None:
+    if name not in ALGORITHMS:
+        assert METHODS[name].gradients_per_step(DOMAINS) == 0  # no steps
+        return
+    algorithm, taken = METHODS[name](setup()), list[int | None]()
+    algorithm.update(dict(algorithm.named_parameters()), taken.append, 3)
+    assert len(taken) == METHODS[name].gradients_per_step(DOMAINS) > 0

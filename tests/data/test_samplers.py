@@ -2,6 +2,7 @@
 
 import pickle
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,24 +14,34 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from xdm_ft.data.folder import Folder
-from xdm_ft.data.loading.samplers import ImageRows, PerDomainSampler, PooledSampler, sampler, steps_of
-from xdm_ft.data.loading.transforms import Preprocessing, evaluation_transform
+from xdm_ft.data.loading.samplers import (
+    ClassBalancedSampler,
+    DrawnRows,
+    ImageRows,
+    PerDomainSampler,
+    PooledSampler,
+    SamplerName,
+    sampler,
+    steps_of,
+)
+from xdm_ft.data.loading.transforms import Preprocessing, evaluation_transform, training_transform
 from xdm_ft.errors import UserError
 
+LABELS = torch.arange(1000) % 3
 POOLS = [torch.tensor([3, 1, 4]), torch.tensor([10, 15, 19, 12, 16]), torch.tensor([26])]
 pools = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(
     lambda sizes: [torch.arange(size) + 100 * d for d, size in enumerate(sizes)]
 )
 
 
-@pytest.mark.parametrize("name", ["per_domain", "pooled"])
+@pytest.mark.parametrize("name", get_args(SamplerName))
 @given(pools=pools, batch_size=st.integers(1, 12), seed=st.integers(0, 2**31), first=st.integers(0, 40))
 @settings(max_examples=40, deadline=None)
 def test_a_block_of_steps_is_the_steps_one_by_one(
-    name: str, pools: list[Tensor], batch_size: int, seed: int, first: int
+    name: SamplerName, pools: list[Tensor], batch_size: int, seed: int, first: int
 ) -> None:
-    block = sampler(name, pools, batch_size, seed).indices(first, first + 5)
-    alone = sampler(name, pools, batch_size, seed)
+    block = sampler(name, pools, batch_size, seed, LABELS).indices(first, first + 5)
+    alone = sampler(name, pools, batch_size, seed, LABELS)
     assert block.dtype == torch.int64
     assert block.shape == (5, alone.batch)
     backwards = [alone.indices(step, step + 1) for step in reversed(range(first, first + 5))]
@@ -39,8 +50,8 @@ def test_a_block_of_steps_is_the_steps_one_by_one(
 
 
 def test_seeds_differ() -> None:
-    for name in ("per_domain", "pooled"):
-        first, second = (sampler(name, POOLS, 8, seed).indices(0, 4) for seed in (0, 1))
+    for name in get_args(SamplerName):
+        first, second = (sampler(name, POOLS, 8, seed, LABELS).indices(0, 4) for seed in (0, 1))
         assert not torch.equal(first, second)
 
 
@@ -60,6 +71,26 @@ def test_per_domain_draws_are_uniform() -> None:
     assert abs(both - 1 / 25) < 0.012
 
 
+def test_class_balanced_batches_are_domain_after_domain_and_classes_alike() -> None:
+    labels = torch.zeros(100, dtype=torch.int64)
+    labels[10:18], labels[18:20] = 1, 2  # the first domain: 10, 8 and 2 images; the second: 30 of class 5, 1 of class 7
+    labels[20:50], labels[50] = 5, 7
+    pools = [torch.randperm(20, generator=torch.Generator().manual_seed(0)), torch.arange(20, 51)]
+    rows = ClassBalancedSampler(pools, 6, seed=3, labels=labels).indices(0, 4000)  # [4000,12]
+    first, second = rows[:, :6].flatten(), rows[:, 6:].flatten()
+    assert set(first.tolist()) == set(range(20)) and set(second.tolist()) == set(range(20, 51))
+    for own, classes in ((first, [0, 1, 2]), (second, [5, 7])):
+        expected = len(own) / len(classes)
+        count = torch.stack([(labels[own] == c).sum() for c in classes]).double()
+        assert ((count - expected) ** 2 / expected).sum() < 13.8  # p = 0.001 with 2 degrees of freedom
+    of_class = first[labels[first] == 1].bincount(minlength=18)[10:].double()
+    assert ((of_class - of_class.mean()) ** 2 / of_class.mean()).sum() < 24.3  # 7 degrees of freedom
+    # the class that is drawn tells nothing of the image within it, nor of the next place
+    assert abs(float((rows[:, 0] == 18).double().mean()) - 1 / 6) < 0.025
+    both = ((labels[rows[:, 0]] == 2) & (labels[rows[:, 1]] == 2)).double().mean()
+    assert abs(float(both) - 1 / 9) < 0.02
+
+
 @given(pools=pools, batch_size=st.integers(1, 30), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
 def test_pooled_covers_every_row_once_per_epoch(pools: list[Tensor], batch_size: int, seed: int) -> None:
@@ -77,8 +108,9 @@ def test_pooled_epochs_have_different_orders() -> None:
 
 
 def test_an_empty_pool_is_refused() -> None:
-    with pytest.raises(ValueError, match="a row in each"):
-        PerDomainSampler([torch.arange(3), torch.arange(0)], 2, seed=0)
+    for name in get_args(SamplerName):
+        with pytest.raises(ValueError, match="a row in each"):
+            sampler(name, [torch.arange(3), torch.arange(0)], 2, 0, LABELS)
 
 
 def test_steps_of() -> None:
@@ -133,3 +165,19 @@ def test_image_rows_can_be_sent_to_a_worker(tmp_path: Path) -> None:
     rows = ImageRows(make_folder(tmp_path), transform)
     copy = pickle.loads(pickle.dumps(rows))
     assert torch.equal(copy[2][0], rows[2][0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_drawn_rows_depend_on_their_key_alone_and_leave_the_generator(tmp_path: Path, workers: int) -> None:
+    transform = training_transform(Preprocessing(mean=(0, 0, 0), std=(1, 1, 1), size=8), "domainbed")
+    images = DrawnRows(ImageRows(make_folder(tmp_path), transform))
+    assert len(images) == 4
+    keys = [[(2, 5), (0, -5), (2, 7)], [(2, 5), (1, 1 << 62)]]
+    state = torch.get_rng_state()
+    loader = DataLoader(images, batch_sampler=keys, num_workers=workers, generator=torch.Generator())
+    (first, rows), (second, _) = list(loader)
+    assert rows.tolist() == [2, 0, 2]
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert torch.equal(first[0], second[0]) and torch.equal(images[(1, 1 << 62)][0], second[1])
+    assert not torch.equal(first[0], first[2])

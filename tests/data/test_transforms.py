@@ -7,7 +7,12 @@ import timm.data
 import torch
 from PIL import Image
 
-from xdm_ft.data.loading.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
+from xdm_ft.data.loading.transforms import (
+    Preprocessing,
+    PreprocessingOverrides,
+    evaluation_transform,
+    training_transform,
+)
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SIZES = [(227, 227), (64, 48), (31, 200), (500, 333), (32, 32)]  # width, height
@@ -59,3 +64,39 @@ def test_overrides_change_what_they_name() -> None:
     changed = PreprocessingOverrides(size=96, resize="squash").applied_to(own)
     assert changed == Preprocessing(mean=MEAN, std=STD, size=96, crop=0.875, resize="squash")
     assert PreprocessingOverrides().applied_to(own) == own
+
+
+def test_no_augmentation_is_the_evaluation_transform() -> None:
+    preprocessing = Preprocessing(mean=MEAN, std=STD, size=56, resize="pad")
+    for image in images():
+        expected = evaluation_transform(preprocessing)(image)
+        assert torch.equal(training_transform(preprocessing, "none")(image), expected)
+
+
+def test_domainbeds_augmentation_in_the_encoders_own_numbers() -> None:
+    """Against DomainBed's list of transforms, written out with its numbers where they are the encoder's."""
+    from torchvision import transforms
+
+    domainbeds = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(224, scale=(0.7, 1.0)),
+            transforms.RandomHorizontalFlip(),
+            transforms.ColorJitter(0.3, 0.3, 0.3, 0.3),
+            transforms.RandomGrayscale(),
+            transforms.ToTensor(),
+            transforms.Normalize(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225]),
+        ]
+    )
+    preprocessing = Preprocessing(mean=MEAN, std=STD, size=224, crop=0.875, interpolation="bilinear")
+    ours = training_transform(preprocessing, "domainbed")
+    for seed, image in enumerate(images()):
+        torch.manual_seed(seed)
+        expected = domainbeds(image)
+        torch.manual_seed(seed)
+        assert torch.equal(ours(image), expected)
+        assert not torch.equal(ours(image), expected)  # other draws
+
+    own = preprocessing.model_copy(update={"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25), "size": 32})
+    black = training_transform(own, "domainbed")(Image.new("RGB", (50, 40)))
+    assert black.shape == (3, 32, 32) and black.dtype == torch.float32
+    assert torch.equal(black, torch.full_like(black, -2.0))

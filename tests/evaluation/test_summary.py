@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from xdm_ft.evaluation.conventions import DOMAINBED, WILDS
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.summary import protocol_line, summarise
 
@@ -18,11 +19,13 @@ def record(method: str, held: tuple[str, ...], seed: int, right: int, rules: tup
     metrics = {"accuracy": right / ROWS, "auroc": None, "nll": 1 - right / ROWS}
     metrics["per_domain"] = {d: {"accuracy": right / ROWS, "n": ROWS} for d in held}
     selected = {rule: {"step": 10, "metrics": {"test": metrics}} for rule in rules}
-    return {"method": method, "test_domains": list(held), "seed": seed, "status": "ok", "selected": selected}
+    identity = {"method": method, "test_domains": list(held), "seed": seed, "trial": 0}
+    return {**identity, "status": "ok", "selected": selected, "gradient_evaluations": 300}
 
 
 def trouble(method: str, held: tuple[str, ...], seed: int, status: str, reason: str) -> dict:
-    return {"method": method, "test_domains": list(held), "seed": seed, "status": status, "reason": reason}
+    identity = {"method": method, "test_domains": list(held), "seed": seed, "trial": 0}
+    return {**identity, "status": status, "reason": reason}
 
 
 def prediction(
@@ -65,6 +68,29 @@ def test_spread_by_hand() -> None:
     assert sam["per_test_domain"]["a"] == {"mean": pytest.approx(0.84), "std": pytest.approx(0.04)}
     assert erm["versus_erm"] is None
     assert not {"failed", "skipped", "reason"} & set(sam)
+
+
+def test_spread_as_benchmarks_print_it_by_hand() -> None:
+    """Seeds 0, 1, 2 of sam are at 0.72, 0.76, 0.80."""
+    records = [record(*r) for r in grid()]
+    for convention, value in ((DOMAINBED, (0.0032 / 3) ** 0.5 / 3**0.5), (WILDS, (0.0032 / 2) ** 0.5)):
+        row = summary(records, [], convention=convention)[1]
+        assert row["spread_as_published"] == {"kind": convention.kind, "value": pytest.approx(value)}
+        assert row["stderr"] == pytest.approx((0.0032 / 2) ** 0.5 / 3**0.5)  # ours stays what it is
+    one_seed = summary([record(*r) for r in grid(1)], [], convention=WILDS)[1]
+    assert one_seed["spread_as_published"] == {"kind": WILDS.kind, "value": None}
+    assert "spread_as_published" not in summary(records, [])[1]
+
+
+def test_budgets() -> None:
+    records = [record(*r) for r in grid()]
+    for one in records:
+        one["gradient_evaluations"] = {"erm": 300, "sam": 600 if one["test_domains"] == ["a"] else 640}[one["method"]]
+    erm, sam = summary(records, [])
+    assert erm["budget"] == {"draws": 1, "gradient_evaluations": {"low": 300, "high": 300}}
+    assert sam["budget"] == {"draws": 1, "gradient_evaluations": {"low": 600, "high": 640}}
+    skipped = summary([*records, trouble("zero_shot", ("a",), 0, "skipped", "why")], [])[0]
+    assert skipped["budget"] == {"draws": 1, "gradient_evaluations": None}
 
 
 def test_versus_erm_by_hand() -> None:
@@ -226,7 +252,8 @@ def test_protocol_line() -> None:
     assert protocol_line(**LINE) == (
         "pacs (9,991 images, 4 domains); each domain held out in turn; images assumed independent; step picked by "
         "balanced accuracy on validation images of the training domains; test balanced accuracy; no augmentation; "
-        "1 hyper-parameter draw; ± is the standard error over seeds, held-out domains averaged within a seed"
+        "1 hyper-parameter draw; ± is the standard error over seeds (ddof 1), held-out domains averaged within "
+        "a seed"
     )
 
 

@@ -37,17 +37,17 @@ def tables(text: str) -> list[list[list[str]]]:
 
 def test_markdown_has_every_number_in_recipe_order(results: dict[str, Any]) -> None:
     table = tables(markdown(results))[0]
-    columns = ["method", "art", "sketch", "mean ± stderr", "seeds", "versus erm", "95% over domains"]
-    assert table[0] == [*columns, "95% over images", "verdict", "mixed steps"]
+    columns = ["method", "art", "sketch", "mean ± stderr", "seeds", "draws × gradients", "versus erm"]
+    assert table[0] == [*columns, "95% over domains", "95% over images", "verdict", "mixed steps"]
     rows = {row[0]: row[1:] for row in table[2:]}
     assert list(rows) == ["zero_shot", "erm", "xdomainmix", "sam|wide", "xdomainmix+sam"]
-    assert rows["erm"] == ["61.0", "41.0", "51.0 ± 1.0", "2", "–", "–", "–", "–", "–"]
+    assert rows["erm"] == ["61.0", "41.0", "51.0 ± 1.0", "2", "1 × 300", "–", "–", "–", "–", "–"]
     versus = ["+7.0", "-5.0 to +20.0", "+2.1 to +12.3", "not distinguishable"]
-    assert rows["xdomainmix"] == ["65.0", "51.0", "58.0 ± 1.0", "2", *versus, "120 to 200"]
+    assert rows["xdomainmix"] == ["65.0", "51.0", "58.0 ± 1.0", "2", "1 × 300 to 400", *versus, "120 to 200"]
     # a difference that rounds to nothing has no sign of its own, one seed has no ±
-    assert rows["zero_shot"][2:6] == ["50.0", "1", "+0.0", "not estimated"]
-    assert rows["sam|wide"][:4] == ["–", "–", "failed", "0"]
-    assert rows["xdomainmix+sam"][:4] == ["–", "–", "skipped", "0"]
+    assert rows["zero_shot"][2:7] == ["50.0", "1", "1 × 0", "+0.0", "not estimated"]
+    assert rows["sam|wide"][:5] == ["–", "–", "failed", "0", "1 × 600"]
+    assert rows["xdomainmix+sam"][:5] == ["–", "–", "skipped", "0", "–"]
 
 
 def test_markdown_says_what_a_reader_must_know(results: dict[str, Any]) -> None:
@@ -68,7 +68,59 @@ def test_protocols_never_share_a_table(results: dict[str, Any]) -> None:
     for table, mean in zip(tables(text), ("58.0 ± 1.0", "60.0 ± 1.0"), strict=True):
         assert [row[3] for row in table if row[0] == "xdomainmix"] == [mean]
     assert "(oracle: picked on the test domain)" in text.split("**Protocol:**")[2]
-    assert "oracle" not in text.split("**Protocol:**")[1]
+    assert "oracle" not in text.split("\n## ")[1]
+
+
+def test_the_oracle_is_marked_wherever_it_shows(
+    results: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = "selection: oracle — CHEATING: the step was picked on test-domain images; not a result"
+    first, second = markdown(results).split("\n## ")[1:]
+    assert first.startswith("selection: train_val (the recipe's rule)\n") and second.startswith(mark + "\n")
+    assert tables(second)[0][0][0] == "method (oracle)" and "mean ± stderr (oracle)" in tables(second)[0][0]
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("NO_COLOR", "1"), ("COLUMNS", "90")):
+        monkeypatch.setenv(name, value)
+    print_table(results)
+    before, after = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).split(mark)
+    headers = [line for line in after.splitlines() if "method" in line and line.startswith("┃")]
+    assert len(headers) > 1  # every block of columns says it
+    assert all("method (oracle)" in line for line in headers) and "oracle" not in before
+
+
+def test_the_recipes_own_rule_comes_first(results: dict[str, Any]) -> None:
+    results["recipe"]["protocol"] = {"selection": "train_val"}
+    results["summary"].reverse()
+    headings = re.findall(r"^## (.*)$", markdown(results), re.MULTILINE)
+    assert [heading.split()[1] for heading in headings] == ["train_val", "oracle"]
+    results["recipe"]["protocol"] = {"selection": "oracle"}
+    headings = re.findall(r"^## (.*)$", markdown(results), re.MULTILINE)
+    assert [heading.split()[1] for heading in headings] == ["oracle", "train_val"]
+    assert "CHEATING" in headings[0] and "the recipe's rule" not in markdown(results)
+
+
+def test_two_kinds_of_spread_never_share_a_column(results: dict[str, Any]) -> None:
+    results["summary"] = results["summary"][:5]
+    for row, kind in zip(results["summary"], ("of DomainBed", "of WILDS", "of WILDS"), strict=False):
+        row["spread_as_published"] = {"kind": kind, "value": 0.01}
+    found = [{row[0] for row in table[2:]} for table in tables(markdown(results))]
+    assert sorted(found, key=sorted) == [{"erm", "zero_shot"}, {"sam|wide", "xdomainmix+sam"}, {"xdomainmix"}]
+
+
+def test_unequal_budgets_are_told(results: dict[str, Any]) -> None:
+    note = "- **unequal budgets**: 1 × 300: erm; 1 × 300 to 400: xdomainmix; 1 × 600: sam\\|wide\n"
+    assert markdown(results).count(note) == 2
+    assert "Draws × gradients: draws of hyper-parameters × gradient evaluations per model." in markdown(results)
+    for row in results["summary"]:
+        if row["method"] != "zero_shot":  # takes no gradient steps
+            row["budget"] = {"draws": 20, "gradient_evaluations": {"low": 300, "high": 300}}
+    assert "unequal budgets" not in markdown(results) and "| 20 × 300 |" in markdown(results)
+
+
+def test_results_without_budgets_are_still_readable(results: dict[str, Any]) -> None:
+    for row in results["summary"]:
+        del row["budget"]
+    text = markdown(results)
+    assert "58.0 ± 1.0" in text and "gradient" not in text.split("*Environment")[0].lower()
 
 
 @pytest.mark.parametrize("key", ["protocol", "selection", "metric", "split"])
@@ -88,7 +140,7 @@ def test_losses_are_no_percentages(results: dict[str, Any]) -> None:
 
 def test_without_erm_there_are_no_columns_for_it(results: dict[str, Any]) -> None:
     results["summary"] = [row for row in results["summary"] if row["method"] == "erm"]
-    assert tables(markdown(results))[0][0] == ["method", "art", "sketch", "mean ± stderr", "seeds"]
+    assert tables(markdown(results))[0][0][:-1] == ["method", "art", "sketch", "mean ± stderr", "seeds"]
 
 
 def test_before_any_model_is_trained(results: dict[str, Any]) -> None:
@@ -148,9 +200,18 @@ def test_narrow_terminals_get_blocks_of_columns(
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert max(len(line) for line in lines) <= width
     headers = [line for line in lines if "method" in line]
-    assert len(headers) == {50: 12, 80: 6, 300: 2}[width]
+    assert len(headers) == {50: 14, 80: 6, 300: 2}[width]
     found = "".join(headers)
-    for name in ("art", "sketch", "mean ± stderr", "versus erm", "95% over images", "verdict", "mixed steps"):
+    for name in (
+        "art",
+        "sketch",
+        "mean ± stderr",
+        "draws × gradients",
+        "versus erm",
+        "95% over images",
+        "verdict",
+        "mixed steps",
+    ):
         assert found.count(name) == 2
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from xdm_ft.algorithms import Algorithm, Setup, linear_head
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.data.digits import Digits
+from xdm_ft.data.loading.samplers import sampler
 from xdm_ft.data.loading.splits import Split
 from xdm_ft.data.loading.transforms import Preprocessing
 from xdm_ft.encoders import Encoder
@@ -119,6 +120,13 @@ def make_job(
     task = Task(digits().class_names, split().train_domains)
     setup = Setup(task, width, steps, seed)
     return Job("method", split().test_domains, seed, 0, split(), setup, make, sharpness, lr, weight_decay)
+
+
+def rows_of(job: Job, training: Training, step: int) -> Tensor:
+    """int64 [B]: the rows of the whole batch of `step`."""
+    labels = torch.from_numpy(digits().labels)
+    own = sampler(training.sampler, job.split.train, training.batch_size, job.seed, labels)
+    return own.indices(step, step + 1)[0]
 
 
 def ignore(job: Job, step: int, values: dict[str, float]) -> None:

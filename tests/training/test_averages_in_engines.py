@@ -11,13 +11,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from bank_problems import digits, job_of
-from loop_models import SmallCNN, make_job, one_process
+from loop_models import SmallCNN, make_job, one_process, rows_of
 from torch import Tensor
 
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.averaging import Segment
 from xdm_ft.averaging.swad import SWAD
-from xdm_ft.data.loading.samplers import ImageRows, sampler
+from xdm_ft.data.loading.samplers import ImageRows
 from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.training import Job, Training
@@ -115,7 +115,7 @@ def test_the_loop_averages_encoder_and_head(accelerator: Accelerator, batch_norm
     if batch_norm == "frozen":
         assert torch.equal(encoder.layers[1].running_mean, SmallCNN().layers[1].running_mean)
         return
-    batches_seen = [read(batch_of(job, training, number)) for number in range(3)]
+    batches_seen = [read(rows_of(job, training, number)) for number in range(3)]
     first = [encoder.layers[0](x) for x in batches_seen]
     torch.testing.assert_close(
         encoder.layers[1].running_mean, torch.stack([x.mean((0, 2, 3)) for x in first]).mean(0), rtol=0, atol=1e-5
@@ -123,10 +123,6 @@ def test_the_loop_averages_encoder_and_head(accelerator: Accelerator, batch_norm
     torch.testing.assert_close(
         encoder.layers[1].running_var, torch.stack([x.var((0, 2, 3)) for x in first]).mean(0), rtol=0, atol=1e-5
     )
-
-
-def batch_of(job: Job, training: Training, number: int) -> Tensor:
-    return sampler(training.sampler, job.split.train, training.batch_size, job.seed).indices(number, number + 1)[0]
 
 
 def read(rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.data.loading.samplers import sampler
+from xdm_ft.data.loading.samplers import PerDomainSampler, PooledSampler
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch
@@ -120,7 +120,7 @@ def test_sam_in_a_bank_is_the_hand_written_loop() -> None:
 
 def batch_of(job: Job, number: int) -> tuple[Tensor, Tensor]:
     """Features and labels of a step; domains are equally large, so that both loss averages agree."""
-    rows = sampler("per_domain", job.split.train, 8, job.seed).indices(number, number + 1)[0]
+    rows = PerDomainSampler(job.split.train, 8, job.seed).indices(number, number + 1)[0]
     return digits().features[rows], digits().labels[rows]
 
 
@@ -134,7 +134,7 @@ def test_auxiliary_parameters_step_once_unclipped_and_outside_sam() -> None:
         assert isinstance(model, WithDomainHead)
         domain_head, moved = model.domain_head, []
         optimizer = torch.optim.SGD(domain_head.parameters(), lr=job.lr, momentum=0.9)
-        rows = sampler("per_domain", job.split.train, 8, job.seed).indices(0, 5)
+        rows = PerDomainSampler(job.split.train, 8, job.seed).indices(0, 5)
         for number in range(5):
             z, domain = digits().features[rows[number]], job.split.domain_of[digits().domains[rows[number]]]
             optimizer.zero_grad()
@@ -154,7 +154,7 @@ def test_batches_are_the_samplers_and_domains_those_of_the_split() -> None:
     made: list[Batch] = list(batches(jobs, data, training))
     assert len(made) == 5
     for h, job in enumerate(jobs):
-        rows = sampler("pooled", job.split.train, 4, job.seed).indices(0, 5)
+        rows = PooledSampler(job.split.train, 4, job.seed).indices(0, 5)
         for batch, expected in zip(made, rows, strict=True):
             assert torch.equal(batch.index[h], expected)
             assert torch.equal(batch.x[h], data.features[expected])
@@ -168,6 +168,14 @@ def test_chunks_hold_neighbours_of_one_shape() -> None:
     sizes = [len(chunk) for chunk in chunks(jobs)]
     assert sizes == [CHUNK_HEADS, CHUNK_HEADS, 1, 1]
     assert [job for chunk in chunks(jobs) for job in chunk] == jobs
+
+
+def test_chunks_part_settings_that_do_not_stack() -> None:
+    jobs = [job_of(XDomainMix, seed=s, warmup_steps=3 + s % 2, p_discard=s / 10) for s in range(4)]
+    jobs += [job_of(XDomainMix, warmup_steps=3, sharpness=SAM(rho=rho)) for rho in (0.1, 0.2)]
+    place = {id(job): number for number, job in enumerate(jobs)}
+    found = [[place[id(job)] for job in chunk] for chunk in chunks(jobs)]
+    assert found == [[0, 2], [1, 3], [4, 5]]
 
 
 def test_settings_that_differ_but_do_not_stack_are_refused() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.data.loading.samplers import sampler
+from xdm_ft.data.loading.samplers import PerDomainSampler
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.features.cache import Features
 from xdm_ft.tensors import Batch, Losses
@@ -119,7 +119,7 @@ def test_a_broken_head_fails_alone_and_names_its_step_and_rows() -> None:
     found = re.fullmatch(r"the loss was not finite at step (\d+) of 60; rows of its batch: (.*)", broken.failure)
     assert found is not None
     rows = [int(word) for word in found[2].split(", ")]
-    batches = sampler("per_domain", jobs[1].split.train, 8, jobs[1].seed).indices(0, 60)
+    batches = PerDomainSampler(jobs[1].split.train, 8, jobs[1].seed).indices(0, 60)
     first = next(number for number, of_step in enumerate(batches) if (of_step == row).any())
     assert int(found[1]) == first + 1
     assert rows == batches[first].tolist() and row in rows

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from bank_problems import digits as cached_digits
 from bank_problems import job_of
-from loop_models import SmallCNN, digits, final_state, make_job, one_process, train
+from loop_models import SmallCNN, digits, final_state, make_job, one_process, rows_of, train
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Setup
@@ -23,7 +23,7 @@ from xdm_ft.algorithms.fish import Fish
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixstyle import MixStyle
 from xdm_ft.algorithms.mixup import Mixup
-from xdm_ft.data.loading.samplers import ImageRows, sampler
+from xdm_ft.data.loading.samplers import ImageRows
 from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
@@ -52,7 +52,7 @@ class InFixedOrder(Fish):
 
 
 def batch_of(job: Job, training: Training, number: int) -> Batch:
-    rows = sampler(training.sampler, job.split.train, training.batch_size, job.seed).indices(number, number + 1)[0]
+    rows = rows_of(job, training, number)
     images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
     x = torch.stack([images[int(row)][0] for row in rows])
     return Batch(x, torch.from_numpy(digits().labels)[rows], torch.from_numpy(digits().domains)[rows], rows)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.components import find, names
-from xdm_ft.data.loading.samplers import ImageRows, sampler
+from xdm_ft.data.loading.samplers import ImageRows, PerDomainSampler
 from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.features.cache import Features
@@ -118,7 +118,7 @@ def test_both_engines_train_the_same_head_on_the_same_features(name: str, accele
 
 
 def batch_of(job: Job) -> Batch:
-    rows = sampler("per_domain", job.split.train, 4, job.seed).indices(0, 1)[0]
+    rows = PerDomainSampler(job.split.train, 4, job.seed).indices(0, 1)[0]
     images = ImageRows(digits(), evaluation_transform(Pixels.preprocessing))
     x = torch.stack([images[int(row)][0] for row in rows])
     return Batch(x, torch.from_numpy(digits().labels)[rows], torch.from_numpy(digits().domains)[rows], rows)
@@ -172,7 +172,7 @@ def trained_by_hand(job: Job, optimizer: partial[torch.optim.Optimizer], reset_a
     algorithm = ERM(job.setup)
     current = optimizer(algorithm.parameters(), lr=job.lr)
     for number in range(job.setup.steps):
-        rows = sampler("per_domain", job.split.train, 8, job.seed).indices(number, number + 1)[0]
+        rows = PerDomainSampler(job.split.train, 8, job.seed).indices(number, number + 1)[0]
         loss = F.cross_entropy(algorithm.head(table()[rows]), torch.from_numpy(digits().labels)[rows])
         current.zero_grad()
         loss.backward()

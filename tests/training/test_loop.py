@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, one_process, split, train
+from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, one_process, rows_of, split, train
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.data.loading.images import UnreadableImage
-from xdm_ft.data.loading.samplers import ImageRows, sampler
-from xdm_ft.data.loading.transforms import evaluation_transform
+from xdm_ft.data.loading.samplers import ImageRows
+from xdm_ft.data.loading.transforms import evaluation_transform, training_transform
 from xdm_ft.errors import UserError
+from xdm_ft.randomness import Stream, bits
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Training
@@ -42,7 +43,7 @@ def read(rows: Tensor) -> Tensor:
 
 
 def batch_of(job: Job, training: Training, step: int) -> Batch:
-    rows = sampler(training.sampler, job.split.train, training.batch_size, job.seed).indices(step, step + 1)[0]
+    rows = rows_of(job, training, step)
     domain = torch.from_numpy(digits().domains)[rows]
     return Batch(read(rows), torch.from_numpy(digits().labels)[rows], domain, rows)
 
@@ -256,10 +257,10 @@ def test_predict_is_in_order_and_equals_the_model_itself(accelerator: Accelerato
     assert predict(SmallCNN(), state, digits(), rows[:0], accelerator, batch_size=4).shape == (0, 10)
 
 
-@pytest.mark.parametrize("kind", ["per_domain", "pooled"])
+@pytest.mark.parametrize("kind", ["per_domain", "class_balanced", "pooled"])
 def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
     job, training = make_job(steps=7), Training(batch_size=6, sampler=kind, accumulation=2)
-    images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
+    images = ImageRows(digits(), training_transform(SmallCNN.preprocessing, "domainbed"))
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
 
     def batches(first: int) -> dict[int, list[Any]]:
@@ -275,6 +276,57 @@ def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
         rows = torch.cat([micro_batch.batch.index for micro_batch in micro_batches])
         assert torch.equal(rows.sort().values, batch_of(job, training, step).index.sort().values)
         assert sum(micro_batch.weight for micro_batch in micro_batches) == pytest.approx(1)
+
+
+def augmented_batches(accelerator: Accelerator, seed: int = 3) -> TrainingBatches:
+    images = ImageRows(digits(), training_transform(SmallCNN.preprocessing, "domainbed"))
+    labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
+    return TrainingBatches(make_job(steps=3, seed=seed), Training(batch_size=4), images, labels, domains, accelerator)
+
+
+def images_of(batches: TrainingBatches) -> Tensor:
+    return torch.stack([micro_batch.batch.x for _, [micro_batch] in batches])
+
+
+def test_augmentation_is_a_function_of_seed_step_and_row(
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for workers in (0, 2):
+        monkeypatch.setattr("xdm_ft.training.batches.worker_count", lambda accelerator, n=workers: n)
+        state = torch.get_rng_state()
+        batches = augmented_batches(accelerator)
+        found += [images_of(batches), images_of(batches)]  # a second time, as for SWAD's statistics
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.rand(5)
+    assert all(torch.equal(images, found[0]) for images in found)
+    assert not torch.equal(images_of(augmented_batches(accelerator, seed=4)), found[0])
+
+    transform, row = training_transform(SmallCNN.preprocessing, "domainbed"), int(batches.rows(2)[5])
+    torch.manual_seed(int(bits(3, 2, Stream.AUGMENTATION, row)))
+    assert torch.equal(found[0][2, 5], transform(digits().image(row)))
+    assert not torch.equal(found[0][2, 5], evaluation_transform(SmallCNN.preprocessing)(digits().image(row)))
+
+
+def test_images_to_train_on_are_augmented_and_those_to_select_by_are_not(accelerator: Accelerator) -> None:
+    seen: dict[bool, list[Tensor]] = {True: [], False: []}
+
+    class Watched(SmallCNN):
+        def forward(self, images: Tensor) -> Tensor:
+            seen[self.training].append(images)
+            return super().forward(images)
+
+    job, training = make_job(steps=3), Training(batch_size=4)
+    train(job, Watched(), training, accelerator, augmentation="domainbed")
+    assert torch.equal(torch.stack(seen[True][-3:]), images_of(augmented_batches(accelerator)))
+    assert torch.equal(torch.cat(seen[False][-10:]), read(split().evaluation["train_val"]))
+
+
+def test_class_balanced_batches_train_end_to_end_as_by_hand(accelerator: Accelerator) -> None:
+    training = Training(batch_size=8, sampler="class_balanced", clip_norm=0.5, encoder_lr=0.003)
+    job, encoder = make_job(steps=3), SmallCNN()
+    got = final_state(train(job, encoder, training, accelerator))
+    assert_equal_states(got, trained_by_hand(job, encoder, training, "train"), atol=1e-6)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])

@@ -34,6 +34,7 @@ class Case:
     batch_norm: str = "frozen"
     all_reached: bool = False  # no parameter of the encoder is without gradient
     method: Callable[[Setup], Algorithm] = WithDomainHead
+    augmentation: str = "none"
 
 
 def work(folder: Path, case: Case) -> None:
@@ -46,7 +47,7 @@ def work(folder: Path, case: Case) -> None:
         del encoder.unreached
     job = make_job(case.method, sharpness=case.sharpness)
     trained = train(
-        job, encoder, case.training, accelerator, batch_norm=case.batch_norm,
+        job, encoder, case.training, accelerator, batch_norm=case.batch_norm, augmentation=case.augmentation,
         record=lambda job, step, values: recorded.append(values["loss"]),
     )  # fmt: skip
     state = final_state(trained)
@@ -81,6 +82,11 @@ def test_two_processes_equal_two_micro_batches_with_batch_norm(tmp_path: Path) -
     cut = whole.model_copy(update={"accumulation": 2})
     moving = {"sharpness": SAM(rho=0.1), "batch_norm": "train", "all_reached": True}
     assert_two_processes_equal_one(tmp_path, Case(cut, **moving), Case(whole, **moving))
+
+
+def test_two_processes_augment_as_one(tmp_path: Path) -> None:
+    case = Case(Training(batch_size=4, sampler="class_balanced", encoder_lr=0.003), augmentation="domainbed")
+    assert_two_processes_equal_one(tmp_path, case, case)
 
 
 MIXING = partial(XDomainMix, warmup_steps=1, quantile_steps=1)

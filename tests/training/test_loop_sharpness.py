@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 from accelerate import Accelerator
-from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, one_process, train
+from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, one_process, rows_of, train
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.data.loading.samplers import ImageRows, sampler
+from xdm_ft.data.loading.samplers import ImageRows
 from xdm_ft.data.loading.transforms import PreprocessingOverrides, evaluation_transform
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.sharpness import Tensors
@@ -32,7 +32,7 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 def micro_batches_of(job: Job, training: Training, step: int) -> list[Batch]:
-    rows = sampler(training.sampler, job.split.train, training.batch_size, job.seed).indices(step, step + 1)[0]
+    rows = rows_of(job, training, step)
     images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
     domain, labels = torch.from_numpy(digits().domains), torch.from_numpy(digits().labels)
     return [

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from loop_models import SmallCNN, digits, final_state, make_job, one_process, train
+from loop_models import SmallCNN, digits, final_state, make_job, one_process, rows_of, train
 from torch import Tensor
 
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.data.loading.samplers import ImageRows, sampler
+from xdm_ft.data.loading.samplers import ImageRows
 from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
@@ -97,7 +97,7 @@ def factor(number: int) -> float:
 
 
 def batch_of(job: Job, number: int) -> tuple[Tensor, Tensor]:
-    rows = sampler(TRAINING.sampler, job.split.train, TRAINING.batch_size, job.seed).indices(number, number + 1)[0]
+    rows = rows_of(job, TRAINING, number)
     images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
     return torch.stack([images[int(row)][0] for row in rows]), torch.from_numpy(digits().labels)[rows]
 

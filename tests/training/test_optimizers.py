@@ -7,6 +7,7 @@ from xdm_ft.training.optimizers import clip, make_optimizer
 
 SHAPES = {"weight": (5, 7), "bias": (5,), "scalar": ()}
 LR, WEIGHT_DECAY = torch.tensor([1e-3, 0.1, 0.02]), torch.tensor([0.0, 0.01, 0.3])
+MOMENTUM = torch.tensor([0.9, 0.0, 0.5])
 HEADS, STEPS = 3, 40
 
 
@@ -14,9 +15,10 @@ def stacked(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {name: torch.randn(HEADS, *shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def torch_optimizer(name: str, parameters: list[torch.Tensor], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+def torch_optimizer(name: str, parameters: list[torch.Tensor], head: int, weight_decay: float) -> torch.optim.Optimizer:
+    lr = float(LR[head])
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=0.9)
+        return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=float(MOMENTUM[head]))
     return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name](parameters, lr=lr, weight_decay=weight_decay)
 
 
@@ -27,10 +29,8 @@ def test_every_head_steps_as_under_torch_optim(name: str, decays: bool) -> None:
     parameters = stacked(generator)
     weight_decay = WEIGHT_DECAY * decays
     alone = [{key: value[h].clone().requires_grad_() for key, value in parameters.items()} for h in range(HEADS)]
-    theirs = [
-        torch_optimizer(name, list(own.values()), float(LR[h]), float(weight_decay[h])) for h, own in enumerate(alone)
-    ]
-    ours = make_optimizer(name, parameters, LR, weight_decay, momentum=0.9)
+    theirs = [torch_optimizer(name, list(own.values()), h, float(weight_decay[h])) for h, own in enumerate(alone)]
+    ours = make_optimizer(name, parameters, LR, weight_decay, momentum=MOMENTUM)
     for step in range(STEPS):
         factor, gradients = 1 - step / STEPS, stacked(generator)
         ours.step(parameters, gradients, factor)
@@ -46,7 +46,9 @@ def test_every_head_steps_as_under_torch_optim(name: str, decays: bool) -> None:
 
 def test_momentum_is_used() -> None:
     parameters = {"w": torch.zeros(1, 1)}
-    optimizer = make_optimizer("sgd", parameters, torch.tensor([1.0]), torch.tensor([0.0]), momentum=0.5)
+    optimizer = make_optimizer(
+        "sgd", parameters, torch.tensor([1.0]), torch.tensor([0.0]), momentum=torch.tensor([0.5])
+    )
     positions = []
     for _ in range(3):
         optimizer.step(parameters, {"w": torch.ones(1, 1)}, factor=1.0)

@@ -20,6 +20,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.tensors import Batch, Task
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.cached_data import CachedData, head_logits
+from xdm_ft.training.class_weights import balanced
 from xdm_ft.training.solvers import solve
 
 STRENGTHS = (0.3, 1e-2, 1e-4)
@@ -69,6 +70,24 @@ def test_the_optimum_is_scikit_learns() -> None:
         np.testing.assert_allclose(ours, theirs.predict_proba(z.double().numpy()), atol=2e-3)
         scale = np.abs(theirs.coef_).max()
         np.testing.assert_allclose(candidate.weight.numpy(), theirs.coef_, atol=5e-3 * scale)
+
+
+def test_class_weights_make_it_scikit_learns_balanced_optimum() -> None:
+    from sklearn.linear_model import LogisticRegression
+
+    plain, z, batch = problem("sample")
+    kept = torch.cat([(batch.y == c).nonzero()[: 5 * (c + 1), 0] for c in range(CLASSES - 1)])  # nothing of the last
+    z, batch = z[kept], Batch(z[kept], batch.y[kept], batch.domain[kept], batch.index[kept])
+    setup = dataclasses.replace(plain.setup, class_weight=balanced(batch.y, CLASSES))
+    probe = LinearProbe(setup, strengths=STRENGTHS[:2], tolerance=1e-6)
+    for candidate in probe.solve(z, batch):
+        c = 1 / (len(z) * candidate.hparams["l2"])
+        theirs = LogisticRegression(C=c, tol=1e-6, max_iter=10_000, class_weight="balanced")
+        theirs.fit(z.double().numpy(), batch.y.numpy())
+        logits = z @ candidate.weight.T + candidate.bias
+        # no penalty on the bias: that of the class that is not there falls without end
+        ours = torch.softmax(logits[:, : CLASSES - 1], 1).numpy()
+        np.testing.assert_allclose(ours, theirs.predict_proba(z.double().numpy()), atol=5e-3)
 
 
 def test_the_default_tolerance_and_float32_reach_the_optimum() -> None:

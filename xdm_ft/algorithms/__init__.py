@@ -34,6 +34,7 @@ class Setup:
     loss_average: LossAverage = "domain"
     head_init: HeadInit = "random"
     text_weight: Tensor | None = None  # float [C,K]: L2-normalised class embeddings × logit scale; None without text
+    class_weight: Tensor | None = None  # float32 [C]: what samples weigh by their class; None: all the same
 
 
 def linear_head(width: int, outputs: int, seed: int, stream: int) -> nn.Linear:
@@ -58,35 +59,51 @@ def product(z: Tensor, weight: Tensor) -> Tensor:
 
 
 def mean_weights(
-    domain: Tensor, num_domains: int, loss_average: LossAverage, dtype: torch.dtype = torch.float32
+    domain: Tensor,
+    num_domains: int,
+    loss_average: LossAverage,
+    weight: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """What each sample of a batch counts in its mean loss, [B] that sums to 1.
 
     All alike (`sample`), or by the mean per domain and then over the domains present: the paper's L_erm and L_d, 1/N
-    Σ_i 1/n_i Σ_j ℓ.
+    Σ_i 1/n_i Σ_j ℓ. With `weight` [B] the means over samples are weighted, Σ w ℓ / Σ w (torch's cross-entropy with
+    class weights), and domains still count alike.
     """
     if loss_average == "sample":
-        return torch.full(domain.shape, 1 / len(domain), dtype=dtype, device=domain.device)
-    members = _members(domain, num_domains, dtype)
-    count = members.sum(0)  # n_i, [D]
-    return members @ (1 / count.clamp(min=1)) / count.count_nonzero()
+        weight = domain.new_ones(domain.shape, dtype=dtype) if weight is None else weight
+        return weight / weight.sum()
+    members = _members(domain, num_domains, weight, dtype)
+    count = members.sum(0)  # n_i, or their sum of weights, [D]
+    present = count > 0
+    return members @ torch.where(present, count, 1).reciprocal() / present.sum()
 
 
-def mean_loss(per_sample: Tensor, domain: Tensor, num_domains: int, loss_average: LossAverage) -> Tensor:
-    """Mean of per-sample losses [B] with these weights."""
-    return per_sample @ mean_weights(domain, num_domains, loss_average, per_sample.dtype)
+def mean_loss(
+    per_sample: Tensor, domain: Tensor, num_domains: int, loss_average: LossAverage, weight: Tensor | None = None
+) -> Tensor:
+    """Mean of per-sample losses [B] as `mean_weights` says."""
+    return per_sample @ mean_weights(domain, num_domains, loss_average, weight, per_sample.dtype)
 
 
-def _members(domain: Tensor, num_domains: int, dtype: torch.dtype) -> Tensor:
-    """1 where a sample is of a domain, else 0: [B,D]."""
-    return (domain[:, None] == torch.arange(num_domains, device=domain.device)).to(dtype)
+def domain_means(
+    per_sample: Tensor, domain: Tensor, num_domains: int, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mean of per-sample values [B] in every domain, [D], 0 where it has no sample; and where it has one, bool [D].
 
-
-def domain_means(per_sample: Tensor, domain: Tensor, num_domains: int) -> tuple[Tensor, Tensor]:
-    """Mean of per-sample values [B] in every domain, [D], 0 where it has no sample; and where it has one, bool [D]."""
-    members = _members(domain, num_domains, per_sample.dtype)
+    With `weight` [B] it is Σ w v / Σ w, and a sample of weight 0 is none.
+    """
+    members = _members(domain, num_domains, weight, per_sample.dtype)
     count = members.sum(0)  # [D]
-    return (per_sample @ members) / count.clamp(min=1), count > 0
+    present = count > 0
+    return (per_sample @ members) / torch.where(present, count, 1), present
+
+
+def _members(domain: Tensor, num_domains: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A sample's weight, 1 by default, in its domain's column, else 0: [B,D]."""
+    members = (domain[:, None] == torch.arange(num_domains, device=domain.device)).to(dtype)
+    return members if weight is None else members * weight[:, None]
 
 
 class Method:
@@ -95,6 +112,11 @@ class Method:
     source: str = ""  # one line: paper and equation
     min_domains: int = 1  # training domains needed; with fewer the method becomes a `skipped` row
     needs_text: bool = False  # needs the text side of the encoder
+
+    @staticmethod
+    def gradients_per_step(num_domains: int) -> int:
+        """Gradients of the parameters that one step takes, by number of training domains; 0 where there is no step."""
+        return 0
 
 
 class Algorithm(nn.Module, Method, ABC):
@@ -122,12 +144,18 @@ class Algorithm(nn.Module, Method, ABC):
         self.task, self.loss_average = setup.task, setup.loss_average
         self.seed: Tensor
         self.register_buffer("seed", torch.tensor(setup.seed, dtype=torch.int64))
+        self.class_weight: Tensor | None
+        self.register_buffer("class_weight", setup.class_weight)
         self.head = linear_head(setup.width, setup.task.num_classes, setup.seed, Stream.INIT)
         if setup.head_init == "zero_shot":
             assert setup.text_weight is not None, "the plan refuses head_init: zero_shot without a text side"
             with torch.no_grad():
                 self.head.weight.copy_(setup.text_weight)
                 self.head.bias.zero_()
+
+    @staticmethod
+    def gradients_per_step(num_domains: int) -> int:
+        return 1
 
     @abstractmethod
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
@@ -176,12 +204,23 @@ class Algorithm(nn.Module, Method, ABC):
         """Whether the optimizer forgets its moments before the update of `step`, counted from 0."""
         return False
 
-    def weights(self, batch: Batch) -> Tensor:
-        """What each sample counts in the mean of its batch, [B]."""
-        return mean_weights(batch.domain, self.task.num_domains, self.loss_average)
+    def sample_weight(self, batch: Batch) -> Tensor | None:
+        """What the batch's samples weigh by their class, [B]; of soft labels the mean. None: all the same."""
+        if self.class_weight is None:
+            return None
+        return self.class_weight[batch.y] if batch.targets is None else batch.targets @ self.class_weight
 
-    def average(self, per_sample: Tensor, batch: Batch) -> Tensor:
-        return per_sample @ self.weights(batch)
+    def average(self, class_losses: Tensor, batch: Batch) -> Tensor:
+        """The mean of class losses [B], as `loss_average` and `class_weights` say."""
+        return class_losses @ self.mean_weights(batch, self.sample_weight(batch))
+
+    def mean_weights(self, batch: Batch, weight: Tensor | None) -> Tensor:
+        """What each sample counts in a mean loss, [B]."""
+        return mean_weights(batch.domain, self.task.num_domains, self.loss_average, weight)
+
+    def by_domain(self, class_losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The means of class losses [B] in the domains, as `domain_means`, as `class_weights` say."""
+        return domain_means(class_losses, batch.domain, self.task.num_domains, self.sample_weight(batch))
 
 
 class Candidate(NamedTuple):

@@ -38,6 +38,11 @@ class Fish(ERM):
         super().__init__(setup)
         self.meta_lr = meta_lr
 
+    @staticmethod
+    def gradients_per_step(num_domains: int) -> int:
+        """One per inner step; together they see as many images as one step of ERM."""
+        return num_domains
+
     def update(self, parameters: Mapping[str, Tensor], inner_step: Callable[[int | None], None], step: int) -> None:
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         for domain in self.order(step):

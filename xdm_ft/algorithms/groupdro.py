@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, Setup, domain_means, linear
+from xdm_ft.algorithms import Algorithm, Setup, linear
 from xdm_ft.tensors import Batch, Losses
 
 
@@ -54,7 +54,7 @@ class GroupDRO(Algorithm):
     def domain_losses(self, z: Tensor, batch: Batch) -> Tensor:
         """L_d [D], 0 where the batch has nothing of domain d."""
         per_sample = F.cross_entropy(linear(z, self.head), batch.y, reduction="none")
-        return domain_means(per_sample, batch.domain, self.task.num_domains)[0]
+        return self.by_domain(per_sample, batch)[0]
 
     def weighted(self, means: Tensor, q: Tensor) -> Losses:
         total = q @ means

@@ -44,7 +44,7 @@ class IRM(AnnealedPenalty):
         true = logits.gather(1, batch.y[:, None])[:, 0]
         slope = (logits.softmax(1) * logits).sum(1) - true  # ∂ℓ/∂s at s = 1, [B]
         half = 2 * batch.domain + places(batch.domain, domains) % 2  # [B], 0…2D−1
-        means, present = domain_means(slope, half, 2 * domains)
+        means, present = domain_means(slope, half, 2 * domains, self.sample_weight(batch))
         both = present.view(domains, 2).all(1)  # [D]
         return means.view(domains, 2).prod(1).sum() / both.sum().clamp(min=1)
 

@@ -26,9 +26,10 @@ logger = logging.getLogger("xdm_ft")
 class LinearProbe(Solver):
     """min over W, b of L(W, b) + ½ l2 ‖W‖² for a path of strengths; selection picks among them.
 
-    L is the mean loss of all training images, averaged as `training.loss_average` says; b is not penalised. A strength
-    is l2 in units of the features' mean square, which makes the path the same for every scale of features. Beyond that
-    they are used as they are, neither centred nor scaled dimension by dimension.
+    L is the mean loss of all training images, averaged as `training.loss_average` and `class_weights` say; b is not
+    penalised. A strength is l2 in units of the features' mean square, averaged likewise, which makes the path the same
+    for every scale of features. Beyond that they are used as they are, neither centred nor scaled dimension by
+    dimension.
 
     The optimum does not depend on how it is reached: L-BFGS from the strongest penalty to the weakest, each from where
     the optima before point to, in coordinates in which the problem is well-conditioned (`_Problem`).
@@ -69,7 +70,9 @@ class LinearProbe(Solver):
     def _weights(self, batch: Batch) -> Tensor:
         """What each image counts in the mean loss, its derivative by the image's own: float64 [n]."""
         per_sample = torch.zeros(len(batch.y), dtype=torch.float64, device=batch.y.device, requires_grad=True)
-        loss = mean_loss(per_sample, batch.domain, self.setup.task.num_domains, self.setup.loss_average)
+        of_class = self.setup.class_weight
+        weight = None if of_class is None else of_class.to(per_sample)[batch.y]
+        loss = mean_loss(per_sample, batch.domain, self.setup.task.num_domains, self.setup.loss_average, weight)
         return torch.autograd.grad(loss, per_sample)[0]
 
     def _start(self, path: list[Tensor], x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.algorithms import Setup, domain_means
+from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.annealing import AnnealedPenalty
 from xdm_ft.tensors import Batch
 
@@ -35,6 +35,6 @@ class VREx(AnnealedPenalty):
         super().__init__(setup, penalty_weight, anneal_steps)
 
     def penalty(self, logits: Tensor, per_sample: Tensor, batch: Batch) -> Tensor:
-        risks, present = domain_means(per_sample, batch.domain, self.task.num_domains)  # [D]
+        risks, present = self.by_domain(per_sample, batch)  # [D]
         mean = risks.sum() / present.sum()
         return ((risks - mean).square() * present).sum() / present.sum()

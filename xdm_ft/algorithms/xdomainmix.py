@@ -103,8 +103,7 @@ class XDomainMix(Algorithm):
             return self.second_pass(z, batch, step, self.masks(z, batch, step))
         of_class = F.cross_entropy(linear(z, self.head), batch.y, reduction="none")  # [B]
         of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)  # [B]
-        weights = self.weights(batch)
-        return Losses(of_class @ weights, of_domain @ weights)
+        return Losses(*self.averages(of_class, of_domain, batch))
 
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
         """The loss (8) with given masks."""
@@ -118,12 +117,10 @@ class XDomainMix(Algorithm):
             of_domain = torch.where(draws.keep, (of_domain + on_mixed) / 2, of_domain)
         else:
             of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)
-        weights = self.weights(batch)
         found = torch.stack([draws.partners.has_same, draws.partners.has_other]).float().mean(1)  # [2]
         without_same, without_other = (1 - found).unbind()
         return Losses(
-            of_class @ weights,
-            of_domain @ weights,
+            *self.averages(of_class, of_domain, batch),
             logs={"without_same_partner": without_same, "without_other_partner": without_other},
             held=dict(held),
         )
@@ -133,6 +130,11 @@ class XDomainMix(Algorithm):
         if self.domain_head_augmented:
             return soft_loss(logits, F.one_hot(batch.domain, self.task.num_domains).to(logits.dtype))
         return F.cross_entropy(logits, batch.domain, reduction="none")
+
+    def averages(self, class_losses: Tensor, domain_losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The means of losses [B], each by `loss_average`; class weights are for those of classes alone."""
+        plain, weight = self.mean_weights(batch, None), self.sample_weight(batch)
+        return class_losses @ (plain if weight is None else self.mean_weights(batch, weight)), domain_losses @ plain
 
     def masks(self, z: Tensor, batch: Batch, step: int) -> dict[str, Tensor]:
         """M_c and M_d at a step after the warm-up, bool [B,K]. (1)(2)(3)"""

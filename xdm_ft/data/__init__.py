@@ -6,9 +6,13 @@ What a data set promises is `ImageDataset`; decoding, transforms, splits and sam
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
 
 import numpy as np
 from PIL import Image
+
+Augmentation = Literal["none", "domainbed"]
+"""Random changes of training images, see `xdm_ft.data.loading.transforms.training_transform`."""
 
 
 class ImageDataset(ABC):
@@ -34,6 +38,7 @@ class ImageDataset(ABC):
     folder_order: bool = (
         False  # rows of a domain are in the order of class and file names, which DomainBed's split counts
     )
+    train_augmentation: ClassVar[Augmentation] = "none"  # what is usual with it, end to end
     as_published: bool = False  # known to hold what was published: a class that a domain lacks, it lacks by nature
 
     @abstractmethod

@@ -1,8 +1,9 @@
 """From one record per trained model to one row per method: the `summary` of results.json.
 
 R, a record: {"method", "test_domains", "seed", "status", "reason"?, "selected": {rule: {"metrics": {split: …}}}, …}.
-S, a row: {"method", "selection", "metric", "split", "mean", "std", "stderr", "n", "per_test_domain", "versus_erm",
-"protocol"}, and where something did not go as planned "failed", "skipped" (how many records) and "reason".
+S, a row: {"method", "selection", "metric", "split", "mean", "std", "stderr", "n", "spread_as_published"?,
+"per_test_domain", "versus_erm", "protocol", "budget"}, and where something did not go as planned "failed", "skipped"
+(how many records) and "reason".
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
+from xdm_ft.evaluation.conventions import Convention
 from xdm_ft.evaluation.intervals import (
     Interval,
     bootstrap,
@@ -97,7 +99,7 @@ def protocol_line(
         f"test {words}",
         "no augmentation" if augmentation == "none" else f"augmentation {augmentation}",
         f"{draws} hyper-parameter draw{'s' if draws != 1 else ''}",
-        "± is the standard error over seeds, held-out domains averaged within a seed",
+        "± is the standard error over seeds (ddof 1), held-out domains averaged within a seed",
     ]
     return " ".join("; ".join(parts).split())
 
@@ -111,11 +113,13 @@ def summarise(
     metric: str,
     protocol_line: Callable[[str], str],
     reference: str = "erm",
+    convention: Convention | None = None,
 ) -> list[dict[str, Any]]:
     """One S per rule and method, in the order of `rules` and `methods`; methods without a record are left out.
 
     A seed counts only if all its held-out domains are there. `predictions` may lack runs (those of an earlier code, for
-    example): the interval over images is then missing and the note says so. `reference` is the label of plain ERM.
+    example): the interval over images is then missing and the note says so. `reference` is the label of plain ERM,
+    `convention` how tables of the data set's benchmark are printed, where there is one.
     """
     _refuse_doubles(runs)
     held_out = tuple(dict.fromkeys(_held(r) for r in runs))
@@ -125,11 +129,12 @@ def summarise(
     for rule in rules:
         views = {m: _Runs(m, rule, metric, held_out, records) for m, records in by_method.items() if records}
         for view in views.values():
-            row = {"method": view.method, "selection": rule, "metric": metric, "split": SPLIT, **_spread(view)}
+            row: dict[str, Any] = {"method": view.method, "selection": rule, "metric": metric, "split": SPLIT}
+            row |= _spread(view, convention)
             row |= {"per_test_domain": _per_test_domain(view), "versus_erm": None, "protocol": protocol_line(rule)}
             if reference in views and view.method != reference:
                 row["versus_erm"] = _versus(view, views[reference], resampled)
-            rows.append(row | _troubles(view))
+            rows.append(row | {"budget": _budget(view)} | _troubles(view))
     return rows
 
 
@@ -146,16 +151,28 @@ def _refuse_doubles(runs: Sequence[Record]) -> None:
         seen.add(key)
 
 
-def _spread(view: _Runs) -> dict[str, Any]:
+def _spread(view: _Runs, convention: Convention | None) -> dict[str, Any]:
     """Average the held-out domains within a seed, then spread over seeds."""
     values = view.values
     means = [float(np.mean([values[held, seed] for held in view.held_out])) for seed in view.complete_seeds]
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
-    return {
+    spread: dict[str, Any] = {
         "mean": float(np.mean(means)) if means else None,
         "std": std,
         "stderr": None if std is None else float(std / np.sqrt(len(means))),
         "n": len(means),
+    }
+    if convention is not None:
+        spread["spread_as_published"] = {"kind": convention.kind, "value": convention.value(means)}
+    return spread
+
+
+def _budget(view: _Runs) -> dict[str, Any]:
+    """What its models cost: hyper-parameter draws, and gradient evaluations of one model, which may differ between."""
+    counts = [r["gradient_evaluations"] for r in view.records if "gradient_evaluations" in r]
+    return {
+        "draws": len({r["trial"] for r in view.records}),
+        "gradient_evaluations": {"low": min(counts), "high": max(counts)} if counts else None,
     }
 
 

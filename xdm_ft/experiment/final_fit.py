@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from xdm_ft.data.loading.derived_splits import all_domains
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.evaluation.trials import selection_value
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan, hparams
 from xdm_ft.experiment.run_directory import RunDirectory
@@ -36,12 +40,11 @@ def final_fit(
         logger.warning("final_fit: no method has an estimate under %s; nothing is fitted", recipe.protocol.selection)
         return None
     rule, label = recipe.protocol.selection, best["method"]
-    records = [run for run in results["runs"] if run["method"] == label and run["status"] == "ok"]
-    picked = [run["selected"][rule]["step"] for run in records if rule in run["selected"]]
-    item = next(item for item in recipe.methods if item.label == label)
-    planned = [model for model in plan.models if model.item is item and not model.skipped]
-    steps = median(model.steps for model in planned)
-    step = median(picked)
+    trial = best_trial([run for run in results["runs"] if run["method"] == label], rule, recipe.protocol.metric)
+    records = [run for run in results["runs"] if run["method"] == label and run["trial"] == trial]
+    planned = [model for model in plan.models if model.item.label == label and model.trial == trial]
+    item, steps = planned[0].item, median(model.steps for model in planned)
+    step = median(run["selected"][rule]["step"] for run in records if rule in run["selected"])
     if not item.is_solver:
         step = min(evaluation_steps(steps, recipe.training.evaluate_every), key=lambda known: abs(known - step))
     estimate = {key: best[key] for key in ("selection", "metric", "mean", "std", "stderr", "n", "protocol")}
@@ -49,7 +52,8 @@ def final_fit(
     about = {
         "method": label,
         "seed": planned[0].seed,
-        "hparams": hparams(recipe, item),
+        "trial": trial,
+        "hparams": hparams(recipe, item, planned[0].training),
         "domains": list(split.train_domains),
         "step": step,
         "estimate": estimate,
@@ -59,14 +63,14 @@ def final_fit(
         return before
     logger.info("final_fit: %s on all %d domains, to step %d", label, len(split.train_domains), step)
     work = Work(plan, material, directory, accelerator)
-    job = work.job(item, split, planned[0].seed, steps, {RULE: {step: 1.0}})
-    for model in work.engines.train(item, [job], (RULE,)):
+    job = work.job(dataclasses.replace(planned[0], split=split, steps=steps), {RULE: {step: 1.0}})
+    for model in work.engines.train(item, [job], (RULE,), {job.key}):
         trained = work.interpolated(model)
         if trained.failure is not None:
             return {**about, "status": "failed", "reason": trained.failure}
         selected = trained.selected[RULE]
         logits = {name: model.logits(selected, rows).cpu() for name, rows in split.evaluation.items()}
-        weights = directory.save_final(selected.state, work.metadata(selected, job)) if directory.writes else ""
+        weights = directory.save_final(selected.state, work.metadata(selected, job)) if model.owned else ""
         own = {**selected.hparams, "weights": weights, "metrics": work.metrics(split, logits)}
         return {**about, "status": "ok", **own}
     return None  # another process trains heads
@@ -79,6 +83,16 @@ def best_method(summary: Sequence[Mapping[str, Any]], rule: str) -> Mapping[str,
         return None
     sign = 1 if HIGHER_IS_BETTER[rows[0]["metric"]] else -1
     return max(rows, key=lambda row: sign * row["mean"])
+
+
+def best_trial(records: Sequence[Mapping[str, Any]], rule: str, metric: str) -> int:
+    """The draw of hyper-parameters that selection liked best, on the mean over held-out domains and seeds."""
+    values: dict[int, list[float | None]] = {}
+    for record in records:
+        values.setdefault(record["trial"], []).append(selection_value(record, rule, metric))
+    means = {trial: float(np.mean(known)) for trial, known in values.items() if None not in known}  # type: ignore[arg-type]
+    sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    return max(means, key=lambda trial: sign * means[trial])
 
 
 def median(steps: Iterable[int]) -> int:

@@ -16,25 +16,29 @@ from xdm_ft.data.loading.samplers import steps_of
 from xdm_ft.data.loading.splits import Split, rules_of, splits
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.recipe import Recipe
-from xdm_ft.recipe_blocks import MethodItem, unfreezes_too_late
+from xdm_ft.recipe_blocks import MethodItem, drawn_item, drawn_training, unfreezes_too_late
 from xdm_ft.tensors import Task
-
-Identity = tuple[str, tuple[str, ...], int, int]  # method, test domains, seed, trial
+from xdm_ft.training import Identity, Training
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """One row of results: a method, a split and a seed. `skipped` says why it can not be trained."""
+    """One record of results: a method, a split, a seed and a draw of hyper-parameters.
 
-    item: MethodItem
+    `skipped` says why it can not be trained.
+    """
+
+    item: MethodItem  # with the trial's settings, as `training`
+    training: Training
     split: Split
     seed: int
+    trial: int
     steps: int
     skipped: str | None
 
     @property
     def key(self) -> Identity:
-        return (self.item.label, self.split.test_domains, self.seed, 0)
+        return (self.item.label, self.split.test_domains, self.seed, self.trial)
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,10 @@ class ExtraModel:
     """A model that `cross_domain` needs: trained without one more domain, measured there, then forgotten."""
 
     item: MethodItem
+    training: Training
     split: Split
     seed: int
+    trial: int
     steps: int
     serves: tuple[Identity, ...]  # the planned models that each of its left-out parts is measured for, in order
 
@@ -96,7 +102,8 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
         is_text = item.is_solver and item.algorithm.cls.needs_text
         seeds = recipe.protocol.seeds[:1] if is_text else recipe.protocol.seeds
         for place in range(len(by_seed[seeds[0]])):
-            models += [_planned(recipe, item, by_seed[seed][place], seed, dataset) for seed in seeds]
+            for seed in seeds:
+                models += _planned(recipe, item, by_seed[seed][place], seed, dataset)
     every = [split for of_seed in by_seed.values() for split in of_seed]
     notes = dict.fromkeys(note for split in every for note in split.notes)
     extra = _extra_models(dataset, models) if recipe.protocol.selection == "cross_domain" else ()
@@ -105,34 +112,49 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
 
 def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[ExtraModel, ...]:
     """Each planned model once more without each of its training domains; two that would be the same are one."""
-    extra: dict[tuple[str, int, int, frozenset[str]], ExtraModel] = {}
+    extra: dict[tuple[str, int, int, int, frozenset[str]], ExtraModel] = {}
     for model in models:
         for domain in () if model.skipped else model.split.train_domains:
             split = without(dataset, model.split, domain)
-            key = (model.item.label, model.seed, model.steps, frozenset(split.test_domains))
+            key = (model.item.label, model.seed, model.trial, model.steps, frozenset(split.test_domains))
             if key in extra:
                 serves = (*extra[key].serves, model.key)
                 both = also_measuring(extra[key].split, split.evaluation[LEFT_OUT[0]])
                 extra[key] = dataclasses.replace(extra[key], split=both, serves=serves)
             else:
-                extra[key] = ExtraModel(model.item, split, model.seed, model.steps, (model.key,))
+                extra[key] = ExtraModel(
+                    model.item, model.training, split, model.seed, model.trial, model.steps, (model.key,)
+                )
     return tuple(extra.values())
 
 
-def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset: ImageDataset) -> PlannedModel:
+def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset: ImageDataset) -> list[PlannedModel]:
+    """Every trial of one method, split and seed."""
     training = recipe.training
     rows = sum(len(pool) for pool in split.train)
-    batch = training.batch_size * (len(split.train) if training.sampler == "per_domain" else 1)
-    steps = steps_of(training.steps, training.epochs, rows, batch)
+    steps = steps_of(training.steps, training.epochs, rows, training.images_per_step(len(split.train)))
     crossed = recipe.protocol.selection == "cross_domain"
     needed, have = item.algorithm.cls.min_domains, len(split.train_domains) - crossed
     skipped = None
     if have < needed:
         held_out = ", ".join(split.test_domains) + (" and one more for cross_domain" if crossed else "")
         skipped = f"needs {needed} training domains; with {held_out} held out there is {have}"
-    elif not item.is_solver:
-        _check_settings(recipe, item, split, dataset, steps)
-    return PlannedModel(item, split, seed, steps, skipped)
+    if skipped is not None:
+        return [PlannedModel(item, training, split, seed, 0, steps, skipped)]
+    models = []
+    for trial in range(trials_of(recipe, item)):
+        drawn = recipe.search.drawn(trial)
+        model = PlannedModel(drawn_item(item, drawn), drawn_training(training, drawn), split, seed, trial, steps, None)
+        if not item.is_solver:
+            _check_settings(recipe, model.item, split, dataset, steps)
+        models.append(model)
+    return models
+
+
+def trials_of(recipe: Recipe, item: MethodItem) -> int:
+    """1 for a solver, unless its own settings are searched: those of `training` mean nothing to it."""
+    searched = any(drawn_item(item, recipe.search.drawn(trial)) is not item for trial in range(recipe.search.trials))
+    return 1 if item.is_solver and not searched else recipe.search.trials
 
 
 def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: ImageDataset, steps: int) -> None:
@@ -164,22 +186,24 @@ def describe(plan: Plan) -> str:
     trained += [model for model in plan.models if not model.skipped and not model.item.is_solver]
     trained += [model for model in plan.extra if not model.item.is_solver]
     passes = sum(model.steps * (2 if model.item.sharpness else 1) for model in trained)
+    gradients = sum(m.item.gradient_evaluations(m.steps, len(m.split.train_domains)) for m in trained)
     images = len(plan.dataset)
     lines = [
         f"data: {images} images, {len(plan.dataset.class_names)} classes",
         f"domains: {', '.join(plan.dataset.domain_names)}",
         f"models: {len(plan.models)} = methods × held-out domains × seeds"
+        + (f" × up to {recipe.search.trials} trials" if recipe.search.trials > 1 else "")
         + (
             f", {sum(model.skipped is not None for model in plan.models)} of them skipped" if _any_skipped(plan) else ""
         ),
         *([extra_models(plan)] if plan.extra else []),
-        f"steps: {sum(model.steps for model in trained)}, gradient evaluations: {passes}",
+        f"steps: {sum(model.steps for model in trained)}, gradient evaluations: {gradients}",
     ]
     if recipe.needs_features:
         lines.append(f"encoder: one pass over {images} images unless their features are cached")
     if recipe.trainable and trained:
         domains = max(len(model.split.train) for model in trained)
-        batch = recipe.training.batch_size * (domains if recipe.training.sampler == "per_domain" else 1)
+        batch = recipe.training.images_per_step(domains)
         lines.append(f"encoder: {passes * batch} images forward and backward, evaluations aside")
     lines += [
         f"skipped: {m.item.label}: {m.skipped}" for m in plan.models if m.skipped and m.seed == recipe.protocol.seeds[0]
@@ -195,14 +219,13 @@ def _any_skipped(plan: Plan) -> bool:
     return any(model.skipped for model in plan.models)
 
 
-def hparams(recipe: Recipe, item: MethodItem) -> dict[str, Any]:
+def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, Any]:
     """The hyper-parameters of one model, for results.json."""
     own: dict[str, Any] = {}
-    for part in (item.algorithm, item.sharpness, item.averaging):
-        own |= part.kwargs() if part else {}
+    for part in item.parts:
+        own |= part.kwargs()
     if item.is_solver:
         return own
-    training = recipe.training
     common = {"lr": training.lr, "weight_decay": training.weight_decay, "batch_size": training.batch_size}
     if recipe.trainable:
         common["encoder_lr"] = training.encoder_lr

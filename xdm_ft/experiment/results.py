@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.summary import protocol_line, summarise
+from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan
+from xdm_ft.recipe import Recipe
+from xdm_ft.report.published import BENCHMARKS, benchmark_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+Record = Mapping[str, Any]
 LIBRARIES = ("xdm_ft", "torch", "torchvision", "timm", "open_clip_torch", "accelerate", "numpy", "pillow")
 
 
@@ -32,24 +38,50 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def summary_of(
-    plan: Plan, material: Material, runs: list[dict[str, Any]], predictions: list[Prediction]
+    plan: Plan, material: Material, runs: Sequence[Record], prediction_of: Callable[[Record, str], Prediction]
 ) -> list[dict[str, Any]]:
-    """One row per selection rule and method, in the recipe's order; differences are to the recipe's plain ERM."""
-    methods = plan.recipe.methods
+    """One row per selection rule and method, in the recipe's order; differences are to the recipe's plain ERM.
+
+    Of several trials each rule picks its own, of which alone `prediction_of(record, rule)` is asked.
+    """
+    methods, metric = plan.recipe.methods, plan.recipe.protocol.metric
     plain = [
         item.label
         for item in methods
         if item.algorithm.name == "erm" and item.sharpness is None and item.averaging is None
     ]
-    return summarise(
-        runs,
-        predictions,
-        methods=[item.label for item in methods],
-        rules=plan.rules,
-        metric=plan.recipe.protocol.metric,
-        protocol_line=lambda rule: _protocol_line(plan, material, rule),
-        reference=plain[0] if plain else "erm",
-    )
+    benchmark = benchmark_of(plan.recipe.data.block.model_dump(mode="json"), runs)
+    rows = []
+    for rule in plan.rules:
+        picked = picked_trials(runs, rule, metric)
+        of_rule = summarise(
+            picked,
+            [prediction_of(record, rule) for record in picked if rule in record["selected"]],
+            methods=[item.label for item in methods],
+            rules=[rule],
+            metric=metric,
+            protocol_line=lambda rule: _protocol_line(plan, material, rule),
+            reference=plain[0] if plain else "erm",
+            convention=BENCHMARKS[benchmark].convention if benchmark else None,
+        )
+        for row in of_rule:
+            trials = {record["trial"] for record in runs if record["method"] == row["method"]}
+            budget = row["budget"] | {"draws": len(trials)}
+            rows.append(row | {"budget": budget} | _flags(picked, row["method"], rule))
+    return rows
+
+
+def _flags(picked: Sequence[Record], method: str, rule: str) -> dict[str, Any]:
+    """What the picks of a method were flagged for, and how many of them."""
+    selected = [r["selected"][rule] for r in picked if r["method"] == method and rule in r["selected"]]
+    counts = Counter(flag for one in selected for flag in one.get("flags", ()))
+    return {"flags": [f"{flag} in {n} of {len(selected)} picks" for flag, n in counts.items()]} if counts else {}
+
+
+def _augmentation(recipe: Recipe) -> str:
+    """Methods that read cached features know no augmentation, whatever the others of the recipe do."""
+    some = any(item.is_solver for item in recipe.methods) and recipe.train_augmentation != "none"
+    return f"{recipe.train_augmentation}{' of what trains end to end' if some else ''}"
 
 
 def _protocol_line(plan: Plan, material: Material, rule: str) -> str:
@@ -65,6 +97,6 @@ def _protocol_line(plan: Plan, material: Material, rule: str) -> str:
         notes=notes,
         selection=rule,
         metric=recipe.protocol.metric,
-        augmentation="none",
-        draws=1,
+        augmentation=_augmentation(recipe),
+        draws=recipe.search.trials,
     )

@@ -41,6 +41,7 @@ def resolved_with_meanings(recipe: Recipe) -> str:
         "encoder": recipe.encoder.block,
         "features": recipe.features,
         "training": recipe.training,
+        "search": recipe.search,
         "output": recipe.output,
     }
     lines = [f"name: {_value(recipe.name)}"]

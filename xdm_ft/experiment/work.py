@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
@@ -18,12 +19,14 @@ from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.experiment.engines import Engines, Model, reads_normalized, starting_weights
 from xdm_ft.experiment.material import Material
-from xdm_ft.experiment.plan import ExtraModel, Identity, Plan, PlannedModel, extra_models, hparams
+from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel, extra_models, hparams
 from xdm_ft.experiment.run_directory import RunDirectory, make_prediction
 from xdm_ft.recipe_blocks import MethodItem
 from xdm_ft.tensors import Task
-from xdm_ft.training import Job, Selected, Trained
+from xdm_ft.training import Identity, Job, Selected, Trained
+from xdm_ft.training.class_weights import balanced
 from xdm_ft.training.interpolation import on_the_line
+from xdm_ft.training.search import at_the_edge
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,27 +39,31 @@ Known = Mapping[str, Mapping[int, float]]
 def finished_models(
     plan: Plan, material: Material, directory: RunDirectory, accelerator: Accelerator
 ) -> Iterator[Finished]:
-    """The record and test predictions of every model that the run directory does not have yet."""
+    """The record and test predictions of every model that the run directory lacks and that this process owns."""
     work = Work(plan, material, directory, accelerator)
     done = directory.done
     if plan.extra:
         logger.info("%s", extra_models(plan))
     for item in plan.recipe.methods:
-        models = [model for model in plan.models if model.item is item and model.key not in done]
-        yield from ((_skipped(plan, model), []) for model in models if model.skipped)
-        models = [model for model in models if not model.skipped]
-        if not models:
+        models = [model for model in plan.models if model.item.label == item.label]
+        if accelerator.is_main_process:
+            yield from ((_skipped(plan, model), []) for model in models if model.skipped)
+        planned = {model.key: model for model in models if not model.skipped}
+        wanted = planned.keys() - done
+        if not wanted:
             continue
-        known = work.known(item, {model.key for model in models})
-        logger.info("%s: %d models", item.label, len(models))
-        jobs = [work.planned_job(model, known.get(model.key, {})) for model in models]
-        for model in work.engines.train(item, jobs, plan.rules):
-            yield work.finished(work.interpolated(model), model)
+        known = work.known(item, planned.keys())
+        logger.info("%s: %d models", item.label, len(wanted))
+        jobs = [work.job(model, known.get(key, {})) for key, model in planned.items()]
+        for trained in work.engines.train(item, jobs, plan.rules, wanted):
+            finished = work.finished(planned[trained.trained.job.key], work.interpolated(trained), trained)
+            if trained.owned:
+                yield finished
 
 
 def _skipped(plan: Plan, model: PlannedModel) -> dict[str, Any]:
     return {
-        **_identity(model.key, hparams(plan.recipe, model.item)),
+        **_identity(model.key, hparams(plan.recipe, model.item, model.training)),
         "status": "skipped",
         "reason": model.skipped,
         "selected": {},
@@ -79,68 +86,70 @@ class Work:
     def engines(self) -> Engines:
         return Engines(self.plan, self.material, self.directory, self.accelerator)
 
-    def planned_job(self, model: PlannedModel, known: Known) -> Job:
-        return self.job(model.item, model.split, model.seed, model.steps, known)
-
-    def job(self, item: MethodItem, split: Split, seed: int, steps: int, known: Known) -> Job:
-        recipe = self.plan.recipe
+    def job(self, model: PlannedModel | ExtraModel, known: Known) -> Job:
+        recipe, item, split, training = self.plan.recipe, model.item, model.split, model.training
         features = self.material.features
         setup = Setup(
             task=Task(self.plan.dataset.class_names, split.train_domains, recipe.protocol.metric),
             width=features.width if features is not None else 0,
-            steps=steps,
-            seed=seed,
+            steps=model.steps,
+            seed=model.seed,
             loss_average=recipe.training.loss_average,
             head_init=item.head_init,
             text_weight=self.material.text_weight,
+            class_weight=self.class_weight(split),
         )
         return Job(
             method=item.label,
             test_domains=split.test_domains,
-            seed=seed,
-            trial=0,
+            seed=model.seed,
+            trial=model.trial,
             split=split,
             setup=setup,
             make=item.algorithm.build,
             sharpness=item.sharpness.build() if item.sharpness else None,
-            lr=recipe.training.lr,
-            weight_decay=recipe.training.weight_decay,
+            lr=training.lr,
+            weight_decay=training.weight_decay,
+            momentum=training.momentum,
+            encoder_lr=training.encoder_lr,
             averaging=item.averaging.build() if item.averaging else None,
             known=known,
         )
 
-    def known(self, item: MethodItem, wanted: set[Identity]) -> dict[Identity, Known]:
+    def class_weight(self, split: Split) -> Tensor | None:
+        if self.plan.recipe.training.class_weights == "none":
+            return None
+        return balanced(self.plan.labels[torch.cat(split.train)], len(self.plan.dataset.class_names))
+
+    def known(self, item: MethodItem, wanted: Collection[Identity]) -> dict[Identity, Known]:
         """What `cross_domain` needs of each wanted model: its extra models' metric by step, measured now or before."""
-        extra = [model for model in self.plan.extra if model.item is item and wanted.intersection(model.serves)]
-        courses: dict[Identity, list[Mapping[int, float]]] = {}
+        extra = [m for m in self.plan.extra if m.item.label == item.label and any(key in wanted for key in m.serves)]
+        if not extra:
+            return {}
         for parts in dict.fromkeys(tuple(model.split.evaluation) for model in extra):
-            alike = [model for model in extra if tuple(model.split.evaluation) == parts]
-            for model, course in self._courses(item, alike, parts):
-                for part, key in zip(LEFT_OUT, model.serves, strict=False):
-                    courses.setdefault(key, []).append(course[part])
+            self._measure(item, [model for model in extra if tuple(model.split.evaluation) == parts], parts)
+        self.accelerator.wait_for_everyone()
+        courses: dict[Identity, list[Mapping[int, float]]] = {}
+        for model in extra:
+            course = self.directory.recall(_name(self.job(model, {})))
+            for part, key in zip(LEFT_OUT, model.serves, strict=False):
+                courses.setdefault(key, []).append({int(step): value for step, value in course[part].items()})
         return {key: {"cross_domain": mean_course(measured)} for key, measured in courses.items()}
 
-    def _courses(
-        self, item: MethodItem, extra: Sequence[ExtraModel], parts: Sequence[str]
-    ) -> Iterator[tuple[ExtraModel, dict[str, dict[int, float]]]]:
-        """Left-out part → steps → metric, for each of the extra models."""
-        jobs = [self.job(model.item, model.split, model.seed, model.steps, {}) for model in extra]
-        missing = []
-        for model, job in zip(extra, jobs, strict=True):
-            course = self.directory.recall(_name(job))
-            if course is None:
-                missing.append((model, job))
-            else:
-                yield model, {part: {int(step): value for step, value in course[part].items()} for part in parts}
-        if missing:
-            logger.info("%s: %d extra models for cross_domain", item.label, len(missing))
-        trained = self.engines.train(item, [job for _, job in missing], parts) if missing else iter(())
-        for (model, job), (finished, *_) in zip(missing, trained, strict=self.accelerator.is_main_process):
-            if finished.failure is not None:
-                logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), finished.failure)
-            course = {part: {} if finished.failure else finished.course[part] for part in parts}
-            self.directory.remember(_name(job), course)
-            yield model, course
+    def _measure(self, item: MethodItem, extra: Sequence[ExtraModel], parts: Sequence[str]) -> None:
+        """Trains the extra models that nothing is remembered of, and remembers: left-out part → steps → metric."""
+        jobs = [self.job(model, {}) for model in extra]
+        missing = {job.key for job in jobs if self.directory.recall(_name(job)) is None}
+        if not missing:
+            return
+        logger.info("%s: %d extra models for cross_domain", item.label, len(missing))
+        for model in self.engines.train(item, jobs, parts, missing):
+            trained, job = model.trained, model.trained.job
+            if trained.failure is not None:
+                logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
+            if model.owned:
+                course = {part: {} if trained.failure else trained.course[part] for part in parts}
+                self.directory.remember(_name(job), course)
 
     def interpolated(self, model: Model) -> Trained:
         """Where its method asks for it, the model on the line from the weights that it started from."""
@@ -174,14 +183,14 @@ class Work:
             return float("nan")
         return metric_of(self.plan.recipe.protocol.metric, logits, self.plan.labels[rows], self.plan.worst_of[rows])
 
-    def finished(self, trained: Trained, model: Model) -> Finished:
+    def finished(self, planned: PlannedModel, trained: Trained, model: Model) -> Finished:
         """The record of results.json (DESIGN: R), its weights written, and its predictions on the test domain."""
-        job, plan = trained.job, self.plan
-        item = next(item for item in plan.recipe.methods if item.label == job.method)
-        key = (job.method, job.test_domains, job.seed, job.trial)
-        record = _identity(key, hparams(plan.recipe, item)) | {"status": "ok", "selected": {}}
+        job, key = trained.job, planned.key
+        values = hparams(self.plan.recipe, planned.item, planned.training)
+        record = _identity(key, values) | {"status": "ok", "selected": {}}
         if trained.mixed_steps is not None:
             record["mixed_steps"] = trained.mixed_steps
+        record["gradient_evaluations"] = planned.item.gradient_evaluations(planned.steps, len(job.split.train))
         record["train_seconds"] = round(trained.seconds, 3)
         if trained.failure is not None:
             logger.warning(
@@ -197,7 +206,7 @@ class Work:
                 if broken:
                     reason = f"the logits of {', '.join(broken)} images are not finite at the step {selected.step}"
                     return record | {"status": "failed", "reason": reason, "selected": {}}, []
-                told[id(selected)] = scores, self.selection(key, rule, selected, scores, job)
+                told[id(selected)] = scores, self.selection(planned, rule, selected, scores, model)
             scores, record["selected"][rule] = told[id(selected)]
             predictions.append(self.prediction(key, rule, job.split.evaluation["test"], scores["test"]))
         return record, predictions
@@ -208,14 +217,29 @@ class Work:
         return make_prediction(key, self.plan.dataset, rule, rows.numpy(), predicted, values)
 
     def selection(
-        self, key: Identity, rule: str, selected: Selected, logits: dict[str, Tensor], job: Job
+        self, planned: PlannedModel, rule: str, selected: Selected, logits: dict[str, Tensor], model: Model
     ) -> dict[str, Any]:
+        job, weights = model.trained.job, ""
         metrics = self.metrics(job.split, logits)
-        weights = ""
-        if self.accelerator.is_main_process:
-            weights = self.directory.save_weights(key, rule, selected.state, self.metadata(selected, job))
+        if model.owned:
+            weights = self.directory.save_weights(planned.key, rule, selected.state, self.metadata(selected, job))
         curve = {"curve": selected.curve} if selected.curve else {}
-        return {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics, **curve}
+        own = {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics, **curve}
+        known, flags = job.known.get(rule, {}).get(selected.step), self.flags(planned, selected)
+        return own | ({} if known is None else {"value": known}) | ({"flags": flags} if flags else {})
+
+    def flags(self, planned: PlannedModel, selected: Selected) -> list[str]:
+        """What makes a pick doubtful: a better one may lie beyond the steps or beyond a searched range."""
+        found = []
+        if not planned.item.is_solver and planned.item.averaging is None and selected.step == planned.steps:
+            found.append("last step picked")
+        search, values = self.plan.recipe.search, hparams(self.plan.recipe, planned.item, planned.training)
+        parts = {part.name for part in planned.item.parts}
+        for key in search.distributions:
+            component, _, name = key.rpartition(".")
+            if (not component or component in parts) and at_the_edge(search, key, values.get(name)):
+                found.append(f"{key} at the edge of its range")
+        return found
 
     def metrics(self, split: Split, logits: Mapping[str, Tensor]) -> dict[str, Any]:
         plan, metrics = self.plan, {}

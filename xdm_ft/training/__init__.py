@@ -12,6 +12,7 @@ from torch import Tensor
 from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
 from xdm_ft.averaging import Averaging
 from xdm_ft.blocks import Block
+from xdm_ft.data.loading.samplers import SamplerName
 from xdm_ft.data.loading.splits import Split
 from xdm_ft.sharpness import Sharpness
 
@@ -28,12 +29,13 @@ class Schedule(Block):
 class Training(Block):
     """How models are trained, by either engine."""
 
-    batch_size: Annotated[
-        int, Field(ge=1, description="images per training domain (per_domain) or in all (pooled)")
-    ] = 32
+    batch_size: Annotated[int, Field(ge=1, description="images per training domain, or in all (pooled)")] = 32
     sampler: Annotated[
-        Literal["per_domain", "pooled"],
-        Field(description="per_domain: batch_size from every training domain; pooled: from all images together"),
+        SamplerName,
+        Field(
+            description="per_domain: batch_size from every training domain; class_balanced: so, each of the domain's "
+            "classes as often as the others; pooled: from all images together"
+        ),
     ] = "per_domain"
     steps: Annotated[int | None, Field(ge=1, description="training steps; null: from epochs")] = None
     epochs: Annotated[float | None, Field(gt=0, description="passes over the training images (pooled only)")] = None
@@ -56,10 +58,25 @@ class Training(Block):
     loss_average: Annotated[
         LossAverage, Field(description="domain: mean per domain, then over domains (the paper); sample: batch mean")
     ] = "domain"
+    class_weights: Annotated[
+        Literal["none", "balanced"],
+        Field(
+            description="of class losses; balanced: a class with n_c of n training images weighs n / (classes · n_c), "
+            "and means are weighted, Σ w ℓ / Σ w"
+        ),
+    ] = "none"
+
+    def images_per_step(self, domains: int) -> int:
+        """With so many training domains."""
+        return self.batch_size * (1 if self.sampler == "pooled" else domains)
 
 
 Course = dict[str, dict[int, float]]
 """Selection rule → steps taken → what it looks at is worth then, in the protocol's metric."""
+
+
+Identity = tuple[str, tuple[str, ...], int, int]
+"""Of a model in results: method, test domains, seed, trial."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +94,14 @@ class Job:
     lr: float
     weight_decay: float
     averaging: Averaging | None = None
+    momentum: float | None = None  # as encoder_lr, None: that of `training`
+    encoder_lr: float | None = None
     known: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """As `Course`, for rules whose values this model's own images do not tell: other models measured them."""
+
+    @property
+    def key(self) -> Identity:
+        return self.method, self.test_domains, self.seed, self.trial
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ the same head trained alone to float32 rounding.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from xdm_ft.data.loading.samplers import sampler
 from xdm_ft.progress import Progress, progress
 from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.tensors import Batch, Losses
-from xdm_ft.training import Job, Schedule, Trained, Training
+from xdm_ft.training import Identity, Job, Schedule, Trained, Training
 from xdm_ft.training.allocator import keep_freed_memory
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.batches import block
@@ -77,8 +76,13 @@ def train_bank(
     record: Record,
     show: bool,
     worst_of: Tensor | None = None,
+    wanted: Collection[Identity] | None = None,
+    process: tuple[int, int] = (0, 1),
 ) -> Iterator[Trained]:
-    """Trains the jobs, chunk by chunk; results come in the order of the jobs.
+    """Trains the jobs, chunk by chunk; results come in the order of `chunks`.
+
+    Of `wanted` alone (None: of all) there are results. A chunk that has one of them is trained whole, as its numbers
+    depend on its heads to rounding. Of several processes, `process` (number, count), each takes its share of chunks.
 
     `labels` and `domains` are int64 [N], domains numbered as in the data set; `worst_of` int64 [N] is what
     worst_domain_accuracy looks at (−1: left out), None: the domains. At each evaluation `record(job, number of
@@ -92,16 +96,28 @@ def train_bank(
     device = features.device
     groups = None if worst_of is None else worst_of.to(device)
     data = CachedData(features, labels.to(device), domains.to(device), groups)
-    with progress(jobs[0].method, sum(job.setup.steps for job in jobs), "head-steps", show) as bar:
-        for chunk in chunks(jobs):
-            yield from _train_chunk(chunk, data, training, rules, metric, record, bar)
+    missing = [chunk for chunk in chunks(jobs) if wanted is None or any(job.key in wanted for job in chunk)]
+    own = missing[process[0] :: process[1]]
+    with progress(jobs[0].method, sum(job.setup.steps for chunk in own for job in chunk), "head-steps", show) as bar:
+        for chunk in own:
+            for trained in _train_chunk(chunk, data, training, rules, metric, record, bar):
+                if wanted is None or trained.job.key in wanted:
+                    yield trained
 
 
-def chunks(jobs: Sequence[Job]) -> Iterator[list[Job]]:
-    """Neighbouring jobs whose tensors stack (same number of training domains, same steps), CHUNK_HEADS at a time."""
-    for _, alike in groupby(jobs, key=lambda job: (job.setup.task.num_domains, job.setup.steps)):
-        group = list(alike)
-        yield from (group[first : first + CHUNK_HEADS] for first in range(0, len(group), CHUNK_HEADS))
+def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Jobs whose tensors stack, CHUNK_HEADS at a time: a function of the jobs, never of who trains them.
+
+    They have the same number of training domains, the same steps, and the same settings but for what is stacked.
+    """
+    groups: dict[Any, list[Job]] = {}
+    for job in jobs:
+        settings = (_settings(_algorithm(job)), _settings(job.sharpness))
+        alike = (job.setup.task.num_domains, job.setup.steps, *(tuple(sorted(s.items(), key=str)) for s in settings))
+        groups.setdefault(alike, []).append(job)
+    return [
+        group[first : first + CHUNK_HEADS] for group in groups.values() for first in range(0, len(group), CHUNK_HEADS)
+    ]
 
 
 def _train_chunk(
@@ -132,7 +148,7 @@ def _train_chunk(
         lr = bank.lr * learning_rate_factor(number, bank.steps, bank.schedule)
         for head, values in enumerate(validation.values(bank.main["head.weight"], bank.main["head.bias"])):
             if failures[head] is None:
-                failures[head] = _failure(jobs[head], training, number + 1, broken_at.get(head), values)
+                failures[head] = _failure(jobs[head], training, data, number + 1, broken_at.get(head), values)
             if failures[head] is None and values is not None:
                 values |= known_values(jobs[head], number + 1)
                 selectors[head].offer(number + 1, values, lambda head=head: bank.state(head))  # type: ignore[misc]
@@ -240,6 +256,9 @@ def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank
     is_auxiliary = {name: name.split(".")[0] in template.auxiliary for name in stacked}
     lr = torch.tensor([job.lr for job in jobs], device=device)
     weight_decay = torch.tensor([job.weight_decay for job in jobs], device=device)
+    momentum = torch.tensor(
+        [training.momentum if job.momentum is None else job.momentum for job in jobs], device=device
+    )
     rho = torch.tensor([job.sharpness.rho if job.sharpness else 0.0 for job in jobs], device=device)
     return Bank(
         template=template,
@@ -247,7 +266,7 @@ def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank
         auxiliary={name: value for name, value in stacked.items() if is_auxiliary[name]},
         buffers=buffers,
         lr=lr,
-        optimizer=make_optimizer(training.optimizer, stacked, lr, weight_decay, training.momentum),
+        optimizer=make_optimizer(training.optimizer, stacked, lr, weight_decay, momentum),
         sharpness=sharpness,
         rho=rho,
         clip_norm=training.clip_norm,
@@ -303,11 +322,16 @@ class Course:
 
 
 def _failure(
-    job: Job, training: Training, taken: int, broken_at: int | None, values: Mapping[str, float] | None
+    job: Job,
+    training: Training,
+    data: CachedData,
+    taken: int,
+    broken_at: int | None,
+    values: Mapping[str, float] | None,
 ) -> str | None:
     """Why a head failed by the evaluation after `taken` steps; None where it did not."""
     if broken_at is not None:
-        own = sampler(training.sampler, job.split.train, training.batch_size, job.seed)
+        own = sampler(training.sampler, job.split.train, training.batch_size, job.seed, data.labels)
         rows = ", ".join(str(row) for row in own.indices(broken_at, broken_at + 1)[0].tolist())
         return f"the loss was not finite at step {broken_at + 1} of {job.setup.steps}; rows of its batch: {rows}"
     if values is None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from xdm_ft.data.loading.samplers import ImageRows, sampler
+from xdm_ft.data.loading.samplers import DrawnRows, ImageRows, sampler
 from xdm_ft.errors import UserError
+from xdm_ft.randomness import Stream, bits
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Job, Training
 from xdm_ft.training.together import Together
@@ -54,28 +55,34 @@ def block(batch: Batch, number: int, blocks: int, axis: int = 0) -> Batch:
     return Batch(**{name: value.narrow(axis, number * size, size) for name, value in fields.items()})
 
 
-class StepRows(Sampler[list[int]]):
-    """Batch sampler of a DataLoader: this process's rows of steps first…last−1, one micro-batch after the other."""
+class StepRows(Sampler[list[tuple[int, int]]]):
+    """Batch sampler of a DataLoader: this process's rows of steps first…last−1, one micro-batch after the other.
 
-    def __init__(self, micro_batches: Callable[[int], list[Tensor]], first: int, last: int) -> None:
-        self.micro_batches, self.first, self.last = micro_batches, first, last
+    A row comes with the seed of its augmentation (`DrawnRows`), a function of the job's seed, the step and the row.
+    """
+
+    def __init__(self, micro_batches: Callable[[int], list[Tensor]], seed: int, first: int, last: int) -> None:
+        self.micro_batches, self.seed, self.first, self.last = micro_batches, seed, first, last
 
     def __len__(self) -> int:
         return self.last - self.first
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in range(self.first, self.last):
-            yield torch.cat(self.micro_batches(step)).tolist()
+            rows = torch.cat(self.micro_batches(step))
+            seeds = bits(self.seed, step, Stream.AUGMENTATION, rows)
+            yield list(zip(rows.tolist(), seeds.tolist(), strict=True))
 
 
 class TrainingBatches:
     """Iterates over (step, this process's micro-batches of it, on its device) for steps first…steps−1 of a job.
 
-    What a step's batch holds depends on the job's seed and the step only. It is cut into processes × accumulation
-    micro-batches. The mean of their losses weighted by their sizes is exactly the batch's loss, with two exceptions: a
-    pooled batch under `loss_average: domain`, where a micro-batch's mean over its own domains takes the place of the
-    whole batch's, and methods that compare samples or domains (partners, penalties, domain weights), which see those of
-    a micro-batch, or `together` of those that all processes have at a time.
+    What a step's batch holds, augmentation included, depends on the job's seed and the step only. It is cut into
+    processes × accumulation micro-batches. The mean of their losses weighted by their sizes is exactly the batch's,
+    with three exceptions: a pooled batch under `loss_average: domain`, where a micro-batch's mean over its own domains
+    takes the place of the whole batch's; `class_weights`, which are normalised in each micro-batch; and methods that
+    compare samples or domains (partners, penalties, domain weights), which see those of a micro-batch, or `together` of
+    those that all processes have at a time.
     """
 
     def __init__(
@@ -89,13 +96,16 @@ class TrainingBatches:
         first: int = 0,
         together: bool = False,
     ) -> None:
-        """`together`: losses are computed over the micro-batches that all processes have at a time."""
+        """`images` in the training's transform; `labels` and `domains` int64 [N], domains numbered as in the data set.
+
+        `together`: losses are computed over the micro-batches that all processes have at a time.
+        """
         self.device, self.first, self.last = accelerator.device, first, job.setup.steps
         pools = job.split.train
-        self.whole = sampler(training.sampler, pools, training.batch_size, job.seed)
+        self.whole = sampler(training.sampler, pools, training.batch_size, job.seed, labels)
         self.domain = job.split.domain_of[domains]  # int64 [N], −1 outside the training domains
         self.labels_there, self.domain_there = labels.to(self.device), self.domain.to(self.device)
-        self.blocks = len(pools) if training.sampler == "per_domain" else 1
+        self.blocks = 1 if training.sampler == "pooled" else len(pools)
         self.parts = accelerator.num_processes * training.accumulation
         if self.parts > training.batch_size:
             raise UserError(
@@ -108,8 +118,8 @@ class TrainingBatches:
         self.together = together and accelerator.num_processes > 1
         self.sizes = [len(rows) for rows in self._micro_batches(first)]
         self.loader: DataLoader[Any] = DataLoader(
-            images,
-            batch_sampler=StepRows(self._micro_batches, first, self.last),
+            DrawnRows(images),
+            batch_sampler=StepRows(self._micro_batches, job.seed, first, self.last),
             num_workers=worker_count(accelerator),
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # the loader would otherwise draw from the global one

@@ -35,7 +35,7 @@ class CachedData:
 
 def batches(jobs: Sequence[Job], data: CachedData, training: Training) -> Iterator[Batch]:
     """The batches of all steps, each head with its own rows: x [H,B,K], y, domain and index [H,B]."""
-    samplers = [sampler(training.sampler, job.split.train, training.batch_size, job.seed) for job in jobs]
+    samplers = [sampler(training.sampler, job.split.train, training.batch_size, job.seed, data.labels) for job in jobs]
     domain_of = torch.stack([job.split.domain_of for job in jobs]).to(data.labels.device)  # [H, domains of the data]
     head = torch.arange(len(jobs), device=data.labels.device)[:, None]  # [H,1]
     steps = jobs[0].setup.steps

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.data import ImageDataset
+from xdm_ft.data import Augmentation, ImageDataset
 from xdm_ft.data.loading.samplers import ImageRows
-from xdm_ft.data.loading.transforms import evaluation_transform
+from xdm_ft.data.loading.transforms import evaluation_transform, training_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.metrics import metric as metric_of
@@ -63,14 +63,15 @@ def train_model(
     record: Record,
     show: bool,
     unfreeze_at: int = 0,
+    augmentation: Augmentation = "none",
     worst_of: Tensor | None = None,
 ) -> Trained:
     """Trains a copy of `encoder`, from the weights it has now, with the job's method for `job.setup.steps` steps.
 
     `labels` and `domains` are int64 [N], domains numbered as in the data set; `worst_of` as for `train_bank`. Images
-    come in the encoder's own preprocessing. At each evaluation the main process calls `record(job, number of steps
-    taken, values)` with the means since the last one of `loss`, `auxiliary_loss` and what the algorithm logs, the
-    heads' learning rate `lr`, and `<rule>/<metric>` for each selection rule.
+    come in the encoder's own preprocessing, in training with the `augmentation`. At each evaluation the main process
+    calls `record(job, number of steps taken, values)` with the means since the last one of `loss`, `auxiliary_loss` and
+    what the algorithm logs, the heads' learning rate `lr`, and `<rule>/<metric>` for each selection rule.
 
     Before step `unfreeze_at` the head trains alone, on features of the encoder in eval mode, which stays as it came
     (LP-FT, Kumar et al. 2022); those steps can not be selected. One optimizer serves both phases: the encoder's state
@@ -86,8 +87,9 @@ def train_model(
     assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
     inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm).to(accelerator.device).train()
     images = ImageRows(dataset, evaluation_transform(encoder.preprocessing))
+    training_images = ImageRows(dataset, training_transform(encoder.preprocessing, augmentation))
     together = algorithm.across_processes
-    batches = TrainingBatches(job, training, images, labels, domains, accelerator, together=together)
+    batches = TrainingBatches(job, training, training_images, labels, domains, accelerator, together=together)
     first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
     averages = Averages(job.averaging, 1, first_step) if job.averaging else None
     seen = rules if averages is None else list(dict.fromkeys([*rules, LOSS_SPLIT]))
@@ -243,15 +245,17 @@ def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
 
 
 def make_optimizer(roles: Roles, job: Job, training: Training) -> Optimizer:
-    """Encoder at `training.encoder_lr`; class head and auxiliary modules at the job's learning rate."""
-    rates = (training.encoder_lr, job.lr, job.lr)
+    """Class head and auxiliary modules at the job's learning rate, the encoder at its own."""
+    encoder_lr = training.encoder_lr if job.encoder_lr is None else job.encoder_lr
+    momentum = training.momentum if job.momentum is None else job.momentum
+    rates = (encoder_lr, job.lr, job.lr)
     groups = [
         {"params": list(parameters.values()), "lr": lr, "initial_lr": lr, "weight_decay": job.weight_decay}
         for parameters, lr in zip(roles, rates, strict=True)
         if parameters
     ]
     if training.optimizer == "sgd":
-        return SGD(groups, momentum=training.momentum)
+        return SGD(groups, momentum=momentum)
     return {"adam": Adam, "adamw": AdamW}[training.optimizer](groups)
 
 

@@ -1,5 +1,5 @@
 /* Optimizers of H stacked models, one parameter tensor [H,size] at a time, in one pass over memory; optimizers.py calls
- * it and says what they compute. lr and weight_decay are [H]; everything else is [H,size]. Each function works on the
+ * it and says what they compute. lr, weight_decay and momentum are [H]; everything else is [H,size]. Each function works on the
  * heads first … last−1, so that threads can share them.
  */
 
@@ -7,11 +7,11 @@
 #include <stdint.h>
 
 int sgd(int64_t first, int64_t last, int64_t size, const float *gradient, const float *lr, const float *weight_decay,
-        float momentum, float factor, float *restrict parameter, float *restrict velocity) {
+        const float *momentum, float factor, float *restrict parameter, float *restrict velocity) {
     for (int64_t h = first; h < last; h++) {
-        const float rate = lr[h] * factor, decay = weight_decay[h];
+        const float rate = lr[h] * factor, decay = weight_decay[h], keeps = momentum[h];
         for (int64_t k = h * size; k < (h + 1) * size; k++) {
-            velocity[k] = velocity[k] * momentum + (gradient[k] + decay * parameter[k]);
+            velocity[k] = velocity[k] * keeps + (gradient[k] + decay * parameter[k]);
             parameter[k] -= rate * velocity[k];
         }
     }

@@ -57,9 +57,9 @@ class Optimizer(ABC):
 class SGD(Optimizer):
     """v ← μ v + g + wd θ, θ ← θ − lr v (no dampening, no Nesterov)."""
 
-    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: float) -> None:
+    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: Tensor) -> None:
         super().__init__(parameters, lr, weight_decay)
-        self.momentum = momentum
+        self.momentum = momentum.float()
         self.velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
 
     def reset(self) -> None:
@@ -69,7 +69,7 @@ class SGD(Optimizer):
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
         if self.decays:
             gradient = torch.addcmul(gradient, parameter, weight_decay)
-        velocity = self.velocity[name].mul_(self.momentum).add_(gradient)
+        velocity = self.velocity[name].mul_(_beside(self.momentum, parameter)).add_(gradient)
         parameter.addcmul_(velocity, lr, value=-1)
 
     def _one_pass(self, name: str, parameter: Tensor, gradient: Tensor, factor: float) -> tuple[Any, tuple[Any, ...]]:
@@ -126,9 +126,9 @@ class AdamW(Adam):
 
 
 def make_optimizer(
-    name: Literal["sgd", "adam", "adamw"], parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: float
+    name: Literal["sgd", "adam", "adamw"], parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: Tensor
 ) -> Optimizer:
-    """The optimizer that `training.optimizer` names; `momentum` is SGD's alone."""
+    """The optimizer that `training.optimizer` names; `momentum`, float [H], is SGD's alone."""
     if name == "sgd":
         return SGD(parameters, lr, weight_decay, momentum)
     return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay)
@@ -154,7 +154,7 @@ def _library() -> Any:
     found = library(SOURCE)
     if found is not None:
         integer, single, double, address = ctypes.c_int64, ctypes.c_float, ctypes.c_double, ctypes.c_void_p
-        found.sgd.argtypes = [integer] * 3 + [address] * 3 + [single] * 2 + [address] * 2
+        found.sgd.argtypes = [integer] * 3 + [address] * 4 + [single] + [address] * 2
         found.adam.argtypes = [integer] * 3 + [address] * 3 + [single, integer, integer, double, double, single]
         found.adam.argtypes += [address] * 3
     return found

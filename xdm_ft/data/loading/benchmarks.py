@@ -36,6 +36,7 @@ class BenchmarkFolders(ImageFiles):
     """
 
     folder_order = True
+    train_augmentation = "domainbed"
 
     folder_names: ClassVar[tuple[str, ...]]
     """What the folder is called, DomainBed's name first. Case and punctuation do not matter, here and below."""

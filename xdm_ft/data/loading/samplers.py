@@ -19,6 +19,8 @@ from xdm_ft.data.loading.images import UndecodableInLoader, UnreadableImage, unr
 from xdm_ft.errors import UserError
 from xdm_ft.randomness import Stream, integers, permutation
 
+SamplerName = Literal["per_domain", "class_balanced", "pooled"]
+
 
 class BatchSampler(ABC):
     """Rows of every batch. A pure function of seed and step: it can start anywhere and has no state to save."""
@@ -48,6 +50,33 @@ class PerDomainSampler(BatchSampler):
         steps = torch.arange(first, last)[:, None]  # [S,1]
         place = torch.arange(self.batch)[None]  # [1,batch]
         return self.rows[self.start + integers(self.seed, steps, Stream.BATCH, place, self.size)]  # [S,batch]
+
+
+class ClassBalancedSampler(BatchSampler):
+    """`batch_size` rows from each of D pools at every step, domain after domain, its classes alike.
+
+    Each is drawn in two steps, with replacement: a class uniformly among those that the pool has, then a row of that
+    class uniformly.
+    """
+
+    def __init__(self, pools: Sequence[Tensor], batch_size: int, seed: int, labels: Tensor) -> None:
+        """`labels` int64 [N] are those of all rows, by their number."""
+        _refuse_empty(pools)
+        self.batch, self.seed = batch_size * len(pools), seed
+        ordered = [pool[labels[pool].argsort(stable=True)] for pool in pools]
+        self.rows = torch.cat(ordered)
+        sizes = [labels[rows].unique_consecutive(return_counts=True)[1] for rows in ordered]
+        self.size = torch.cat(sizes)  # of every class of every pool
+        self.start = self.size.cumsum(0) - self.size  # where it begins in `rows`
+        classes = torch.tensor([len(of_pool) for of_pool in sizes])
+        self.classes = classes.repeat_interleave(batch_size)  # [batch]: number of classes that each place draws from
+        self.first = (classes.cumsum(0) - classes).repeat_interleave(batch_size)  # [batch]: the first of them
+
+    def indices(self, first: int, last: int) -> Tensor:
+        steps = torch.arange(first, last)[:, None]  # [S,1]
+        place = torch.arange(self.batch)[None]  # [1,batch]
+        drawn = self.first + integers(self.seed, steps, Stream.BATCH_CLASS, place, self.classes)  # [S,batch]
+        return self.rows[self.start[drawn] + integers(self.seed, steps, Stream.BATCH, place, self.size[drawn])]
 
 
 class PooledSampler(BatchSampler):
@@ -80,11 +109,14 @@ def _refuse_empty(pools: Sequence[Tensor]) -> None:
         raise ValueError("a sampler needs at least one pool, and a row in each of them")
 
 
-def sampler(
-    training_sampler: Literal["per_domain", "pooled"], pools: Sequence[Tensor], batch_size: int, seed: int
-) -> BatchSampler:
-    """The sampler that `training.sampler` names, over one pool of rows (int64) per training domain."""
-    return {"per_domain": PerDomainSampler, "pooled": PooledSampler}[training_sampler](pools, batch_size, seed)
+def sampler(name: SamplerName, pools: Sequence[Tensor], batch_size: int, seed: int, labels: Tensor) -> BatchSampler:
+    """The sampler that `training.sampler` names, over one pool of rows (int64) per training domain.
+
+    `labels` int64 [N] are those of all rows, by their number.
+    """
+    if name == "class_balanced":
+        return ClassBalancedSampler(pools, batch_size, seed, labels.cpu())
+    return {"per_domain": PerDomainSampler, "pooled": PooledSampler}[name](pools, batch_size, seed)
 
 
 def steps_of(steps: int | None, epochs: float | None, rows: int, batch: int) -> int:
@@ -116,3 +148,23 @@ class ImageRows(Dataset[tuple[Tensor, int]]):
         except UnreadableImage as error:
             raise UndecodableInLoader(unreadable_message({row: error.reason}, self.dataset)) from error
         return self.transform(image), row
+
+
+class DrawnRows(Dataset[tuple[Tensor, int]]):
+    """Item (row, seed) is that of `images` at `row`, whose transform draws from torch's generator seeded with `seed`.
+
+    So an image depends on its key alone, whoever reads it and whatever was read before. torch's global generator is
+    left as it was.
+    """
+
+    def __init__(self, images: ImageRows) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+        row, seed = key
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach those of GPUs too
+            return self.images[row]

@@ -1,4 +1,4 @@
-"""The encoder's own preprocessing: PIL image → normalised float tensor."""
+"""The encoder's own preprocessing: PIL image → normalised float tensor. With random changes for training."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.blocks import Block
+from xdm_ft.data import Augmentation
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Resize = Literal["native", "squash", "pad"]
@@ -67,3 +68,30 @@ def evaluation_transform(preprocessing: Preprocessing) -> Callable[[Image.Image]
     }
     normalize = transforms.Normalize(preprocessing.mean, preprocessing.std)
     return transforms.Compose([*geometry[preprocessing.resize], transforms.ToTensor(), normalize])
+
+
+def training_transform(preprocessing: Preprocessing, augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:
+    """RGB image of any size → float32 [3, size, size], changed at random by draws from torch's global generator.
+
+    none: `evaluation_transform`, which is also what WILDS' examples do to Camelyon17 and FMoW while training
+    (`image_base` without `additional_train_transform`). domainbed: `augment_transform` of DomainBed's datasets.py
+    (Gulrajani & Lopez-Paz 2021), which is a crop of 70% to 100% of the area, resized to the square; flipped left to
+    right with probability 1/2; brightness, contrast, saturation and hue moved by up to 0.3; grey with probability 0.1.
+    Size, interpolation, mean and std are the encoder's own (DomainBed's: 224, bilinear, ImageNet's); its `crop` and
+    `resize` have no say.
+    """
+    from torchvision import transforms
+
+    if augmentation == "none":
+        return evaluation_transform(preprocessing)
+    filter_ = transforms.InterpolationMode(preprocessing.interpolation)
+    return transforms.Compose(
+        [
+            transforms.RandomResizedCrop(preprocessing.size, scale=(0.7, 1.0), interpolation=filter_),
+            transforms.RandomHorizontalFlip(),
+            transforms.ColorJitter(0.3, 0.3, 0.3, 0.3),
+            transforms.RandomGrayscale(),
+            transforms.ToTensor(),
+            transforms.Normalize(preprocessing.mean, preprocessing.std),
+        ]
+    )

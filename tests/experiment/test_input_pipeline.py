@@ -1,0 +1,121 @@
+"""Augmentation, class-balanced batches and class weights from the recipe to the results."""
+
+import json
+
+import miniature
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from xdm_ft import components
+from xdm_ft.experiment import run
+from xdm_ft.experiment.plan import describe, make_plan, read_data
+from xdm_ft.experiment.validation import resolved_with_meanings
+from xdm_ft.recipe import check
+from xdm_ft.recipe_text import parse
+
+RECIPE = """\
+name: small
+data: {name: pacs, root: data, counts: any}
+protocol: {name: leave_one_domain_out, test_domains: [sketch], seeds: 1}
+encoder:
+  name: timm
+  model: test_vit
+  preprocessing: {size: 32}
+  kwargs: {img_size: 32}
+  trainable: true
+features: {dir: cache, workers: 0}
+methods: [erm]
+training: {steps: 2, batch_size: 4}
+"""
+FIVE = {"pacs", "vlcs", "officehome", "terraincognita", "domainnet"}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = miniature.domainbed(tmp_path / "data", "pacs")
+    for image in sorted((root / "photo" / "dog").iterdir())[2:]:
+        image.unlink()  # else all classes have as many images
+
+
+def recipe(*changes):
+    text = RECIPE
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return check(parse(text, "small.yaml"))
+
+
+def results(tmp_path, *changes):
+    checked = recipe(*changes)
+    assert run(checked) == 0
+    found = json.loads((tmp_path / "output" / checked.name / "results.json").read_text())
+    assert [record["status"] for record in found["runs"]] == ["ok"] * len(found["runs"])
+    return found
+
+
+def weights(tmp_path, found):
+    [record] = found["runs"]
+    return load_file(tmp_path / "output" / found["recipe"]["name"] / record["selected"]["train_val"]["weights"])
+
+
+def test_every_data_set_has_the_augmentation_that_is_usual_with_it():
+    own = {name: components.find("data", name).train_augmentation for name in components.names("data")}
+    assert {name for name, augmentation in own.items() if augmentation == "domainbed"} == FIVE
+    assert set(own.values()) == {"domainbed", "none"} and own["camelyon17"] == own["fmow"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], "domainbed"),
+        ([("counts: any", "counts: any, train_augmentation: none")], "none"),
+        ([("trainable: true", "trainable: false")], "none"),
+        ([("{name: pacs, root: data, counts: any}", "{name: camelyon17}"), ("[sketch]", "[hospital 2]")], "none"),
+        ([("{name: pacs, root: data, counts: any}", "{name: digits, train_augmentation: domainbed}")], "domainbed"),
+    ],
+)
+def test_null_is_resolved_and_shown(changes, expected):
+    checked = recipe(*changes)
+    assert checked.train_augmentation == expected
+    assert checked.resolved()["data"]["train_augmentation"] == expected
+    assert f"  train_augmentation: {expected} " in resolved_with_meanings(checked)
+
+
+def test_augmentation_reaches_the_training_and_the_protocol_line(tmp_path):
+    none = ("counts: any", "counts: any, train_augmentation: none")
+    augmented, plain = results(tmp_path), results(tmp_path, none, ("name: small", "name: plain"))
+    assert "; augmentation domainbed; " in augmented["summary"][0]["protocol"]
+    assert "; no augmentation; " in plain["summary"][0]["protocol"]
+    one, other = (weights(tmp_path, found)["head.weight"] for found in (augmented, plain))
+    assert not torch.equal(one, other)
+
+
+def test_methods_on_cached_features_are_not_said_to_be_augmented(tmp_path):
+    mixed = results(tmp_path, ("[erm]", "[erm, linear_probe]"))
+    lines = [row["protocol"] for row in mixed["summary"]]
+    assert lines and all("; augmentation domainbed of what trains end to end; " in line for line in lines)
+    frozen = results(tmp_path, ("trainable: true", "trainable: false"), ("name: small", "name: frozen"))
+    assert "; no augmentation; " in frozen["summary"][0]["protocol"]
+
+
+@pytest.mark.parametrize("trainable", ["true", "false"])
+def test_class_balanced_and_class_weights_in_a_whole_run(trainable, tmp_path):
+    found = results(
+        tmp_path,
+        ("trainable: true", f"trainable: {trainable}"),
+        ("batch_size: 4", "batch_size: 4, sampler: class_balanced, class_weights: balanced"),
+    )
+    weight = weights(tmp_path, found)["class_weight"]
+    # 7 classes of 4 images in three domains, a fifth of which validates; two dogs were taken away
+    plan = make_plan(recipe(), read_data(recipe()))
+    labels = plan.labels[torch.cat(plan.models[0].split.train)]
+    count = labels.bincount()
+    assert count[0] < count[1]
+    torch.testing.assert_close(weight, (len(labels) / (7 * count)).float())
+
+
+def test_the_plan_counts_the_images_of_a_class_balanced_step():
+    checked = recipe(("batch_size: 4", "batch_size: 4, sampler: class_balanced"))
+    assert "encoder: 24 images forward and backward" in describe(make_plan(checked, read_data(checked)))

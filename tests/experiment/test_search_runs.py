@@ -1,0 +1,139 @@
+"""A search from the recipe to the table."""
+
+import json
+from collections import Counter
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import miniature
+import pytest
+
+from xdm_ft.errors import UserError
+from xdm_ft.evaluation.trials import picked_trials, selection_value
+from xdm_ft.experiment import run
+from xdm_ft.recipe import load
+
+RECIPE = """\
+name: search
+data: {name: pacs, root: data, counts: any}
+protocol: {name: leave_one_domain_out, test_domains: [photo, sketch], selection: train_val, seeds: 2, final_fit: true}
+encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}
+features: {dir: cache, workers: 0}
+methods: [linear_probe, erm, rsc, {name: xdomainmix+sam, warmup_steps: 2, p_discard: 0.25}]
+search: {trials: 3, preset: frozen}
+training: {steps: 6, batch_size: 4, evaluate_every: 2, weight_decay: 0.001}
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    miniature.domainbed(tmp_path / "data", "pacs")
+
+
+def recipe(*overrides):
+    Path("search.yaml").write_text(RECIPE)
+    return load("search.yaml", list(overrides))
+
+
+def test_every_trial_is_kept_and_selection_picks_one(here):
+    made = recipe()
+    assert run(made) == 0
+    found = json.loads(Path("output/search/results.json").read_text())
+    schema = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator(schema).validate(found)
+    assert Counter(r["method"] for r in found["runs"]) == {
+        "linear_probe": 4, "erm": 12, "rsc": 12, "xdomainmix+sam": 12,
+    }  # fmt: skip
+
+    by_trial: dict[int, set[str]] = {}
+    for record in found["runs"]:
+        if record["method"] == "linear_probe":
+            continue
+        values = record["hparams"]
+        by_trial.setdefault(record["trial"], set()).add(f"{values['lr']} {values['weight_decay']}")
+        if record["method"] == "xdomainmix+sam":
+            assert values["p_discard"] == 0.25, "what an item sets itself is not searched"
+            assert values["rho"] in (0.05, 0.1)
+    assert [len(by_trial[trial]) for trial in range(3)] == [1, 1, 1], "common values are the same for all methods"
+    assert by_trial[0] == {"0.001 0.001"}, "the first trial is the recipe's own"
+    assert len(set.union(*by_trial.values())) == 3
+
+    for rule in ("train_val", "oracle"):
+        split = {"train_val": "train_val", "oracle": "test_val"}[rule]
+        for row in (row for row in found["summary"] if row["selection"] == rule):
+            own = [r for r in found["runs"] if r["method"] == row["method"]]
+            for domain, told in row["per_test_domain"].items():
+                picked = []
+                for seed in (0, 1):
+                    trials = [r for r in own if r["test_domains"] == [domain] and r["seed"] == seed]
+                    best = max(trials, key=lambda r: r["selected"][rule]["metrics"][split]["accuracy"])
+                    picked.append(best["selected"][rule]["metrics"]["test"]["accuracy"])
+                assert told["mean"] == pytest.approx(sum(picked) / 2)
+            assert "3 hyper-parameter draws" in row["protocol"]
+    final = found["final_fit"]
+    assert final["status"] == "ok"
+    if final["method"] != "linear_probe":
+        assert final["hparams"] == next(
+            r["hparams"] for r in found["runs"] if (r["method"], r["trial"]) == (final["method"], final["trial"])
+        )
+
+
+def test_a_search_end_to_end_trains_its_trials_one_after_another(here):
+    made = recipe(
+        "encoder.trainable=true", "methods=[erm]", "search={trials: 2, preset: domainbed}", "protocol.seeds=1",
+        "protocol.final_fit=false", "training.steps=2", "training.batch_size=2",
+    )  # fmt: skip
+    assert run(made) == 0
+    found = json.loads(Path("output/search/results.json").read_text())
+    rates = {(r["trial"], r["hparams"]["lr"], r["hparams"]["encoder_lr"]) for r in found["runs"]}
+    assert len(found["runs"]) == 4 and len(rates) == 2
+    (_, lr, encoder_lr) = next(rate for rate in rates if rate[0] == 1)
+    assert lr == encoder_lr
+
+
+def test_doubtful_picks_are_flagged(here):
+    assert run(recipe("methods=[erm]", "training.lr=0.2", "training.evaluate_every=6", "search.space={}")) == 0
+    found = json.loads(Path("output/search/results.json").read_text())
+    own = next(r for r in found["runs"] if r["trial"] == 0)
+    assert own["selected"]["train_val"]["flags"] == ["last step picked", "lr at the edge of its range"]
+    (row,) = (row for row in found["summary"] if row["selection"] == "train_val")
+    assert "last step picked in 4 of 4 picks" in row["flags"]
+    assert "last step picked in 4 of 4 picks" in Path("output/search/results.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["search.space={xdomainmixx.p_discard: {uniform: [0, 1]}}"],
+            r"search\.space\.xdomainmixx\.p_discard: no hyper",
+        ),
+        (["search.space={encoder_lr: {uniform: [0.1, 1]}}"], "encoder_lr: has no meaning with a frozen encoder"),
+        (["search.trials=1"], r"search\.trials: 1 trial draws nothing from the preset frozen"),
+        (["search.space={lr: {uniform: [-2, -1]}}"], r"trial 1 draws lr = -"),
+        (["search.space={lr: {uniform: [0.1, 1], choice: [1]}}"], "give exactly one of"),
+        (["search.space={rsc.feature_drop: {uniform: [0.9, 1.5]}}"], "draws feature_drop = 1"),
+    ],
+)
+def test_a_faulty_search_is_refused_before_any_data_is_read(overrides, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        recipe(*overrides)
+
+
+def record(trial, value, status="ok"):
+    selected = {"train_val": {"metrics": {"train_val": {"accuracy": value, "nll": value}}}} if status == "ok" else {}
+    return {"method": "m", "test_domains": ["a"], "seed": 0, "trial": trial, "status": status, "selected": selected}
+
+
+def test_the_first_of_equals_is_picked_and_failures_only_where_nothing_else_is():
+    trials = [record(0, 0, "failed"), record(1, 0.5), record(2, None), record(3, 0.7), record(4, 0.7)]
+    assert [r["trial"] for r in picked_trials(trials, "train_val", "accuracy")] == [3]
+    assert [r["trial"] for r in picked_trials(trials, "train_val", "nll")] == [1]
+    assert [r["trial"] for r in picked_trials(trials[:1], "train_val", "accuracy")] == [0]
+    assert selection_value({**record(0, 0.5)}, "oracle", "accuracy") is None
+    told = record(0, 0.5)
+    told["selected"]["cross_domain"] = {"value": 0.25, "metrics": {}}
+    assert selection_value(told, "cross_domain", "accuracy") == 0.25

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xdm_ft.evaluation.conventions import DOMAINBED, WILDS
+from xdm_ft.report import published as module
+from xdm_ft.report.published import BENCHMARKS, COMPARABLE, METRICS, benchmark_of, published, published_name
+from xdm_ft.report.tables import markdown, print_table
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "published_results.csv"
+PACS = {"art_painting": 2048, "cartoon": 2344, "photo": 1670, "sketch": 3929}
+HEADING = "Published (other encoder or protocol) beside ours"
+TITLE = "additional domain generalization results"
+
+
+def run(method: str, domain: str, images: int) -> dict[str, Any]:
+    metrics = {"test": {"per_domain": {domain: {"accuracy": 0.5, "n": images}}}}
+    identity = {"method": method, "test_domains": [domain], "seed": 0, "trial": 0, "status": "ok"}
+    return {**identity, "selected": {"train_val": {"metrics": metrics}}}
+
+
+def row(method: str, mean: float | None, rule: str = "train_val", **changes: Any) -> dict[str, Any]:
+    protocol = f"pacs, 9991 images; encoder an ImageNet one, frozen; picked by {rule}; ± is the standard error"
+    spread = {"kind": DOMAINBED.kind, "value": None if mean is None else 0.012}
+    found = {"method": method, "selection": rule, "metric": "accuracy", "split": "test", "mean": mean, "std": 0.02}
+    found |= {"stderr": 0.0151, "n": 3, "spread_as_published": spread, "versus_erm": None, "protocol": protocol}
+    return found | {"per_test_domain": {d: {"mean": 0.6, "std": None} for d in PACS}} | changes
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    """PACS with a frozen MobileNetV2, under two rules."""
+    methods = ["linear_probe", "erm", {"name": "sam", "label": None}, {"name": "xdomainmix", "label": "ours|best"}]
+    recipe = {
+        "name": "mobile",
+        "data": {"name": "pacs", "root": "data"},
+        "protocol": {"name": "leave_one_domain_out", "selection": "train_val"},
+        "encoder": {"name": "timm", "model": "mobilenetv2_100", "trainable": False},
+        "methods": methods,
+    }
+    labels = {"linear_probe": 0.638, "erm": 0.643, "sam": 0.646, "ours|best": 0.653}
+    summary = [row(method, mean + 0.1 * (rule == "oracle"), rule) for rule in ("oracle", "train_val")
+               for method, mean in labels.items()]  # fmt: skip
+    runs = [run(method, domain, n) for method in labels for domain, n in PACS.items()]
+    return {"recipe": recipe, "environment": {}, "runs": runs, "summary": summary}
+
+
+def sections(results: dict[str, Any]) -> list[str]:
+    return markdown(results).split("\n## ")[1:]
+
+
+def beside(results: dict[str, Any]) -> list[str]:
+    return [section for section in sections(results) if section.startswith(HEADING)]
+
+
+def cells(section: str) -> list[list[str]]:
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if "---" not in line]
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the published numbers are not beside the repository")
+def test_the_packaged_numbers_are_the_published_ones() -> None:
+    with SHARED.open(newline="") as file:
+        assert [line._asdict() for line in published()] == list(csv.DictReader(file))
+
+
+def test_every_published_table_is_accounted_for() -> None:
+    tables = Counter(line.table for line in published())
+    assert len(published()) == 202
+    others = {"representation invariance", "prediction invariance", "divergence of augmented features"}
+    assert set(tables) == {*COMPARABLE, *others, "partner selection"}
+    compared = [line for line in published() if line.table in COMPARABLE]
+    assert len(compared) == 103 and {line.metric for line in compared} == set(METRICS)
+    assert {line.dataset for line in published()} == set(BENCHMARKS)
+    assert not {line.metric for line in published() if line.table not in COMPARABLE} & set(METRICS)
+    keys = Counter((line.dataset, line.method, line.encoder, line.metric) for line in compared)
+    assert set(keys.values()) == {1}  # no method has two numbers in one column
+
+
+def test_pacs_beside_the_published(results: dict[str, Any]) -> None:
+    (text,) = beside(results)
+    header = ["method", "published: resnet50 (imagenet), fine-tuned", "ours: mobilenetv2_100, frozen"]
+    assert cells(text) == [
+        [*header, "table of the paper"],
+        ["erm", "85.5 ± 0.2", "64.3 ± 1.2", TITLE],
+        ["sam", "85.8 ± 0.2", "64.6 ± 1.2", "sharpness-aware methods"],
+        ["ours\\|best (published: xdomainmix)", "86.4 ± 0.4", "65.3 ± 1.2", TITLE],
+    ]
+    ours, theirs = re.search(r"\*\*Ours:\*\* (.*)", text), re.search(r"\*\*Published:\*\* (.*)", text)
+    assert ours and theirs
+    for words in ("Liu et al. 2024", "pacs", "resnet50 (imagenet), fine-tuned", "mean held-out-domain accuracy %"):
+        assert words in theirs[1]
+    assert f"the paper does not say what its ± is, its benchmark prints the {DOMAINBED.kind}" in theirs[1]
+    for words in (
+        "mobilenetv2_100, frozen",
+        "accuracy over art_painting, cartoon, photo, sketch",
+        "picked by train_val",
+    ):
+        assert words in ours[1]
+    assert f"± is here the {DOMAINBED.kind}" in ours[1] and ours[1].count("± is") == 1
+
+
+def test_it_stands_under_the_headline_and_not_under_the_oracle(results: dict[str, Any]) -> None:
+    starts = [section.split(" (")[0].split(" —")[0] for section in sections(results)]
+    assert starts == ["selection: train_val", "Published", "selection: oracle"]
+    results["recipe"]["protocol"]["selection"] = "oracle"
+    assert not beside(results)
+
+
+def test_no_column_mixes_two_protocols(results: dict[str, Any]) -> None:
+    """Two protocol lines, two rules and two kinds of ±: every number stands with its own kind only."""
+    other = [
+        row("erm", 0.333, protocol="another protocol; ± is the standard error"),
+        row("sam", 0.444, spread_as_published={"kind": WILDS.kind, "value": 0.05}),
+    ]
+    results["summary"] += other
+    seen: dict[str, set[int]] = {}
+    for place, section in enumerate(sections(results)):
+        for line in cells(section)[1:]:
+            for cell in line[1:]:
+                seen.setdefault(cell.partition(" ±")[0], set()).add(place)
+    expected = {0.643: "train_val", 0.743: "oracle", 0.333: "another protocol", 0.444: "train_val"}
+    for mean, words in expected.items():
+        for place in seen[f"{100 * mean:.1f}"]:
+            assert words in sections(results)[place].split("|")[0]
+    assert seen["33.3"].isdisjoint(seen["64.3"]) and seen["44.4"].isdisjoint(seen["64.3"] | seen["33.3"])
+    assert len(beside(results)) == 3
+    for text in beside(results):
+        kinds = {kind for kind in (DOMAINBED.kind, WILDS.kind) if f"± is here the {kind}" in text}
+        assert len(kinds) == 1
+        ours = {line[2] for line in cells(text)[1:]}
+        assert ours <= (
+            {"44.4 ± 5.0"} if kinds == {WILDS.kind} else {"33.3 ± 1.2", "64.3 ± 1.2", "64.6 ± 1.2", "65.3 ± 1.2"}
+        )
+
+
+def test_two_published_encoders_are_two_tables(results: dict[str, Any]) -> None:
+    spread = {"kind": WILDS.kind, "value": 0.002}
+    results["recipe"] |= {"data": {"name": "camelyon17"}, "methods": ["zero_shot", "erm"]}
+    results["recipe"]["encoder"] = {"name": "open_clip", "model": "ViT-B-16-quickgelu", "trainable": False}
+    results["summary"] = [row("zero_shot", 0.68), row("erm", 0.864)]
+    for one in results["summary"]:
+        one["spread_as_published"] = spread
+    clip, densenet = beside(results)
+    assert cells(clip)[0][1] == "published: clip vit-b/16, frozen"
+    assert [line[:3] for line in cells(clip)[1:]] == [
+        ["zero_shot", "68.2", "68.0 ± 0.2"],
+        ["erm", "86.4 ± 0.3", "86.4 ± 0.2"],
+    ]
+    assert cells(densenet)[0][1] == "published: densenet121 (scratch), fine-tuned"
+    assert [line[:2] for line in cells(densenet)[1:]] == [["erm", "70.3 ± 6.4"]]
+    assert f"its benchmark prints the {WILDS.kind}" in clip and "official split" in clip
+
+
+def test_only_the_published_metric_is_compared(results: dict[str, Any]) -> None:
+    for one in results["summary"]:
+        one["metric"] = "worst_domain_accuracy"
+    assert not beside(results)
+    results["recipe"]["data"] = {"name": "fmow"}
+    densenet, clip = beside(results)
+    assert cells(densenet)[1][:2] == ["erm", "32.3 ± 1.3"] and "worst-region test accuracy %" in densenet
+    assert cells(clip)[1][:2] == ["erm", "26.6 ± 0.4"]
+
+
+def test_other_data_and_methods_have_no_such_table(results: dict[str, Any]) -> None:
+    results["recipe"]["methods"] = ["linear_probe", "vrex", "erm+swad"]
+    assert not beside(results)
+    results["recipe"] |= {"methods": ["erm"], "data": {"name": "folder", "root": "mine"}}
+    results["runs"] = [run("erm", "photo", 1000)]
+    results["summary"] = [row("erm", 0.6)]
+    assert not beside(results)
+
+
+@pytest.mark.parametrize(
+    ("data", "tested", "expected"),
+    [
+        ({"name": "hub", "repository": "pacs"}, {}, "pacs"),
+        ({"name": "hub", "repository": "flwrlabs/office-home"}, {}, "officehome"),
+        ({"name": "hub", "repository": "somebody/pets"}, {}, None),
+        ({"name": "hub", "repository": "somebody/pacs"}, PACS, "pacs"),
+        ({"name": "folder"}, PACS, "pacs"),
+        ({"name": "table"}, {"Sketch": 3929}, "pacs"),
+        ({"name": "folder"}, {"sketch": 69128}, "domainnet"),
+        ({"name": "folder"}, {"L38": 9736}, "terraincognita"),
+        ({"name": "folder"}, {"L38": 9736, "L46": 6122}, None),  # of two editions
+        ({"name": "folder"}, {**PACS, "photo": 1669}, None),
+        ({"name": "digits"}, {"blurred": 300}, None),
+        ({}, {}, None),
+    ],
+)
+def test_which_data_set_it_is(data: dict[str, Any], tested: dict[str, int], expected: str | None) -> None:
+    assert benchmark_of(data, [run("erm", domain, n) for domain, n in tested.items()]) == expected
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        ({"name": "sam"}, "sam"),
+        ({"name": "erm+sam"}, "sam"),
+        ({"name": "erm"}, "erm"),
+        ({"name": "erm+swad"}, "swad"),
+        ({"name": "xdomainmix", "p_discard": 0.3, "label": "x"}, "xdomainmix"),
+        ({"name": "xdomainmix+sam"}, "xdomainmix+sam"),
+        ({"name": "xdomainmix", "mix_class_generic": False, "p_discard": 0}, "mix csds"),
+        ({"name": "xdomainmix", "mix_class_specific": False, "p_discard": 0}, "mix cgds"),
+        ({"name": "xdomainmix", "p_discard": 0}, "mix csds + mix cgds"),
+        (
+            {"name": "xdomainmix", "p_discard": 0, "domain_head_augmented": True},
+            "domain head trained with augmented features",
+        ),
+        ({"name": "xdomainmix", "mix_class_generic": False}, None),
+        ({"name": "xdomainmix", "domain_head_augmented": True}, None),
+        ({"name": "xdomainmix", "other_partner": "same_as_first"}, None),
+        ({"name": "xdomainmix+sam", "p_discard": 0}, None),
+    ],
+)
+def test_what_the_paper_calls_a_method(item: dict[str, Any], expected: str | None) -> None:
+    assert published_name(item) == expected
+    assert expected in {None, "swad"} | {line.method for line in published()}
+
+
+def test_a_failed_method_says_so(results: dict[str, Any]) -> None:
+    results["summary"] = [row("erm", None, failed=3)]
+    assert cells(beside(results)[0])[1][:3] == ["erm", "85.5 ± 0.2", "failed"]
+
+
+def test_on_a_terminal_of_100_columns(
+    results: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("COLUMNS", "100")):
+        monkeypatch.setenv(name, value)
+    print_table(results)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(len(line) for line in text.splitlines()) <= 100
+    shown = text[text.index(HEADING) : text.index("selection: oracle")]
+    assert shown.count("85.5 ± 0.2") == 1 and shown.count("64.3 ± 1.2") == 1
+    for name in ("published: resnet50 (imagenet), fine-tuned", "ours: mobilenetv2_100, frozen", "table of the paper"):
+        assert shown.count(name) == 1
+
+
+def test_the_numbers_lie_in_the_package() -> None:
+    assert (Path(module.__file__).parent / "published_results.csv").is_file()
+    assert json.dumps([line._asdict() for line in published()])

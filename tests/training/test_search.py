@@ -1,0 +1,102 @@
+"""The draws of a search."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.components import settings_model
+from xdm_ft.recipe_blocks import drawn_training
+from xdm_ft.training import Training
+from xdm_ft.training.search import PRESETS, TRAINING_KEYS, Distribution, Search, at_the_edge, settings_of
+
+LOG = Distribution(log_uniform=(1e-4, 1e-1))
+
+
+@given(st.floats(0, 1, exclude_max=True))
+def test_values_lie_in_their_range_and_place_is_the_inverse(u):
+    for distribution in (LOG, Distribution(uniform=(-2.0, 3.0))):
+        low, high = distribution.bounds
+        value = distribution.at(u)
+        assert low * (1 - 1e-12) <= value <= high if low > 0 else low <= value <= high
+        assert distribution.place(value) == pytest.approx(u, abs=1e-9)
+
+
+def test_half_of_a_logarithmic_range_is_its_geometric_mean():
+    assert LOG.at(0.5) == pytest.approx(math.sqrt(1e-4 * 1e-1))
+    assert Distribution(uniform=(1.0, 3.0)).at(0.25) == 1.5
+    assert [Distribution(choice=(1, 2, 3)).at(u) for u in (0.0, 0.34, 0.99)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"uniform": (1, 2), "choice": (1,)}, {"uniform": (2, 1)}, {"log_uniform": (0, 1)}, {"choice": ()}]
+)
+def test_a_distribution_is_one_of_three_and_whole(wrong):
+    with pytest.raises(ValidationError):
+        Distribution(**wrong)
+
+
+RECORDED_LR = (0.0007320725238040829, 0.0013377889245160012)  # of trials 1 and 2: the same on every machine
+
+
+def test_a_trials_draw_is_a_constant():
+    search = Search(trials=3, preset="frozen")
+    assert search.drawn(0) == {}
+    assert search.drawn(1)["lr"] == pytest.approx(RECORDED_LR[0], rel=1e-6)
+    assert search.drawn(2)["lr"] == pytest.approx(RECORDED_LR[1], rel=1e-6)
+    assert search.drawn(2) == Search(trials=9, preset="frozen").drawn(2), "nor does it depend on how many there are"
+
+
+def test_other_keys_in_the_space_change_no_draw():
+    plain, more = (Search(trials=5, preset="frozen", space=space) for space in ({}, {"momentum": LOG}))
+    assert all(more.drawn(trial).items() >= plain.drawn(trial).items() for trial in range(5))
+
+
+@pytest.mark.parametrize("sampler", ["random", "sobol"])
+def test_draws_fill_the_range(sampler):
+    search = Search(trials=65, space={"lr": LOG}, sampler=sampler)
+    quantiles = sorted(LOG.place(search.drawn(trial)["lr"]) for trial in range(1, 65))
+    farthest = max(abs(q - (i + 0.5) / 64) for i, q in enumerate(quantiles))
+    assert farthest < (0.02 if sampler == "sobol" else 0.2)  # Kolmogorov-Smirnov at 1 in 100
+
+
+def test_domainbed_has_one_learning_rate_for_encoder_and_head():
+    search = Search(trials=4, preset="domainbed")
+    for trial in range(1, 4):
+        drawn = search.drawn(trial)
+        assert drawn["lr"] == drawn["encoder_lr"] and 1e-5 <= drawn["lr"] <= 10**-3.5
+    apart = Search(trials=4, preset="domainbed", space={"lr": LOG})
+    assert apart.drawn(1)["lr"] != apart.drawn(1)["encoder_lr"]
+
+
+def test_presets_name_settings_that_there_are():
+    from xdm_ft import components
+
+    for preset in PRESETS.values():
+        for key in preset:
+            component, _, name = key.rpartition(".")
+            if not component:
+                assert name in TRAINING_KEYS
+                continue
+            folder = "sharpness" if component in components.names("sharpness") else "algorithms"
+            assert name in settings_model(components.find(folder, component)).model_fields, key
+
+
+def test_the_edge_is_the_outer_twentieth():
+    search = Search(trials=2, space={"lr": LOG, "momentum": Distribution(choice=(0.1, 0.9))})
+    assert [at_the_edge(search, "lr", LOG.at(u)) for u in (0.01, 0.06, 0.5, 0.94, 0.99)] == [
+        True, False, False, False, True,
+    ]  # fmt: skip
+    assert at_the_edge(search, "lr", 1.0) and at_the_edge(search, "lr", 1e-5), "the recipe's own value may lie outside"
+    assert not at_the_edge(search, "momentum", 0.9) and not at_the_edge(search, "weight_decay", 0.1)
+    assert not at_the_edge(Search(space={"lr": LOG}), "lr", 1.0), "one trial searches nothing"
+
+
+def test_drawn_settings_reach_their_block_only():
+    drawn = {"lr": 0.5, "weight_decay": 0.25, "sam.rho": 0.1}
+    training = drawn_training(Training(steps=3), drawn)
+    assert (training.lr, training.weight_decay, training.steps) == (0.5, 0.25, 3)
+    assert settings_of(drawn, "sam") == {"rho": 0.1} and settings_of(drawn, ERM.__name__) == {}

@@ -1,0 +1,42 @@
+"""Which trial of a search counts: the one that the selection rule likes best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from xdm_ft.data.loading.splits import SELECTION_SPLIT
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+
+Record = Mapping[str, Any]
+
+
+def selection_value(record: Record, rule: str, metric: str) -> float | None:
+    """What the rule saw of the step that it picked; None where it picked none.
+
+    On the rule's own images, or `value` where other models told it (cross_domain).
+    """
+    selected = record["selected"].get(rule) if record["status"] == "ok" else None
+    if selected is None:
+        return None
+    if "value" in selected:
+        return float(selected["value"])
+    value = selected["metrics"][SELECTION_SPLIT[rule]][metric]
+    return None if value is None else float(value)
+
+
+def picked_trials(records: Sequence[Record], rule: str, metric: str) -> list[Record]:
+    """One record per method, held-out domains and seed: the trial of the best selection value, the first of equals.
+
+    Where no trial has one, the first record stands for all.
+    """
+    sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    groups: dict[tuple[str, tuple[str, ...], int], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["method"], tuple(record["test_domains"]), record["seed"]), []).append(record)
+    picked = []
+    for trials in groups.values():
+        values = {place: selection_value(record, rule, metric) for place, record in enumerate(trials)}
+        known = {place: value for place, value in values.items() if value is not None}
+        picked.append(trials[max(known, key=lambda place: sign * known[place]) if known else 0])
+    return picked

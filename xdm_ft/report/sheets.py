@@ -1,0 +1,162 @@
+"""The tables of a run as plain text: which rows go together, and what stands in each cell.
+
+Rows share a table only if protocol line, selection rule, metric, split and the kind of ± are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Results = Mapping[str, Any]
+Summary = Mapping[str, Any]
+
+EMPTY = "–"
+ORACLE = "oracle"
+IN_PERCENT = ("accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "ece")
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One table, before it is escaped for Markdown or laid out for a terminal."""
+
+    heading: str
+    about: tuple[tuple[str, str], ...]  # lines between heading and table: what, and the text
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[tuple[str, str], ...] = ()  # methods, what to know about their rows
+
+
+def groups(results: Results) -> list[list[Summary]]:
+    """The rows of each table, in the recipe's order of methods; tables of the recipe's own rule come first."""
+    found: dict[tuple[str, ...], list[Summary]] = {}
+    for row in results["summary"]:
+        kind = row.get("spread_as_published", {}).get("kind", "")
+        found.setdefault((row["protocol"], row["selection"], row["metric"], row["split"], kind), []).append(row)
+    own = own_rule(results)
+    ordered = sorted(found.values(), key=lambda rows: rows[0]["selection"] != own)
+    return [_in_recipe_order(rows, results) for rows in ordered]
+
+
+def own_rule(results: Results) -> str | None:
+    """The recipe's selection rule: the headline."""
+    rule: str | None = results["recipe"].get("protocol", {}).get("selection")
+    return rule or next((row["selection"] for row in results["summary"]), None)
+
+
+def sheet(rows: Sequence[Summary], results: Results) -> Sheet:
+    """The table of one of the `groups`."""
+    domains = list(dict.fromkeys(d for row in rows for d in row["per_test_domain"]))
+    compared = any(row["versus_erm"] for row in rows)
+    budgeted = any("budget" in row for row in rows)
+    mixed = _mixed_steps(results["runs"])
+    mixing = any(row["method"] in mixed for row in rows)
+    mark = f" ({ORACLE})" if rows[0]["selection"] == ORACLE else ""
+    header = [f"method{mark}", *domains, f"mean ± stderr{mark}", "seeds"]
+    header += ["draws × gradients"] if budgeted else []
+    header += ["versus erm", "95% over domains", "95% over images", "verdict"] if compared else []
+    header += ["mixed steps"] if mixing else []
+    cells = []
+    for row in rows:
+        metric, per_domain = row["metric"], row["per_test_domain"]
+        line = [row["method"], *(number(per_domain.get(d, {}).get("mean"), metric) for d in domains)]
+        line += [with_spread(row, row["stderr"]), str(row["n"])]
+        line += [_budget(row)] if budgeted else []
+        line += _versus(row) if compared else []
+        line += [mixed.get(row["method"], EMPTY)] if mixing else []
+        cells.append(tuple(line))
+    about = (("Protocol", rows[0]["protocol"]),)
+    return Sheet(_heading(rows[0]["selection"], results), about, tuple(header), tuple(cells), _notes(rows))
+
+
+def _heading(rule: str, results: Results) -> str:
+    if rule == ORACLE:
+        return f"selection: {rule} — CHEATING: the step was picked on test-domain images; not a result"
+    return f"selection: {rule}" + (" (the recipe's rule)" if rule == own_rule(results) else "")
+
+
+def _in_recipe_order(rows: Iterable[Summary], results: Results) -> list[Summary]:
+    order = {label: place for place, label in enumerate(items(results))}
+    return sorted(rows, key=lambda row: order.get(row["method"], len(order)))
+
+
+def items(results: Results) -> dict[str, Mapping[str, Any]]:
+    """Method as results call it → its item of the recipe, in the recipe's order."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for item in results["recipe"]["methods"]:
+        settings = {"name": item} if isinstance(item, str) else item
+        found.setdefault(settings.get("label") or settings["name"], settings)
+    return found
+
+
+def _mixed_steps(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Method → steps that used augmented features, as a range where its runs differ."""
+    found: dict[str, list[int]] = {}
+    for run in runs:
+        if run.get("mixed_steps") is not None:
+            found.setdefault(run["method"], []).append(run["mixed_steps"])
+    return {method: _range(min(steps), max(steps)) for method, steps in found.items()}
+
+
+def _range(low: int, high: int) -> str:
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def _budget(row: Summary) -> str:
+    """Draws × gradient evaluations per model."""
+    budget = row.get("budget")
+    if budget is None or budget["gradient_evaluations"] is None:
+        return EMPTY
+    return f"{budget['draws']} × {_range(**budget['gradient_evaluations'])}"
+
+
+def scaled(value: float, metric: str, signed: bool = False) -> str:
+    percent = metric in IN_PERCENT
+    return f"{100 * value if percent else value:{'+' if signed else ''}z.{1 if percent else 3}f}"  # z: no "-0.0"
+
+
+def number(value: float | None, metric: str) -> str:
+    return EMPTY if value is None else scaled(value, metric)
+
+
+def with_spread(row: Summary, spread: float | None) -> str:
+    """The mean, with `spread` behind ±; or why there is none."""
+    if row["mean"] is None:
+        return next((status for status in ("failed", "skipped") if status in row), EMPTY)
+    return scaled(row["mean"], row["metric"]) + ("" if spread is None else f" ± {scaled(spread, row['metric'])}")
+
+
+def _versus(row: Summary) -> list[str]:
+    versus, metric = row["versus_erm"], row["metric"]
+    if versus is None:
+        return [EMPTY] * 4
+    intervals = [
+        f"{scaled(i['low'], metric, True)} to {scaled(i['high'], metric, True)}" if i else "not estimated"
+        for i in (versus["domains"], versus["images"])
+    ]
+    return [scaled(versus["difference"], metric, True), *intervals, versus["verdict"]]
+
+
+def _notes(rows: Iterable[Summary]) -> tuple[tuple[str, str], ...]:
+    """Each note once, with the methods that it is about."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if "reason" in row:
+            found.setdefault(row["reason"], []).append(row["method"])
+        for flag in row.get("flags", ()):
+            found.setdefault(flag, []).append(row["method"])
+        if row["versus_erm"] and row["versus_erm"]["note"]:
+            found.setdefault(f"versus erm: {row['versus_erm']['note']}", []).append(row["method"])
+    return (*((", ".join(methods), note) for note, methods in found.items()), *_unequal_budgets(rows))
+
+
+def _unequal_budgets(rows: Iterable[Summary]) -> Iterator[tuple[str, str]]:
+    """A note where methods that take gradient steps differ in what they cost."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        evaluations = row.get("budget", {}).get("gradient_evaluations")
+        if evaluations and evaluations["high"] > 0:
+            found.setdefault(_budget(row), []).append(row["method"])
+    if len(found) > 1:
+        yield "unequal budgets", "; ".join(f"{budget}: {', '.join(methods)}" for budget, methods in found.items())
