@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
 
 BLOCK_STEPS = 256  # steps whose rows are drawn at once
+LOGITS_AT_ONCE = 1 << 24  # of validation images, all heads together
 GROUP_ROWS = 64  # fewer validation images are not worth a matrix product of their own
 
 
@@ -85,11 +86,22 @@ class Validation:
 
         `weight` is [H,C,K], `bias` [H,C].
         """
-        logits = self.features.new_empty(len(self.features), *bias.shape)  # [U,H,C], filled where it is read
+        at_once = max(1, LOGITS_AT_ONCE // max(1, len(self.features) * bias.shape[1]))
+        values = []
+        for first in range(0, len(bias), at_once):
+            last = min(first + at_once, len(bias))
+            logits = self._logits(weight, bias, first, last)
+            values += [self._values_of_head(logits[:, head - first], self.views[head]) for head in range(first, last)]
+        return values
+
+    def _logits(self, weight: Tensor, bias: Tensor, first: int, last: int) -> Tensor:
+        """[U,last − first,C] of heads first … last−1, filled where it is read."""
+        logits = self.features.new_empty(len(self.features), last - first, bias.shape[1])
         for z, out, heads in zip(self.features.split(self.sizes), logits.split(self.sizes), self.heads, strict=True):
-            product = torch.addmm(bias[heads].flatten(), z, weight[heads].flatten(0, 1).T)
-            out[:, heads] = product.view(len(z), len(heads), bias.shape[-1])
-        return [self._values_of_head(logits[:, head], views) for head, views in enumerate(self.views)]
+            own = heads[(heads >= first) & (heads < last)]
+            product = torch.addmm(bias[own].flatten(), z, weight[own].flatten(0, 1).T)
+            out[:, own - first] = product.view(len(z), len(own), bias.shape[1])
+        return logits
 
     def _values_of_head(
         self, logits: Tensor, views: dict[str, tuple[Tensor, Tensor, Tensor]]
