@@ -157,7 +157,7 @@ def test_any_model_of_a_search_can_be_trained_again(here, capsys):
     assert told.count("weights the same bits") == 3 and "differ" not in told
     assert main(["retrain", "output/search", "erm", "sketch", "1", "2", "--alone"]) == 0
     differences = [float(d) for d in re.findall(r"\(([+-]\d+\.\d+)\)", capsys.readouterr().out)]
-    assert len(differences) == 9 and max(map(abs, differences)) <= 0.2
+    assert len(differences) == 9 and max(map(abs, differences)) < 4  # one image of 28
     assert main(["retrain", "output/search", "erm", "sketch", "1", "7"]) == 2
     assert 'no model "erm sketch 1 7"; did you mean "erm sketch 1' in capsys.readouterr().err
     assert main(["retrain", "output", "erm", "sketch", "1"]) == 2
