@@ -28,6 +28,7 @@ LAYERS = [
     "randomness",
     "tensors",
     "blocks",
+    "interrupt",
     "errors",
 ]
 NOT_TO_SHADOW = {

@@ -15,9 +15,9 @@ logger = logging.getLogger("xdm_ft")
 class Progress:
     """`advance(n, note)` after each piece of work."""
 
-    def __init__(self, description: str, total: int, unit: str) -> None:
+    def __init__(self, description: str, total: int, unit: str, done: int = 0) -> None:
         self.description, self.total, self.unit = description, total, unit
-        self.done = 0
+        self.begun = self.done = done
         self.started = self.last_line = time.monotonic()
 
     def advance(self, n: int = 1, note: str = "") -> None:
@@ -25,7 +25,7 @@ class Progress:
         now = time.monotonic()
         if now - self.last_line >= LOG_EVERY_SECONDS:
             self.last_line = now
-            rate = self.done / (now - self.started)
+            rate = (self.done - self.begun) / (now - self.started)
             left = (self.total - self.done) / rate
             logger.info(
                 "%s: %d of %d %s, %.1f/s, %.0f s left%s",
@@ -34,11 +34,13 @@ class Progress:
 
 
 class _Bar(Progress):
-    def __init__(self, description: str, total: int, unit: str) -> None:
-        super().__init__(description, total, unit)
+    def __init__(self, description: str, total: int, unit: str, done: int = 0) -> None:
+        super().__init__(description, total, unit, done)
         from tqdm import tqdm
 
-        self.bar = tqdm(total=total, desc=description, unit=f" {unit}", file=sys.stderr, dynamic_ncols=True)
+        self.bar = tqdm(
+            total=total, desc=description, unit=f" {unit}", file=sys.stderr, dynamic_ncols=True, initial=done
+        )
 
     def advance(self, n: int = 1, note: str = "") -> None:
         self.bar.set_postfix_str(note, refresh=False)
@@ -46,16 +48,19 @@ class _Bar(Progress):
 
 
 @contextmanager
-def progress(description: str, total: int, unit: str, shown: bool = True) -> Iterator[Progress]:
-    """A bar on a terminal, a line every 30 seconds elsewhere; nothing where `shown` is false (other ranks)."""
+def progress(description: str, total: int, unit: str, shown: bool = True, done: int = 0) -> Iterator[Progress]:
+    """A bar on a terminal, a line every 30 seconds elsewhere; nothing where `shown` is false (other ranks).
+
+    `done` of the work is behind it already.
+    """
     if shown and sys.stderr.isatty():
-        bar = _Bar(description, total, unit)
+        bar = _Bar(description, total, unit, done)
         try:
             yield bar
         finally:
             bar.bar.close()
     else:
-        quiet = Progress(description, total, unit)
+        quiet = Progress(description, total, unit, done)
         if not shown:
             quiet.last_line = float("inf")
         yield quiet

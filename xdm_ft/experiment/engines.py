@@ -100,6 +100,7 @@ class Engines:
         for job in jobs:
             encoder = build_encoder(plan.recipe, job.seed)
             job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, width=encoder.width))
+            checkpoint = self.directory.checkpoint([job], rules, writes=self.accelerator.is_main_process)
             trained = train_model(
                 job,
                 encoder,
@@ -116,12 +117,14 @@ class Engines:
                 unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
                 augmentation=plan.recipe.train_augmentation,
                 worst_of=plan.worst_of,
+                checkpoint=checkpoint,
             )
 
             def logits(selected: Selected, rows: Tensor, encoder: Encoder = encoder) -> Tensor:
                 return predict(encoder, selected.state, plan.dataset, rows, self.accelerator, training.batch_size)
 
             yield Model(trained, logits, self.accelerator.is_main_process, encoder)
+            checkpoint.remove()  # whoever asks for the next model has kept this one
 
     @property
     def _features(self) -> Features:
