@@ -15,17 +15,22 @@ logger = logging.getLogger("xdm_ft")
 class Progress:
     """`advance(n, note)` after each piece of work."""
 
-    def __init__(self, description: str, total: int, unit: str, done: int = 0) -> None:
+    def __init__(self, description: str, total: int, unit: str) -> None:
         self.description, self.total, self.unit = description, total, unit
-        self.begun = self.done = done
+        self.done = self.skipped = 0
         self.started = self.last_line = time.monotonic()
+
+    def skip(self, n: int) -> None:
+        """So much was done before."""
+        self.done += n
+        self.skipped += n
 
     def advance(self, n: int = 1, note: str = "") -> None:
         self.done += n
         now = time.monotonic()
         if now - self.last_line >= LOG_EVERY_SECONDS:
             self.last_line = now
-            rate = (self.done - self.begun) / (now - self.started)
+            rate = (self.done - self.skipped) / (now - self.started)
             left = (self.total - self.done) / rate
             logger.info(
                 "%s: %d of %d %s, %.1f/s, %.0f s left%s",
@@ -34,13 +39,16 @@ class Progress:
 
 
 class _Bar(Progress):
-    def __init__(self, description: str, total: int, unit: str, done: int = 0) -> None:
-        super().__init__(description, total, unit, done)
+    def __init__(self, description: str, total: int, unit: str) -> None:
+        super().__init__(description, total, unit)
         from tqdm import tqdm
 
-        self.bar = tqdm(
-            total=total, desc=description, unit=f" {unit}", file=sys.stderr, dynamic_ncols=True, initial=done
-        )
+        self.bar = tqdm(total=total, desc=description, unit=f" {unit}", file=sys.stderr, dynamic_ncols=True)
+
+    def skip(self, n: int) -> None:
+        self.bar.initial += n
+        self.bar.last_print_n += n
+        self.bar.n += n
 
     def advance(self, n: int = 1, note: str = "") -> None:
         self.bar.set_postfix_str(note, refresh=False)
@@ -48,19 +56,16 @@ class _Bar(Progress):
 
 
 @contextmanager
-def progress(description: str, total: int, unit: str, shown: bool = True, done: int = 0) -> Iterator[Progress]:
-    """A bar on a terminal, a line every 30 seconds elsewhere; nothing where `shown` is false (other ranks).
-
-    `done` of the work is behind it already.
-    """
+def progress(description: str, total: int, unit: str, shown: bool = True) -> Iterator[Progress]:
+    """A bar on a terminal, a line every 30 seconds elsewhere; nothing where `shown` is false (other ranks)."""
     if shown and sys.stderr.isatty():
-        bar = _Bar(description, total, unit, done)
+        bar = _Bar(description, total, unit)
         try:
             yield bar
         finally:
             bar.bar.close()
     else:
-        quiet = Progress(description, total, unit, done)
+        quiet = Progress(description, total, unit)
         if not shown:
             quiet.last_line = float("inf")
         yield quiet

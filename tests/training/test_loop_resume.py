@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from cut_short import Cut, Killed, assert_same
 from loop_models import SmallCNN, WithDomainHead, make_job, one_process, train
 
 from xdm_ft import interrupt
@@ -20,29 +21,11 @@ from xdm_ft.algorithms.irm import IRM
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.interrupt import Interrupted
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.training import Job, Schedule, Trained, Training
-from xdm_ft.training.checkpoint import Checkpoint, Pace, State, read
+from xdm_ft.training import Job, Schedule, Training
+from xdm_ft.training.checkpoint import read
 
 STEPS = 6
 EVERY_OTHER = Training(batch_size=4, evaluate_every=2, encoder_lr=0.01, schedule=Schedule(name="cosine"))
-
-
-class Killed(Exception):
-    pass
-
-
-class Cut(Checkpoint):
-    """Saves after every step, and the process dies after having saved `lives` times."""
-
-    def __init__(self, path: Path, lives: int = 10**9, **about: Any) -> None:
-        super().__init__(path, about, Pace())
-        self.lives = lives
-
-    def save_if_due(self, state: Callable[[], State], event: bool = False) -> None:
-        self.save(state)
-        self.lives -= 1
-        if self.lives == 0:
-            raise Killed
 
 
 @pytest.fixture
@@ -51,19 +34,6 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
         monkeypatch.setattr(f"xdm_ft.training.{module}.worker_count", lambda accelerator: 0)
     with one_process() as accelerator:
         yield accelerator
-
-
-def assert_same(got: Trained, expected: Trained) -> None:
-    assert got.failure is None and expected.failure is None
-    assert got.course == expected.course
-    assert got.selected.keys() == expected.selected.keys()
-    for rule, selected in expected.selected.items():
-        assert (got.selected[rule].step, got.selected[rule].hparams) == (selected.step, selected.hparams)
-        assert got.selected[rule].state.keys() == selected.state.keys()
-        for name, value in selected.state.items():
-            assert torch.equal(got.selected[rule].state[name], value), (rule, name)
-    shared = [len({id(selected) for selected in trained.selected.values()}) for trained in (got, expected)]
-    assert shared[0] == shared[1], "rules that picked the same share it"
 
 
 CASES: dict[str, tuple[Job, Training, dict[str, Any]]] = {

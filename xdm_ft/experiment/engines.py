@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -76,6 +77,7 @@ class Engines:
             worst_of=plan.worst_of,
             wanted=wanted,
             process=self._process,
+            checkpoint=partial(self.directory.checkpoint, rules=rules),
         ):
             yield Model(trained, logits, owned=True)
 

@@ -166,7 +166,8 @@ def _train(run: _Run, state: LoopState, unfreeze_at: int, show: bool) -> str | N
     """All steps that are left. Returns why the training broke off, None where it did not."""
     steps = run.job.setup.steps
     batches = surviving(run.batches.begin(state.taken))
-    with deferred(), progress(run.name, steps, "steps", show, done=state.taken) as bar:
+    with deferred(), progress(run.name, steps, "steps", show) as bar:
+        bar.skip(state.taken)
         if not state.evaluated and not _evaluate(run, state):
             return _failure(BROKEN_LOGITS, run, state.taken)
         for frozen, last in ((True, unfreeze_at), (False, steps)):

@@ -7,7 +7,8 @@ to torch.optim to float32 rounding.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,6 +35,13 @@ class Optimizer(ABC):
         """Forgets the past gradients of every head."""
 
     @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """All that steps move beside the parameters."""
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None: ...
 
 
@@ -48,6 +56,12 @@ class SGD(Optimizer):
     def reset(self) -> None:
         for velocity in self.velocity.values():
             velocity.zero_()
+
+    def state(self) -> dict[str, Any]:
+        return {"velocity": self.velocity}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        _copy(state["velocity"], self.velocity)
 
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None:
         if self.decays:
@@ -71,6 +85,14 @@ class Adam(Optimizer):
         self.taken = 0
         for moment in (*self.mean.values(), *self.square.values()):
             moment.zero_()
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self.taken, "mean": self.mean, "square": self.square}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.taken = state["taken"]
+        _copy(state["mean"], self.mean)
+        _copy(state["square"], self.square)
 
     def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
         self.taken += 1
@@ -112,6 +134,11 @@ def clip(gradients: Tensors, norm: float) -> Tensors:
     total = torch.linalg.vector_norm(torch.stack(per_tensor), dim=0)  # [H]
     scale = (norm / (total + 1e-6)).clamp(max=1)
     return {name: g * _beside(scale, g) for name, g in gradients.items()}
+
+
+def _copy(values: Mapping[str, Tensor], into: Tensors) -> None:
+    for name, tensor in into.items():
+        tensor.copy_(values[name])
 
 
 def _beside(per_head: Tensor, stacked: Tensor) -> Tensor:
