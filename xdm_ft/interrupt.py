@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -40,11 +39,14 @@ class Interrupted(KeyboardInterrupt):
 class _Asked:
     """What this process has been asked."""
 
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self.at = 0.0
-        self.process = 0  # that handles signals; the workers that it forks leave them to it
-        self.waits = 0  # how many `deferred` are entered
+    signal: signal.Signals | None = None
+    at = 0.0
+    process = 0  # that handles signals; the workers that it forks leave them to it
+    speaks = True
+    waits = 0  # how many `deferred` are entered
+
+    def begin(self, speaks: bool) -> None:
+        self.signal, self.process, self.speaks, self.waits = None, os.getpid(), speaks, 0
 
 
 _asked = _Asked()
@@ -64,7 +66,7 @@ def handled() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _asked.signal, _asked.process = None, os.getpid()
+    _asked.begin(speaks=True)
     before = {number: signal.signal(number, _handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -72,6 +74,13 @@ def handled() -> Iterator[None]:
         if not stop_requested():
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def handled_here() -> None:
+    """In a process forked to work inside `handled`: from now on its signals are its own. It leaves without a word."""
+    _asked.begin(speaks=False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _handle)
 
 
 @contextmanager
@@ -101,8 +110,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if _asked.signal is not None:
         launched = "LOCAL_WORLD_SIZE" in os.environ
         if number == signal.SIGINT and not (launched and time.monotonic() - _asked.at < ONE_PRESS_SECONDS):
-            sys.stderr.flush()
-            os.write(2, b"xdm-ft: interrupted again; left at once, the same command goes on from what was saved\n")
+            if _asked.speaks:
+                os.write(2, b"xdm-ft: interrupted again; left at once, the same command goes on from what was saved\n")
             os._exit(128 + number)
         return
     _asked.signal, _asked.at = signal.Signals(number), time.monotonic()

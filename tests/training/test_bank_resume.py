@@ -37,7 +37,7 @@ EVERY_STEP = TRAINING.model_copy(update={"evaluate_every": 1})
 CASES = {
     "xdomainmix and sam": (mixing(), TRAINING),
     "domain head": ([job_of(WithDomainHead, seed=seed, steps=STEPS) for seed in range(2)], SGD),
-    "groupdro": ([job_of(GroupDRO, steps=STEPS)], TRAINING.model_copy(update={"optimizer": "adamw"})),
+    "groupdro": ([job_of(GroupDRO, steps=STEPS)], TRAINING.model_copy(update={"optimizer": "adamw", "amsgrad": True})),
     "optimizer that is reset": ([job_of(IRM, steps=STEPS, anneal_steps=5)], TRAINING),
     "swad": (averaged(mixing(), SWAD(n_converge=2, n_tolerance=2, tolerance_ratio=0.0)), EVERY_STEP),
     "swad between evaluations": (averaged(mixing(), SWAD(n_converge=1, tolerance_ratio=100.0)), TRAINING),

@@ -58,11 +58,13 @@ class RunDirectory:
         self._next_write = 0.0  # of results.json, in time.monotonic()
         self.final: Record | None = None  # of the model to ship
         self.lock = FileLock(self.path / "run.lock")
+        self.writes = bool(accelerator.is_main_process)  # results.json and what else there is once
+        self._process = str(accelerator.process_index)
         self._writer: Any = None
         self._pace = Pace()
 
     def __enter__(self) -> RunDirectory:
-        if self.accelerator.is_main_process:
+        if self.writes:
             self._claim()
         self.accelerator.wait_for_everyone()
         self.runs = self._finished_runs()
@@ -136,9 +138,11 @@ class RunDirectory:
         files += [self.path / selected["weights"] for selected in run["selected"].values()]
         return run["status"] == "ok" and all(file.is_file() for file in files)
 
-    @property
-    def writes(self) -> bool:
-        return bool(self.accelerator.is_main_process)
+    def begin(self, number: int) -> None:
+        """Before the work of one of the processes that this one forks into; 0 is this one itself."""
+        if number:
+            self._writer, self.writes = None, False
+            self._process = f"{self._process}.{number}"
 
     def checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
         """Of one training, of one model or of several together, until the run is complete."""
@@ -201,8 +205,8 @@ class RunDirectory:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            suffix = f".{self.accelerator.process_index}"  # each process has a file of its own
-            self._writer = SummaryWriter(str(self.path / "events"), filename_suffix=suffix)
+            # each process has a file of its own
+            self._writer = SummaryWriter(str(self.path / "events"), filename_suffix=f".{self._process}")
         for name, value in values.items():
             self._writer.add_scalar(f"{tag}/{name}", value, step)
 

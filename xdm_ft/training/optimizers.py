@@ -71,28 +71,33 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Kingma & Ba 2015 with torch's defaults (β 0.9 and 0.999, ε 1e-8); weight decay is an L2 penalty."""
+    """Kingma & Ba 2015 with torch's defaults (β 0.9 and 0.999, ε 1e-8); weight decay is an L2 penalty.
+
+    With `amsgrad` the largest second moment so far takes the place of the present one (Reddi et al. 2018).
+    """
 
     beta1, beta2, eps = 0.9, 0.999, 1e-8
 
-    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor) -> None:
+    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, amsgrad: bool) -> None:
         super().__init__(parameters, lr, weight_decay)
         self.taken = 0
         self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.largest = {name: torch.zeros_like(p) for name, p in parameters.items()} if amsgrad else {}
 
     def reset(self) -> None:
         self.taken = 0
-        for moment in (*self.mean.values(), *self.square.values()):
+        for moment in (*self.mean.values(), *self.square.values(), *self.largest.values()):
             moment.zero_()
 
     def state(self) -> dict[str, Any]:
-        return {"taken": self.taken, "mean": self.mean, "square": self.square}
+        return {"taken": self.taken, "mean": self.mean, "square": self.square, "largest": self.largest}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.taken = state["taken"]
         _copy(state["mean"], self.mean)
         _copy(state["square"], self.square)
+        _copy(state["largest"], self.largest)
 
     def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
         self.taken += 1
@@ -103,6 +108,8 @@ class Adam(Optimizer):
             gradient = self._decay(name, parameter, gradient, lr)
         mean = self.mean[name].lerp_(gradient, 1 - self.beta1)
         square = self.square[name].mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        if self.largest:
+            square = torch.maximum(self.largest[name], square, out=self.largest[name])
         scale = (1 - self.beta2**self.taken) ** -0.5
         ratio = mean / square.sqrt().mul_(scale).add_(self.eps)
         parameter.addcmul_(ratio, lr, value=-1 / (1 - self.beta1**self.taken))
@@ -120,12 +127,17 @@ class AdamW(Adam):
 
 
 def make_optimizer(
-    name: Literal["sgd", "adam", "adamw"], parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: Tensor
+    name: Literal["sgd", "adam", "adamw"],
+    parameters: Tensors,
+    lr: Tensor,
+    weight_decay: Tensor,
+    momentum: Tensor,
+    amsgrad: bool = False,
 ) -> Optimizer:
-    """The optimizer that `training.optimizer` names; `momentum`, float [H], is SGD's alone."""
+    """The optimizer that `training.optimizer` names; `momentum`, float [H], is SGD's alone, `amsgrad` the others'."""
     if name == "sgd":
         return SGD(parameters, lr, weight_decay, momentum)
-    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay)
+    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, amsgrad)
 
 
 def clip(gradients: Tensors, norm: float) -> Tensors:
