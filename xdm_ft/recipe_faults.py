@@ -59,6 +59,13 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
             if getattr(training, key) != idle:
                 problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
                 faults.add(("training", key), problem)
+    if training.steps is not None and training.schedule.warmup_steps >= training.steps:
+        problem = f"{training.schedule.warmup_steps} steps of warm-up leave none of {training.steps}; lower them"
+        faults.add(("training", "schedule", "warmup_steps"), problem)
+    for i, item in enumerate(recipe.methods):
+        if item.averaging is not None and training.patience is not None:
+            problem = f"+{item.averaging.name} ends its average by itself; leave training.patience out"
+            faults.add(("methods", i), problem)
     if training.amsgrad and training.optimizer == "sgd":
         faults.add(("training", "amsgrad"), "is a variant of adam and adamw; leave it out, or choose one of them")
     _check_search(faults, recipe)
@@ -78,6 +85,8 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
             faults.add(("search", "space", key), problem)
         elif key == "encoder_lr" and not recipe.trainable:
             faults.add(("search", "space", key), "has no meaning with a frozen encoder; leave it out")
+        elif key in ("momentum", "beta1", "beta2") and (key == "momentum") != (recipe.training.optimizer == "sgd"):
+            faults.add(("search", "space", key), f"has no meaning to {recipe.training.optimizer}; leave it out")
     if search.space and search.trials == 1:
         faults.add(("search", "trials"), "1 trial draws nothing from search.space; raise it")
     if search.preset != "none" and search.trials == 1:

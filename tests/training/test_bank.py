@@ -178,6 +178,29 @@ def test_chunks_part_settings_that_do_not_stack() -> None:
     assert found == [[0, 2], [1, 3], [4, 5]]
 
 
+def test_chunks_part_what_else_a_search_draws() -> None:
+    drawn = [
+        SGD.model_copy(update=values) for values in ({"lr": 0.5, "momentum": 0.1}, {"beta1": 0.5}, {"batch_size": 3})
+    ]
+    jobs = [dataclasses.replace(job_of(seed=s), training=own) for s in range(2) for own in (None, *drawn)]
+    place = {id(job): number for number, job in enumerate(jobs)}
+    assert [[place[id(job)] for job in chunk] for chunk in chunks(jobs, SGD)] == [[0, 1, 4, 5], [2, 6], [3, 7]]
+
+
+def test_a_head_that_stops_keeps_what_it_picked_and_the_others_go_on() -> None:
+    """Its patience ends as it would alone; the rest of its chunk is what it is without it."""
+    training = SGD.model_copy(update={"patience": 1, "evaluate_every": 2})
+    jobs = [job_of(steps=20, lr=lr) for lr in (10.0, 1e-3)]
+    both = train(jobs, training)
+    for job, together in zip(jobs, both, strict=True):
+        (alone,) = train([job], training)
+        assert alone.stopped_at == together.stopped_at
+        assert alone.selected["train_val"].step == together.selected["train_val"].step
+        torch.testing.assert_close(alone.selected["train_val"].state, together.selected["train_val"].state)
+    assert both[0].stopped_at is not None and both[0].stopped_at < 20
+    assert max(both[0].course["train_val"]) == both[0].stopped_at
+
+
 def test_a_chunk_holds_no_more_features_than_are_kept_in_memory() -> None:
     large = SGD.model_copy(update={"batch_size": CHUNK_BYTES // (4 * 3 * WIDTH) // 5})  # three domains
     assert [len(chunk) for chunk in chunks([job_of(steps=5, seed=s) for s in range(7)], large)] == [5, 2]

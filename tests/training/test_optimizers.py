@@ -9,6 +9,7 @@ from xdm_ft.training.optimizers import clip, make_optimizer
 SHAPES = {"weight": (5, 7), "bias": (5,), "scalar": ()}
 LR, WEIGHT_DECAY = torch.tensor([1e-3, 0.1, 0.02]), torch.tensor([0.0, 0.01, 0.3])
 MOMENTUM = torch.tensor([0.9, 0.0, 0.5])
+BETAS = (0.8, 0.99)
 HEADS, STEPS = 3, 40
 
 
@@ -23,7 +24,7 @@ def torch_optimizer(
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=float(MOMENTUM[head]))
     cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
-    return cls(parameters, lr=lr, weight_decay=weight_decay, amsgrad=amsgrad)
+    return cls(parameters, lr=lr, weight_decay=weight_decay, betas=BETAS, amsgrad=amsgrad)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_every_head_steps_as_under_torch_optim(
     theirs = [
         torch_optimizer(name, list(own.values()), h, float(weight_decay[h]), amsgrad) for h, own in enumerate(alone)
     ]
-    ours = make_optimizer(name, parameters, LR, weight_decay, momentum=MOMENTUM, amsgrad=amsgrad)
+    ours = make_optimizer(name, parameters, LR, weight_decay, momentum=MOMENTUM, betas=BETAS, amsgrad=amsgrad)
     for step in range(STEPS):
         factor, gradients = 1 - step / STEPS, stacked(generator)
         if step >= STEPS // 2:  # smaller ones, from which only amsgrad's second moment does not fall

@@ -94,16 +94,19 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Kingma & Ba 2015 with torch's defaults (β 0.9 and 0.999, ε 1e-8); weight decay is an L2 penalty.
+    """Kingma & Ba 2015 with torch's ε of 1e-8; weight decay is an L2 penalty.
 
     With `amsgrad` the largest second moment so far takes the place of the present one (Reddi et al. 2018).
     """
 
-    beta1, beta2, eps = 0.9, 0.999, 1e-8
+    eps = 1e-8
     decoupled = False  # whether weight decay is apart from the gradient
 
-    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, amsgrad: bool) -> None:
+    def __init__(
+        self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, betas: tuple[float, float], amsgrad: bool
+    ) -> None:
         super().__init__(parameters, lr, weight_decay)
+        self.beta1, self.beta2 = betas
         self.taken = 0
         self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -163,12 +166,13 @@ def make_optimizer(
     lr: Tensor,
     weight_decay: Tensor,
     momentum: Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
     amsgrad: bool = False,
 ) -> Optimizer:
-    """The optimizer that `training.optimizer` names; `momentum`, float [H], is SGD's alone, `amsgrad` the others'."""
+    """The optimizer that `training.optimizer` names; `momentum`, float [H], is SGD's, what follows Adam's."""
     if name == "sgd":
         return SGD(parameters, lr, weight_decay, momentum)
-    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, amsgrad)
+    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, betas, amsgrad)
 
 
 def clip(gradients: Tensors, norm: float) -> Tensors:
