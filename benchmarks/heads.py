@@ -5,7 +5,8 @@
     python benchmarks/heads.py --chunks 8 16 32 64    heads trained at once, whose best is bank.CHUNK_HEADS
 
 Everything is timed in this process, in turns, so that other programs disturb all alike; a number is the median over the
-turns. A step is: gather the batch, loss, gradients, update (Adam). Every XDomainMix step mixes (no warm-up).
+turns. With one thread it is processor time, so that waiting for other programs does not count; with more, wall time. A
+step is: gather the batch, loss, gradients, update (Adam). Every XDomainMix step mixes (no warm-up).
 
 single heads    XDomainMix ÷ the faster of two ERM steps: this package's, and a plain loop (index, nn.Linear,
                 cross_entropy, backward, Adam with fused=True).
@@ -13,10 +14,10 @@ banks           head-steps per second of H heads, in the chunks that a training 
                 those of H trainings one after the other. A chunk of one size is timed once. Building models, drawing
                 the first batches and evaluation are left out of both.
 memory          Bytes that a head-step moves between its tensors, counted by hand in `moved`, over what any
-                implementation must move: the features of the batch once, weights and the moments of Adam read and written
-                once. And moved bytes per second over what a copy of 256 MB reaches. Beyond 1: they come from the cache.
+                implementation must move: the features of the batch once, weights and Adam's moments read and written
+                once. And moved bytes per second over what a copy of 256 MB reaches (from caches it can be more).
 
-Measured medians (2 virtual cores of an AMD EPYC, one thread, other programs running besides) are in README.md, "Speed".
+Measured numbers are in README.md, "Speed".
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -64,32 +64,22 @@ class Shape(NamedTuple):
 SHAPES = [Shape(32, 512, 2, 3), Shape(96, 1280, 7, 3), Shape(256, 512, 62, 11)]
 
 
-@dataclass
-class Timed:
-    """Seconds that `run(n)`, n steps, took in each turn, per step."""
-
-    run: Callable[[int], None]
-    turns: list[float]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.turns)
-
-
 def timed(runs: Mapping[str, Callable[[int], None]], seconds: float) -> dict[str, float]:
-    """Median seconds per step of each, in turns that take about `seconds` each over all turns."""
-    found, steps = {name: Timed(run, []) for name, run in runs.items()}, {}
+    """Median seconds per step of each `run(n)`, which takes n steps; about `seconds` of each in all."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    steps: dict[str, int] = {}
+    turns: dict[str, list[float]] = {name: [] for name in runs}
     for name, run in runs.items():
         run(2)
-        started = time.perf_counter()
+        started = clock()
         run(2)
-        steps[name] = max(1, int(seconds / TURNS / (time.perf_counter() - started) * 2))
+        steps[name] = max(1, int(seconds / TURNS / (clock() - started) * 2))
     for _ in range(TURNS):
-        for name, entry in found.items():
-            started = time.perf_counter()
-            entry.run(steps[name])
-            entry.turns.append((time.perf_counter() - started) / steps[name])
-    return {name: entry.median for name, entry in found.items()}
+        for name, run in runs.items():
+            started = clock()
+            run(steps[name])
+            turns[name].append((clock() - started) / steps[name])
+    return {name: statistics.median(taken) for name, taken in turns.items()}
 
 
 def data_of(shape: Shape) -> CachedData:
@@ -173,7 +163,12 @@ def copy_bandwidth() -> float:
     """Bytes per second, read and written."""
     source = torch.ones(1 << 26)
     target = torch.empty_like(source)
-    seconds = timed({"copy": lambda steps: [target.copy_(source) for _ in range(steps)] and None}, 0.5)["copy"]
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            target.copy_(source)
+
+    seconds = timed({"copy": run}, 0.5)["copy"]
     return 2 * source.nbytes / seconds
 
 
@@ -218,12 +213,13 @@ def main() -> None:
     results["copy_gb_per_second"] = copy / 1e9
     print(f"threads {given.threads}, compiled code: {compiled}, copy {copy / 1e9:.1f} GB/s")
     for shape in SHAPES:
-        data, found = data_of(shape), {}
+        data = data_of(shape)
+        found: dict[str, object] = {}
         print(f"\n{shape}")
         if given.chunks:
             for method in METHODS:
-                found[method] = chunk_sweep(method, shape, data, given.chunks, given.seconds)
-                print(f"  {method:<11} " + "  ".join(f"{size}: {ms:.3f} ms" for size, ms in found[method].items()))
+                swept = found[method] = chunk_sweep(method, shape, data, given.chunks, given.seconds)
+                print(f"  {method:<11} " + "  ".join(f"{size}: {ms:.3f} ms" for size, ms in swept.items()))
             results[str(shape)] = found
             continue
         one = found["single"] = single_heads(shape, data, given.seconds)
