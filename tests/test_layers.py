@@ -10,6 +10,7 @@ LAYERS = [
     "cli",
     "experiment",
     "recipe",
+    "recipe_faults",
     "recipe_blocks",
     "recipe_text",
     "components",

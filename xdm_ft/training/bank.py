@@ -275,7 +275,7 @@ def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank
         auxiliary={name: value for name, value in stacked.items() if is_auxiliary[name]},
         buffers=buffers,
         lr=lr,
-        optimizer=make_optimizer(training.optimizer, stacked, lr, weight_decay, momentum),
+        optimizer=make_optimizer(training.optimizer, stacked, lr, weight_decay, momentum, training.amsgrad),
         sharpness=sharpness,
         rho=rho,
         clip_norm=training.clip_norm,

@@ -25,6 +25,8 @@ Tensors = dict[str, Tensor]  # parameter name → values [H,…]
 class Optimizer(ABC):
     """Updates stacked parameters in place. `lr` and `weight_decay` are float [H]."""
 
+    in_one_pass = True  # optimizers.c knows its update
+
     def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor) -> None:
         self.lr, self.weight_decay = lr.float(), weight_decay.float()
         self.decays = bool((weight_decay != 0).any())
@@ -34,7 +36,7 @@ class Optimizer(ABC):
         """One step with learning rates `lr` × `factor`, the schedule's."""
         for name, parameter in parameters.items():
             gradient = gradients[name]
-            if one_pass(parameter) and gradient.dtype == torch.float32:
+            if self.in_one_pass and one_pass(parameter) and gradient.dtype == torch.float32:
                 heads = len(parameter)
                 function, arguments = self._one_pass(name, parameter, gradient.contiguous(), factor)
                 share(function, heads, parameter.numel() // heads, parameter.numel() // heads, *arguments)
@@ -78,20 +80,25 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Kingma & Ba 2015 with torch's defaults (β 0.9 and 0.999, ε 1e-8); weight decay is an L2 penalty."""
+    """Kingma & Ba 2015 with torch's defaults (β 0.9 and 0.999, ε 1e-8); weight decay is an L2 penalty.
+
+    With `amsgrad` the largest second moment so far takes the place of the present one (Reddi et al. 2018).
+    """
 
     beta1, beta2, eps = 0.9, 0.999, 1e-8
     decoupled = False  # whether weight decay is apart from the gradient
 
-    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor) -> None:
+    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, amsgrad: bool) -> None:
         super().__init__(parameters, lr, weight_decay)
         self.taken = 0
         self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.in_one_pass = not amsgrad
+        self.largest = {name: torch.zeros_like(p) for name, p in parameters.items()} if amsgrad else {}
 
     def reset(self) -> None:
         self.taken = 0
-        for moment in (*self.mean.values(), *self.square.values()):
+        for moment in (*self.mean.values(), *self.square.values(), *self.largest.values()):
             moment.zero_()
 
     def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
@@ -103,6 +110,8 @@ class Adam(Optimizer):
             gradient = self._decay(parameter, gradient, lr, weight_decay)
         mean = self.mean[name].lerp_(gradient, 1 - self.beta1)
         square = self.square[name].mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        if self.largest:
+            square = torch.maximum(self.largest[name], square, out=self.largest[name])
         scale = (1 - self.beta2**self.taken) ** -0.5
         ratio = mean / square.sqrt().mul_(scale).add_(self.eps)
         parameter.addcmul_(ratio, lr, value=-1 / (1 - self.beta1**self.taken))
@@ -126,12 +135,17 @@ class AdamW(Adam):
 
 
 def make_optimizer(
-    name: Literal["sgd", "adam", "adamw"], parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: Tensor
+    name: Literal["sgd", "adam", "adamw"],
+    parameters: Tensors,
+    lr: Tensor,
+    weight_decay: Tensor,
+    momentum: Tensor,
+    amsgrad: bool = False,
 ) -> Optimizer:
-    """The optimizer that `training.optimizer` names; `momentum`, float [H], is SGD's alone."""
+    """The optimizer that `training.optimizer` names; `momentum`, float [H], is SGD's alone, `amsgrad` the others'."""
     if name == "sgd":
         return SGD(parameters, lr, weight_decay, momentum)
-    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay)
+    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, amsgrad)
 
 
 def clip(gradients: Tensors, norm: float) -> Tensors:
