@@ -28,6 +28,7 @@ from xdm_ft.recipe_blocks import (
     drawn_item,
     drawn_training,
     unfreezes_too_late,
+    views_faults,
 )
 from xdm_ft.recipe_text import Key, RecipeText, dotted, read_recipe
 from xdm_ft.tensors import Task
@@ -67,8 +68,8 @@ class Recipe:
 
     @property
     def train_augmentation(self) -> Augmentation:
-        """What training images go through: the data set's own where the recipe says nothing, none if not end to end."""
-        own: Augmentation = self.data.cls.train_augmentation if self.trainable else "none"
+        """What training images go through: the data set's own where the recipe says nothing, none if read once."""
+        own: Augmentation = self.data.cls.train_augmentation if self.trainable or self.features.views else "none"
         return self.data_common.train_augmentation or own
 
     @property
@@ -276,7 +277,7 @@ def _behind(faults: _Faults, key: Key, names: list[str]) -> dict[str, tuple[str,
 
 def _check_together(faults: _Faults, recipe: Recipe) -> None:
     """What no block can see alone."""
-    training, protocol = recipe.training, recipe.protocol
+    training, protocol, augmentation = recipe.training, recipe.protocol, recipe.train_augmentation
     if (training.steps is None) == (training.epochs is None):
         both = "both steps and epochs are given; keep one" if training.steps else "give steps or epochs"
         faults.add(("training", "epochs" if training.steps else "steps"), both)
@@ -297,13 +298,14 @@ def _check_together(faults: _Faults, recipe: Recipe) -> None:
     if protocol.name == "official" and protocol.split_rule != "stratified":
         faults.add(("protocol", "split_rule"), "the official split decides what validates; leave it out")
     if not recipe.trainable:
-        if recipe.data_common.train_augmentation not in (None, "none"):
-            problem = "has no meaning with a frozen encoder, whose features of every image are computed once"
-            faults.add(("data", "train_augmentation"), f"{problem}; leave it out, or set encoder.trainable: true")
         for key, idle in (("mixed_precision", "no"), ("accumulation", 1)):
             if getattr(training, key) != idle:
                 problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
                 faults.add(("training", key), problem)
+    for place, problem in views_faults(
+        recipe.features, recipe.data_common, augmentation, recipe.trainable, recipe.methods
+    ):
+        faults.add(place, problem)
     _check_search(faults, recipe)
     has_text = issubclass(recipe.encoder.cls, TextEncoder)
     for i, item in enumerate(recipe.methods):

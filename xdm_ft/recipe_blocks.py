@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -11,6 +11,7 @@ from pydantic import Field
 from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.blocks import Block
 from xdm_ft.data import Augmentation
+from xdm_ft.features import FeatureSettings
 from xdm_ft.training import Training
 from xdm_ft.training.search import TRAINING_KEYS, Value, settings_of
 
@@ -30,8 +31,8 @@ class DataCommon(Block):
     train_augmentation: Annotated[
         Augmentation | None,
         Field(
-            description="random changes of training images, end to end only: none, or domainbed (crop, flip, colours, "
-            "grey); null: domainbed for DomainBed's five, none for others (WILDS' examples use none)"
+            description="random changes of training images, end to end or in features.views: none, or domainbed (crop, "
+            "flip, colours, grey); null: domainbed for DomainBed's five, none for others (WILDS' examples use none)"
         ),
     ] = None
 
@@ -69,6 +70,25 @@ class Output(Block):
 
 def unfreezes_too_late(unfreeze_at: int, steps: int) -> str:
     return f"{unfreeze_at} leaves the encoder untrained in {steps} training steps; lower it or raise training.steps"
+
+
+def views_faults(
+    features: FeatureSettings, data: DataCommon, used: Augmentation, trainable: bool, methods: Iterable[MethodItem]
+) -> Iterator[tuple[tuple[str, str], str]]:
+    """Key and problem where `features.views` and the augmentation (of `data`, and as resolved: `used`) do not fit."""
+    augmentation, count, views = ("data", "train_augmentation"), ("features", "views"), features.views
+    if not trainable and not views and data.train_augmentation not in (None, "none"):
+        problem = "has no meaning with a frozen encoder, whose features of every image are computed once"
+        yield augmentation, f"{problem}; leave it out, or set features.views, or encoder.trainable: true"
+    if not views:
+        return
+    if trainable:
+        yield count, "has no meaning with encoder.trainable, which augments at every step; leave it out"
+    elif all(item.is_solver for item in methods):
+        yield count, "has no meaning for methods without gradient steps, which read the plain images; leave it out"
+    elif used == "none":
+        own = "" if data.train_augmentation else ", as usual with this data set"
+        yield augmentation, f"none{own} makes no views to cache; set domainbed, or leave features.views out"
 
 
 @dataclass(frozen=True)
