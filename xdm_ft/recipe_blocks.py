@@ -87,7 +87,7 @@ def views_faults(
     elif all(item.is_solver for item in methods):
         yield count, "has no meaning for methods without gradient steps, which read the plain images; leave it out"
     elif used == "none":
-        own = "" if data.train_augmentation else ", as usual with this data set"
+        own = "" if data.train_augmentation else ", as usual with this data set,"
         yield augmentation, f"none{own} makes no views to cache; set domainbed, or leave features.views out"
 
 

@@ -108,6 +108,7 @@ class Tiny(Encoder):
 def features_of(dataset: ImageDataset, cache: Path, encoder: Encoder | None = None, **settings: object) -> Features:
     """`extract` with what the tests have in common. Settings other than the block's are arguments of `extract`."""
     arguments = {"on_bad_image": settings.pop("on_bad_image", "error"), "device": "cpu", "show": False}
+    arguments["augmentation"] = settings.pop("augmentation", "none")
     block = FeatureSettings.model_validate({"dir": cache, "batch_size": 16, "workers": 0, **settings})
     return extract(encoder or Tiny(), dataset, block, **arguments)
 

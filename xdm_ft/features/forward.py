@@ -151,7 +151,12 @@ class Extraction:
         inputs = EncoderInputs(self.dataset, transform, preprocessing.size, self.contents.unreadable)
         workers = decoding_workers(self.settings, self.contents)
         loader = DataLoader(
-            inputs, batch_size=None, sampler=batches, num_workers=workers, pin_memory=self.device.type == "cuda"
+            inputs,
+            batch_size=None,
+            sampler=batches,
+            num_workers=workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # the loader would otherwise draw from the global one
         )
         try:
             yield from loader
