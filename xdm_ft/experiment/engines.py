@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from xdm_ft.experiment.run_directory import RunDirectory
 from xdm_ft.features.cache import Features
 from xdm_ft.progress import progress
 from xdm_ft.recipe_blocks import MethodItem
-from xdm_ft.training import Job, Selected, Trained
+from xdm_ft.training import Identity, Job, Selected, Trained
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -30,6 +30,7 @@ class Model(NamedTuple):
 
     trained: Trained
     logits: Logits
+    owned: bool  # by this process: it writes what there is to keep
     encoder: Encoder | None = None  # as it was before training, where it was trained too
 
 
@@ -40,14 +41,23 @@ class Engines:
     directory: RunDirectory
     accelerator: Accelerator
 
-    def train(self, item: MethodItem, jobs: Sequence[Job], rules: Sequence[str]) -> Iterator[Model]:
-        """The jobs of one method, in their order. With a frozen encoder the main process alone trains."""
+    def train(
+        self, item: MethodItem, jobs: Sequence[Job], rules: Sequence[str], wanted: Collection[Identity]
+    ) -> Iterator[Model]:
+        """The wanted ones of all jobs of one method. What is not trained end to end the processes share out."""
         if self.plan.recipe.trainable and not item.is_solver:
-            yield from self._end_to_end(jobs, rules)
-        elif self.accelerator.is_main_process:
-            yield from self._solved(jobs, rules) if item.is_solver else self._banked(jobs, rules)
+            yield from self._end_to_end([job for job in jobs if job.key in wanted], rules)
+        elif item.is_solver:
+            own = [job for job in jobs if job.key in wanted][self._process[0] :: self._process[1]]
+            yield from self._solved(own, rules) if own else ()
+        else:
+            yield from self._banked(jobs, rules, wanted)
 
-    def _banked(self, jobs: Sequence[Job], rules: Sequence[str]) -> Iterator[Model]:
+    @property
+    def _process(self) -> tuple[int, int]:
+        return self.accelerator.process_index, self.accelerator.num_processes
+
+    def _banked(self, jobs: Sequence[Job], rules: Sequence[str], wanted: Collection[Identity]) -> Iterator[Model]:
         """All jobs of a method together, on cached features."""
         from xdm_ft.training.bank import head_logits, train_bank
 
@@ -64,8 +74,10 @@ class Engines:
             record=self._record,
             show=self.accelerator.is_main_process,
             worst_of=plan.worst_of,
+            wanted=wanted,
+            process=self._process,
         ):
-            yield Model(trained, logits)
+            yield Model(trained, logits, owned=True)
 
     def _solved(self, jobs: Sequence[Job], rules: Sequence[str]) -> Iterator[Model]:
         """Methods that find their head without gradient steps."""
@@ -77,7 +89,7 @@ class Engines:
             for job in jobs:
                 features = self._features.normalized() if reads_normalized(job) else self._features
                 trained = solve(job, features, plan.labels, plan.domains, rules, metric, plan.worst_of)
-                yield Model(trained, _logits_of(features, head_logits))
+                yield Model(trained, _logits_of(features, head_logits), owned=True)
                 bar.advance()
 
     def _end_to_end(self, jobs: Sequence[Job], rules: Sequence[str]) -> Iterator[Model]:
@@ -109,7 +121,7 @@ class Engines:
             def logits(selected: Selected, rows: Tensor, encoder: Encoder = encoder) -> Tensor:
                 return predict(encoder, selected.state, plan.dataset, rows, self.accelerator, training.batch_size)
 
-            yield Model(trained, logits, encoder)
+            yield Model(trained, logits, self.accelerator.is_main_process, encoder)
 
     @property
     def _features(self) -> Features:

@@ -64,13 +64,13 @@ def final_fit(
     logger.info("final_fit: %s on all %d domains, to step %d", label, len(split.train_domains), step)
     work = Work(plan, material, directory, accelerator)
     job = work.job(dataclasses.replace(planned[0], split=split, steps=steps), {RULE: {step: 1.0}})
-    for model in work.engines.train(item, [job], (RULE,)):
+    for model in work.engines.train(item, [job], (RULE,), {job.key}):
         trained = work.interpolated(model)
         if trained.failure is not None:
             return {**about, "status": "failed", "reason": trained.failure}
         selected = trained.selected[RULE]
         logits = {name: model.logits(selected, rows).cpu() for name, rows in split.evaluation.items()}
-        weights = directory.save_final(selected.state, work.metadata(selected, job)) if directory.writes else ""
+        weights = directory.save_final(selected.state, work.metadata(selected, job)) if model.owned else ""
         own = {**selected.hparams, "weights": weights, "metrics": work.metrics(split, logits)}
         return {**about, "status": "ok", **own}
     return None  # another process trains heads

@@ -18,9 +18,7 @@ from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.recipe import Recipe
 from xdm_ft.recipe_blocks import MethodItem, drawn_item, drawn_training, unfreezes_too_late
 from xdm_ft.tensors import Task
-from xdm_ft.training import Training
-
-Identity = tuple[str, tuple[str, ...], int, int]  # method, test domains, seed, trial
+from xdm_ft.training import Identity, Training
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from xdm_ft.experiment.material import Material
-    from xdm_ft.experiment.plan import Identity, Plan
+    from xdm_ft.experiment.plan import Plan
+    from xdm_ft.training import Identity
 
 Record = dict[str, Any]
+RECORDS = "records"  # folder of the state that holds the records of the models trained so far
+WRITING_SHARE = 0.01  # of the time, that writing results.json may take
 
 
 def identity(record: Mapping[str, Any]) -> Identity:
@@ -47,6 +51,8 @@ class RunDirectory:
         self.path = Path(recipe.output.dir) / recipe.name
         self.runs: list[Record] = []
         self.summary: list[Record] = []
+        self._own: dict[Identity, Record] = {}  # of the models that this process trained
+        self._next_write = 0.0  # of results.json, in time.monotonic()
         self.final: Record | None = None  # of the model to ship
         self.lock = FileLock(self.path / "run.lock")
         self._writer: Any = None
@@ -95,21 +101,35 @@ class RunDirectory:
 
     def _finished_runs(self) -> list[Record]:
         """The records of an earlier, interrupted run of the same recipe; failed ones are tried again."""
-        path = self.path / "results.json"
-        if not path.exists():
-            return []
+        path, runs = self.path / "results.json", list[Record]()
         try:
-            results = json.loads(path.read_text(encoding="utf-8"))
-            runs, final = results["runs"], results.get("final_fit")
-            finished = [
-                run for run in runs if run["status"] == "ok" and self._predictions_path(identity(run)).is_file()
-            ]
-            _ = [identity(run) for run in finished]
-            if final is not None and (self.path / final.get("weights", "")).is_file():
-                self.final = final
+            if path.exists():
+                results = json.loads(path.read_text(encoding="utf-8"))
+                runs, final = [run for run in results["runs"] if self._is_whole(run)], results.get("final_fit")
+                if final is not None and (self.path / final.get("weights", "")).is_file():
+                    self.final = final
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: is damaged; delete it to train its models again") from error
-        return list(finished)
+        known = {identity(run): run for run in runs}
+        known |= {key: run for key, run in self._remembered_runs().items() if self._is_whole(run)}
+        return list(known.values())
+
+    def _remembered_runs(self) -> dict[Identity, Record]:
+        """The records that every process has kept of its models, failed and skipped ones too."""
+        runs = {}
+        for path in sorted((self.path / "state" / RECORDS).rglob("*.json")):
+            try:
+                run = json.loads(path.read_text(encoding="utf-8"))
+                runs[identity(run)] = run
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{path}: is damaged; delete it to train its model again") from error
+        return runs
+
+    def _is_whole(self, run: Record) -> bool:
+        """Whether it is the record of a trained model, and all of its files are there."""
+        files = [self._predictions_path(identity(run))]
+        files += [self.path / selected["weights"] for selected in run["selected"].values()]
+        return run["status"] == "ok" and all(file.is_file() for file in files)
 
     @property
     def writes(self) -> bool:
@@ -126,9 +146,8 @@ class RunDirectory:
             raise UserError(f"{path}: is damaged; delete it to measure it again") from error
 
     def remember(self, name: str, value: Any) -> None:
-        """Keeps what an interrupted run would otherwise have to measure again, until the run is complete."""
-        if self.writes:
-            replace_text(self._state_path(name), json.dumps(value))
+        """Keeps what an interrupted run would otherwise have to do again, until the run is complete."""
+        replace_text(self._state_path(name), json.dumps(value, ensure_ascii=False, allow_nan=False))
 
     def _state_path(self, name: str) -> Path:
         return self.path / "state" / Path(*(quote(part, safe="+ ,") for part in f"{name}.json".split("/")))
@@ -160,32 +179,44 @@ class RunDirectory:
 
     def record_scalars(self, tag: str, step: int, values: dict[str, float]) -> None:
         """TensorBoard scalars `<tag>/<name>`, tag being method/held-out domain/seed."""
-        if not self.accelerator.is_main_process:
-            return
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self.path / "events"))
+            suffix = f".{self.accelerator.process_index}"  # each process has a file of its own
+            self._writer = SummaryWriter(str(self.path / "events"), filename_suffix=suffix)
         for name, value in values.items():
             self._writer.add_scalar(f"{tag}/{name}", value, step)
 
     def add(self, record: Record, predictions: list[Prediction]) -> None:
-        """Makes one more model permanent: first its predictions on the test images, then its record."""
-        if not self.accelerator.is_main_process:
-            return
+        """Makes one more model permanent: first its predictions on the test images, then its record.
+
+        Called by the process that owns the model. The main one writes results.json, unless that took more than a
+        fraction of the time lately: with thousands of models it is long.
+        """
+        key = identity(record)
         if predictions:
             arrays = {f"{p.rule}.{name}": array for p in predictions for name, array in _arrays(p).items()}
-            replace_file(self._predictions_path(identity(record)), lambda temporary: save_arrays(arrays, temporary))
-        self.runs = [run for run in self.runs if identity(run) != identity(record)] + [record]
-        self._write_results()
+            replace_file(self._predictions_path(key), lambda temporary: save_arrays(arrays, temporary))
+        self.remember(f"{RECORDS}/{self.model_folder(key)}", record)
+        if not self.writes:
+            return
+        self._own[key] = record
+        if time.monotonic() >= self._next_write:
+            self.runs = [*({identity(run): run for run in self.runs} | self._own).values()]
+            started = time.monotonic()
+            self._write_results()
+            ended = time.monotonic()
+            self._next_write = ended + (ended - started) / WRITING_SHARE
 
     def finish(self, plan: Plan, material: Material) -> dict[str, Any]:
         """Writes results.json with its summary, in the recipe's order. Returns the results, in every process."""
         self.accelerator.wait_for_everyone()
         if self.writes:
             order = {model.key: place for place, model in enumerate(plan.models)}
-            known = [run for run in self.runs if identity(run) in order]
-            self.runs = sorted(known, key=lambda run: order[identity(run)])
+            trained = {identity(run): run for run in self.runs} | self._remembered_runs()
+            self.runs = sorted(
+                (run for key, run in trained.items() if key in order), key=lambda run: order[identity(run)]
+            )
             self.summary = summary_of(plan, material, self.runs, partial(self._prediction, plan.dataset))
             self._write_results()
         self.accelerator.wait_for_everyone()

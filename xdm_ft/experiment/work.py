@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +19,11 @@ from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.experiment.engines import Engines, Model, reads_normalized, starting_weights
 from xdm_ft.experiment.material import Material
-from xdm_ft.experiment.plan import ExtraModel, Identity, Plan, PlannedModel, extra_models, hparams
+from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel, extra_models, hparams
 from xdm_ft.experiment.run_directory import RunDirectory, make_prediction
 from xdm_ft.recipe_blocks import MethodItem
 from xdm_ft.tensors import Task
-from xdm_ft.training import Job, Selected, Trained
+from xdm_ft.training import Identity, Job, Selected, Trained
 from xdm_ft.training.class_weights import balanced
 from xdm_ft.training.interpolation import on_the_line
 from xdm_ft.training.search import at_the_edge
@@ -39,25 +39,26 @@ Known = Mapping[str, Mapping[int, float]]
 def finished_models(
     plan: Plan, material: Material, directory: RunDirectory, accelerator: Accelerator
 ) -> Iterator[Finished]:
-    """The record and test predictions of every model that the run directory does not have yet."""
+    """The record and test predictions of every model that the run directory lacks and that this process owns."""
     work = Work(plan, material, directory, accelerator)
     done = directory.done
     if plan.extra:
         logger.info("%s", extra_models(plan))
     for item in plan.recipe.methods:
-        models = [model for model in plan.models if model.item.label == item.label and model.key not in done]
-        yield from ((_skipped(plan, model), []) for model in models if model.skipped)
-        models = [model for model in models if not model.skipped]
-        if not models:
+        models = [model for model in plan.models if model.item.label == item.label]
+        if accelerator.is_main_process:
+            yield from ((_skipped(plan, model), []) for model in models if model.skipped)
+        planned = {model.key: model for model in models if not model.skipped}
+        wanted = planned.keys() - done
+        if not wanted:
             continue
-        known = work.known(item, {model.key for model in models})
-        logger.info("%s: %d models", item.label, len(models))
-        jobs = [work.job(model, known.get(model.key, {})) for model in models]
-        planned = {model.key: model for model in models}
-        for model in work.engines.train(item, jobs, plan.rules):
-            job = model.trained.job
-            of_plan = planned[job.method, job.test_domains, job.seed, job.trial]
-            yield work.finished(of_plan, work.interpolated(model), model)
+        known = work.known(item, planned.keys())
+        logger.info("%s: %d models", item.label, len(wanted))
+        jobs = [work.job(model, known.get(key, {})) for key, model in planned.items()]
+        for trained in work.engines.train(item, jobs, plan.rules, wanted):
+            finished = work.finished(planned[trained.trained.job.key], work.interpolated(trained), trained)
+            if trained.owned:
+                yield finished
 
 
 def _skipped(plan: Plan, model: PlannedModel) -> dict[str, Any]:
@@ -120,39 +121,35 @@ class Work:
             return None
         return balanced(self.plan.labels[torch.cat(split.train)], len(self.plan.dataset.class_names))
 
-    def known(self, item: MethodItem, wanted: set[Identity]) -> dict[Identity, Known]:
+    def known(self, item: MethodItem, wanted: Collection[Identity]) -> dict[Identity, Known]:
         """What `cross_domain` needs of each wanted model: its extra models' metric by step, measured now or before."""
-        extra = [m for m in self.plan.extra if m.item.label == item.label and wanted.intersection(m.serves)]
-        courses: dict[Identity, list[Mapping[int, float]]] = {}
+        extra = [m for m in self.plan.extra if m.item.label == item.label and any(key in wanted for key in m.serves)]
+        if not extra:
+            return {}
         for parts in dict.fromkeys(tuple(model.split.evaluation) for model in extra):
-            alike = [model for model in extra if tuple(model.split.evaluation) == parts]
-            for model, course in self._courses(item, alike, parts):
-                for part, key in zip(LEFT_OUT, model.serves, strict=False):
-                    courses.setdefault(key, []).append(course[part])
+            self._measure(item, [model for model in extra if tuple(model.split.evaluation) == parts], parts)
+        self.accelerator.wait_for_everyone()
+        courses: dict[Identity, list[Mapping[int, float]]] = {}
+        for model in extra:
+            course = self.directory.recall(_name(self.job(model, {})))
+            for part, key in zip(LEFT_OUT, model.serves, strict=False):
+                courses.setdefault(key, []).append({int(step): value for step, value in course[part].items()})
         return {key: {"cross_domain": mean_course(measured)} for key, measured in courses.items()}
 
-    def _courses(
-        self, item: MethodItem, extra: Sequence[ExtraModel], parts: Sequence[str]
-    ) -> Iterator[tuple[ExtraModel, dict[str, dict[int, float]]]]:
-        """Left-out part → steps → metric, for each of the extra models."""
-        missing = {}
-        for model in extra:
-            job = self.job(model, {})
-            course = self.directory.recall(_name(job))
-            if course is None:
-                missing[_name(job)] = model, job
-            else:
-                yield model, {part: {int(step): value for step, value in course[part].items()} for part in parts}
-        if missing:
-            logger.info("%s: %d extra models for cross_domain", item.label, len(missing))
-        jobs = [job for _, job in missing.values()]
-        for trained, *_ in self.engines.train(item, jobs, parts) if jobs else ():
-            name, job = _name(trained.job), trained.job
+    def _measure(self, item: MethodItem, extra: Sequence[ExtraModel], parts: Sequence[str]) -> None:
+        """Trains the extra models that nothing is remembered of, and remembers: left-out part → steps → metric."""
+        jobs = [self.job(model, {}) for model in extra]
+        missing = {job.key for job in jobs if self.directory.recall(_name(job)) is None}
+        if not missing:
+            return
+        logger.info("%s: %d extra models for cross_domain", item.label, len(missing))
+        for model in self.engines.train(item, jobs, parts, missing):
+            trained, job = model.trained, model.trained.job
             if trained.failure is not None:
                 logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
-            course = {part: {} if trained.failure else trained.course[part] for part in parts}
-            self.directory.remember(name, course)
-            yield missing[name][0], course
+            if model.owned:
+                course = {part: {} if trained.failure else trained.course[part] for part in parts}
+                self.directory.remember(_name(job), course)
 
     def interpolated(self, model: Model) -> Trained:
         """Where its method asks for it, the model on the line from the weights that it started from."""
@@ -209,7 +206,7 @@ class Work:
                 if broken:
                     reason = f"the logits of {', '.join(broken)} images are not finite at the step {selected.step}"
                     return record | {"status": "failed", "reason": reason, "selected": {}}, []
-                told[id(selected)] = scores, self.selection(planned, rule, selected, scores, job)
+                told[id(selected)] = scores, self.selection(planned, rule, selected, scores, model)
             scores, record["selected"][rule] = told[id(selected)]
             predictions.append(self.prediction(key, rule, job.split.evaluation["test"], scores["test"]))
         return record, predictions
@@ -220,11 +217,11 @@ class Work:
         return make_prediction(key, self.plan.dataset, rule, rows.numpy(), predicted, values)
 
     def selection(
-        self, planned: PlannedModel, rule: str, selected: Selected, logits: dict[str, Tensor], job: Job
+        self, planned: PlannedModel, rule: str, selected: Selected, logits: dict[str, Tensor], model: Model
     ) -> dict[str, Any]:
+        job, weights = model.trained.job, ""
         metrics = self.metrics(job.split, logits)
-        weights = ""
-        if self.accelerator.is_main_process:
+        if model.owned:
             weights = self.directory.save_weights(planned.key, rule, selected.state, self.metadata(selected, job))
         curve = {"curve": selected.curve} if selected.curve else {}
         own = {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics, **curve}

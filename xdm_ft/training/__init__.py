@@ -75,6 +75,10 @@ Course = dict[str, dict[int, float]]
 """Selection rule → steps taken → what it looks at is worth then, in the protocol's metric."""
 
 
+Identity = tuple[str, tuple[str, ...], int, int]
+"""Of a model in results: method, test domains, seed, trial."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One model to train. `make(setup)` builds its method, always the same way."""
@@ -94,6 +98,10 @@ class Job:
     encoder_lr: float | None = None
     known: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """As `Course`, for rules whose values this model's own images do not tell: other models measured them."""
+
+    @property
+    def key(self) -> Identity:
+        return self.method, self.test_domains, self.seed, self.trial
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ the same head trained alone to float32 rounding.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from xdm_ft.data.loading.samplers import sampler
 from xdm_ft.progress import Progress, progress
 from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.tensors import Batch, Losses
-from xdm_ft.training import Job, Schedule, Trained, Training
+from xdm_ft.training import Identity, Job, Schedule, Trained, Training
 from xdm_ft.training.allocator import keep_freed_memory
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.batches import block
@@ -76,8 +76,13 @@ def train_bank(
     record: Record,
     show: bool,
     worst_of: Tensor | None = None,
+    wanted: Collection[Identity] | None = None,
+    process: tuple[int, int] = (0, 1),
 ) -> Iterator[Trained]:
     """Trains the jobs, chunk by chunk; results come in the order of `chunks`.
+
+    Of `wanted` alone (None: of all) there are results. A chunk that has one of them is trained whole, as its numbers
+    depend on its heads to rounding. Of several processes, `process` (number, count), each takes its share of chunks.
 
     `labels` and `domains` are int64 [N], domains numbered as in the data set; `worst_of` int64 [N] is what
     worst_domain_accuracy looks at (−1: left out), None: the domains. At each evaluation `record(job, number of
@@ -91,9 +96,13 @@ def train_bank(
     device = features.device
     groups = None if worst_of is None else worst_of.to(device)
     data = CachedData(features, labels.to(device), domains.to(device), groups)
-    with progress(jobs[0].method, sum(job.setup.steps for job in jobs), "head-steps", show) as bar:
-        for chunk in chunks(jobs):
-            yield from _train_chunk(chunk, data, training, rules, metric, record, bar)
+    missing = [chunk for chunk in chunks(jobs) if wanted is None or any(job.key in wanted for job in chunk)]
+    own = missing[process[0] :: process[1]]
+    with progress(jobs[0].method, sum(job.setup.steps for chunk in own for job in chunk), "head-steps", show) as bar:
+        for chunk in own:
+            for trained in _train_chunk(chunk, data, training, rules, metric, record, bar):
+                if wanted is None or trained.job.key in wanted:
+                    yield trained
 
 
 def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
