@@ -49,7 +49,7 @@ def batches(jobs: Sequence[Job], data: CachedData, training: Training) -> Iterat
         last = min(first + BLOCK_STEPS, steps)
         rows = torch.stack([own.indices(first, last) for own in samplers], dim=1).to(data.labels.device)  # [S,H,B]
         labels, domains = data.labels[rows], domain_of[head, data.domains[rows]]  # [S,H,B]
-        views = _views(jobs, data.features, rows, first)
+        views = _drawn_views(jobs, data.features, rows, first)
         for x, index, y, domain in zip(_gathered(data.features, rows, views), rows, labels, domains, strict=True):
             yield Batch(x, y, domain, index)
 
@@ -64,7 +64,7 @@ def _samplers(jobs: Sequence[Job], data: CachedData, training: Training) -> list
     return [known[id(job.split), job.seed] for job in jobs]
 
 
-def _views(jobs: Sequence[Job], features: Features, rows: Tensor, first: int) -> Tensor | None:
+def _drawn_views(jobs: Sequence[Job], features: Features, rows: Tensor, first: int) -> Tensor | None:
     """Which view each place of the batches reads: int64 [S,H,B] in 1…views, uniform; None where there is the plain one.
 
     A function of seed, step and place in the batch: a row that comes twice in a batch may come in two views.
