@@ -171,13 +171,40 @@ def test_wise_ft_starts_from_the_text_or_is_refused():
     clip = wise.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
     assert faults(clip) == [
         "r.yaml:4: methods.0: wise_ft starts from class embeddings, which fit L2-normalised features; "
-        "set encoder.normalize: true"
+        "set encoder.normalize: true, or normalize: true of this method"
     ]
     normalised = clip.replace("weights: demo", "weights: demo, normalize: true")
     assert check(parse(normalised, "r.yaml")).methods[0].head_init == "zero_shot"
     random = normalised.replace("wise_ft", "{name: wise_ft, head_init: random}")
     assert "leave head_init out" in faults(random)[0]
     assert "methods.0.alpha" in faults(normalised.replace("wise_ft", "{name: wise_ft, alpha: 1.5}"))[0]
+
+
+def test_a_method_reads_normalised_features_where_they_are_cached():
+    clip = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
+    text = clip.replace("[erm, sam,", "[{name: wise_ft, normalize: true}, {name: linear_probe, normalize: true},")
+    assert [item.reads_normalized for item in check(parse(text, "r.yaml")).methods] == [True, True, False]
+    [fault] = faults(text, "encoder.trainable=true")
+    assert fault.startswith("r.yaml:4: methods.0.normalize: is for cached features")
+
+
+def test_prompts_of_a_method_are_for_class_embeddings():
+    clip = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
+    text = clip.replace("[erm, sam,", "[{name: zero_shot, prompts: openai_imagenet}, {name: erm, prompts: [a]},")
+    assert [fault.split(": ")[1] for fault in faults(text)] == ["methods.1.prompts"]
+    good = text.replace("prompts: [a]", "prompts: ['a {}', openai_imagenet]")
+    assert faults(good) == [
+        "r.yaml:4: methods.1.prompts: erm reads no class embeddings; leave it out, or set head_init: zero_shot"
+    ]
+    good = good.replace("name: erm,", "name: erm, head_init: zero_shot, normalize: true,")
+    found = [item.block.prompts for item in check(parse(good, "r.yaml")).methods]
+    assert found == [("openai_imagenet",), ("a {}", "openai_imagenet"), None]
+
+
+def test_amsgrad_is_adams():
+    assert check(parse(GOOD.replace("steps: 10", "steps: 10, amsgrad: true"), "r.yaml")).training.amsgrad
+    [fault] = faults(GOOD.replace("steps: 10", "steps: 10, amsgrad: true, optimizer: sgd"))
+    assert "training.amsgrad: is a variant of adam and adamw" in fault
 
 
 def test_another_component_from_the_command_line_drops_the_keys_of_the_former():

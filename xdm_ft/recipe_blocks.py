@@ -1,19 +1,23 @@
-"""The parts of a recipe that name components: their own keys, and what they become."""
+"""What a recipe is made of: its blocks, the components that they name, and the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
+import yaml
 from pydantic import Field
 
 from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.blocks import Block
 from xdm_ft.data import Augmentation
+from xdm_ft.data.loading.splits import Protocol
+from xdm_ft.encoders.loading.prompts import Prompts
 from xdm_ft.features import FeatureSettings
+from xdm_ft.recipe_text import Key
 from xdm_ft.training import Training
-from xdm_ft.training.search import TRAINING_KEYS, Value, settings_of
+from xdm_ft.training.search import TRAINING_KEYS, Search, Value, settings_of
 
 B = TypeVar("B", bound=Block)
 
@@ -60,6 +64,14 @@ class MethodCommon(Block):
     head_init: Annotated[
         HeadInit, Field(description="class head before training: random, or the class embeddings of the text encoder")
     ] = "random"
+    prompts: Annotated[
+        Prompts | None,
+        Field(description="as encoder.prompts, for the class embeddings of this method alone; null: encoder.prompts"),
+    ] = None
+    normalize: Annotated[
+        Literal[True] | None,
+        Field(description="true: this method reads its cached features L2-normalised; null: as encoder.normalize"),
+    ] = None
 
 
 class Output(Block):
@@ -70,25 +82,6 @@ class Output(Block):
 
 def unfreezes_too_late(unfreeze_at: int, steps: int) -> str:
     return f"{unfreeze_at} leaves the encoder untrained in {steps} training steps; lower it or raise training.steps"
-
-
-def views_faults(
-    features: FeatureSettings, data: DataCommon, used: Augmentation, trainable: bool, methods: Iterable[MethodItem]
-) -> Iterator[tuple[tuple[str, str], str]]:
-    """Key and problem where `features.views` and the augmentation (of `data`, and as resolved: `used`) do not fit."""
-    augmentation, count, views = ("data", "train_augmentation"), ("features", "views"), features.views
-    if not trainable and not views and data.train_augmentation not in (None, "none"):
-        problem = "has no meaning with a frozen encoder, whose features of every image are computed once"
-        yield augmentation, f"{problem}; leave it out, or set features.views, or encoder.trainable: true"
-    if not views:
-        return
-    if trainable:
-        yield count, "has no meaning with encoder.trainable, which augments at every step; leave it out"
-    elif all(item.is_solver for item in methods):
-        yield count, "has no meaning for methods without gradient steps, which read the plain images; leave it out"
-    elif used == "none":
-        own = "" if data.train_augmentation else ", as usual with this data set,"
-        yield augmentation, f"none{own} makes no views to cache; set domainbed, or leave features.views out"
 
 
 @dataclass(frozen=True)
@@ -116,7 +109,17 @@ class MethodItem:
     algorithm: Component
     sharpness: Component | None
     averaging: Component | None
-    block: Block
+    block: MethodCommon
+
+    @property
+    def reads_text(self) -> bool:
+        """Its head is, or starts from, the class embeddings."""
+        return self.algorithm.cls.needs_text or self.head_init == "zero_shot"
+
+    @property
+    def reads_normalized(self) -> bool:
+        """It reads L2-normalised features, whatever `encoder.normalize` says."""
+        return bool(self.block.normalize or getattr(self.algorithm.cls, "normalized", False))
 
     @property
     def is_solver(self) -> bool:
@@ -130,6 +133,64 @@ class MethodItem:
         """Gradients of the parameters that one model takes; a sharpness-aware step takes each of them twice."""
         per_step: int = self.algorithm.cls.gradients_per_step(num_domains)
         return steps * per_step * (2 if self.sharpness else 1)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole recipe, checked."""
+
+    name: str
+    data: Component
+    protocol: Protocol
+    encoder: Component
+    features: FeatureSettings
+    methods: tuple[MethodItem, ...]
+    training: Training
+    search: Search
+    output: Output
+
+    @property
+    def trainable(self) -> bool:
+        return self.encoder_common.trainable
+
+    @property
+    def data_common(self) -> DataCommon:
+        assert isinstance(self.data.block, DataCommon)
+        return self.data.block
+
+    @property
+    def encoder_common(self) -> EncoderCommon:
+        assert isinstance(self.encoder.block, EncoderCommon)
+        return self.encoder.block
+
+    @property
+    def train_augmentation(self) -> Augmentation:
+        """What training images go through: the data set's own where the recipe says nothing, none if read once."""
+        own: Augmentation = self.data.cls.train_augmentation if self.trainable or self.features.views else "none"
+        return self.data_common.train_augmentation or own
+
+    @property
+    def needs_features(self) -> bool:
+        """Some method reads cached features of the encoder as it comes."""
+        return not self.trainable or any(item.is_solver for item in self.methods)
+
+    def resolved(self) -> dict[str, Any]:
+        """Plain values with every default written out."""
+        blocks: dict[str, Block] = {
+            "data": self.data.block,
+            "protocol": self.protocol,
+            "encoder": self.encoder.block,
+            "features": self.features,
+            "training": self.training,
+            "search": self.search,
+            "output": self.output,
+        }
+        plain = {name: block.model_dump(mode="json") for name, block in blocks.items()}
+        methods = [item.block.model_dump(mode="json") for item in self.methods]
+        return {"name": self.name, **plain, "methods": methods}
+
+    def as_yaml(self) -> str:
+        return str(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True, width=120))
 
 
 def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
@@ -173,3 +234,26 @@ def _changed(block: B, changes: Mapping[str, Value]) -> B:
 
 def _types(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) or (annotation,)
+
+
+def text_faults(item: MethodItem, has_text: bool, normalized: bool) -> Iterator[tuple[Key, str]]:
+    """Faults of what a method asks of the text side: the key of the method that is wrong, and what is wrong with it.
+
+    `has_text`: the encoder has a text side; `normalized`: the method trains on L2-normalised features.
+    """
+    needs_text = item.algorithm.cls.needs_text
+    if needs_text and not has_text:
+        yield (), f"{item.label} needs an encoder with a text side; use encoder.name: open_clip"
+    elif item.head_init == "random" and needs_text and not item.is_solver:
+        yield ("head_init",), f"{item.label} starts from the class embeddings; leave head_init out"
+    elif item.head_init == "zero_shot":
+        if item.is_solver:
+            yield ("head_init",), f"{item.label} does not start from a head; leave head_init out"
+        elif not has_text:
+            yield ("head_init",), "zero_shot needs an encoder with a text side; use encoder.name: open_clip"
+        elif not normalized:
+            what = item.label if needs_text else "zero_shot"
+            remedy = "set encoder.normalize: true, or normalize: true of this method"
+            yield (), f"{what} starts from class embeddings, which fit L2-normalised features; {remedy}"
+    if item.block.prompts is not None and not item.reads_text:
+        yield ("prompts",), f"{item.label} reads no class embeddings; leave it out, or set head_init: zero_shot"

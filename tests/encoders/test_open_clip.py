@@ -116,6 +116,22 @@ def test_text_embeddings_are_averages_of_normalised_prompts(tiny: Tiny, prompts:
     assert encoder.exact_prompts(CLASSES) == [prompt.format(word) for word in words for prompt in prompts]
 
 
+@torch.no_grad()
+def test_the_80_templates_of_clips_authors(tiny: Tiny) -> None:
+    """By their name, of the encoder or of one method, as the library has them."""
+    words = ("dog", "guitar")
+    frozen = copy.deepcopy(tiny.model).requires_grad_(False)
+    tokenizer = open_clip.get_tokenizer("tiny_clip")
+    library = open_clip.build_zero_shot_classifier(frozen, tokenizer, words, open_clip.OPENAI_IMAGENET_TEMPLATES).T
+    own, of_method = tiny.encoder(prompts=("openai_imagenet",)), tiny.encoder()
+    torch.testing.assert_close(own.text_embeddings(words), library, rtol=0, atol=1e-6)
+    torch.testing.assert_close(of_method.text_embeddings(words, ("openai_imagenet",)), library, rtol=0, atol=1e-6)
+    assert not torch.allclose(of_method.text_embeddings(words), library, atol=1e-3)
+    prompts = of_method.exact_prompts(words, ("openai_imagenet", "my {}"))
+    assert len(prompts) == 162 and prompts[:2] == ["a bad photo of a dog.", "a photo of many dog."]
+    assert prompts[80] == "my dog" and prompts[161] == "my guitar"
+
+
 def test_many_classes_are_embedded_as_few(tiny: Tiny) -> None:
     encoder = tiny.encoder()
     names = tuple(f"object number {word}" for word in "abcdefghijklmnopqrstuvwxyz")

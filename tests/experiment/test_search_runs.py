@@ -1,6 +1,10 @@
 """A search from the recipe to the table."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections import Counter
 from importlib.resources import files
 from pathlib import Path
@@ -9,6 +13,7 @@ import jsonschema
 import miniature
 import pytest
 
+from xdm_ft.cli import main
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.trials import picked_trials, selection_value
 from xdm_ft.experiment import run
@@ -121,6 +126,41 @@ def test_a_faulty_search_is_refused_before_any_data_is_read(overrides, message, 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):
         recipe(*overrides)
+
+
+@pytest.mark.slow
+def test_processes_share_the_heads_and_give_the_very_same_results(here):
+    assert run(recipe("protocol.selection=cross_domain")) == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command += [files("xdm_ft").joinpath("run.py"), "search.yaml", "protocol.selection=cross_domain", "output.dir=two"]
+    subprocess.run(command, check=True, env=os.environ | {"ACCELERATE_USE_CPU": "1"}, capture_output=True)
+    one, two = (json.loads(Path(f"{folder}/search/results.json").read_text()) for folder in ("output", "two"))
+    assert two["environment"]["processes"] == 2
+    assert [without_times(one[key]) for key in ("runs", "summary", "final_fit")] == [
+        without_times(two[key]) for key in ("runs", "summary", "final_fit")
+    ]
+    for path in Path("output/search/models").rglob("*.safetensors"):
+        assert path.read_bytes() == Path("two", *path.parts[1:]).read_bytes()
+
+
+def without_times(value):
+    if isinstance(value, dict):
+        return {key: without_times(inner) for key, inner in value.items() if key != "train_seconds"}
+    return [without_times(inner) for inner in value] if isinstance(value, list) else value
+
+
+def test_any_model_of_a_search_can_be_trained_again(here, capsys):
+    assert run(recipe("protocol.selection=cross_domain", "methods=[erm]", "protocol.final_fit=false")) == 0
+    capsys.readouterr()
+    assert main(["retrain", "output/search", "erm", "sketch", "1", "2"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("weights the same bits") == 3 and "differ" not in told
+    assert main(["retrain", "output/search", "erm", "sketch", "1", "2", "--alone"]) == 0
+    differences = [float(d) for d in re.findall(r"\(([+-]\d+\.\d+)\)", capsys.readouterr().out)]
+    assert len(differences) == 9 and max(map(abs, differences)) < 4  # one image of 28
+    assert main(["retrain", "output/search", "erm", "sketch", "1", "7"]) == 2
+    assert 'no model "erm sketch 1 7"; did you mean "erm sketch 1' in capsys.readouterr().err
+    assert main(["retrain", "output", "erm", "sketch", "1"]) == 2
 
 
 def record(trial, value, status="ok"):

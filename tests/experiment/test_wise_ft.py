@@ -10,6 +10,7 @@ import jsonschema
 import open_clip
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from xdm_ft.recipe import check
@@ -93,6 +94,45 @@ def test_on_cached_features(tmp_path: Path) -> None:
     )
     for name in ("head.weight", "head.bias"):
         torch.testing.assert_close(half[name], (zero[name] + one[name]) / 2)
+
+
+def test_a_method_with_normalize_is_as_with_a_normalising_encoder(tmp_path: Path) -> None:
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "method").mkdir()
+    by_encoder = results(tmp_path / "encoder", ("  - wise_ft\n", ""))
+    by_method = results(
+        tmp_path / "method",
+        (", normalize: true}", "}"),
+        ("head_init: zero_shot}", "head_init: zero_shot, normalize: true}\n  - {name: erm, label: as it comes}"),
+        ("  - wise_ft\n", ""),
+        ("alpha: 0.5", "alpha: 0.5, normalize: true"),
+    )
+    for method in ("zero_shot", "erm", "half"):
+        picked = [selected(found, method) for found in (by_encoder, by_method)]
+        assert accuracies(picked[0]) == pytest.approx(accuracies(picked[1]), abs=0.01), method
+    weights = tmp_path / "method" / "output" / "wise"
+    for method, normalized in (("erm", "true"), ("half", "true"), ("zero_shot", "true"), ("as it comes", "false")):
+        with safe_open(weights / selected(by_method, method)["weights"], framework="pt") as file:
+            assert file.metadata()["normalize"] == normalized
+    own, other = selected(by_method, "erm"), selected(by_method, "as it comes")
+    assert accuracies(own) != accuracies(other)
+
+
+def test_each_method_has_its_own_prompts(tmp_path: Path) -> None:
+    """The rows of one recipe: the head is that of its own prompts, not of the encoder's or of another row."""
+    rows = "  - zero_shot\n  - {name: zero_shot, prompts: ['{}, drawn'], label: drawn}\n"
+    start = "{name: erm, head_init: zero_shot, prompts: ['{}, drawn']}"
+    changes = ("  - zero_shot\n", rows), ("{name: erm, head_init: zero_shot}", start), ("lr: 5.0", "lr: 1.0e-12")
+    found = results(tmp_path, *changes)
+    heads = {
+        method: load_file(tmp_path / "output" / "wise" / selected(found, method)["weights"])["head.weight"]
+        for method in ("zero_shot", "drawn", "erm", "wise_ft")
+    }
+    torch.testing.assert_close(heads["erm"], heads["drawn"])  # it has not left where it started
+    torch.testing.assert_close(heads["wise_ft"], heads["zero_shot"])
+    assert (heads["drawn"] - heads["zero_shot"]).abs().max() > 0.01
+    hparams = {run["method"]: run["hparams"] for run in found["runs"]}
+    assert hparams["drawn"]["prompts"] == ["{}, drawn"] and "prompts" not in hparams["zero_shot"]
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_selection_in_blocks_and_by_some_heads_at_a_time(monkeypatch: pytest.Mon
     expected = whole.values(weight, bias)
     monkeypatch.setattr(cached_data, "HELD_BYTES", 0)
     monkeypatch.setattr(cached_data, "READ_BYTES", 4 * digits().features.width * 100)
-    monkeypatch.setattr(cached_data, "LOGITS_BYTES", 4 * 10 * len(whole.rows) * 3)  # three heads, then one
+    monkeypatch.setattr(cached_data, "LOGITS_PER_READING", 10 * len(whole.rows) * 3)  # three heads, then one
     blocks = Validation(jobs, digits(), rules, "nll")
     assert whole.held is not None and blocks.held is None
     for one, other in zip(expected, blocks.values(weight, bias), strict=True):

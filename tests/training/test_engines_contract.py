@@ -183,6 +183,17 @@ def trained_by_hand(job: Job, optimizer: partial[torch.optim.Optimizer], reset_a
 
 
 @pytest.mark.parametrize("engine", ["bank", "loop"])
+def test_both_engines_honour_amsgrad(engine: str, accelerator: Accelerator) -> None:
+    training = Training(batch_size=8, optimizer="adam", amsgrad=True)
+    job = make_job(ERM, steps=40, width=Pixels.width, weight_decay=0.0, lr=0.03)
+    state = bank_state(job, training) if engine == "bank" else loop_state(job, training, accelerator)
+    by_hand = trained_by_hand(job, partial(torch.optim.Adam, amsgrad=True), reset_at=None)
+    without = trained_by_hand(job, torch.optim.Adam, reset_at=None)
+    error, difference = ((found - by_hand).abs().max() for found in (state["head.weight"], without))
+    assert error < difference / 10
+
+
+@pytest.mark.parametrize("engine", ["bank", "loop"])
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
 def test_both_engines_honour_a_reset_of_the_optimizer(name: str, engine: str, accelerator: Accelerator) -> None:
     training = Training(batch_size=8, optimizer=name, momentum=0.9)

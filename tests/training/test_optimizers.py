@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from xdm_ft.training import optimizers
 from xdm_ft.training.optimizers import clip, make_optimizer
 
 SHAPES = {"weight": (5, 7), "bias": (5,), "scalar": ()}
@@ -15,24 +16,40 @@ def stacked(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {name: torch.randn(HEADS, *shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def torch_optimizer(name: str, parameters: list[torch.Tensor], head: int, weight_decay: float) -> torch.optim.Optimizer:
+def torch_optimizer(
+    name: str, parameters: list[torch.Tensor], head: int, weight_decay: float, amsgrad: bool
+) -> torch.optim.Optimizer:
     lr = float(LR[head])
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=float(MOMENTUM[head]))
-    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name](parameters, lr=lr, weight_decay=weight_decay)
+    cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
+    return cls(parameters, lr=lr, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize(
+    ("name", "amsgrad"), [("sgd", False), ("adam", False), ("adam", True), ("adamw", False), ("adamw", True)]
+)
 @pytest.mark.parametrize("decays", [False, True])
-def test_every_head_steps_as_under_torch_optim(name: str, decays: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_head_steps_as_under_torch_optim(
+    name: str, amsgrad: bool, decays: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(optimizers, "one_pass", lambda parameter: False)
+    elif not optimizers.one_pass(torch.zeros(1)):
+        pytest.skip("there is no C compiler")
     generator = torch.Generator().manual_seed(0)
     parameters = stacked(generator)
     weight_decay = WEIGHT_DECAY * decays
     alone = [{key: value[h].clone().requires_grad_() for key, value in parameters.items()} for h in range(HEADS)]
-    theirs = [torch_optimizer(name, list(own.values()), h, float(weight_decay[h])) for h, own in enumerate(alone)]
-    ours = make_optimizer(name, parameters, LR, weight_decay, momentum=MOMENTUM)
+    theirs = [
+        torch_optimizer(name, list(own.values()), h, float(weight_decay[h]), amsgrad) for h, own in enumerate(alone)
+    ]
+    ours = make_optimizer(name, parameters, LR, weight_decay, momentum=MOMENTUM, amsgrad=amsgrad)
     for step in range(STEPS):
         factor, gradients = 1 - step / STEPS, stacked(generator)
+        if step >= STEPS // 2:  # smaller ones, from which only amsgrad's second moment does not fall
+            gradients = {key: value / 10 for key, value in gradients.items()}
         ours.step(parameters, gradients, factor)
         for h, optimizer in enumerate(theirs):
             optimizer.param_groups[0]["lr"] = float(LR[h]) * factor

@@ -6,8 +6,9 @@ from xdm_ft.data.loading.benchmarks import BenchmarkFolders
 class DomainNet(BenchmarkFolders):
     """586,575 images of 345 classes in 6 styles (Peng et al. 2019), under `domain_net/<domain>/<class>/`.
 
-    Counts: train and test lists of the cleaned version together, as in http://ai.bu.edu/M3SDA/; they sum to the 586,575
-    of Gulrajani & Lopez-Paz 2021. The version before cleaning has about 596,000 images and is refused.
+    Counts: train and test lists of the cleaned version together, as in http://ai.bu.edu/M3SDA/ and the catalogue of
+    TensorFlow Datasets; they sum to the 586,575 of Gulrajani & Lopez-Paz 2021. The version before cleaning has about
+    596,000 images and is refused.
     """
 
     folder_names = ("domain_net",)

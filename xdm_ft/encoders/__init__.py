@@ -43,9 +43,12 @@ class TextEncoder(ABC):
     logit_scale: float  # exp of the learned one
 
     @abstractmethod
-    def text_embeddings(self, class_names: tuple[str, ...]) -> Tensor:
-        """L2-normalised class embeddings float32 [C,K], averaged over the prompt templates (Radford et al. 2021)."""
+    def text_embeddings(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> Tensor:
+        """L2-normalised class embeddings float32 [C,K], averaged over the prompt templates (Radford et al. 2021).
+
+        `prompts` take the place of the encoder's own.
+        """
 
     @abstractmethod
-    def exact_prompts(self, class_names: tuple[str, ...]) -> list[str]:
+    def exact_prompts(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> list[str]:
         """Every prompt exactly as tokenised, class by class, for `validate` to print."""

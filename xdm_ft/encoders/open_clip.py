@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Annotated, Any
 
 import torch.nn.functional as F
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.data.loading.transforms import Preprocessing, PreprocessingOverrides
@@ -20,7 +20,7 @@ from xdm_ft.encoders.loading.downloads import download_fault, not_downloaded
 from xdm_ft.encoders.loading.files import mismatch, read_weights
 from xdm_ft.encoders.loading.places import Places, timm_places
 from xdm_ft.encoders.loading.probe import measured_width
-from xdm_ft.encoders.loading.prompts import DEFAULT_PROMPTS, check_templates, fill, in_words
+from xdm_ft.encoders.loading.prompts import DEFAULT_PROMPTS, Prompts, check_templates, fill, in_words, spelled_out
 from xdm_ft.encoders.loading.versions import versions
 from xdm_ft.errors import UserError
 
@@ -70,9 +70,11 @@ class OpenClip(Encoder, TextEncoder):
         ] = OWN_PREPROCESSING,
         normalize: Annotated[bool, Field(description="L2-normalise the features (zero_shot always does)")] = False,
         prompts: Annotated[
-            tuple[str, ...],
-            AfterValidator(check_templates),
-            Field(min_length=1, description="prompt templates; {} is the class name; several are averaged"),
+            Prompts,
+            Field(
+                description="prompt templates; {} is the class name; several are averaged; openai_imagenet: the 80 of "
+                "CLIP's authors"
+            ),
         ] = DEFAULT_PROMPTS,
     ) -> None:
         super().__init__()
@@ -125,29 +127,30 @@ class OpenClip(Encoder, TextEncoder):
         except OSError as error:
             raise not_downloaded(f"the tokenizer of {self.source.name}", self.source.repository, error) from error
 
-    def text_embeddings(self, class_names: tuple[str, ...]) -> Tensor:
+    def text_embeddings(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> Tensor:
         """On the CPU. Prompts longer than the model's context are cut, and that is said in the log."""
         import open_clip
 
-        self._tell_of_cut_prompts(class_names)
+        self._tell_of_cut_prompts(self.exact_prompts(class_names, prompts))
         weight = open_clip.build_zero_shot_classifier(
             self.model,
             self.tokenizer,
             [in_words(name) for name in class_names],
-            [partial(fill, template) for template in self.prompts],
+            [partial(fill, template) for template in spelled_out(prompts or self.prompts)],
             device=next(self.model.parameters()).device,
         )  # [K,C]
         return weight.T.float().cpu()
 
-    def exact_prompts(self, class_names: tuple[str, ...]) -> list[str]:
-        return [fill(template, in_words(name)) for name in class_names for template in self.prompts]
+    def exact_prompts(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> list[str]:
+        templates = spelled_out(prompts or self.prompts)
+        return [fill(template, in_words(name)) for name in class_names for template in templates]
 
-    def _tell_of_cut_prompts(self, class_names: tuple[str, ...]) -> None:
+    def _tell_of_cut_prompts(self, prompts: list[str]) -> None:
         from open_clip import SimpleTokenizer
 
         if isinstance(self.tokenizer, SimpleTokenizer):  # those of transformers cut in their own ways
             room = self.tokenizer.context_length - 2  # start and end tokens
-            cut = [prompt for prompt in self.exact_prompts(class_names) if len(self.tokenizer.encode(prompt)) > room]
+            cut = [prompt for prompt in prompts if len(self.tokenizer.encode(prompt)) > room]
             if cut:
                 logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(cut), room, cut[0])
 

@@ -17,7 +17,7 @@ def run(recipe: Recipe) -> int:
     from xdm_ft.experiment.material import build_encoder, gather
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.run_directory import RunDirectory
-    from xdm_ft.experiment.work import finished_models
+    from xdm_ft.experiment.work import train_models
     from xdm_ft.report.tables import print_table
 
     accelerator = start(recipe)
@@ -27,8 +27,7 @@ def run(recipe: Recipe) -> int:
     with RunDirectory(recipe, accelerator) as directory:
         material = gather(recipe, dataset, encoder, accelerator)
         plan = make_plan(recipe, dataset, material.unreadable)
-        for record, predictions in finished_models(plan, material, directory, accelerator):
-            directory.add(record, predictions)
+        train_models(plan, material, directory, accelerator)
         results = directory.finish(plan, material)
         final = None
         if recipe.protocol.final_fit:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
+from xdm_ft.experiment.machine import cores, local_processes
 from xdm_ft.experiment.material import Material, build_encoder
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.run_directory import RunDirectory
+from xdm_ft.experiment.team import share_out
 from xdm_ft.features.cache import Features
 from xdm_ft.progress import progress
 from xdm_ft.recipe_blocks import MethodItem
@@ -42,26 +44,43 @@ class Engines:
     accelerator: Accelerator
 
     def train(
-        self, item: MethodItem, jobs: Sequence[Job], rules: Sequence[str], wanted: Collection[Identity]
-    ) -> Iterator[Model]:
-        """The wanted ones of all jobs of one method. What is not trained end to end the processes share out."""
+        self,
+        item: MethodItem,
+        jobs: Sequence[Job],
+        rules: Sequence[str],
+        wanted: Collection[Identity],
+        keep: Callable[[Model], None],
+    ) -> None:
+        """Trains the wanted ones of all jobs of one method; `keep` is called with each model, where it was trained.
+
+        What is not trained end to end the processes share out, and on a CPU each of them to its cores.
+        """
         if self.plan.recipe.trainable and not item.is_solver:
-            yield from self._end_to_end([job for job in jobs if job.key in wanted], rules)
-        elif item.is_solver:
-            own = [job for job in jobs if job.key in wanted][self._process[0] :: self._process[1]]
-            yield from self._solved(own, rules) if own else ()
-        else:
-            yield from self._banked(jobs, rules, wanted)
+            for model in self._end_to_end([job for job in jobs if job.key in wanted], rules):
+                keep(model)
+            return
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        here = 1 if self.accelerator.device.type != "cpu" else max(1, cores() // local_processes())
 
-    @property
-    def _process(self) -> tuple[int, int]:
-        return self.accelerator.process_index, self.accelerator.num_processes
+        def share(number: int) -> None:
+            self.directory.begin(number)
+            process = rank * here + number, ranks * here
+            if not item.is_solver:
+                trained = self._banked(jobs, rules, wanted, process)
+            else:
+                trained = self._solved([job for job in jobs if job.key in wanted][process[0] :: process[1]], rules)
+            for model in trained:
+                keep(model)
 
-    def _banked(self, jobs: Sequence[Job], rules: Sequence[str], wanted: Collection[Identity]) -> Iterator[Model]:
+        share_out(share, here)
+
+    def _banked(
+        self, jobs: Sequence[Job], rules: Sequence[str], wanted: Collection[Identity], process: tuple[int, int]
+    ) -> Iterator[Model]:
         """All jobs of a method together, on cached features."""
         from xdm_ft.training.bank import head_logits, train_bank
 
-        plan, features = self.plan, self._features
+        plan, features = self.plan, self._features_of(jobs[0])
         logits = _logits_of(features, head_logits)
         for trained in train_bank(
             jobs,
@@ -72,10 +91,10 @@ class Engines:
             rules,
             plan.recipe.protocol.metric,
             record=self._record,
-            show=self.accelerator.is_main_process,
+            show=process[0] == 0,
             worst_of=plan.worst_of,
             wanted=wanted,
-            process=self._process,
+            process=process,
         ):
             yield Model(trained, logits, owned=True)
 
@@ -84,10 +103,12 @@ class Engines:
         from xdm_ft.training.bank import head_logits
         from xdm_ft.training.solvers import solve
 
+        if not jobs:
+            return
         plan, metric = self.plan, self.plan.recipe.protocol.metric
         with progress(jobs[0].method, len(jobs), "models", self.accelerator.is_main_process) as bar:
             for job in jobs:
-                features = self._features.normalized() if reads_normalized(job) else self._features
+                features = self._features_of(job)
                 trained = solve(job, features, plan.labels, plan.domains, rules, metric, plan.worst_of)
                 yield Model(trained, _logits_of(features, head_logits), owned=True)
                 bar.advance()
@@ -123,17 +144,13 @@ class Engines:
 
             yield Model(trained, logits, self.accelerator.is_main_process, encoder)
 
-    @property
-    def _features(self) -> Features:
-        assert self.material.features is not None, "the plan gathers features for every method that reads them"
-        return self.material.features
+    def _features_of(self, job: Job) -> Features:
+        features = self.material.features
+        assert features is not None, "the plan gathers features for every method that reads them"
+        return features.normalized() if job.normalized else features
 
     def _record(self, job: Job, step: int, values: dict[str, float]) -> None:
         self.directory.record_scalars(f"{job.method}/{','.join(job.test_domains)}/seed{job.seed}", step, values)
-
-
-def reads_normalized(job: Job) -> bool:
-    return bool(getattr(job.make(job.setup), "normalized", False))
 
 
 def starting_weights(model: Model) -> dict[str, Tensor]:

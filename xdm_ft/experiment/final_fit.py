@@ -12,6 +12,7 @@ import numpy as np
 from xdm_ft.data.loading.derived_splits import all_domains
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.trials import selection_value
+from xdm_ft.experiment.engines import Model
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan, hparams
 from xdm_ft.experiment.run_directory import RunDirectory
@@ -64,16 +65,23 @@ def final_fit(
     logger.info("final_fit: %s on all %d domains, to step %d", label, len(split.train_domains), step)
     work = Work(plan, material, directory, accelerator)
     job = work.job(dataclasses.replace(planned[0], split=split, steps=steps), {RULE: {step: 1.0}})
-    for model in work.engines.train(item, [job], (RULE,), {job.key}):
+
+    def keep(model: Model) -> None:
         trained = work.interpolated(model)
         if trained.failure is not None:
-            return {**about, "status": "failed", "reason": trained.failure}
-        selected = trained.selected[RULE]
-        logits = {name: model.logits(selected, rows).cpu() for name, rows in split.evaluation.items()}
-        weights = directory.save_final(selected.state, work.metadata(selected, job)) if model.owned else ""
-        own = {**selected.hparams, "weights": weights, "metrics": work.metrics(split, logits)}
-        return {**about, "status": "ok", **own}
-    return None  # another process trains heads
+            told: dict[str, Any] = {"status": "failed", "reason": trained.failure}
+        else:
+            selected = trained.selected[RULE]
+            logits = {name: model.logits(selected, rows).cpu() for name, rows in split.evaluation.items()}
+            weights = directory.save_final(selected.state, work.metadata(selected, job)) if model.owned else ""
+            own = {**selected.hparams, "weights": weights, "metrics": work.metrics(split, logits)}
+            told = {"status": "ok", **own}
+        if model.owned:
+            directory.remember(RULE, told)
+
+    work.engines.train(item, [job], (RULE,), {job.key}, keep)
+    accelerator.wait_for_everyone()
+    return about | directory.recall(RULE)
 
 
 def best_method(summary: Sequence[Mapping[str, Any]], rule: str) -> Mapping[str, Any] | None:

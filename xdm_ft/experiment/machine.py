@@ -17,6 +17,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def local_processes() -> int:
+    """Processes of this run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def start(recipe: Recipe) -> Accelerator:
     """The accelerator of this process. Threads are cores // processes on this machine: `accelerate launch` sets one."""
     import torch
@@ -28,8 +33,7 @@ def start(recipe: Recipe) -> Accelerator:
         # other ranks wait at barriers while the main one trains heads; the default of 10 to 30 minutes is too short
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))],
     )
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, cores() // processes))
+    torch.set_num_threads(max(1, cores() // local_processes()))
     return accelerator
 
 

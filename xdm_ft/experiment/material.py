@@ -27,7 +27,8 @@ class Material:
     pretraining: str  # of the encoder, for the protocol line
     normalize: bool  # its features are L2-normalised
     features: Features | None
-    text_weight: Tensor | None  # float32 [C,K]: class embeddings × logit scale
+    text_weights: dict[tuple[str, ...] | None, Tensor]
+    """Prompts of a method → float32 [C,K]: class embeddings × logit scale. None: the encoder's prompts."""
     unreadable: dict[int, str]  # row → why the image does not decode
 
 
@@ -59,16 +60,19 @@ def gather(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator:
         unreadable = _scanned(recipe, dataset, on_bad_image)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
-    weight = text_weight(recipe, encoder, dataset.class_names)
-    return Material(encoder.pretraining, encoder.normalize, features, weight, unreadable)
+    weights = text_weights(recipe, encoder, dataset.class_names)
+    return Material(encoder.pretraining, encoder.normalize, features, weights, unreadable)
 
 
-def text_weight(recipe: Recipe, encoder: Encoder, class_names: tuple[str, ...]) -> Tensor | None:
-    wanted = any(item.algorithm.cls.needs_text or item.head_init == "zero_shot" for item in recipe.methods)
-    if not wanted:
-        return None
-    assert isinstance(encoder, TextEncoder), "the recipe's check refuses an encoder without a text side"
-    return encoder.logit_scale * encoder.text_embeddings(class_names)
+def text_weights(
+    recipe: Recipe, encoder: Encoder, class_names: tuple[str, ...]
+) -> dict[tuple[str, ...] | None, Tensor]:
+    """As `Material.text_weights`, for the methods that read some."""
+    weights: dict[tuple[str, ...] | None, Tensor] = {}
+    for prompts in dict.fromkeys(item.block.prompts for item in recipe.methods if item.reads_text):
+        assert isinstance(encoder, TextEncoder), "the recipe's check refuses an encoder without a text side"
+        weights[prompts] = encoder.logit_scale * encoder.text_embeddings(class_names, prompts)
+    return weights
 
 
 def _scanned(recipe: Recipe, dataset: ImageDataset, on_bad_image: str) -> dict[int, str]:

@@ -229,6 +229,10 @@ def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, A
     own: dict[str, Any] = {}
     for part in item.parts:
         own |= part.kwargs()
+    if item.block.prompts is not None:
+        own["prompts"] = list(item.block.prompts)
+    if item.block.normalize:
+        own["normalize"] = True
     if item.is_solver:
         return own
     common = {"lr": training.lr, "weight_decay": training.weight_decay, "batch_size": training.batch_size}

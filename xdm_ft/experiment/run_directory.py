@@ -55,10 +55,12 @@ class RunDirectory:
         self._next_write = 0.0  # of results.json, in time.monotonic()
         self.final: Record | None = None  # of the model to ship
         self.lock = FileLock(self.path / "run.lock")
+        self.writes = bool(accelerator.is_main_process)  # results.json and what else there is once
+        self._process = str(accelerator.process_index)
         self._writer: Any = None
 
     def __enter__(self) -> RunDirectory:
-        if self.accelerator.is_main_process:
+        if self.writes:
             self._claim()
         self.accelerator.wait_for_everyone()
         self.runs = self._finished_runs()
@@ -111,10 +113,10 @@ class RunDirectory:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: is damaged; delete it to train its models again") from error
         known = {identity(run): run for run in runs}
-        known |= {key: run for key, run in self._remembered_runs().items() if self._is_whole(run)}
+        known |= {key: run for key, run in self.remembered_runs().items() if self._is_whole(run)}
         return list(known.values())
 
-    def _remembered_runs(self) -> dict[Identity, Record]:
+    def remembered_runs(self) -> dict[Identity, Record]:
         """The records that every process has kept of its models, failed and skipped ones too."""
         runs = {}
         for path in sorted((self.path / "state" / RECORDS).rglob("*.json")):
@@ -131,9 +133,11 @@ class RunDirectory:
         files += [self.path / selected["weights"] for selected in run["selected"].values()]
         return run["status"] == "ok" and all(file.is_file() for file in files)
 
-    @property
-    def writes(self) -> bool:
-        return bool(self.accelerator.is_main_process)
+    def begin(self, number: int) -> None:
+        """Before the work of one of the processes that this one forks into; 0 is this one itself."""
+        if number:
+            self._writer, self.writes = None, False
+            self._process = f"{self._process}.{number}"
 
     def recall(self, name: str) -> Any:
         """What was remembered under a name; None where nothing was."""
@@ -182,8 +186,8 @@ class RunDirectory:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            suffix = f".{self.accelerator.process_index}"  # each process has a file of its own
-            self._writer = SummaryWriter(str(self.path / "events"), filename_suffix=suffix)
+            # each process has a file of its own
+            self._writer = SummaryWriter(str(self.path / "events"), filename_suffix=f".{self._process}")
         for name, value in values.items():
             self._writer.add_scalar(f"{tag}/{name}", value, step)
 
@@ -213,7 +217,7 @@ class RunDirectory:
         self.accelerator.wait_for_everyone()
         if self.writes:
             order = {model.key: place for place, model in enumerate(plan.models)}
-            trained = {identity(run): run for run in self.runs} | self._remembered_runs()
+            trained = {identity(run): run for run in self.runs} | self.remembered_runs()
             self.runs = sorted(
                 (run for key, run in trained.items() if key in order), key=lambda run: order[identity(run)]
             )

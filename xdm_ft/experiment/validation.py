@@ -13,6 +13,7 @@ from xdm_ft.encoders.loading.prompts import warn_of_class_names
 from xdm_ft.experiment.material import build_encoder
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.recipe import Recipe
+from xdm_ft.recipe_blocks import MethodItem
 
 logger = logging.getLogger("xdm_ft")
 MEANING_COLUMN = 44
@@ -27,10 +28,20 @@ def validate(recipe: Recipe) -> None:
     if isinstance(encoder, TextEncoder):
         print("# prompts, exactly as the text encoder sees them")
         print("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(dataset.class_names)))
+        for item in recipe.methods:
+            _print_own_prompts(encoder, item, dataset.class_names)
         for warning in warn_of_class_names(dataset.class_names):
             logger.warning("warning: %s", warning)
     print("# plan")
     print("\n".join(f"#   {line}" for line in [*describe(plan).splitlines(), *plan.notes]))
+
+
+def _print_own_prompts(encoder: TextEncoder, item: MethodItem, class_names: tuple[str, ...]) -> None:
+    """Those of a method that has some; in full for the first class alone, as they may be 80."""
+    if item.block.prompts is None:
+        return
+    print(f"# prompts of {item.label}, so for each class")
+    print("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(class_names[:1], item.block.prompts)))
 
 
 def resolved_with_meanings(recipe: Recipe) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from xdm_ft.data.loading.splits import SELECTION_SPLIT, Split
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.experiment.engines import Engines, Model, reads_normalized, starting_weights
+from xdm_ft.experiment.engines import Engines, Model, starting_weights
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel, extra_models, hparams
 from xdm_ft.experiment.run_directory import RunDirectory, make_prediction
@@ -36,10 +36,8 @@ Finished = tuple[dict[str, Any], list[Prediction]]
 Known = Mapping[str, Mapping[int, float]]
 
 
-def finished_models(
-    plan: Plan, material: Material, directory: RunDirectory, accelerator: Accelerator
-) -> Iterator[Finished]:
-    """The record and test predictions of every model that the run directory lacks and that this process owns."""
+def train_models(plan: Plan, material: Material, directory: RunDirectory, accelerator: Accelerator) -> None:
+    """Trains every model that the run directory lacks, and adds its record and its predictions to it."""
     work = Work(plan, material, directory, accelerator)
     done = directory.done
     if plan.extra:
@@ -47,18 +45,16 @@ def finished_models(
     for item in plan.recipe.methods:
         models = [model for model in plan.models if model.item.label == item.label]
         if accelerator.is_main_process:
-            yield from ((_skipped(plan, model), []) for model in models if model.skipped)
+            for model in models:
+                if model.skipped:
+                    directory.add(_skipped(plan, model), [])
         planned = {model.key: model for model in models if not model.skipped}
         wanted = planned.keys() - done
         if not wanted:
             continue
         known = work.known(item, planned.keys())
         logger.info("%s: %d models", item.label, len(wanted))
-        jobs = [work.job(model, known.get(key, {})) for key, model in planned.items()]
-        for trained in work.engines.train(item, jobs, plan.rules, wanted):
-            finished = work.finished(planned[trained.trained.job.key], work.interpolated(trained), trained)
-            if trained.owned:
-                yield finished
+        work.train_planned(item, planned, known, wanted)
 
 
 def _skipped(plan: Plan, model: PlannedModel) -> dict[str, Any]:
@@ -86,6 +82,23 @@ class Work:
     def engines(self) -> Engines:
         return Engines(self.plan, self.material, self.directory, self.accelerator)
 
+    def train_planned(
+        self,
+        item: MethodItem,
+        planned: Mapping[Identity, PlannedModel],
+        known: Mapping[Identity, Known],
+        wanted: Collection[Identity],
+    ) -> None:
+        """The wanted ones of all planned models of one method."""
+        jobs = [self.job(model, known.get(key, {})) for key, model in planned.items()]
+
+        def keep(model: Model) -> None:
+            finished = self.finished(planned[model.trained.job.key], self.interpolated(model), model)
+            if model.owned:
+                self.directory.add(*finished)
+
+        self.engines.train(item, jobs, self.plan.rules, wanted, keep)
+
     def job(self, model: PlannedModel | ExtraModel, known: Known) -> Job:
         recipe, item, split, training = self.plan.recipe, model.item, model.split, model.training
         features = self.material.features
@@ -96,7 +109,7 @@ class Work:
             seed=model.seed,
             loss_average=recipe.training.loss_average,
             head_init=item.head_init,
-            text_weight=self.material.text_weight,
+            text_weight=self.material.text_weights[item.block.prompts] if item.reads_text else None,
             class_weight=self.class_weight(split),
         )
         return Job(
@@ -113,6 +126,7 @@ class Work:
             momentum=training.momentum,
             encoder_lr=training.encoder_lr,
             averaging=item.averaging.build() if item.averaging else None,
+            normalized=item.reads_normalized,
             known=known,
         )
 
@@ -143,13 +157,16 @@ class Work:
         if not missing:
             return
         logger.info("%s: %d extra models for cross_domain", item.label, len(missing))
-        for model in self.engines.train(item, jobs, parts, missing):
+
+        def keep(model: Model) -> None:
             trained, job = model.trained, model.trained.job
             if trained.failure is not None:
                 logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
             if model.owned:
                 course = {part: {} if trained.failure else trained.course[part] for part in parts}
                 self.directory.remember(_name(job), course)
+
+        self.engines.train(item, jobs, parts, missing, keep)
 
     def interpolated(self, model: Model) -> Trained:
         """Where its method asks for it, the model on the line from the weights that it started from."""
@@ -251,7 +268,7 @@ class Work:
 
     def metadata(self, selected: Selected, job: Job) -> dict[str, str]:
         """What a weights file says of itself."""
-        normalized = self.material.normalize or reads_normalized(job)
+        normalized = self.material.normalize or job.normalized
         return {"normalize": str(normalized).lower(), "step": str(selected.step)}
 
 

@@ -40,6 +40,7 @@ class Training(Block):
     steps: Annotated[int | None, Field(ge=1, description="training steps; null: from epochs")] = None
     epochs: Annotated[float | None, Field(gt=0, description="passes over the training images (pooled only)")] = None
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], Field(description="as in torch.optim")] = "adam"
+    amsgrad: Annotated[bool, Field(description="AMSGrad's largest second moment, of adam and adamw")] = False
     lr: Annotated[float, Field(gt=0, description="learning rate of heads")] = 1e-3
     encoder_lr: Annotated[float, Field(gt=0, description="learning rate of a trainable encoder")] = 5e-5
     weight_decay: Annotated[float, Field(ge=0, description="L2 penalty (sgd, adam) or decoupled decay (adamw)")] = 0.0
@@ -94,6 +95,7 @@ class Job:
     lr: float
     weight_decay: float
     averaging: Averaging | None = None
+    normalized: bool = False  # it reads L2-normalised features, whatever the encoder gives (cached ones only)
     momentum: float | None = None  # as encoder_lr, None: that of `training`
     encoder_lr: float | None = None
     known: Mapping[str, Mapping[int, float]] = field(default_factory=dict)

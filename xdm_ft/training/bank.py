@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Bank", "chunks", "head_logits", "stack", "step", "train_bank"]
 
-CHUNK_HEADS = 16  # heads trained at once: the batches of many more no longer fit a CPU's cache
+CHUNK_HEADS = 32  # heads trained at once: fewer share the cost of a step, more leave less for other processes …
+CHUNK_BYTES = 32 << 20  # … and the features of a step beyond this, which `allocator` can not keep, cost page faults
 READ_STEPS = 256  # steps whose losses are read at once
 
 Record = Callable[[Job, int, dict[str, float]], None]
@@ -96,7 +97,7 @@ def train_bank(
     device = features.device
     groups = None if worst_of is None else worst_of.to(device)
     data = CachedData(features, labels.to(device), domains.to(device), groups)
-    missing = [chunk for chunk in chunks(jobs) if wanted is None or any(job.key in wanted for job in chunk)]
+    missing = [chunk for chunk in chunks(jobs, training) if wanted is None or any(job.key in wanted for job in chunk)]
     own = missing[process[0] :: process[1]]
     with progress(jobs[0].method, sum(job.setup.steps for chunk in own for job in chunk), "head-steps", show) as bar:
         for chunk in own:
@@ -105,8 +106,8 @@ def train_bank(
                     yield trained
 
 
-def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs whose tensors stack, CHUNK_HEADS at a time: a function of the jobs, never of who trains them.
+def chunks(jobs: Sequence[Job], training: Training) -> list[list[Job]]:
+    """Jobs whose tensors stack, `chunk_heads` at a time: a function of the jobs, never of who trains them.
 
     They have the same number of training domains, the same steps, and the same settings but for what is stacked.
     """
@@ -115,9 +116,17 @@ def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
         settings = (_settings(_algorithm(job)), _settings(job.sharpness))
         alike = (job.setup.task.num_domains, job.setup.steps, *(tuple(sorted(s.items(), key=str)) for s in settings))
         groups.setdefault(alike, []).append(job)
-    return [
-        group[first : first + CHUNK_HEADS] for group in groups.values() for first in range(0, len(group), CHUNK_HEADS)
-    ]
+    cut = []
+    for group in groups.values():
+        size = chunk_heads(group[0], training)
+        cut += [group[first : first + size] for first in range(0, len(group), size)]
+    return cut
+
+
+def chunk_heads(job: Job, training: Training) -> int:
+    """How many heads like this one train at once; `benchmarks/heads.py --chunks` measures it."""
+    rows = training.images_per_step(len(job.split.train))
+    return max(1, min(CHUNK_HEADS, CHUNK_BYTES // (4 * rows * job.setup.width)))
 
 
 def _train_chunk(
@@ -227,11 +236,17 @@ def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
 def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, held: Tensors | None) -> Losses:
     """The losses of every head with the parameters `main`; scalars become [H]."""
 
-    def of_one_head(state: Tensors, fields: Tensors, held: Tensors | None) -> Losses:
-        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, held))
+    def of_one_head(state: Tensors, fields: Tensors, held: Tensors) -> Losses:
+        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, held or None))
 
-    in_dims = (0, 0, None if held is None else 0)
-    return vmap(of_one_head, in_dims)({**main, **bank.auxiliary, **bank.buffers}, fields_of(batch), held)
+    stacked = {**main, **bank.auxiliary, **bank.buffers}, fields_of(batch), held or {}
+    if len(bank.lr) > 1:
+        return vmap(of_one_head)(*stacked)
+    # one head can do without the cost of vmap, which is most of its step
+    state, fields, held = ({name: value.squeeze(0) for name, value in part.items()} for part in stacked)
+    total, auxiliary, *named = of_one_head(state, fields, held)
+    own = [{name: value.unsqueeze(0) for name, value in part.items()} for part in named]
+    return Losses(total.unsqueeze(0), auxiliary.unsqueeze(0), *own)
 
 
 def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:
@@ -260,7 +275,7 @@ def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank
         auxiliary={name: value for name, value in stacked.items() if is_auxiliary[name]},
         buffers=buffers,
         lr=lr,
-        optimizer=make_optimizer(training.optimizer, stacked, lr, weight_decay, momentum),
+        optimizer=make_optimizer(training.optimizer, stacked, lr, weight_decay, momentum, training.amsgrad),
         sharpness=sharpness,
         rho=rho,
         clip_norm=training.clip_norm,

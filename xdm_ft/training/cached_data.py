@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
 
 BLOCK_STEPS = 256  # steps whose rows are drawn at once
+LOGITS_AT_ONCE = 1 << 24  # of validation images, all heads together
+LOGITS_PER_READING = 1 << 28  # the same where the images are more than are held: further heads read them once more
 GROUP_ROWS = 64  # fewer validation images are not worth a matrix product of their own
 # Bounds on what is in memory at once, in bytes. What is held or read again follows from the recipe and the data, never
 # from the machine: products of other blocks may round otherwise.
 HELD_BYTES = 1 << 30  # of the features that selection looks at; more are read again at each evaluation
 READ_BYTES = 1 << 27  # of features that are read from their files at once
-LOGITS_BYTES = 1 << 30  # of one evaluation
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class Validation:
         `weight` is [H,C,K], `bias` [H,C].
         """
         heads, classes = bias.shape
-        at_once = max(1, LOGITS_BYTES // (4 * classes * max(1, len(self.rows))))
+        most = LOGITS_PER_READING if self.held is None else LOGITS_AT_ONCE
+        at_once = max(1, most // max(1, len(self.rows) * classes))
         found = []
         for first in range(0, heads, at_once):
             some = slice(first, first + at_once)

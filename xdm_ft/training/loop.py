@@ -256,7 +256,7 @@ def make_optimizer(roles: Roles, job: Job, training: Training) -> Optimizer:
     ]
     if training.optimizer == "sgd":
         return SGD(groups, momentum=momentum)
-    return {"adam": Adam, "adamw": AdamW}[training.optimizer](groups)
+    return {"adam": Adam, "adamw": AdamW}[training.optimizer](groups, amsgrad=training.amsgrad)
 
 
 @contextmanager

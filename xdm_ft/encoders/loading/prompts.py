@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
 PLACEHOLDER = "{}"
 DEFAULT_PROMPTS = ("a photo of a {}",)
+OPENAI_IMAGENET = "openai_imagenet"
+"""In a list of templates: the 80 with which Radford et al. 2021 classify ImageNet, as open_clip has them."""
 _SHORTEST_NAME = 3  # letters
 
 
 def check_templates(templates: tuple[str, ...]) -> tuple[str, ...]:
     """Every template names the class exactly once. Raises ValueError, for pydantic to collect."""
     for template in templates:
+        if template == OPENAI_IMAGENET:
+            continue
         if template.count(PLACEHOLDER) != 1 or template.replace(PLACEHOLDER, "").count("{"):
             raise ValueError(f'"{template}" must hold {{}} once, where the class name goes: "a photo of a {{}}"')
+    return templates
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Prompts = Annotated[
+    tuple[str, ...], BeforeValidator(_one_or_many), AfterValidator(check_templates), Field(min_length=1)
+]
+
+
+def spelled_out(prompts: tuple[str, ...]) -> list[str]:
+    """The templates, a name replaced by those that it stands for."""
+    templates = []
+    for prompt in prompts:
+        if prompt == OPENAI_IMAGENET:
+            from open_clip import OPENAI_IMAGENET_TEMPLATES
+
+            templates += [template(PLACEHOLDER) for template in OPENAI_IMAGENET_TEMPLATES]
+        else:
+            templates.append(prompt)
     return templates
 
 
