@@ -52,9 +52,6 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
     if protocol.name == "official" and protocol.split_rule != "stratified":
         faults.add(("protocol", "split_rule"), "the official split decides what validates; leave it out")
     if not recipe.trainable:
-        if recipe.data_common.train_augmentation not in (None, "none"):
-            problem = "has no meaning with a frozen encoder, whose features of every image are computed once"
-            faults.add(("data", "train_augmentation"), f"{problem}; leave it out, or set encoder.trainable: true")
         for key, idle in (("mixed_precision", "no"), ("accumulation", 1)):
             if getattr(training, key) != idle:
                 problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
@@ -68,10 +65,28 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
             faults.add(("methods", i), problem)
     if training.amsgrad and training.optimizer == "sgd":
         faults.add(("training", "amsgrad"), "is a variant of adam and adamw; leave it out, or choose one of them")
+    _check_views(faults, recipe)
     _check_search(faults, recipe)
     has_text = issubclass(recipe.encoder.cls, TextEncoder)
     for i, item in enumerate(recipe.methods):
         _check_method(faults, ("methods", i), item, recipe, has_text)
+
+
+def _check_views(faults: Faults, recipe: Recipe) -> None:
+    """`features.views` needs an augmentation, and something that trains on what is cached."""
+    given, views = recipe.data_common.train_augmentation, recipe.features.views
+    augmentation, count = ("data", "train_augmentation"), ("features", "views")
+    if not recipe.trainable and not views and given not in (None, "none"):
+        problem = "has no meaning with a frozen encoder, whose features of every image are computed once"
+        faults.add(augmentation, f"{problem}; leave it out, or set features.views, or encoder.trainable: true")
+    if views and recipe.trainable:
+        faults.add(count, "has no meaning with encoder.trainable, which augments at every step; leave it out")
+    elif views and all(item.is_solver for item in recipe.methods):
+        problem = "has no meaning for methods without gradient steps, which read the plain images"
+        faults.add(count, f"{problem}; leave it out")
+    elif views and recipe.train_augmentation == "none":
+        own = "" if given else ", as usual with this data set,"
+        faults.add(augmentation, f"none{own} makes no views to cache; set domainbed, or leave features.views out")
 
 
 def _check_search(faults: Faults, recipe: Recipe) -> None:

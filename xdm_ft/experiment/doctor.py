@@ -173,18 +173,15 @@ def of_recipe(recipe: Recipe) -> Iterator[Finding]:
 
 def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, contents: Contents) -> Iterator[Finding]:
     """Whether the features that are not cached yet fit on the disk. Raises `UserError` where they do not."""
-    from xdm_ft.features.forward import STORED
-    from xdm_ft.features.ingredients import ingredients, key_of
-    from xdm_ft.features.shards import Grid
-    from xdm_ft.features.store import Entry, cache_folder
+    from xdm_ft.features.cache import cached_sets
 
-    parts = ingredients(encoder, dataset, contents, recipe.features.precision, _device())
-    stored = STORED[recipe.features.precision]
-    entry = Entry(cache_folder(recipe.features), key_of(parts), Grid(len(dataset)), encoder.width, stored)
-    missing = entry.images(entry.missing())
-    entry.require_space()
-    needed = missing * encoder.width * stored.itemsize / 1e6
-    yield Finding("features", f"{len(dataset) - missing} of {len(dataset)} cached, {needed:,.1f} MB more are needed")
+    sets = cached_sets(encoder, dataset, contents, recipe.features, recipe.train_augmentation, _device())
+    missing = sum(cached.entry.images(cached.entry.missing()) for cached in sets)
+    needed = sum(cached.entry.needed for cached in sets)
+    sets[0].entry.require_space(needed - sets[0].entry.needed)
+    passes = f" in {len(sets)} passes" if len(sets) > 1 else ""
+    images = len(sets) * len(dataset)
+    yield Finding("features", f"{images - missing} of {images} cached{passes}, {needed / 1e6:,.1f} MB more are needed")
 
 
 def _device() -> torch.device:

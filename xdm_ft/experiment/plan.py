@@ -203,7 +203,7 @@ def describe(plan: Plan) -> str:
         f"steps: {sum(model.steps for model in trained)}, gradient evaluations: {gradients}",
     ]
     if recipe.needs_features:
-        lines.append(f"encoder: one pass over {images} images unless their features are cached")
+        lines.append(f"encoder: {_passes(recipe.features.views)} over {images} images unless their features are cached")
     if recipe.trainable and trained:
         domains = max(len(model.split.train) for model in trained)
         batch = recipe.training.images_per_step(domains)
@@ -212,6 +212,11 @@ def describe(plan: Plan) -> str:
         f"skipped: {m.item.label}: {m.skipped}" for m in plan.models if m.skipped and m.seed == recipe.protocol.seeds[0]
     ]
     return "\n".join(lines)
+
+
+def _passes(views: int) -> str:
+    """Of all images, those that never train included: then no split has a say in what is cached."""
+    return f"{1 + views} passes (1 plain, {views} augmented)" if views else "one pass"
 
 
 def extra_models(plan: Plan) -> str:

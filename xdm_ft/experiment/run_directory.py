@@ -313,5 +313,5 @@ def _comparable(recipe: Any) -> dict[str, Any]:
     kept = {key: value for key, value in recipe.items() if key != "output"}
     features = recipe.get("features")
     if isinstance(features, dict):
-        kept["features"] = {"precision": features.get("precision")}
+        kept["features"] = {"precision": features.get("precision"), "views": features.get("views", 0)}
     return kept
