@@ -30,6 +30,7 @@ LAYERS = [
     "randomness",
     "tensors",
     "blocks",
+    "interrupt",
     "errors",
 ]
 NOT_TO_SHADOW = {

@@ -10,13 +10,15 @@ from pathlib import Path
 
 from xdm_ft.errors import UserError
 
+UNFINISHED = ".unfinished"
+
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """`write` fills a temporary file in the same folder, which then takes the final name: write, fsync, rename, fsync
     of the folder. A full disk or a folder without permission is a `UserError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
         os.close(handle)
         temporary = Path(name)
         try:
@@ -33,6 +35,12 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG):
             raise UserError(f"{path}: can not be written: {error.strerror}") from error
         raise
+
+
+def sweep(folder: Path) -> None:
+    """Removes what killed processes have left unfinished in a folder, at any depth, that no process writes to."""
+    for left in folder.rglob(f".*{UNFINISHED}"):
+        left.unlink(missing_ok=True)
 
 
 def replace_text(path: Path, text: str) -> None:

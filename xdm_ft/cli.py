@@ -8,11 +8,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 
-from xdm_ft import __version__
+from xdm_ft import __version__, interrupt
 from xdm_ft.errors import UserError
 
 Verb = Callable[[argparse.Namespace], int]
+GOES_ON = ("run", "features")  # verbs that keep what they have done when a signal ends them
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -121,18 +123,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done; 2 the user can mend it; 1 a fault of ours; 130 interrupted."""
+    """Exit status: 0 done; 2 the user can mend it; 1 a fault of ours; 130 interrupted, 143 ended by SIGTERM."""
     arguments = parser().parse_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("xdm_ft").setLevel(logging.INFO if _is_main_process() else logging.WARNING)
     try:
-        return int(arguments.function(arguments))
+        with interrupt.handled() if arguments.verb in GOES_ON else nullcontext():
+            return int(arguments.function(arguments))
     except UserError as error:
         if _is_main_process():
             print(f"xdm-ft: {error}", file=sys.stderr)
         return 2
+    except interrupt.Interrupted as stop:
+        if _is_main_process():
+            print(f"xdm-ft: {stop}", file=sys.stderr)
+        return stop.status
     except KeyboardInterrupt:
-        print("xdm-ft: interrupted; the same command goes on from the last model that was finished", file=sys.stderr)
+        print("xdm-ft: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # the reader of our output has gone (`| head`); Python would complain once more while flushing at exit

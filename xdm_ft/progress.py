@@ -17,15 +17,20 @@ class Progress:
 
     def __init__(self, description: str, total: int, unit: str) -> None:
         self.description, self.total, self.unit = description, total, unit
-        self.done = 0
+        self.done = self.skipped = 0
         self.started = self.last_line = time.monotonic()
+
+    def skip(self, n: int) -> None:
+        """So much was done before."""
+        self.done += n
+        self.skipped += n
 
     def advance(self, n: int = 1, note: str = "") -> None:
         self.done += n
         now = time.monotonic()
         if now - self.last_line >= LOG_EVERY_SECONDS:
             self.last_line = now
-            rate = self.done / (now - self.started)
+            rate = (self.done - self.skipped) / (now - self.started)
             left = (self.total - self.done) / rate
             logger.info(
                 "%s: %d of %d %s, %.1f/s, %.0f s left%s",
@@ -39,6 +44,11 @@ class _Bar(Progress):
         from tqdm import tqdm
 
         self.bar = tqdm(total=total, desc=description, unit=f" {unit}", file=sys.stderr, dynamic_ncols=True)
+
+    def skip(self, n: int) -> None:
+        self.bar.initial += n
+        self.bar.last_print_n += n
+        self.bar.n += n
 
     def advance(self, n: int = 1, note: str = "") -> None:
         self.bar.set_postfix_str(note, refresh=False)

@@ -20,6 +20,7 @@ from xdm_ft.tensors import Batch, Losses, Task
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.bank import train_bank
 from xdm_ft.training.cached_data import CachedData
+from xdm_ft.training.checkpoint import Checkpoint
 
 DOMAINS, CLASSES, WIDTH = 4, 10, 96
 
@@ -94,11 +95,13 @@ def train(
     metric: str = "accuracy",
     data: CachedData | None = None,
     record: Callable[[Job, int, dict[str, float]], None] = lambda job, step, values: None,
+    checkpoint: Callable[[Sequence[Job]], Checkpoint] | None = None,
 ) -> list[Trained]:
     data, training = data or digits(), training or Training(batch_size=8)
     return list(
         train_bank(
-            jobs, data.features, data.labels, data.domains, training, rules, metric, record=record, show=False
+            jobs, data.features, data.labels, data.domains, training, rules, metric,
+            record=record, show=False, checkpoint=checkpoint,
         )
     )  # fmt: skip
 

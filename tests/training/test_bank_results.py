@@ -38,7 +38,7 @@ def recorded(jobs: list[Job], training: Training, **arguments: object) -> Record
 
 
 def test_records_hold_the_means_since_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xdm_ft.training.bank.READ_STEPS", 3)  # losses are read in more than one block
+    monkeypatch.setattr("xdm_ft.training.bank_state.READ_STEPS", 3)  # losses are read in more than one block
     training = Training(batch_size=2, evaluate_every=4, schedule=Schedule(warmup_steps=9))
     jobs = [job_of(Counting, seed=seed, steps=10, lr=seed + 1.0) for seed in range(2)]
     records = recorded(jobs, training)

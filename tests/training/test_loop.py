@@ -264,7 +264,7 @@ def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
 
     def batches(first: int) -> dict[int, list[Any]]:
-        return dict(TrainingBatches(job, training, images, labels, domains, accelerator, first))
+        return dict(TrainingBatches(job, training, images, labels, domains, accelerator).begin(first))
 
     whole, rest = batches(0), batches(4)
     assert list(whole) == list(range(7)) and list(rest) == [4, 5, 6]
@@ -285,7 +285,7 @@ def augmented_batches(accelerator: Accelerator, seed: int = 3) -> TrainingBatche
 
 
 def images_of(batches: TrainingBatches) -> Tensor:
-    return torch.stack([micro_batch.batch.x for _, [micro_batch] in batches])
+    return torch.stack([micro_batch.batch.x for _, [micro_batch] in batches.begin()])
 
 
 def test_augmentation_is_a_function_of_seed_step_and_row(

@@ -7,7 +7,8 @@ its name in a recipe, its class's constructor keywords are recipe keys.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +39,14 @@ class Average(ABC):
     @abstractmethod
     def result(self) -> Segment:
         """What the training ends with, after all segments (at least one)."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """All that `add` has moved, for `load_state`: tensors, numbers, text, None, in lists, tuples and dicts."""
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there. What were tuples are lists now."""
 
 
 class Averaging(ABC):

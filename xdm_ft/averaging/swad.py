@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -78,6 +79,16 @@ class _Valley(Average):
             )  # fmt: skip
             return last
         return self.inside if self.ended or self.above is None else self.inside.joined(self.above)
+
+    def state(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "settings"}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.before = [(Segment(*segment), loss) for segment, loss in state["before"]]
+        self.inside, self.above = (
+            None if state[name] is None else Segment(*state[name]) for name in ("inside", "above")
+        )
+        self.threshold, self.in_a_row, self.ended = state["threshold"], state["in_a_row"], state["ended"]
 
     def _look_for_start(self, segment: Segment, loss: float) -> None:
         patience = self.settings.n_converge

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -95,6 +96,7 @@ class Engines:
             worst_of=plan.worst_of,
             wanted=wanted,
             process=process,
+            checkpoint=partial(self.directory.checkpoint, rules=rules),
         ):
             yield Model(trained, logits, owned=True)
 
@@ -121,6 +123,7 @@ class Engines:
         for job in jobs:
             encoder = build_encoder(plan.recipe, job.seed)
             job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, width=encoder.width))
+            checkpoint = self.directory.checkpoint([job], rules, writes=self.accelerator.is_main_process)
             trained = train_model(
                 job,
                 encoder,
@@ -137,12 +140,14 @@ class Engines:
                 unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
                 augmentation=plan.recipe.train_augmentation,
                 worst_of=plan.worst_of,
+                checkpoint=checkpoint,
             )
 
             def logits(selected: Selected, rows: Tensor, encoder: Encoder = encoder) -> Tensor:
                 return predict(encoder, selected.state, plan.dataset, rows, self.accelerator, training.batch_size)
 
             yield Model(trained, logits, self.accelerator.is_main_process, encoder)
+            checkpoint.remove()  # whoever asks for the next model has kept this one
 
     def _features_of(self, job: Job) -> Features:
         features = self.material.features

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
+import xxhash
 import yaml
 from filelock import FileLock, Timeout
 from safetensors.numpy import load_file
@@ -20,19 +21,21 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xdm_ft.atomic import replace_file, replace_text
+from xdm_ft import __version__
+from xdm_ft.atomic import replace_file, replace_text, sweep
 from xdm_ft.data import ImageDataset
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.experiment.results import environment, summary_of
 from xdm_ft.recipe import Recipe
+from xdm_ft.training.checkpoint import Checkpoint, Pace, differences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from xdm_ft.experiment.material import Material
     from xdm_ft.experiment.plan import Plan
-    from xdm_ft.training import Identity
+    from xdm_ft.training import Identity, Job
 
 Record = dict[str, Any]
 RECORDS = "records"  # folder of the state that holds the records of the models trained so far
@@ -58,6 +61,7 @@ class RunDirectory:
         self.writes = bool(accelerator.is_main_process)  # results.json and what else there is once
         self._process = str(accelerator.process_index)
         self._writer: Any = None
+        self._pace = Pace()
 
     def __enter__(self) -> RunDirectory:
         if self.writes:
@@ -83,7 +87,8 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"{self.path}: can not be used as a run directory: {error.strerror}") from error
         written = self.path / "recipe.yaml"
-        if written.exists() and (self.path / "results.json").exists():
+        sweep(self.path)
+        if written.exists() and any((self.path / kept).exists() for kept in ("results.json", "state")):
             self._refuse_other_recipe(written)
         else:
             replace_text(written, self.recipe.as_yaml())
@@ -94,7 +99,7 @@ class RunDirectory:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"{written}: is damaged; delete the run directory, or set output.dir") from error
         now = yaml.safe_load(self.recipe.as_yaml())
-        changed = _differences(_comparable(before), _comparable(now))
+        changed = differences(_comparable(before), _comparable(now))
         if changed:
             raise UserError(
                 f"{self.path}: holds the run of another recipe (differs in {', '.join(changed[:5])}); "
@@ -138,6 +143,20 @@ class RunDirectory:
         if number:
             self._writer, self.writes = None, False
             self._process = f"{self._process}.{number}"
+
+    def checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
+        """Of one training, of one model or of several together, until the run is complete."""
+        import torch
+
+        keys = [[*job.key, job.setup.steps] for job in jobs]
+        about = {
+            "recipe": _comparable(yaml.safe_load(self.recipe.as_yaml())),
+            "models": json.loads(json.dumps([keys, list(rules)])),
+            "xdm_ft": __version__,
+            "torch": torch.__version__,
+        }
+        name = f"{quote(jobs[0].method, safe='+ ')}-{xxhash.xxh3_64_hexdigest(json.dumps(about['models']).encode())}"
+        return Checkpoint(self.path / "state" / "checkpoints" / f"{name}.safetensors", about, self._pace, writes)
 
     def recall(self, name: str) -> Any:
         """What was remembered under a name; None where nothing was."""
@@ -296,11 +315,3 @@ def _comparable(recipe: Any) -> dict[str, Any]:
     if isinstance(features, dict):
         kept["features"] = {"precision": features.get("precision")}
     return kept
-
-
-def _differences(before: Any, now: Any, key: str = "") -> list[str]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        names = [*now, *(name for name in before if name not in now)]
-        dot = f"{key}." if key else ""
-        return [d for name in names for d in _differences(before.get(name), now.get(name), f"{dot}{name}")]
-    return [] if before == now else [key]

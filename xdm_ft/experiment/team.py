@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from xdm_ft.errors import UserError
+from xdm_ft.interrupt import Interrupted, handled_here
 
 SECONDS_TO_SAVE = 10.0  # that the others have to leave in order when one can not go on
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -42,6 +43,9 @@ def share_out(work: Callable[[int], None], processes: int) -> None:
     try:
         with _one_thread():
             work(0)
+        for process, reader in children:
+            process.join()
+            _raise(process, reader)
     except BaseException:
         for process, _ in children:
             process.terminate()
@@ -49,9 +53,6 @@ def share_out(work: Callable[[int], None], processes: int) -> None:
             process.join(SECONDS_TO_SAVE)
             process.kill()
         raise
-    for process, reader in children:
-        process.join()
-        _raise(process, reader)
 
 
 def _raise(child: BaseProcess, reader: Connection) -> None:
@@ -63,6 +64,8 @@ def _raise(child: BaseProcess, reader: Connection) -> None:
     if child.exitcode and child.exitcode < 0:
         name = signal.Signals(-child.exitcode).name
         raise UserError(f"a process that trained heads was killed ({name}; out of memory?); run the same command again")
+    if child.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        raise Interrupted
     if child.exitcode:
         raise RuntimeError(f"a process that trained heads failed with status {child.exitcode}; its traceback is above")
 
@@ -71,12 +74,13 @@ def _in_child(work: Callable[[int], None], number: int, writer: Connection) -> N
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
+    handled_here()
     try:
         work(number)
     except UserError as error:
         writer.send(str(error))
-    except KeyboardInterrupt:  # the one who forked has been interrupted too, and says so
-        sys.exit(128 + signal.SIGINT)
+    except Interrupted as stop:  # the one who forked has been interrupted too, and says so
+        sys.exit(stop.status)
     except Exception:
         traceback.print_exc()
         sys.exit(1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -53,6 +54,20 @@ class Averages:
         if head not in self.broken_at:
             return None
         return f"the loss of the {LOSS_SPLIT} images was not finite after step {self.broken_at[head]}"
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "averages": [average.state() for average in self.averages],
+            "mean": self.mean if self.count else {},
+            "count": self.count,
+            "broken_at": self.broken_at,
+        }
+
+    def load_state(self, state: Mapping[str, Any], device: torch.device) -> None:
+        for average, of_head in zip(self.averages, state["averages"], strict=True):
+            average.load_state(of_head)
+        self.mean = {name: value.to(device) for name, value in state["mean"].items()}
+        self.count, self.broken_at = state["count"], state["broken_at"]
 
     def selected(self, head: int, whole: Callable[[Tensors], Tensors], rules: Sequence[str]) -> dict[str, Selected]:
         """The average for every rule, as no step is picked. `whole` makes a model's state of averaged parameters."""

@@ -18,14 +18,17 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.data.loading.samplers import sampler
+from xdm_ft.interrupt import deferred, stop_requested
 from xdm_ft.progress import Progress, progress
 from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Identity, Job, Schedule, Trained, Training
 from xdm_ft.training.allocator import keep_freed_memory
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
+from xdm_ft.training.bank_state import ChunkState
 from xdm_ft.training.batches import block
 from xdm_ft.training.cached_data import CachedData, Validation, batches, head_logits
+from xdm_ft.training.checkpoint import Checkpoint
 from xdm_ft.training.inputs import fields_of, on_inputs
 from xdm_ft.training.optimizers import Optimizer, clip, make_optimizer
 from xdm_ft.training.schedule import learning_rate_factor
@@ -38,7 +41,6 @@ __all__ = ["Bank", "chunks", "head_logits", "stack", "step", "train_bank"]
 
 CHUNK_HEADS = 32  # heads trained at once: fewer share the cost of a step, more leave less for other processes …
 CHUNK_BYTES = 32 << 20  # … and the features of a step beyond this, which `allocator` can not keep, cost page faults
-READ_STEPS = 256  # steps whose losses are read at once
 
 Record = Callable[[Job, int, dict[str, float]], None]
 
@@ -79,11 +81,14 @@ def train_bank(
     worst_of: Tensor | None = None,
     wanted: Collection[Identity] | None = None,
     process: tuple[int, int] = (0, 1),
+    checkpoint: Callable[[Sequence[Job]], Checkpoint] | None = None,
 ) -> Iterator[Trained]:
     """Trains the jobs, chunk by chunk; results come in the order of `chunks`.
 
     Of `wanted` alone (None: of all) there are results. A chunk that has one of them is trained whole, as its numbers
     depend on its heads to rounding. Of several processes, `process` (number, count), each takes its share of chunks.
+    With `checkpoint`, that of a chunk, an interrupted chunk goes on where it was saved, on a CPU bit for bit as if
+    nothing had been; a signal to stop then raises `Interrupted` after the step.
 
     `labels` and `domains` are int64 [N], domains numbered as in the data set; `worst_of` int64 [N] is what
     worst_domain_accuracy looks at (−1: left out), None: the domains. At each evaluation `record(job, number of
@@ -101,9 +106,12 @@ def train_bank(
     own = missing[process[0] :: process[1]]
     with progress(jobs[0].method, sum(job.setup.steps for chunk in own for job in chunk), "head-steps", show) as bar:
         for chunk in own:
-            for trained in _train_chunk(chunk, data, training, rules, metric, record, bar):
+            kept = checkpoint(chunk) if checkpoint is not None else None
+            for trained in _train_chunk(chunk, data, training, rules, metric, record, bar, kept):
                 if wanted is None or trained.job.key in wanted:
                     yield trained
+            if kept is not None:
+                kept.remove()  # whoever asks for the next model has kept these
 
 
 def chunks(jobs: Sequence[Job], training: Training) -> list[list[Job]]:
@@ -137,47 +145,55 @@ def _train_chunk(
     metric: str,
     record: Record,
     bar: Progress,
+    checkpoint: Checkpoint | None,
 ) -> list[Trained]:
     started = time.perf_counter()
     bank = stack(jobs, training, data.features.device)
-    validation = Validation(jobs, data, rules, metric)
-    selectors = [Selector(rules, metric, bank.template.first_selectable_step) for _ in jobs]
     averages, validation_loss = _averages(jobs, bank, data)
-    failures: list[str | None] = [None for _ in jobs]
-    course = Course()
+    selectors = [Selector(rules, metric, bank.template.first_selectable_step) for _ in jobs]
+    state = ChunkState(jobs, bank, selectors, averages, [None for _ in jobs], started=started)
+    if checkpoint is not None:
+        state.go_on(checkpoint, data)
+    bar.skip(len(jobs) * state.taken)
+    validation = Validation(jobs, data, rules, metric)
     due = set(evaluation_steps(bank.steps, training.evaluate_every))
-    for number, batch in enumerate(batches(jobs, data, training)):
-        course.add(number, step(bank, batch, number))
-        if averages is not None:
-            averages.add(number + 1, bank.main | bank.auxiliary)
-        bar.advance(len(jobs))
-        if number + 1 not in due:
-            continue
-        means, broken_at = course.take()
-        lr = bank.lr * learning_rate_factor(number, bank.steps, bank.schedule)
-        for head, values in enumerate(validation.values(bank.main["head.weight"], bank.main["head.bias"])):
-            if failures[head] is None:
-                failures[head] = _failure(jobs[head], training, data, number + 1, broken_at.get(head), values)
-            if failures[head] is None and values is not None:
-                values |= known_values(jobs[head], number + 1)
-                selectors[head].offer(number + 1, values, lambda head=head: bank.state(head))  # type: ignore[misc]
-                scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": float(lr[head])}
-                record(jobs[head], number + 1, scalars | {f"{rule}/{metric}": v for rule, v in values.items()})
-        if averages is not None and validation_loss is not None:
-            losses = validation_loss.values(bank.main["head.weight"], bank.main["head.bias"])
-            averages.evaluated(number + 1, [None if values is None else values[LOSS_SPLIT] for values in losses])
-        if all(failures):
-            break
-    seconds = (time.perf_counter() - started) / len(jobs)
-    mixed_steps = bank.template.mixed_steps(bank.steps)
-    results = []
-    for head, (job, selector, failure) in enumerate(zip(jobs, selectors, failures, strict=True)):
-        failure = failure or (selector.nothing_selected() if averages is None else averages.nothing_averaged(head))
-        selected = selector.selected
-        if averages is not None and not failure:
-            selected = averages.selected(head, lambda mean, head=head: bank.state(head) | mean, rules)  # type: ignore[misc]
-        results.append(Trained(job, {} if failure else selected, mixed_steps, seconds, failure, selector.course))
-    return results
+    with deferred():
+        for number, batch in enumerate(batches(jobs, data, training, state.taken), start=state.taken):
+            state.course.add(number, step(bank, batch, number))
+            if averages is not None:
+                averages.add(number + 1, bank.main | bank.auxiliary)
+            bar.advance(len(jobs))
+            if number + 1 in due:
+                _evaluate(state, training, data, validation, number + 1, record)
+                if averages is not None and validation_loss is not None:
+                    losses = validation_loss.values(bank.main["head.weight"], bank.main["head.bias"])
+                    losses_or_none = [None if values is None else values[LOSS_SPLIT] for values in losses]
+                    averages.evaluated(number + 1, losses_or_none)
+                if all(state.failures):
+                    break
+            state.taken = number + 1
+            if stop_requested():
+                state.leave(checkpoint)
+            if checkpoint is not None:
+                checkpoint.save_if_due(state.state, event=number + 1 in due)
+    return state.results(rules)
+
+
+def _evaluate(
+    state: ChunkState, training: Training, data: CachedData, validation: Validation, taken: int, record: Record
+) -> None:
+    """The evaluation after `taken` steps, of every head that has not failed."""
+    bank, jobs, failures, metric = state.bank, state.jobs, state.failures, validation.metric
+    means, broken_at = state.course.take()
+    lr = bank.lr * learning_rate_factor(taken - 1, bank.steps, bank.schedule)
+    for head, values in enumerate(validation.values(bank.main["head.weight"], bank.main["head.bias"])):
+        if failures[head] is None:
+            failures[head] = _failure(jobs[head], training, data, taken, broken_at.get(head), values)
+        if failures[head] is None and values is not None:
+            values |= known_values(jobs[head], taken)
+            state.selectors[head].offer(taken, values, lambda head=head: bank.state(head))  # type: ignore[misc]
+            scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": float(lr[head])}
+            record(jobs[head], taken, scalars | {f"{rule}/{metric}": v for rule, v in values.items()})
 
 
 def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages | None, Validation | None]:
@@ -295,39 +311,6 @@ def _settings(model: Algorithm | Sharpness | None) -> dict[str, object]:
     own = {} if model is None else vars(model)
     plain = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str | tuple)}
     return {**plain, "rho": None, "class": type(model)}
-
-
-class Course:
-    """The scalars of the steps since the last evaluation: kept as they come, read in blocks, as reading is slow."""
-
-    def __init__(self) -> None:
-        self._pending: list[tuple[int, Tensors]] = []  # (step from 0, name → [H])
-        self._sums: Tensors = {}
-        self._counts: dict[str, int] = {}
-        self._broken_at: dict[int, int] = {}  # head → first step whose loss is not finite
-
-    def add(self, number: int, scalars: Tensors) -> None:
-        self._pending.append((number, scalars))
-        if len(self._pending) == READ_STEPS:
-            self._read()
-
-    def take(self) -> tuple[Tensors, dict[int, int]]:
-        """Name → mean [H] since the last call, and head → its first step with a loss that is not finite, if any."""
-        self._read()
-        means = {name: total / self._counts[name] for name, total in self._sums.items()}
-        self._sums, self._counts = {}, {}
-        return means, self._broken_at
-
-    def _read(self) -> None:
-        for name in dict.fromkeys(name for _, scalars in self._pending for name in scalars):
-            values = torch.stack([scalars[name] for _, scalars in self._pending if name in scalars]).cpu()  # [S,H]
-            self._sums[name] = self._sums.get(name, torch.zeros(())) + values.sum(0)
-            self._counts[name] = self._counts.get(name, 0) + len(values)
-            if name in ("loss", "auxiliary_loss"):
-                for place, head in torch.isfinite(values).logical_not().nonzero().tolist():
-                    number = self._pending[place][0]
-                    self._broken_at[head] = min(number, self._broken_at.get(head, number))
-        self._pending = []
 
 
 def _failure(

@@ -75,7 +75,7 @@ class StepRows(Sampler[list[tuple[int, int]]]):
 
 
 class TrainingBatches:
-    """Iterates over (step, this process's micro-batches of it, on its device) for steps first…steps−1 of a job.
+    """`begin(first)` iterates over (step, this process's micro-batches of it, on its device), steps first…steps−1.
 
     What a step's batch holds, augmentation included, depends on the job's seed and the step only. It is cut into
     processes × accumulation micro-batches. The mean of their losses weighted by their sizes is exactly the batch's,
@@ -93,14 +93,13 @@ class TrainingBatches:
         labels: Tensor,
         domains: Tensor,
         accelerator: Accelerator,
-        first: int = 0,
         together: bool = False,
     ) -> None:
         """`images` in the training's transform; `labels` and `domains` int64 [N], domains numbered as in the data set.
 
         `together`: losses are computed over the micro-batches that all processes have at a time.
         """
-        self.device, self.first, self.last = accelerator.device, first, job.setup.steps
+        self.device, self.seed, self.last = accelerator.device, job.seed, job.setup.steps
         pools = job.split.train
         self.whole = sampler(training.sampler, pools, training.batch_size, job.seed, labels)
         self.domain = job.split.domain_of[domains]  # int64 [N], −1 outside the training domains
@@ -116,14 +115,8 @@ class TrainingBatches:
         begin = self.process * self.accumulation
         self.own = slice(begin, begin + self.accumulation)
         self.together = together and accelerator.num_processes > 1
-        self.sizes = [len(rows) for rows in self._micro_batches(first)]
-        self.loader: DataLoader[Any] = DataLoader(
-            DrawnRows(images),
-            batch_sampler=StepRows(self._micro_batches, job.seed, first, self.last),
-            num_workers=worker_count(accelerator),
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # the loader would otherwise draw from the global one
-        )
+        self.sizes = [len(rows) for rows in self._micro_batches(0)]
+        self.images, self.workers = images, worker_count(accelerator)
 
     def rows(self, step: int) -> Tensor:
         """int64 [B]: the rows of the whole batch of `step`."""
@@ -133,8 +126,15 @@ class TrainingBatches:
         rows = self.rows(step)
         return deal(rows, self.domain[rows], self.parts, self.blocks)[self.own]
 
-    def __iter__(self) -> Iterator[tuple[int, list[MicroBatch]]]:
-        for step, (x, rows) in enumerate(self.loader, start=self.first):
+    def begin(self, first: int = 0) -> Iterator[tuple[int, list[MicroBatch]]]:
+        loader: DataLoader[Any] = DataLoader(
+            DrawnRows(self.images),
+            batch_sampler=StepRows(self._micro_batches, self.seed, first, self.last),
+            num_workers=self.workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # the loader would otherwise draw from the global one
+        )
+        for step, (x, rows) in enumerate(loader, start=first):
             x, rows = x.to(self.device, non_blocking=True), rows.to(self.device, non_blocking=True)
             together = self._together(step) if self.together else [None] * self.accumulation
             pieces = zip(x.split(self.sizes), rows.split(self.sizes), together, strict=True)

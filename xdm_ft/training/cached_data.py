@@ -34,13 +34,13 @@ class CachedData:
     worst_of: Tensor | None = None  # what worst_domain_accuracy looks at, −1: left out; None: the domains
 
 
-def batches(jobs: Sequence[Job], data: CachedData, training: Training) -> Iterator[Batch]:
-    """The batches of all steps, each head with its own rows: x [H,B,K], y, domain and index [H,B]."""
+def batches(jobs: Sequence[Job], data: CachedData, training: Training, begin: int = 0) -> Iterator[Batch]:
+    """The batches of all steps from `begin` on, each head with its own rows: x [H,B,K], y, domain and index [H,B]."""
     samplers = [sampler(training.sampler, job.split.train, training.batch_size, job.seed, data.labels) for job in jobs]
     domain_of = torch.stack([job.split.domain_of for job in jobs]).to(data.labels.device)  # [H, domains of the data]
     head = torch.arange(len(jobs), device=data.labels.device)[:, None]  # [H,1]
     steps = jobs[0].setup.steps
-    for first in range(0, steps, BLOCK_STEPS):
+    for first in range(begin, steps, BLOCK_STEPS):
         last = min(first + BLOCK_STEPS, steps)
         rows = torch.stack([own.indices(first, last) for own in samplers], dim=1).to(data.labels.device)  # [S,H,B]
         labels, domains = data.labels[rows], domain_of[head, data.domains[rows]]  # [S,H,B]

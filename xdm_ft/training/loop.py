@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +28,20 @@ from xdm_ft.data.loading.samplers import ImageRows
 from xdm_ft.data.loading.transforms import evaluation_transform, training_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
-from xdm_ft.evaluation.metrics import metric as metric_of
+from xdm_ft.interrupt import Interrupted, deferred, stop_requested, surviving
 from xdm_ft.progress import Progress, progress
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.batch_norm import gather_statistics
 from xdm_ft.training.batches import MicroBatch, TrainingBatches, block
+from xdm_ft.training.checkpoint import Checkpoint, digest, digest_of
+from xdm_ft.training.loop_state import LoopState
 from xdm_ft.training.passes import BatchNorm, EndToEnd, Passes, Roles, StepLosses
-from xdm_ft.training.prediction import EvaluationImages, precision_of, predict
+from xdm_ft.training.prediction import predict
 from xdm_ft.training.schedule import learning_rate_factor
-from xdm_ft.training.selection import Selector, evaluation_steps, known_values, rows_of_rules
+from xdm_ft.training.selection import Selector, evaluation_steps, known_values
+from xdm_ft.training.validation import Validation
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["predict", "shut_down", "train_model"]
 
 Record = Callable[[Job, int, dict[str, float]], None]
+logger = logging.getLogger("xdm_ft")
+BROKEN_LOGITS = "logits on validation images are not finite"
 STATISTICS_BATCHES = 500  # of training, over which the batch-norm statistics of averaged weights are gathered
 
 
@@ -65,6 +71,7 @@ def train_model(
     unfreeze_at: int = 0,
     augmentation: Augmentation = "none",
     worst_of: Tensor | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Trained:
     """Trains a copy of `encoder`, from the weights it has now, with the job's method for `job.setup.steps` steps.
 
@@ -76,6 +83,9 @@ def train_model(
     Before step `unfreeze_at` the head trains alone, on features of the encoder in eval mode, which stays as it came
     (LP-FT, Kumar et al. 2022); those steps can not be selected. One optimizer serves both phases: the encoder's state
     in it begins when its training does.
+
+    With a `checkpoint` an interrupted training goes on where it was saved; on a CPU bit for bit as if nothing had been.
+    A signal to stop then raises `Interrupted` in all processes after the same step.
 
     A model whose loss or logits are not finite, or for which the first rule could select nothing, comes with `failure`
     and without weights. Raises `UserError` for an image that does not decode, for fp16 with sharpness or without a GPU,
@@ -95,96 +105,141 @@ def train_model(
     seen = rules if averages is None else list(dict.fromkeys([*rules, LOSS_SPLIT]))
     groups = domains if worst_of is None else worst_of
     validation = Validation(job, images, labels, groups, seen, metric, max(batches.sizes), accelerator)
-    run = _Run(job, training, batches, validation, Selector(rules, metric, first_step), averages, record)
-    failure = _train(run, inner, accelerator, unfreeze_at, show)
-    selected = run.selector.selected
+    selector, optimizer = Selector(rules, metric, first_step), make_optimizer(inner.roles(), job, training)
+    state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
+    run = _Run(job, training, batches, validation, record, checkpoint)
+    _go_on(run, state, labels, domains)
+    failure = _train(run, state, unfreeze_at, show)
+    selected = selector.selected
     if averages is None:
-        failure = failure or run.selector.nothing_selected()
+        failure = failure or selector.nothing_selected()
     elif failure is None:
         selected = averages.selected(0, lambda mean: _with_weights(mean, inner, run, accelerator), rules)
     return Trained(
         job=job,
         selected={} if failure else selected,
         mixed_steps=algorithm.mixed_steps(job.setup.steps),
-        seconds=time.perf_counter() - started,
+        seconds=state.seconds,
         failure=failure,
-        course=run.selector.course,
+        course=selector.course,
     )
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What the steps of one training read and move, beside the model."""
+    """What the steps of one training read."""
 
     job: Job
     training: Training
     batches: TrainingBatches
     validation: Validation
-    selector: Selector
-    averages: Averages | None
     record: Record
+    checkpoint: Checkpoint | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.job.method}, {', '.join(self.job.test_domains)} held out, seed {self.job.seed}"
 
 
-def _train(run: _Run, inner: EndToEnd, accelerator: Accelerator, unfreeze_at: int, show: bool) -> str | None:
-    """All steps. Returns why the training broke off, None where it did not."""
-    job, steps = run.job, run.job.setup.steps
-    optimizer, batches = make_optimizer(inner.roles(), job, run.training), iter(run.batches)
-    name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
-    with progress(name, steps, "steps", show) as bar:
-        for frozen, count in ((True, unfreeze_at), (False, steps - unfreeze_at)):
-            if count == 0:
+def _go_on(run: _Run, state: LoopState, labels: Tensor, domains: Tensor) -> None:
+    """Where an interrupted process has left a checkpoint of this training, the state becomes that one."""
+    if run.checkpoint is None:
+        return
+    accelerator, split = state.accelerator, run.job.split
+    saved = run.checkpoint.load(
+        {
+            "processes": accelerator.num_processes,
+            "device": accelerator.device.type,
+            "data": digest_of([labels, domains, *split.train, *split.evaluation.values()]),
+            "weights": digest(state.inner.named_weights()),
+        }
+    )
+    if saved is not None:
+        state.load_state(saved)
+        logger.info("%s: goes on after %d of %d steps", run.name, state.taken, run.job.setup.steps)
+    taken = accelerator.gather(torch.tensor([state.taken], device=accelerator.device))
+    if (taken != state.taken).any():
+        raise UserError(f"{run.checkpoint.path}: not all processes read the same; put output.dir where all can read it")
+
+
+def _train(run: _Run, state: LoopState, unfreeze_at: int, show: bool) -> str | None:
+    """All steps that are left. Returns why the training broke off, None where it did not."""
+    steps = run.job.setup.steps
+    batches = surviving(run.batches.begin(state.taken))
+    with deferred(), progress(run.name, steps, "steps", show) as bar:
+        bar.skip(state.taken)
+        if not state.evaluated and not _evaluate(run, state):
+            return _failure(BROKEN_LOGITS, run, state.taken)
+        for frozen, last in ((True, unfreeze_at), (False, steps)):
+            if state.taken >= last:
                 continue
-            inner.freeze_encoder(frozen)
-            failure = _phase(run, inner, optimizer, accelerator, islice(batches, count), bar)
+            state.inner.freeze_encoder(frozen)
+            failure = _phase(run, state, islice(batches, last - state.taken), bar)
             if failure is not None:
                 return failure
     return None
 
 
-def _phase(
-    run: _Run,
-    inner: EndToEnd,
-    optimizer: Optimizer,
-    accelerator: Accelerator,
-    batches: Iterable[tuple[int, list[MicroBatch]]],
-    bar: Progress,
-) -> str | None:
+def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, list[MicroBatch]]], bar: Progress) -> str | None:
     """The steps of `batches`, in which the same parameters train: the accelerator must be told of a change."""
     steps = run.job.setup.steps
     evaluate_after = set(evaluation_steps(steps, run.training.evaluate_every))
-    course = Course()
-    with _prepared(inner, optimizer, accelerator) as (model, optimizer):
-        passes = Passes(model, inner, accelerator, run.job.sharpness, run.job.seed)
+    with _prepared(state.inner, state.optimizer, state.accelerator) as (model, optimizer):
+        passes = Passes(model, state.inner, state.accelerator, run.job.sharpness, run.job.seed)
         for step, micro_batches in batches:
             factor = learning_rate_factor(step, steps, run.training.schedule)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
             losses = _step(passes, micro_batches, optimizer, run.training.clip_norm, step)
-            if not math.isfinite(loss := float(losses.total + losses.second + losses.auxiliary)):
-                return _failure(f"the loss is {loss}", step, steps, run.batches)
-            course.add(losses)
-            if run.averages is not None:
+            loss, stop = torch.stack([losses.total + losses.second + losses.auxiliary, losses.stop]).tolist()
+            if not math.isfinite(loss):
+                return _failure(f"the loss is {loss}", run, step + 1)
+            state.course.add(losses)
+            if state.averages is not None:
                 trained = passes.roles.main | passes.roles.auxiliary
-                run.averages.add(step + 1, {name: parameter[None] for name, parameter in trained.items()})
-            if step + 1 in evaluate_after and not _evaluate(run, passes, step + 1, course, factor):
-                return _failure("logits on validation images are not finite", step, steps, run.batches)
+                state.averages.add(step + 1, {name: parameter[None] for name, parameter in trained.items()})
+            state.taken, state.evaluated = step + 1, step + 1 not in evaluate_after
+            if stop:
+                _leave(run, state)
+            if not state.evaluated and not _evaluate(run, state):
+                return _failure(BROKEN_LOGITS, run, step + 1)
+            if run.checkpoint is not None:
+                run.checkpoint.save_if_due(state.state, event=step + 1 in evaluate_after)
             bar.advance(1, f"loss {float(losses.total):.3f}")
+    if stop_requested():
+        _leave(run, state, together=False)  # the signal has ended this process's loader workers
     return None
 
 
-def _evaluate(run: _Run, passes: Passes, taken: int, course: Course, factor: float) -> bool:
-    """The evaluation after `taken` steps; False where logits are not finite."""
-    values = run.validation.evaluate(passes.inner)
+def _leave(run: _Run, state: LoopState, together: bool = True) -> NoReturn:
+    """Saves and ends the run, with the other processes where they are at the same step."""
+    if run.checkpoint is None:
+        raise Interrupted
+    run.checkpoint.save(state.state)
+    if together:
+        state.accelerator.wait_for_everyone()  # a launcher ends the others when the first one leaves
+    raise Interrupted(f"{run.name}: {state.taken} of {run.job.setup.steps} steps")
+
+
+def _evaluate(run: _Run, state: LoopState) -> bool:
+    """The evaluation after the steps taken; False where logits are not finite."""
+    try:
+        values = run.validation.evaluate(state.inner)
+    except Interrupted:
+        _leave(run, state)
     if values is None:
         return False
+    taken, training = state.taken, run.training
     values |= known_values(run.job, taken)
-    run.selector.offer(taken, values, passes.inner.weights)
-    if run.averages is not None:
-        run.averages.evaluated(taken, [run.validation.loss])
-    if passes.accelerator.is_main_process:
+    state.selector.offer(taken, values, state.inner.weights)
+    if state.averages is not None:
+        state.averages.evaluated(taken, [run.validation.loss])
+    if state.accelerator.is_main_process:
+        factor = learning_rate_factor(taken - 1, run.job.setup.steps, training.schedule)
         scores = {f"{rule}/{run.validation.metric}": value for rule, value in values.items()}
-        run.record(run.job, taken, {**course.means(), "lr": run.job.lr * factor, **scores})
+        run.record(run.job, taken, {**state.course.means(), "lr": run.job.lr * factor, **scores})
+    state.evaluated = True
     return True
 
 
@@ -196,7 +251,9 @@ def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerat
                 parameter.copy_(mean[name])
     torch.manual_seed(int(bits(run.job.seed, run.job.setup.steps, Stream.ENCODER, accelerator.process_index)))
     inner.train()
-    gather_statistics(inner.encoder, (batch for _, batch in islice(run.batches, STATISTICS_BATCHES)), accelerator)
+    gather_statistics(
+        inner.encoder, (batch for _, batch in islice(run.batches.begin(), STATISTICS_BATCHES)), accelerator
+    )
     return inner.weights()
 
 
@@ -223,9 +280,9 @@ def _step(
     return StepLosses.mean(taken)
 
 
-def _failure(what: str, step: int, steps: int, batches: TrainingBatches) -> str:
-    rows = ", ".join(map(str, batches.rows(step).tolist()))
-    return f"{what} at step {step + 1} of {steps}; images in its batch: rows {rows}"
+def _failure(what: str, run: _Run, taken: int) -> str:
+    rows = ", ".join(map(str, run.batches.rows(taken - 1).tolist()))
+    return f"{what} at step {taken} of {run.job.setup.steps}; images in its batch: rows {rows}"
 
 
 def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
@@ -268,64 +325,6 @@ def _prepared(inner: EndToEnd, optimizer: Optimizer, accelerator: Accelerator) -
         # else a second phase would wrap the forward pass in autocast twice
         accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)
         accelerator.free_memory()
-
-
-class Validation:
-    """What the selection rules look at, evaluated while training, in the precision of the training."""
-
-    def __init__(
-        self,
-        job: Job,
-        images: ImageRows,
-        labels: Tensor,
-        worst_of: Tensor,
-        rules: Sequence[str],
-        metric: str,
-        batch_size: int,
-        accelerator: Accelerator,
-    ) -> None:
-        self.labels, self.worst_of, self.metric = labels, worst_of, metric
-        self.precision = precision_of(accelerator)
-        self.loss = math.nan  # on the images of LOSS_SPLIT, where they are looked at, at the last evaluation
-        self.rows = rows_of_rules(job, rules)
-        self.images = {
-            rule: EvaluationImages(images, rows, batch_size, accelerator, persistent=True)
-            for rule, rows in self.rows.items()
-        }
-
-    def evaluate(self, inner: EndToEnd) -> dict[str, float] | None:
-        """Selection rule → the metric on its split; None where logits are not finite."""
-        inner.eval()
-        head = inner.algorithm.head
-        values = {}
-        for rule, images in self.images.items():
-            logits = images.logits(inner.encoder, head.weight, head.bias, self.precision)
-            if not logits.isfinite().all():
-                return None
-            rows = self.rows[rule]
-            values[rule] = metric_of(self.metric, logits, self.labels[rows], self.worst_of[rows])
-            if rule == LOSS_SPLIT:
-                self.loss = metric_of("nll", logits, self.labels[rows], self.worst_of[rows])
-        inner.train()
-        return values
-
-
-class Course:
-    """Means of the losses and of what the algorithm logs, since the last time they were asked for."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, int] = {}
-
-    def add(self, losses: StepLosses) -> None:
-        for name, value in {"loss": losses.total, "auxiliary_loss": losses.auxiliary, **losses.logs}.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-            self.counts[name] = self.counts.get(name, 0) + 1
-
-    def means(self) -> dict[str, float]:
-        means = {name: float(total) / self.counts[name] for name, total in self.sums.items()}
-        self.sums, self.counts = {}, {}
-        return means
 
 
 def shut_down(accelerator: Accelerator) -> None:

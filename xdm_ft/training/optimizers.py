@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +50,13 @@ class Optimizer(ABC):
         """Forgets the past gradients of every head."""
 
     @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """All that steps move beside the parameters."""
+
+    @abstractmethod
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None: ...
 
     @abstractmethod
@@ -67,6 +75,12 @@ class SGD(Optimizer):
     def reset(self) -> None:
         for velocity in self.velocity.values():
             velocity.zero_()
+
+    def state(self) -> dict[str, Any]:
+        return {"velocity": self.velocity}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        _copy(state["velocity"], self.velocity)
 
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
         if self.decays:
@@ -100,6 +114,15 @@ class Adam(Optimizer):
         self.taken = 0
         for moment in (*self.mean.values(), *self.square.values(), *self.largest.values()):
             moment.zero_()
+
+    def state(self) -> dict[str, Any]:
+        return {"taken": self.taken, "mean": self.mean, "square": self.square, "largest": self.largest}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.taken = state["taken"]
+        _copy(state["mean"], self.mean)
+        _copy(state["square"], self.square)
+        _copy(state["largest"], self.largest)
 
     def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
         self.taken += 1
@@ -172,6 +195,11 @@ def _library() -> Any:
         found.adam.argtypes = [integer] * 3 + [address] * 3 + [single, integer, integer, double, double, single]
         found.adam.argtypes += [address] * 3
     return found
+
+
+def _copy(values: Mapping[str, Tensor], into: Tensors) -> None:
+    for name, tensor in into.items():
+        tensor.copy_(values[name])
 
 
 def _beside(per_head: Tensor, stacked: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.encoders import Encoder
+from xdm_ft.interrupt import stop_requested
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.tensors import Batch, Losses
@@ -111,21 +112,22 @@ class Roles(NamedTuple):
 
 
 class StepLosses(NamedTuple):
-    """Means over the whole batch, all processes together."""
+    """Means over the whole batch, all processes together, and how many of them are asked to stop."""
 
     total: Tensor  # scalar
     second: Tensor  # scalar: `total` of the second pass; 0 without one
     auxiliary: Tensor  # scalar
+    stop: Tensor  # scalar: every process reads the same, so they stop after the same step
     logs: dict[str, Tensor]
 
     @classmethod
     def mean(cls, of: list[StepLosses]) -> StepLosses:
         """Over several steps of the optimizer that log the same."""
-        total, second, auxiliary = (
-            torch.stack(values).mean(0) for values in zip(*(one[:3] for one in of), strict=True)
+        total, second, auxiliary, stop = (
+            torch.stack(values).mean(0) for values in zip(*(one[:4] for one in of), strict=True)
         )
         logs = {name: torch.stack([one.logs[name] for one in of]).mean(0) for name in of[0].logs}
-        return cls(total, second, auxiliary, logs)
+        return cls(total, second, auxiliary, stop, logs)
 
 
 class Passes:
@@ -208,12 +210,13 @@ class Passes:
             is_mean = value.is_floating_point()
             buffers[name] = _weighted_sum([losses.buffers[name] for losses in first], weights) if is_mean else value
         means = [value for value in buffers.values() if value.is_floating_point()]
-        moved = [total, second, auxiliary, *logs.values(), *means, *self.statistics.sums]
+        stop = torch.full_like(total, float(stop_requested()))
+        moved = [total, second, auxiliary, stop, *logs.values(), *means, *self.statistics.sums]
         _sum_over_processes(self.accelerator, moved)
         self.statistics.commit()
         for name, value in buffers.items():
             self.inner.algorithm.get_buffer(name).copy_(value)
-        return StepLosses(total, second, auxiliary, logs)
+        return StepLosses(total, second, auxiliary, stop, logs)
 
 
 def _detached(losses: Losses) -> Losses:

@@ -15,6 +15,7 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data.loading.samplers import ImageRows
 from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.encoders import Encoder
+from xdm_ft.interrupt import Interrupted, stop_requested, surviving
 from xdm_ft.training.batches import worker_count
 
 if TYPE_CHECKING:
@@ -51,15 +52,22 @@ class EvaluationImages:
 
     @torch.no_grad()
     def logits(self, encoder: Encoder, weight: Tensor, bias: Tensor, precision: Precision) -> Tensor:
-        """float32 [n,C] on the CPU, in every process. The encoder is on the accelerator's device and in eval mode."""
+        """float32 [n,C] on the CPU, in every process. The encoder is on the accelerator's device and in eval mode.
+
+        Raises `Interrupted` in every process where one is asked to stop.
+        """
         device = self.accelerator.device
         logits = torch.zeros(self.share, len(bias), device=device)  # the last processes' shares may be smaller
         done = 0
-        for x, _ in self.loader:
+        for x, _ in surviving(self.loader):
+            if stop_requested():
+                break
             with torch.autocast(device.type, dtype=DTYPES.get(precision), enabled=precision != "no"):
                 z = encoder(x.to(device, non_blocking=True))  # [b,K]
             logits[done : done + len(x)] = F.linear(z.float(), weight, bias)
             done += len(x)
+        if self.accelerator.reduce(torch.tensor(float(stop_requested()), device=device), "sum") > 0:
+            raise Interrupted
         gathered: Tensor = self.accelerator.gather(logits)
         return gathered[: self.n].cpu()
 

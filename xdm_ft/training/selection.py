@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -80,6 +81,21 @@ class Selector:
         if rule not in self.best:
             return True
         return value > self.best[rule] if HIGHER_IS_BETTER[self.metric] else value < self.best[rule]
+
+    def state(self) -> dict[str, Any]:
+        distinct = {id(selected): selected for selected in self.selected.values()}
+        place = {key: number for number, key in enumerate(distinct)}
+        return {
+            "best": self.best,
+            "course": self.course,
+            "picked": [[one.step, one.state, one.hparams] for one in distinct.values()],
+            "by_rule": {rule: place[id(selected)] for rule, selected in self.selected.items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        picked = [Selected(*one) for one in state["picked"]]
+        self.selected = {rule: picked[number] for rule, number in state["by_rule"].items()}
+        self.best, self.course = state["best"], state["course"]
 
     def nothing_selected(self) -> str | None:
         """Why the first rule has picked nothing; None where it has."""
