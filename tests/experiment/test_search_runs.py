@@ -163,6 +163,16 @@ def test_any_model_of_a_search_can_be_trained_again(here, capsys):
     assert main(["retrain", "output", "erm", "sketch", "1"]) == 2
 
 
+def test_failed_trials_are_told_beside_the_ones_that_were_picked(here):
+    overrides = ("methods=[erm]", "search={trials: 2, space: {lr: {choice: [1.0e+30]}}}", "training.optimizer=sgd")
+    assert run(recipe(*overrides)) == 1
+    found = json.loads(Path("output/search/results.json").read_text())
+    assert {(r["trial"], r["status"]) for r in found["runs"]} == {(0, "ok"), (1, "failed")}
+    for row in found["summary"]:
+        assert row["mean"] is not None and "4 of 4 drawn trials failed, the first: the lo" in row["flags"][-1]
+    assert "drawn trials failed" in Path("output/search/results.md").read_text()
+
+
 def record(trial, value, status="ok"):
     selected = {"train_val": {"metrics": {"train_val": {"accuracy": value, "nll": value}}}} if status == "ok" else {}
     return {"method": "m", "test_domains": ["a"], "seed": 0, "trial": trial, "status": status, "selected": selected}

@@ -67,15 +67,20 @@ def summary_of(
         for row in of_rule:
             trials = {record["trial"] for record in runs if record["method"] == row["method"]}
             budget = row["budget"] | {"draws": len(trials)}
-            rows.append(row | {"budget": budget} | _flags(picked, row["method"], rule))
+            rows.append(row | {"budget": budget} | _flags(runs, picked, row["method"], rule))
     return rows
 
 
-def _flags(picked: Sequence[Record], method: str, rule: str) -> dict[str, Any]:
-    """What the picks of a method were flagged for, and how many of them."""
+def _flags(runs: Sequence[Record], picked: Sequence[Record], method: str, rule: str) -> dict[str, Any]:
+    """What the picks of a method were flagged for, and how many of them; and the trials that failed beside them."""
     selected = [r["selected"][rule] for r in picked if r["method"] == method and rule in r["selected"]]
     counts = Counter(flag for one in selected for flag in one.get("flags", ()))
-    return {"flags": [f"{flag} in {n} of {len(selected)} picks" for flag, n in counts.items()]} if counts else {}
+    flags = [f"{flag} in {n} of {len(selected)} picks" for flag, n in counts.items()]
+    trials = [run for run in runs if run["method"] == method and run["trial"] > 0]
+    failed = [run["reason"] for run in trials if run["status"] == "failed"]
+    if failed:
+        flags.append(f"{len(failed)} of {len(trials)} drawn trials failed, the first: {failed[0]}")
+    return {"flags": flags} if flags else {}
 
 
 def _augmentation(recipe: Recipe) -> str:
