@@ -99,7 +99,7 @@ def surviving(items: Iterable[T]) -> Iterator[T]:
     """The items of a data loader; they end where the signal that asks to stop has ended its workers too."""
     try:
         yield from items
-    except RuntimeError:
+    except Exception:  # of torch, or of a connection, as it happens
         if not stop_requested():
             raise
 
