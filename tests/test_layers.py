@@ -24,6 +24,7 @@ LAYERS = [
     "xdomainmix",
     "encoders",
     "data",
+    "compiled",
     "atomic",
     "progress",
     "randomness",

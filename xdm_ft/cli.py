@@ -64,6 +64,14 @@ def _cache(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _retrain(arguments: argparse.Namespace) -> int:
+    from xdm_ft.experiment.retrain import retrain
+
+    model = arguments.method, arguments.test_domain, arguments.seed, arguments.trial
+    print(retrain(arguments.run_dir, *model, arguments.alone))
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from xdm_ft.experiment.doctor import doctor
 
@@ -91,6 +99,13 @@ def parser() -> argparse.ArgumentParser:
         sub = verb(name, function, text)
         sub.add_argument("recipe", metavar="RECIPE", help="a file, or the name of a packaged recipe")
         sub.add_argument("overrides", metavar="key.sub=value", nargs="*", help="changes to the recipe, values as YAML")
+    again = verb("retrain", _retrain, "train one model of a run again and compare it with what was recorded")
+    again.add_argument("run_dir", metavar="RUN_DIR")
+    again.add_argument("method", metavar="METHOD", help="as results.json calls it")
+    again.add_argument("test_domain", metavar="TEST_DOMAIN", help="held out; several joined by commas")
+    again.add_argument("seed", metavar="SEED", type=int)
+    again.add_argument("trial", metavar="TRIAL", type=int, nargs="?", default=0, help="draw of a search (default 0)")
+    again.add_argument("--alone", action="store_true", help="a head by itself, not in the chunk that it trained in")
     doctor = verb("doctor", _doctor, "check installation, devices, weights and data; say what to do about each fault")
     doctor.add_argument("recipe", metavar="RECIPE", nargs="?", help="a file, or the name of a packaged recipe")
     doctor.add_argument("overrides", metavar="key.sub=value", nargs="*", help="changes to the recipe, values as YAML")

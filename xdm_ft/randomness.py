@@ -40,6 +40,8 @@ class Stream(IntEnum):
     BATCH_CLASS = 28
     AUGMENTATION = 29
     SEARCH = 30
+    VIEW_IMAGE = 40
+    VIEW = 41
 
 
 def _signed(value: int) -> int:

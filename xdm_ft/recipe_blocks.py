@@ -35,8 +35,8 @@ class DataCommon(Block):
     train_augmentation: Annotated[
         Augmentation | None,
         Field(
-            description="random changes of training images, end to end only: none, or domainbed (crop, flip, colours, "
-            "grey); null: domainbed for DomainBed's five, none for others (WILDS' examples use none)"
+            description="random changes of training images, end to end or in features.views: none, or domainbed (crop, "
+            "flip, colours, grey); null: domainbed for DomainBed's five, none for others (WILDS' examples use none)"
         ),
     ] = None
 
@@ -165,8 +165,8 @@ class Recipe:
 
     @property
     def train_augmentation(self) -> Augmentation:
-        """What training images go through: the data set's own where the recipe says nothing, none if not end to end."""
-        own: Augmentation = self.data.cls.train_augmentation if self.trainable else "none"
+        """What training images go through: the data set's own where the recipe says nothing, none if read once."""
+        own: Augmentation = self.data.cls.train_augmentation if self.trainable or self.features.views else "none"
         return self.data_common.train_augmentation or own
 
     @property

@@ -52,19 +52,41 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
     if protocol.name == "official" and protocol.split_rule != "stratified":
         faults.add(("protocol", "split_rule"), "the official split decides what validates; leave it out")
     if not recipe.trainable:
-        if recipe.data_common.train_augmentation not in (None, "none"):
-            problem = "has no meaning with a frozen encoder, whose features of every image are computed once"
-            faults.add(("data", "train_augmentation"), f"{problem}; leave it out, or set encoder.trainable: true")
         for key, idle in (("mixed_precision", "no"), ("accumulation", 1)):
             if getattr(training, key) != idle:
                 problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
                 faults.add(("training", key), problem)
+    if training.steps is not None and training.schedule.warmup_steps >= training.steps:
+        problem = f"{training.schedule.warmup_steps} steps of warm-up leave none of {training.steps}; lower them"
+        faults.add(("training", "schedule", "warmup_steps"), problem)
+    for i, item in enumerate(recipe.methods):
+        if item.averaging is not None and training.patience is not None:
+            problem = f"+{item.averaging.name} ends its average by itself; leave training.patience out"
+            faults.add(("methods", i), problem)
     if training.amsgrad and training.optimizer == "sgd":
         faults.add(("training", "amsgrad"), "is a variant of adam and adamw; leave it out, or choose one of them")
+    _check_views(faults, recipe)
     _check_search(faults, recipe)
     has_text = issubclass(recipe.encoder.cls, TextEncoder)
     for i, item in enumerate(recipe.methods):
         _check_method(faults, ("methods", i), item, recipe, has_text)
+
+
+def _check_views(faults: Faults, recipe: Recipe) -> None:
+    """`features.views` needs an augmentation, and something that trains on what is cached."""
+    given, views = recipe.data_common.train_augmentation, recipe.features.views
+    augmentation, count = ("data", "train_augmentation"), ("features", "views")
+    if not recipe.trainable and not views and given not in (None, "none"):
+        problem = "has no meaning with a frozen encoder, whose features of every image are computed once"
+        faults.add(augmentation, f"{problem}; leave it out, or set features.views, or encoder.trainable: true")
+    if views and recipe.trainable:
+        faults.add(count, "has no meaning with encoder.trainable, which augments at every step; leave it out")
+    elif views and all(item.is_solver for item in recipe.methods):
+        problem = "has no meaning for methods without gradient steps, which read the plain images"
+        faults.add(count, f"{problem}; leave it out")
+    elif views and recipe.train_augmentation == "none":
+        own = "" if given else ", as usual with this data set,"
+        faults.add(augmentation, f"none{own} makes no views to cache; set domainbed, or leave features.views out")
 
 
 def _check_search(faults: Faults, recipe: Recipe) -> None:
@@ -78,6 +100,8 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
             faults.add(("search", "space", key), problem)
         elif key == "encoder_lr" and not recipe.trainable:
             faults.add(("search", "space", key), "has no meaning with a frozen encoder; leave it out")
+        elif key in ("momentum", "beta1", "beta2") and (key == "momentum") != (recipe.training.optimizer == "sgd"):
+            faults.add(("search", "space", key), f"has no meaning to {recipe.training.optimizer}; leave it out")
     if search.space and search.trials == 1:
         faults.add(("search", "trials"), "1 trial draws nothing from search.space; raise it")
     if search.preset != "none" and search.trials == 1:

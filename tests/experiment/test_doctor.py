@@ -65,6 +65,19 @@ def test_healthy(images, doctor):
         assert words in text
 
 
+def test_room_for_views_is_counted(images, doctor):
+    views = "features.views=2", "data.train_augmentation=domainbed"
+    _, lines, _ = doctor("small.yaml", *views)
+    plain = next(line for line in doctor("small.yaml")[1] if "features: " in line)
+    viewed = next(line for line in lines if "features: " in line)
+    assert "features: 0 of 108 cached in 3 passes" in viewed
+
+    def megabytes(line):
+        return float(line.split("cached")[1].split(", ")[1].split(" MB")[0])
+
+    assert megabytes(viewed) == pytest.approx(3 * megabytes(plain), abs=0.2)
+
+
 def test_without_a_recipe(doctor):
     status, lines, _ = doctor()
     assert status == 0 and any("libraries" in line for line in lines) and not any("data" in line[:12] for line in lines)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from xdm_ft import components
+from xdm_ft.errors import UserError
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.experiment.validation import resolved_with_meanings
@@ -119,3 +120,71 @@ def test_class_balanced_and_class_weights_in_a_whole_run(trainable, tmp_path):
 def test_the_plan_counts_the_images_of_a_class_balanced_step():
     checked = recipe(("batch_size: 4", "batch_size: 4, sampler: class_balanced"))
     assert "encoder: 24 images forward and backward" in describe(make_plan(checked, read_data(checked)))
+
+
+FROZEN = ("trainable: true", "trainable: false")
+VIEWS = ("{dir: cache, workers: 0}", "{dir: cache, workers: 0, views: 2}")
+
+
+def test_views_reach_the_training_and_the_protocol_line(tmp_path):
+    viewed = results(tmp_path, FROZEN, VIEWS, ("[erm]", "[erm, linear_probe]"))
+    plain = results(tmp_path, FROZEN, ("name: small", "name: plain"), ("[erm]", "[erm, linear_probe]"))
+    lines = [row["protocol"] for row in viewed["summary"]]
+    assert lines and all(
+        "; augmentation domainbed, 2 cached views per image of what trains by gradient steps; " in line
+        for line in lines
+    )
+    assert all("; no augmentation; " in row["protocol"] for row in plain["summary"])
+    assert viewed["recipe"]["features"]["views"] == 2 and plain["recipe"]["features"]["views"] == 0
+    weight = {
+        (name, run["method"]): load_file(
+            tmp_path / "output" / name / run["selected"]["train_val"]["weights"]
+        )["head.weight"]
+        for name, found in (("small", viewed), ("plain", plain))
+        for run in found["runs"]
+    }  # fmt: skip
+    assert not torch.equal(weight["small", "erm"], weight["plain", "erm"])
+    assert torch.equal(weight["small", "linear_probe"], weight["plain", "linear_probe"])
+    alone = results(tmp_path, FROZEN, VIEWS, ("name: small", "name: alone"))
+    assert "; augmentation domainbed, 2 cached views per image; " in alone["summary"][0]["protocol"]
+
+
+def test_a_run_without_views_does_not_go_on_with_them(tmp_path):
+    results(tmp_path, FROZEN)
+    with pytest.raises(UserError, match=r"features\.views"):
+        run(recipe(FROZEN, VIEWS))
+
+
+def test_the_plan_counts_the_passes_of_views():
+    checked = recipe(FROZEN, VIEWS)
+    images = len(read_data(checked))
+    expected = f"encoder: 3 passes (1 plain, 2 augmented) over {images} images unless their features are cached"
+    assert expected in describe(make_plan(checked, read_data(checked))).splitlines()
+    assert f"encoder: one pass over {images} images" in describe(make_plan(recipe(FROZEN), read_data(checked)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "problem"),
+    [
+        ([FROZEN, VIEWS, ("counts: any", "counts: any, train_augmentation: none")],
+         "data.train_augmentation", "none makes no views to cache; set domainbed"),
+        ([FROZEN, VIEWS, ("{name: pacs, root: data, counts: any}", "{name: camelyon17}"), ("[sketch]", "[hospital 2]")],
+         "data.train_augmentation", "none, as usual with this data set, makes no views"),
+        ([VIEWS], "features.views", "no meaning with encoder.trainable"),
+        ([FROZEN, VIEWS, ("[erm]", "[linear_probe]")], "features.views", "no meaning for methods without gradient"),
+        ([FROZEN, ("counts: any", "counts: any, train_augmentation: domainbed")],
+         "data.train_augmentation", "no meaning with a frozen encoder"),
+        ([FROZEN, (VIEWS[0], "{dir: cache, views: -1}")], "features.views", "greater than or equal to 0"),
+    ],
+)  # fmt: skip
+def test_views_that_do_not_fit_the_recipe_are_refused(changes, key, problem):
+    with pytest.raises(UserError) as refused:
+        recipe(*changes)
+    [line] = str(refused.value).splitlines()
+    assert f": {key}: " in line and problem in line
+
+
+@pytest.mark.parametrize("given", ["", ", train_augmentation: domainbed"])
+def test_views_take_the_data_sets_augmentation_or_the_one_given(given):
+    checked = recipe(FROZEN, VIEWS, ("counts: any", f"counts: any{given}"))
+    assert checked.train_augmentation == checked.resolved()["data"]["train_augmentation"] == "domainbed"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ import jsonschema
 import miniature
 import pytest
 
+from xdm_ft.cli import main
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.trials import picked_trials, selection_value
 from xdm_ft.experiment import run
@@ -145,6 +147,20 @@ def without_times(value):
     if isinstance(value, dict):
         return {key: without_times(inner) for key, inner in value.items() if key != "train_seconds"}
     return [without_times(inner) for inner in value] if isinstance(value, list) else value
+
+
+def test_any_model_of_a_search_can_be_trained_again(here, capsys):
+    assert run(recipe("protocol.selection=cross_domain", "methods=[erm]", "protocol.final_fit=false")) == 0
+    capsys.readouterr()
+    assert main(["retrain", "output/search", "erm", "sketch", "1", "2"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("weights the same bits") == 3 and "differ" not in told
+    assert main(["retrain", "output/search", "erm", "sketch", "1", "2", "--alone"]) == 0
+    differences = [float(d) for d in re.findall(r"\(([+-]\d+\.\d+)\)", capsys.readouterr().out)]
+    assert len(differences) == 9 and max(map(abs, differences)) < 4  # one image of 28
+    assert main(["retrain", "output/search", "erm", "sketch", "1", "7"]) == 2
+    assert 'no model "erm sketch 1 7"; did you mean "erm sketch 1' in capsys.readouterr().err
+    assert main(["retrain", "output", "erm", "sketch", "1"]) == 2
 
 
 def record(trial, value, status="ok"):

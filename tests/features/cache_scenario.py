@@ -1,7 +1,7 @@
 """A tiny data set and encoder for the tests of the cache; run as a script it is a process that extracts.
 
-python cache_scenario.py CACHE IMAGES SECONDS_PER_BATCH prints the number of images that it computed and a hash of the
-features.
+python cache_scenario.py CACHE IMAGES SECONDS_PER_BATCH VIEWS prints the number of images that it computed and a hash of
+the features, those of augmented views included.
 """
 
 from __future__ import annotations
@@ -108,19 +108,25 @@ class Tiny(Encoder):
 def features_of(dataset: ImageDataset, cache: Path, encoder: Encoder | None = None, **settings: object) -> Features:
     """`extract` with what the tests have in common. Settings other than the block's are arguments of `extract`."""
     arguments = {"on_bad_image": settings.pop("on_bad_image", "error"), "device": "cpu", "show": False}
+    arguments["augmentation"] = settings.pop("augmentation", "none")
     block = FeatureSettings.model_validate({"dir": cache, "batch_size": 16, "workers": 0, **settings})
     return extract(encoder or Tiny(), dataset, block, **arguments)
 
 
-def main(cache: Path, images: Path, seconds_per_batch: float) -> None:
+def digest(features: Features) -> str:
+    rows, numbers = torch.arange(len(features)), torch.arange(1 + features.views)[:, None]
+    return xxhash.xxh3_64_hexdigest(features.of_views(rows, numbers).numpy().tobytes())
+
+
+def main(cache: Path, images: Path, seconds_per_batch: float, views: int) -> None:
     torch.set_num_threads(1)
     shards.IMAGES = SHARD
-    features = features_of(Files(images), cache, Tiny(seconds=seconds_per_batch), workers=1)
-    values = features[torch.arange(len(features))]
-    print(features.extracted, xxhash.xxh3_64_hexdigest(values.numpy().tobytes()), flush=True)
+    own = {"views": views, "augmentation": "domainbed" if views else "none"}
+    features = features_of(Files(images), cache, Tiny(seconds=seconds_per_batch), workers=1, **own)
+    print(features.extracted, digest(features), flush=True)
 
 
 if __name__ == "__main__":
     import cache_scenario  # under the name that its classes have in the tests: a reader's name is part of the key
 
-    cache_scenario.main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]))
+    cache_scenario.main(Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import xxhash
-from cache_scenario import SHARD, Files, features_of, write_images
+from cache_scenario import SHARD, Files, digest, features_of, write_images
 
 from xdm_ft.features.store import read_manifest
 
@@ -34,11 +33,11 @@ def expected(images: Path, tmp_path: Path) -> str:
     torch.set_num_threads(1)
     features = features_of(Files(images), tmp_path / "undisturbed")
     torch.set_num_threads(threads)
-    return xxhash.xxh3_64_hexdigest(features[torch.arange(len(features))].numpy().tobytes())
+    return digest(features)
 
 
-def start(cache: Path, images: Path, seconds_per_batch: float) -> subprocess.Popen[str]:
-    command = [sys.executable, str(SCENARIO), str(cache), str(images), str(seconds_per_batch)]
+def start(cache: Path, images: Path, seconds_per_batch: float, views: int = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCENARIO), str(cache), str(images), str(seconds_per_batch), str(views)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCENARIO.parents[2])}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -47,8 +46,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """What the process computed: number of images, hash of all features."""
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    extracted, digest = output.split()
-    return int(extracted), digest
+    extracted, of_all = output.split()
+    return int(extracted), of_all
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -73,9 +72,9 @@ def test_killed_extraction_goes_on_at_the_next_shard(tmp_path: Path, images: Pat
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
     assert not read_manifest(folder)["complete"]
 
-    extracted, digest = finish(start(cache, images, 0.0))
+    extracted, resumed = finish(start(cache, images, 0.0))
     assert extracted == (SHARDS - kept) * SHARD
-    assert digest == expected
+    assert resumed == expected
     assert read_manifest(folder)["complete"]
     assert len(list(folder.iterdir())) == SHARDS + 1  # nothing is left of the killed process
 
@@ -93,6 +92,21 @@ def test_work_of_a_killed_process_is_taken_over(tmp_path: Path, images: Path, ex
     wait_for(lambda: done(cache) >= 2)
     killed.kill()
     killed.communicate()
-    _, digest = finish(other)
-    assert digest == expected
+    _, of_other = finish(other)
+    assert of_other == expected
     assert features_of(Files(images), cache).extracted == 0
+
+
+def test_views_killed_and_shared_are_those_of_one_undisturbed_process(tmp_path: Path, images: Path) -> None:
+    _, expected = finish(start(tmp_path / "undisturbed", images, 0.0, views=2))
+    cache = tmp_path / "cache"
+    killed = start(cache, images, 0.05, views=2)
+    wait_for(lambda: done(cache) >= SHARDS + 2)  # in the first augmented pass
+    killed.kill()
+    killed.communicate()
+    kept = done(cache)
+    assert SHARDS + 2 <= kept < 3 * SHARDS
+    both = [start(cache, images, 0.05, views=2) for _ in range(2)]
+    (first, first_digest), (second, second_digest) = map(finish, both)
+    assert first + second == (3 * SHARDS - kept) * SHARD
+    assert first_digest == second_digest == expected

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from bank_problems import DOMAINS, WithDomainHead, digits, job_of, train
+from bank_problems import DOMAINS, WIDTH, WithDomainHead, digits, job_of, train
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
@@ -20,7 +20,7 @@ from xdm_ft.evaluation.metrics import metric
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Job, Schedule, Training
-from xdm_ft.training.bank import CHUNK_HEADS, Bank, chunks, stack, step
+from xdm_ft.training.bank import CHUNK_BYTES, CHUNK_HEADS, Bank, chunks, stack, step
 from xdm_ft.training.cached_data import batches, head_logits
 
 SGD = Training(batch_size=8, optimizer="sgd", momentum=0.9)
@@ -165,17 +165,47 @@ def test_batches_are_the_samplers_and_domains_those_of_the_split() -> None:
 
 def test_chunks_hold_neighbours_of_one_shape() -> None:
     jobs = [job_of(steps=5, seed=s) for s in range(2 * CHUNK_HEADS + 1)] + [job_of(steps=6)]
-    sizes = [len(chunk) for chunk in chunks(jobs)]
+    sizes = [len(chunk) for chunk in chunks(jobs, SGD)]
     assert sizes == [CHUNK_HEADS, CHUNK_HEADS, 1, 1]
-    assert [job for chunk in chunks(jobs) for job in chunk] == jobs
+    assert [job for chunk in chunks(jobs, SGD) for job in chunk] == jobs
 
 
 def test_chunks_part_settings_that_do_not_stack() -> None:
     jobs = [job_of(XDomainMix, seed=s, warmup_steps=3 + s % 2, p_discard=s / 10) for s in range(4)]
     jobs += [job_of(XDomainMix, warmup_steps=3, sharpness=SAM(rho=rho)) for rho in (0.1, 0.2)]
     place = {id(job): number for number, job in enumerate(jobs)}
-    found = [[place[id(job)] for job in chunk] for chunk in chunks(jobs)]
+    found = [[place[id(job)] for job in chunk] for chunk in chunks(jobs, SGD)]
     assert found == [[0, 2], [1, 3], [4, 5]]
+
+
+def test_chunks_part_what_else_a_search_draws() -> None:
+    drawn = [
+        SGD.model_copy(update=values) for values in ({"lr": 0.5, "momentum": 0.1}, {"beta1": 0.5}, {"batch_size": 3})
+    ]
+    jobs = [dataclasses.replace(job_of(seed=s), training=own) for s in range(2) for own in (None, *drawn)]
+    place = {id(job): number for number, job in enumerate(jobs)}
+    assert [[place[id(job)] for job in chunk] for chunk in chunks(jobs, SGD)] == [[0, 1, 4, 5], [2, 6], [3, 7]]
+
+
+def test_a_head_that_stops_keeps_what_it_picked_and_the_others_go_on() -> None:
+    """Its patience ends as it would alone; the rest of its chunk is what it is without it."""
+    training = SGD.model_copy(update={"patience": 1, "evaluate_every": 2})
+    jobs = [job_of(steps=20, lr=lr) for lr in (10.0, 1e-3)]
+    both = train(jobs, training)
+    for job, together in zip(jobs, both, strict=True):
+        (alone,) = train([job], training)
+        assert alone.stopped_at == together.stopped_at
+        assert alone.selected["train_val"].step == together.selected["train_val"].step
+        torch.testing.assert_close(alone.selected["train_val"].state, together.selected["train_val"].state)
+    assert both[0].stopped_at is not None and both[0].stopped_at < 20
+    assert max(both[0].course["train_val"]) == both[0].stopped_at
+
+
+def test_a_chunk_holds_no_more_features_than_are_kept_in_memory() -> None:
+    large = SGD.model_copy(update={"batch_size": CHUNK_BYTES // (4 * 3 * WIDTH) // 5})  # three domains
+    assert [len(chunk) for chunk in chunks([job_of(steps=5, seed=s) for s in range(7)], large)] == [5, 2]
+    larger = SGD.model_copy(update={"batch_size": CHUNK_BYTES})
+    assert [len(chunk) for chunk in chunks([job_of(steps=5, seed=s) for s in range(2)], larger)] == [1, 1]
 
 
 def test_settings_that_differ_but_do_not_stack_are_refused() -> None:

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from xdm_ft.training import optimizers
 from xdm_ft.training.optimizers import clip, make_optimizer
 
 SHAPES = {"weight": (5, 7), "bias": (5,), "scalar": ()}
 LR, WEIGHT_DECAY = torch.tensor([1e-3, 0.1, 0.02]), torch.tensor([0.0, 0.01, 0.3])
 MOMENTUM = torch.tensor([0.9, 0.0, 0.5])
+BETAS = (0.8, 0.99)
 HEADS, STEPS = 3, 40
 
 
@@ -22,14 +24,21 @@ def torch_optimizer(
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=float(MOMENTUM[head]))
     cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
-    return cls(parameters, lr=lr, weight_decay=weight_decay, amsgrad=amsgrad)
+    return cls(parameters, lr=lr, weight_decay=weight_decay, betas=BETAS, amsgrad=amsgrad)
 
 
 @pytest.mark.parametrize(
     ("name", "amsgrad"), [("sgd", False), ("adam", False), ("adam", True), ("adamw", False), ("adamw", True)]
 )
 @pytest.mark.parametrize("decays", [False, True])
-def test_every_head_steps_as_under_torch_optim(name: str, amsgrad: bool, decays: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_head_steps_as_under_torch_optim(
+    name: str, amsgrad: bool, decays: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(optimizers, "one_pass", lambda parameter: False)
+    elif not optimizers.one_pass(torch.zeros(1)):
+        pytest.skip("there is no C compiler")
     generator = torch.Generator().manual_seed(0)
     parameters = stacked(generator)
     weight_decay = WEIGHT_DECAY * decays
@@ -37,7 +46,7 @@ def test_every_head_steps_as_under_torch_optim(name: str, amsgrad: bool, decays:
     theirs = [
         torch_optimizer(name, list(own.values()), h, float(weight_decay[h]), amsgrad) for h, own in enumerate(alone)
     ]
-    ours = make_optimizer(name, parameters, LR, weight_decay, momentum=MOMENTUM, amsgrad=amsgrad)
+    ours = make_optimizer(name, parameters, LR, weight_decay, momentum=MOMENTUM, betas=BETAS, amsgrad=amsgrad)
     for step in range(STEPS):
         factor, gradients = 1 - step / STEPS, stacked(generator)
         if step >= STEPS // 2:  # smaller ones, from which only amsgrad's second moment does not fall

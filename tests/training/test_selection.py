@@ -77,6 +77,15 @@ def test_the_course_holds_what_every_rule_saw_even_in_the_warm_up() -> None:
     assert selector.course == {"train_val": {2: 0.9, 4: 0.5}}
 
 
+def test_patience_ends_after_so_many_evaluations_without_a_better_value() -> None:
+    selector = Selector(["train_val", "oracle"], "accuracy", first_selectable_step=2, patience=2)
+    for step, value in ((1, 0.9), (2, 0.5), (3, 0.4), (4, 0.6), (5, 0.6)):
+        selector.offer(step, {"train_val": value, "oracle": step / 10}, lambda step=step: state_of(step))
+        assert selector.stopped_at is None
+    selector.offer(6, {"train_val": math.nan, "oracle": 0.9}, lambda: state_of(6))
+    assert selector.stopped_at == 6 and selector.selected["train_val"].step == 4
+
+
 def test_values_known_beforehand_look_at_no_rows() -> None:
     job = dataclasses.replace(job_of(), known={"cross_domain": {1: 0.5, 3: 0.7}})
     assert set(rows_of_rules(job, ["cross_domain", "oracle"])) == {"oracle"}

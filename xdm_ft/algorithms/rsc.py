@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, Setup, linear, product
+from xdm_ft.algorithms import Algorithm, Setup, linear
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.xdomainmix import specific_mask
 
@@ -49,19 +49,24 @@ class RSC(Algorithm):
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
         # g < its (1−p)-quantile is −g > its p-quantile; a row of W serves all samples of its class
         kept = specific_mask(-self.head.weight, exact(self.feature_drop))[batch.y]  # bool [B,K]
+        logits = self.logits(z, kept)
         with torch.no_grad():
-            fall = self.true_probability(linear(z, self.head), batch.y)
-            fall = fall - self.true_probability(linear(z * kept, self.head), batch.y)  # [B]
-        spared = specific_mask(-fall, exact(self.batch_drop))  # bool [B]
-        return self.second_pass(z, batch, step, {"kept": kept, "spared": spared})
+            whole, muted = (self.true_probability(v, batch.y) for v in logits)
+        spared = specific_mask(muted - whole, exact(self.batch_drop))  # bool [B], of −fall
+        return self.losses(logits, batch, kept, spared)
 
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
         """The loss with given masks."""
-        whole = product(z, self.head.weight)  # W z [B,C]
-        muted = product(z * held["kept"].view(torch.uint8), self.head.weight)
-        logits = torch.where(held["spared"][:, None], whole, muted) + self.head.bias
-        total = self.average(F.cross_entropy(logits, batch.y, reduction="none"), batch)
-        return Losses(total, auxiliary=total.new_zeros(()), held=dict(held))
+        return self.losses(self.logits(z, held["kept"]), batch, held["kept"], held["spared"])
+
+    def logits(self, z: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """c(z) and c(z ⊙ m), [B,C] each. As bytes, since a product with bools takes fifteen times as long on a CPU."""
+        return linear(z, self.head), linear(z * kept.view(torch.uint8), self.head)
+
+    def losses(self, logits: tuple[Tensor, Tensor], batch: Batch, kept: Tensor, spared: Tensor) -> Losses:
+        chosen = torch.where(spared[:, None], *logits)
+        total = self.average(F.cross_entropy(chosen, batch.y, reduction="none"), batch)
+        return Losses(total, auxiliary=total.new_zeros(()), held={"kept": kept, "spared": spared})
 
     @staticmethod
     def true_probability(logits: Tensor, y: Tensor) -> Tensor:

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
-from xdm_ft.algorithms import Algorithm, Setup, linear, linear_head, mean_loss, product
+from xdm_ft.algorithms import Algorithm, Setup, linear, linear_head, product
 from xdm_ft.errors import UserError
 from xdm_ft.randomness import Stream, uniform
 from xdm_ft.tensors import Batch, Losses, Parts
@@ -20,6 +20,7 @@ from xdm_ft.xdomainmix import (
     draw_partners,
     linear_scores,
     mix,
+    one_pass,
     specific_mask,
 )
 from xdm_ft.xdomainmix.partners import OtherPartner
@@ -100,29 +101,27 @@ class XDomainMix(Algorithm):
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
         if step >= self.warmup_steps:
             return self.second_pass(z, batch, step, self.masks(z, batch, step))
-        clean = F.cross_entropy(linear(z, self.head), batch.y, reduction="none")  # [B]
-        by_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)  # [B]
-        return Losses(self.average(clean, batch), self.domain_average(by_domain, batch))
+        of_class = F.cross_entropy(linear(z, self.head), batch.y, reduction="none")  # [B]
+        of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)  # [B]
+        return Losses(*self.averages(of_class, of_domain, batch))
 
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
         """The loss (8) with given masks."""
-        draws, logits = self.draws(batch, step), linear(z, self.head)  # logits [B,C]
-        mixed = mixed_logits(z, logits, self.head.weight, held, draws)  # c(z̃) [B,C]
-        clean = F.cross_entropy(logits, batch.y, reduction="none")
-        augmented = F.cross_entropy(mixed, batch.y, reduction="none")
-        domain_logits = linear(z.detach(), self.domain_head)  # [B,D]
-        by_domain = self.domain_loss(domain_logits, batch)
+        draws = self.draws(batch, step)
+        logits = mixed_logits(z, self.head, held, draws)  # c(z) and c(z̃), [2B,C]
+        of_class = F.cross_entropy(logits, batch.y.repeat(2), reduction="none").view(2, -1).mean(0)  # [B]
         if self.domain_head_augmented:
-            mixed_domain = mixed_logits(z.detach(), domain_logits, self.domain_head.weight, held, draws)  # d(z̃) [B,D]
-            on_mixed = soft_loss(mixed_domain, mixed_domains(batch, draws, self.task.num_domains))
-            by_domain = torch.where(draws.keep, (by_domain + on_mixed) / 2, by_domain)
+            clean, mixed = mixed_logits(z.detach(), self.domain_head, held, draws).chunk(2)  # [B,D] each
+            on_mixed = soft_loss(mixed, mixed_domains(batch, draws, self.task.num_domains))
+            of_domain = self.domain_loss(clean, batch)
+            of_domain = torch.where(draws.keep, (of_domain + on_mixed) / 2, of_domain)
+        else:
+            of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)
+        found = torch.stack([draws.partners.has_same, draws.partners.has_other]).float().mean(1)  # [2]
+        without_same, without_other = (1 - found).unbind()
         return Losses(
-            total=self.average((clean + augmented) / 2, batch),
-            auxiliary=self.domain_average(by_domain, batch),
-            logs={
-                "without_same_partner": 1 - draws.partners.has_same.float().mean(),
-                "without_other_partner": 1 - draws.partners.has_other.float().mean(),
-            },
+            *self.averages(of_class, of_domain, batch),
+            logs={"without_same_partner": without_same, "without_other_partner": without_other},
             held=dict(held),
         )
 
@@ -132,20 +131,32 @@ class XDomainMix(Algorithm):
             return soft_loss(logits, F.one_hot(batch.domain, self.task.num_domains).to(logits.dtype))
         return F.cross_entropy(logits, batch.domain, reduction="none")
 
-    def domain_average(self, domain_losses: Tensor, batch: Batch) -> Tensor:
-        """The mean of d's losses [B], in which classes weigh nothing."""
-        return mean_loss(domain_losses, batch.domain, self.task.num_domains, self.loss_average)
+    def averages(self, class_losses: Tensor, domain_losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The means of losses [B], each by `loss_average`; class weights are for those of classes alone."""
+        plain, weight = self.mean_weights(batch, None), self.sample_weight(batch)
+        return class_losses @ (plain if weight is None else self.mean_weights(batch, weight)), domain_losses @ plain
 
     def masks(self, z: Tensor, batch: Batch, step: int) -> dict[str, Tensor]:
         """M_c and M_d at a step after the warm-up, bool [B,K]. (1)(2)(3)"""
         quantile = domain_quantile(step - self.warmup_steps, self.quantile_steps)
+        of_class, of_domain = self.head.weight, self.domain_head.weight
+        if one_pass.available(z):
+            masks = one_pass.linear_masks(z, of_class, of_domain, batch.y, batch.domain, CLASS_QUANTILE, quantile)
+            return dict(zip(("class_mask", "domain_mask"), masks, strict=True))
         return {
-            "class_mask": specific_mask(linear_scores(z, self.head.weight, batch.y), CLASS_QUANTILE),
-            "domain_mask": specific_mask(linear_scores(z, self.domain_head.weight, batch.domain), quantile),
+            "class_mask": specific_mask(linear_scores(z, of_class, batch.y), CLASS_QUANTILE),
+            "domain_mask": specific_mask(linear_scores(z, of_domain, batch.domain), quantile),
         }
 
     def draws(self, batch: Batch, step: int) -> Draws:
         """Partners, λ and discard: functions of the seed, the step and the rows that are in the batch."""
+        if one_pass.available(batch.x):
+            return Draws(
+                *one_pass.draw(
+                    batch.y, batch.domain, batch.index, self.seed, step, self.p_discard, self.other_partner,
+                    self.discard_per == "batch", self.mix_class_specific, self.mix_class_generic,
+                )
+            )  # fmt: skip
         two = 2 * batch.index[:, None] + torch.arange(2, device=batch.index.device)  # [B,2]
         noise = uniform(self.seed, step, Stream.PARTNERS, two)
         partners = draw_partners(batch.y, batch.domain, noise, self.other_partner)
@@ -157,18 +168,23 @@ class XDomainMix(Algorithm):
         return Draws(partners, lam, keep)
 
 
-def mixed_logits(z: Tensor, logits: Tensor, weight: Tensor, masks: Mapping[str, Tensor], draws: Draws) -> Tensor:
-    """W z̃ + b from `logits` = W z + b: [B,C].
+def mixed_logits(z: Tensor, head: nn.Linear, masks: Mapping[str, Tensor], draws: Draws) -> Tensor:
+    """What the head makes of z and of z̃, below each other: [2B,C].
 
-    Mixing is linear in the parts and the head is linear in z, so they commute: the parts are mixed after the product
-    with W, on [B,C] instead of [B,K], and the two generic parts, which stay as they are, never leave `logits`.
+    Mixing is linear in the parts and the head is linear in z, so they commute. Without the compiled pass over z, which
+    makes z̃ whole, the parts are mixed after the product with W, on [B,C] instead of [B,K], and the two generic parts,
+    which stay as they are, never leave the logits of z.
     """
-    of_class, of_domain = masks["class_mask"], masks["domain_mask"]
+    of_class, of_domain, logits = masks["class_mask"], masks["domain_mask"], linear(z, head)
+    if one_pass.available(z):
+        partners = draws.partners
+        mixed = one_pass.mixed(z, of_class, of_domain, partners.same, partners.other, draws.lam, draws.keep)
+        return torch.cat([logits, linear(mixed, head)])
     # on a CPU a product with bytes is vectorised; with bools, or `torch.where`, it takes fifteen times as long
-    csds = product(z * (of_class & of_domain).view(torch.uint8), weight)  # W Z_c,d
-    cgds = product(z * (~of_class & of_domain).view(torch.uint8), weight)  # W Z_¬c,d
+    csds = product(z * (of_class & of_domain).view(torch.uint8), head.weight)  # W Z_c,d
+    cgds = product(z * (~of_class & of_domain).view(torch.uint8), head.weight)  # W Z_¬c,d
     parts = Parts(csds, logits - csds - cgds, cgds, torch.zeros_like(logits))
-    return mix(parts, draws.partners, draws.lam, draws.keep)
+    return torch.cat([logits, mix(parts, draws.partners, draws.lam, draws.keep)])
 
 
 def mixed_domains(batch: Batch, draws: Draws, num_domains: int) -> Tensor:

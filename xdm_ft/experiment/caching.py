@@ -51,4 +51,6 @@ def _line(entry: Cached) -> str:
     if manifest is not None:
         encoder = manifest["encoder"]
         what = f"{encoder['component']} {encoder['model']}, {manifest['data']['images']} images"
+        if "view" in manifest:
+            what += f", view {manifest['view']['number']} of {manifest['view']['augmentation']}"
     return f"{entry.key}  {entry.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}"

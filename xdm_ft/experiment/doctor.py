@@ -101,6 +101,7 @@ def devices() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     free, total = memory.available / GIGABYTE, memory.total / GIGABYTE
     yield Finding("processor", f"{cores()} cores, {free:.1f} of {total:.1f} GB free; float32 and bf16, no fp16")
+    yield from compiled_code()
     for number in range(torch.cuda.device_count()):
         left, whole = (size / GIGABYTE for size in torch.cuda.mem_get_info(number))
         with torch.cuda.device(number):
@@ -113,6 +114,20 @@ def devices() -> Iterator[Finding]:
             f"an NVIDIA driver is installed, but torch {torch.__version__} sees no GPU",
             "install torch built for CUDA (https://pytorch.org), or make the GPU visible (CUDA_VISIBLE_DEVICES)",
         )
+
+
+def compiled_code() -> Iterator[Finding]:
+    """Whether the package's C code compiles: nothing needs it, but heads on cached features train faster with it."""
+    from xdm_ft.compiled import NotCompiled, compiled
+    from xdm_ft.training.optimizers import SOURCE as OPTIMIZERS
+    from xdm_ft.xdomainmix.kernel import SOURCE as KERNEL
+
+    try:
+        folder = {compiled(source).parent for source in (KERNEL, OPTIMIZERS)}.pop()
+    except (NotCompiled, OSError, UserError) as error:
+        yield Finding("compiled code", f"none ({error}); PyTorch computes the same, more slowly")
+    else:
+        yield Finding("compiled code", f"in {folder}")
 
 
 def precision(recipe: Recipe) -> Iterator[Finding]:
@@ -158,18 +173,15 @@ def of_recipe(recipe: Recipe) -> Iterator[Finding]:
 
 def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, contents: Contents) -> Iterator[Finding]:
     """Whether the features that are not cached yet fit on the disk. Raises `UserError` where they do not."""
-    from xdm_ft.features.forward import STORED
-    from xdm_ft.features.ingredients import ingredients, key_of
-    from xdm_ft.features.shards import Grid
-    from xdm_ft.features.store import Entry, cache_folder
+    from xdm_ft.features.cache import cached_sets
 
-    parts = ingredients(encoder, dataset, contents, recipe.features.precision, _device())
-    stored = STORED[recipe.features.precision]
-    entry = Entry(cache_folder(recipe.features), key_of(parts), Grid(len(dataset)), encoder.width, stored)
-    missing = entry.images(entry.missing())
-    entry.require_space()
-    needed = missing * encoder.width * stored.itemsize / 1e6
-    yield Finding("features", f"{len(dataset) - missing} of {len(dataset)} cached, {needed:,.1f} MB more are needed")
+    sets = cached_sets(encoder, dataset, contents, recipe.features, recipe.train_augmentation, _device())
+    missing = sum(cached.entry.images(cached.entry.missing()) for cached in sets)
+    needed = sum(cached.entry.needed for cached in sets)
+    sets[0].entry.require_space(needed - sets[0].entry.needed)
+    passes = f" in {len(sets)} passes" if len(sets) > 1 else ""
+    images = len(sets) * len(dataset)
+    yield Finding("features", f"{images - missing} of {images} cached{passes}, {needed / 1e6:,.1f} MB more are needed")
 
 
 def _device() -> torch.device:

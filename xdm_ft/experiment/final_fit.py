@@ -64,7 +64,9 @@ def final_fit(
         return before
     logger.info("final_fit: %s on all %d domains, to step %d", label, len(split.train_domains), step)
     work = Work(plan, material, directory, accelerator)
-    job = work.job(dataclasses.replace(planned[0], split=split, steps=steps), {RULE: {step: 1.0}})
+    training = planned[0].training.model_copy(update={"patience": None})  # its step is known
+    model = dataclasses.replace(planned[0], split=split, steps=steps, training=training)
+    job = work.job(model, {RULE: {step: 1.0}})
 
     def keep(model: Model) -> None:
         trained = work.interpolated(model)

@@ -53,6 +53,7 @@ def gather(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator:
             on_bad_image=on_bad_image,
             device=accelerator.device,
             show=accelerator.is_main_process,
+            augmentation=recipe.train_augmentation,
         )
         unreadable = features.unreadable
     else:

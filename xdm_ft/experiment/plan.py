@@ -130,9 +130,6 @@ def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[Ex
 
 def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset: ImageDataset) -> list[PlannedModel]:
     """Every trial of one method, split and seed."""
-    training = recipe.training
-    rows = sum(len(pool) for pool in split.train)
-    steps = steps_of(training.steps, training.epochs, rows, training.images_per_step(len(split.train)))
     crossed = recipe.protocol.selection == "cross_domain"
     needed, have = item.algorithm.cls.min_domains, len(split.train_domains) - crossed
     skipped = None
@@ -140,15 +137,21 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
         held_out = ", ".join(split.test_domains) + (" and one more for cross_domain" if crossed else "")
         skipped = f"needs {needed} training domains; with {held_out} held out there is {have}"
     if skipped is not None:
-        return [PlannedModel(item, training, split, seed, 0, steps, skipped)]
+        return [PlannedModel(item, recipe.training, split, seed, 0, _steps(recipe.training, split), skipped)]
     models = []
     for trial in range(trials_of(recipe, item)):
         drawn = recipe.search.drawn(trial)
-        model = PlannedModel(drawn_item(item, drawn), drawn_training(training, drawn), split, seed, trial, steps, None)
+        training = drawn_training(recipe.training, drawn)
+        model = PlannedModel(drawn_item(item, drawn), training, split, seed, trial, _steps(training, split), None)
         if not item.is_solver:
-            _check_settings(recipe, model.item, split, dataset, steps)
+            _check_settings(recipe, model.item, split, dataset, model.steps)
         models.append(model)
     return models
+
+
+def _steps(training: Training, split: Split) -> int:
+    rows = sum(len(pool) for pool in split.train)
+    return steps_of(training.steps, training.epochs, rows, training.images_per_step(len(split.train)))
 
 
 def trials_of(recipe: Recipe, item: MethodItem) -> int:
@@ -200,7 +203,7 @@ def describe(plan: Plan) -> str:
         f"steps: {sum(model.steps for model in trained)}, gradient evaluations: {gradients}",
     ]
     if recipe.needs_features:
-        lines.append(f"encoder: one pass over {images} images unless their features are cached")
+        lines.append(f"encoder: {_passes(recipe.features.views)} over {images} images unless their features are cached")
     if recipe.trainable and trained:
         domains = max(len(model.split.train) for model in trained)
         batch = recipe.training.images_per_step(domains)
@@ -209,6 +212,11 @@ def describe(plan: Plan) -> str:
         f"skipped: {m.item.label}: {m.skipped}" for m in plan.models if m.skipped and m.seed == recipe.protocol.seeds[0]
     ]
     return "\n".join(lines)
+
+
+def _passes(views: int) -> str:
+    """Of all images, those that never train included: then no split has a say in what is cached."""
+    return f"{1 + views} passes (1 plain, {views} augmented)" if views else "one pass"
 
 
 def extra_models(plan: Plan) -> str:
@@ -231,6 +239,11 @@ def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, A
     if item.is_solver:
         return own
     common = {"lr": training.lr, "weight_decay": training.weight_decay, "batch_size": training.batch_size}
+    if training.optimizer == "sgd":
+        common["momentum"] = training.momentum
+    else:
+        common |= {"beta1": training.beta1, "beta2": training.beta2}
+    common |= {key: value for key in ("clip_norm", "patience") if (value := getattr(training, key)) is not None}
     if recipe.trainable:
         common["encoder_lr"] = training.encoder_lr
         common["unfreeze_at"] = recipe.encoder_common.unfreeze_at

@@ -79,9 +79,15 @@ def _flags(picked: Sequence[Record], method: str, rule: str) -> dict[str, Any]:
 
 
 def _augmentation(recipe: Recipe) -> str:
-    """Methods that read cached features know no augmentation, whatever the others of the recipe do."""
-    some = any(item.is_solver for item in recipe.methods) and recipe.train_augmentation != "none"
-    return f"{recipe.train_augmentation}{' of what trains end to end' if some else ''}"
+    """Of training by gradient steps: solvers read the plain view, whatever the others of the recipe do."""
+    words: str = recipe.train_augmentation
+    if words == "none":
+        return words
+    if recipe.features.views:
+        words += f", {recipe.features.views} cached view{'s' if recipe.features.views > 1 else ''} per image"
+    if any(item.is_solver for item in recipe.methods):
+        words += " of what trains " + ("end to end" if recipe.trainable else "by gradient steps")
+    return words
 
 
 def _protocol_line(plan: Plan, material: Material, rule: str) -> str:

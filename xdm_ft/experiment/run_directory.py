@@ -118,10 +118,10 @@ class RunDirectory:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: is damaged; delete it to train its models again") from error
         known = {identity(run): run for run in runs}
-        known |= {key: run for key, run in self._remembered_runs().items() if self._is_whole(run)}
+        known |= {key: run for key, run in self.remembered_runs().items() if self._is_whole(run)}
         return list(known.values())
 
-    def _remembered_runs(self) -> dict[Identity, Record]:
+    def remembered_runs(self) -> dict[Identity, Record]:
         """The records that every process has kept of its models, failed and skipped ones too."""
         runs = {}
         for path in sorted((self.path / "state" / RECORDS).rglob("*.json")):
@@ -241,7 +241,7 @@ class RunDirectory:
         self.accelerator.wait_for_everyone()
         if self.writes:
             order = {model.key: place for place, model in enumerate(plan.models)}
-            trained = {identity(run): run for run in self.runs} | self._remembered_runs()
+            trained = {identity(run): run for run in self.runs} | self.remembered_runs()
             self.runs = sorted(
                 (run for key, run in trained.items() if key in order), key=lambda run: order[identity(run)]
             )
@@ -318,5 +318,5 @@ def _comparable(recipe: Any) -> dict[str, Any]:
     kept = {key: value for key, value in recipe.items() if key != "output"}
     features = recipe.get("features")
     if isinstance(features, dict):
-        kept["features"] = {"precision": features.get("precision")}
+        kept["features"] = {"precision": features.get("precision"), "views": features.get("views", 0)}
     return kept

@@ -123,8 +123,7 @@ class Work:
             sharpness=item.sharpness.build() if item.sharpness else None,
             lr=training.lr,
             weight_decay=training.weight_decay,
-            momentum=training.momentum,
-            encoder_lr=training.encoder_lr,
+            training=training,
             averaging=item.averaging.build() if item.averaging else None,
             normalized=item.reads_normalized,
             known=known,
@@ -208,6 +207,8 @@ class Work:
         if trained.mixed_steps is not None:
             record["mixed_steps"] = trained.mixed_steps
         record["gradient_evaluations"] = planned.item.gradient_evaluations(planned.steps, len(job.split.train))
+        if trained.stopped_at is not None:
+            record["stopped_at"] = trained.stopped_at
         record["train_seconds"] = round(trained.seconds, 3)
         if trained.failure is not None:
             logger.warning(

@@ -34,6 +34,14 @@ class FeatureSettings(Block):
             "changes features by rounding only, so cached ones are used whatever it is",
         ),
     ] = 64
+    views: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="augmented passes over all images that are cached besides the plain one; each draw of a "
+            "training image is one of them, uniformly, the plain one only evaluates; 0: the plain one trains too",
+        ),
+    ] = 0
     workers: Annotated[
         int | None,
         Field(

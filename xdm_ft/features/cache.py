@@ -7,23 +7,24 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xdm_ft.data import ImageDataset
+from xdm_ft.data import Augmentation, ImageDataset
 from xdm_ft.data.loading.images import unreadable_message
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.content import read_contents
+from xdm_ft.features.content import Contents, read_contents
 from xdm_ft.features.forward import STORED, Extraction, frozen_copy
 from xdm_ft.features.ingredients import ingredients, key_of
 from xdm_ft.features.shards import Grid
 from xdm_ft.features.store import Entry, cache_folder
+from xdm_ft.features.views import View, views_of
 from xdm_ft.progress import progress
 
 logger = logging.getLogger("xdm_ft")
@@ -35,13 +36,15 @@ WAIT_SECONDS = 0.5  # between looks at what another process computes
 class Features:
     """Features of N images: `features[rows]` is float32 [..., K] for int64 rows [...], on `device`.
 
-    They are one tensor on the device where that takes a small part of its free memory; else each request gathers its
-    rows from the memory-mapped shards.
+    With `views` augmented views besides the plain one, `features.of_views(rows, numbers)` reads any of them. They are
+    one tensor on the device where that takes a small part of its free memory; else each request gathers its rows from
+    the memory-mapped shards.
     """
 
     def __init__(
         self,
         shards: Sequence[Tensor],  # [rows, K] each, all but the last of one length
+        views: Sequence[Sequence[Tensor]] = (),  # the augmented ones, in shards of the same lengths
         *,
         key: str = "",
         unreadable: Mapping[int, str] | None = None,
@@ -53,22 +56,40 @@ class Features:
         self.extracted = extracted  # images that this process computed, instead of finding them
         self.device = torch.device(device)
         self.width = shards[0].shape[1]
-        self._shards, self._rows_per_shard = shards, len(shards[0])
+        self.views = len(views)
+        self._shards = [shard for of_view in (shards, *views) for shard in of_view]  # view after view
+        self._shards_per_view, self._rows_per_shard = len(shards), len(shards[0])
         self._rows = sum(len(shard) for shard in shards)
         self._normalized = False
-        fits = 4 * self._rows * self.width <= MEMORY_FRACTION * _free_memory(self.device)
-        self._table = _table(shards, self._rows, self.device) if fits else None  # float32 [N,K]
+        rows = (1 + self.views) * self._rows
+        fits = 4 * rows * self.width <= MEMORY_FRACTION * _free_memory(self.device)
+        self._table = _table(self._shards, rows, self.device) if fits else None  # float32 [(1 + views) · N, K]
 
     def __len__(self) -> int:
         return self._rows
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        """Raises `IndexError` for a row outside 0…N−1."""
-        flat = rows.reshape(-1)
-        z = self._gather(flat.cpu()) if self._table is None else self._table.index_select(0, flat.to(self.device))
+        """In the plain view. Raises `IndexError` for a row outside 0…N−1."""
+        return self._read(rows, self._rows)
+
+    def of_views(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        """float32 [..., K]: each row (0…N−1) in the view of its number (0: the plain one … `views`)."""
+        return self._read(numbers * self._rows + rows, (1 + self.views) * self._rows)
+
+    @property
+    def in_memory(self) -> bool:
+        return self._table is not None
+
+    def _read(self, places: Tensor, end: int) -> Tensor:
+        """[..., K] at view · N + row, which must be below `end`."""
+        flat = places.reshape(-1)
+        if self._table is None:
+            z = self._gather(flat.cpu(), end)
+        else:
+            z = self._table[:end].index_select(0, flat.to(self.device))
         if self._normalized:
             z = F.normalize(z, dim=-1)
-        return z.view(*rows.shape, self.width)
+        return z.view(*places.shape, self.width)
 
     def normalized(self) -> Features:
         """The same features, L2-normalised (zero rows stay zero)."""
@@ -76,26 +97,29 @@ class Features:
         view._normalized = True
         return view
 
-    def _gather(self, rows: Tensor) -> Tensor:
+    def _gather(self, places: Tensor, end: int) -> Tensor:
         """float32 [n,K] on the device. Shard by shard in row order, so that a file is read from front to back."""
-        ordered, order = rows.sort()
-        if len(rows) and not 0 <= int(ordered[0]) <= int(ordered[-1]) < self._rows:
-            raise IndexError(f"rows {int(ordered[0])}…{int(ordered[-1])} are outside 0…{self._rows - 1}")
-        z = torch.empty(len(rows), self.width)
-        numbers, counts = (ordered // self._rows_per_shard).unique_consecutive(return_counts=True)
-        for number, within, places in zip(
+        ordered, order = places.sort()
+        if len(places) and not 0 <= int(ordered[0]) <= int(ordered[-1]) < end:
+            raise IndexError(f"rows {int(ordered[0])}…{int(ordered[-1])} are outside 0…{end - 1}")
+        z = torch.empty(len(places), self.width)
+        view, row = ordered // self._rows, ordered % self._rows
+        numbers, counts = (view * self._shards_per_view + row // self._rows_per_shard).unique_consecutive(
+            return_counts=True
+        )
+        for number, within, into in zip(
             numbers.tolist(),
-            (ordered % self._rows_per_shard).split(counts.tolist()),
+            (row % self._rows_per_shard).split(counts.tolist()),
             order.split(counts.tolist()),
             strict=True,
         ):
-            z[places] = self._shards[number][within].float()
+            z[into] = self._shards[number][within].float()
         return z.to(self.device)
 
 
 def _table(shards: Sequence[Tensor], rows: int, device: torch.device) -> Tensor:
     table = torch.empty(rows, shards[0].shape[1], dtype=torch.float32, device=device)
-    for part, shard in zip(table.split(len(shards[0])), shards, strict=True):
+    for part, shard in zip(table.split([len(shard) for shard in shards]), shards, strict=True):
         part.copy_(shard)
     return table
 
@@ -117,8 +141,9 @@ def extract(
     on_bad_image: Literal["error", "skip"],
     device: torch.device | str,
     show: bool,
+    augmentation: Augmentation = "none",
 ) -> Features:
-    """The features of every row, computed where the cache lacks them.
+    """The features of every row, in the plain view and `settings.views` of the `augmentation`, computed where missing.
 
     Processes that need the same features (ranks of a run, or other runs) share the work shard by shard and wait for
     each other's last shards; a killed one's are taken over. Raises `UserError` for images that do not decode where
@@ -128,22 +153,52 @@ def extract(
     cache = cache_folder(settings)
     contents = read_contents(dataset, cache, show)
     _refuse(contents.unreadable, dataset, on_bad_image)
-    parts = ingredients(encoder, dataset, contents, settings.precision, device)
-    entry = Entry(cache, key_of(parts), Grid(len(dataset)), encoder.width, STORED[settings.precision])
-    about = {**parts, "summary": _summary(dataset), "width": encoder.width, "batch_size": settings.batch_size}
+    sets = cached_sets(encoder, dataset, contents, settings, augmentation, device)
+    missing = [cached.entry.missing() for cached in sets]
+    plain = sets[0].entry
+    plain.require_space(sum(cached.entry.needed for cached in sets[1:]))
+    model = frozen_copy(encoder, settings.precision, device) if any(missing) else encoder
     extracted = 0
-    missing = entry.missing()
-    if missing:
-        entry.require_space()
-        if entry.manifest is None:
-            entry.describe(about)
-        model = frozen_copy(encoder, settings.precision, device)
-        extraction = Extraction(model, dataset, contents, entry, settings, device, on_bad_image)
-        extracted = _compute(extraction, missing, show)
-    entry.describe(about)
-    _refuse(entry.unreadable, dataset, on_bad_image)
-    shards = [entry.shards[number].features for number in range(len(entry.grid))]
-    return Features(shards, key=entry.key, unreadable=entry.unreadable, extracted=extracted, device=device)
+    for (view, entry, about), lacks in zip(sets, missing, strict=True):
+        if lacks:
+            if entry.manifest is None:
+                entry.describe(about)
+            extraction = Extraction(model, view, dataset, contents, entry, settings, device, on_bad_image)
+            extracted += _compute(extraction, lacks, show)
+        entry.describe(about)
+        _refuse(entry.unreadable, dataset, on_bad_image)
+    shards = [[entry.shards[number].features for number in range(len(entry.grid))] for _, entry, _ in sets]
+    return Features(
+        shards[0], shards[1:], key=plain.key, unreadable=plain.unreadable, extracted=extracted, device=device
+    )
+
+
+class CachedSet(NamedTuple):
+    """A view of all images in the cache."""
+
+    view: View
+    entry: Entry
+    about: dict[str, object]  # for its manifest
+
+
+def cached_sets(
+    encoder: Encoder,
+    dataset: ImageDataset,
+    contents: Contents,
+    settings: FeatureSettings,
+    augmentation: Augmentation,
+    device: torch.device,
+) -> list[CachedSet]:
+    """The plain view and the augmented ones that the settings ask for, each an entry of its own, complete or not."""
+    cache, stored = cache_folder(settings), STORED[settings.precision]
+    parts = ingredients(encoder, dataset, contents, settings.precision, device)
+    beside = {"summary": _summary(dataset), "width": encoder.width, "batch_size": settings.batch_size}
+    sets = []
+    for view in views_of(augmentation, settings.views):
+        own = {**parts, **view.ingredients(encoder.preprocessing)}
+        entry = Entry(cache, key_of(own), Grid(len(dataset)), encoder.width, stored)
+        sets.append(CachedSet(view, entry, {**own, **beside}))
+    return sets
 
 
 def _refuse(unreadable: Mapping[int, str], dataset: ImageDataset, on_bad_image: str) -> None:
@@ -153,8 +208,8 @@ def _refuse(unreadable: Mapping[int, str], dataset: ImageDataset, on_bad_image: 
 
 def _compute(extraction: Extraction, missing: list[int], show: bool) -> int:
     """Until no shard is missing; the number of images that this process computed."""
-    entry, extracted, said = extraction.entry, 0, False
-    with progress("features", entry.images(missing), "images", show) as bar:
+    entry, view, extracted, said = extraction.entry, extraction.view.number, 0, False
+    with progress(f"features, view {view}" if view else "features", entry.images(missing), "images", show) as bar:
         while missing:
             computed = extraction.run(missing, bar)
             extracted += computed

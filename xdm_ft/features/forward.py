@@ -5,24 +5,23 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from filelock import FileLock
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.data.loading.images import UnreadableImage, unreadable_message
-from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings, Precision
 from xdm_ft.features.content import Contents
 from xdm_ft.features.store import Entry
+from xdm_ft.features.views import View, ViewTransform
 from xdm_ft.progress import Progress
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -40,9 +39,7 @@ class Images(NamedTuple):
 class EncoderInputs(Dataset[Images]):
     """Item `rows` is the whole batch. An image that does not decode is part of it, instead of the end of it."""
 
-    def __init__(
-        self, dataset: ImageDataset, transform: Callable[[Image.Image], Tensor], size: int, known_bad: dict[int, str]
-    ) -> None:
+    def __init__(self, dataset: ImageDataset, transform: ViewTransform, size: int, known_bad: dict[int, str]) -> None:
         self.dataset, self.transform, self.size, self.known_bad = dataset, transform, size, known_bad
 
     def __getitem__(self, rows: list[int]) -> Images:
@@ -52,7 +49,7 @@ class EncoderInputs(Dataset[Images]):
             if row in unreadable:
                 continue  # not opened: it may be a pipe, which would wait for ever
             try:
-                pixels[place] = self.transform(self.dataset.image(row))
+                pixels[place] = self.transform(self.dataset.image(row), row)
             except UnreadableImage as error:
                 unreadable[row] = error.reason
         return Images(rows, pixels, unreadable)
@@ -82,6 +79,7 @@ class Extraction:
     """Computes the shards of an entry that are missing and that no other process is computing."""
 
     encoder: Encoder  # as `frozen_copy` gives it
+    view: View
     dataset: ImageDataset
     contents: Contents
     entry: Entry
@@ -149,11 +147,16 @@ class Extraction:
 
     def _loaded(self, batches: Iterator[list[int]]) -> Iterator[Images]:
         preprocessing = self.encoder.preprocessing
-        transform = evaluation_transform(preprocessing)
+        transform = self.view.transform(preprocessing)
         inputs = EncoderInputs(self.dataset, transform, preprocessing.size, self.contents.unreadable)
         workers = decoding_workers(self.settings, self.contents)
         loader = DataLoader(
-            inputs, batch_size=None, sampler=batches, num_workers=workers, pin_memory=self.device.type == "cuda"
+            inputs,
+            batch_size=None,
+            sampler=batches,
+            num_workers=workers,
+            pin_memory=self.device.type == "cuda",
+            generator=torch.Generator(),  # the loader would otherwise draw from the global one
         )
         try:
             yield from loader

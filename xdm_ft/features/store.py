@@ -137,22 +137,24 @@ class Entry:
                 raise self._full() from error
             raise
 
-    def require_space(self) -> None:
-        """Raises `UserError` where the missing shards do not fit on the disk."""
-        if self._needed() > shutil.disk_usage(self.folder.parent).free:
-            raise self._full()
+    def require_space(self, besides: int = 0) -> None:
+        """Raises `UserError` where the missing shards, and so many bytes besides, do not fit on the disk."""
+        if self.needed + besides > shutil.disk_usage(self.folder.parent).free:
+            raise self._full(besides)
 
     def images(self, numbers: Iterable[int]) -> int:
         """How many images these shards hold."""
         return sum(len(self.grid.span(number)) for number in numbers)
 
-    def _needed(self) -> int:
+    @property
+    def needed(self) -> int:
+        """Bytes of the missing shards."""
         return (self.grid.rows - self.images(self.shards)) * self.bytes_per_row
 
-    def _full(self) -> UserError:
+    def _full(self, besides: int = 0) -> UserError:
         free = shutil.disk_usage(self.folder.parent).free
         return UserError(
-            f"{self.folder}: the disk is full: {self._needed() / 1e6:,.1f} MB more are needed for features, "
+            f"{self.folder}: the disk is full: {(self.needed + besides) / 1e6:,.1f} MB more are needed for features, "
             f"{free / 1e6:,.1f} MB are free; make room (xdm-ft cache prune), or set features.dir to another disk, "
             "and run the same command again"
         )

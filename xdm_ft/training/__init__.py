@@ -45,6 +45,8 @@ class Training(Block):
     encoder_lr: Annotated[float, Field(gt=0, description="learning rate of a trainable encoder")] = 5e-5
     weight_decay: Annotated[float, Field(ge=0, description="L2 penalty (sgd, adam) or decoupled decay (adamw)")] = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1, description="of sgd")] = 0.9
+    beta1: Annotated[float, Field(ge=0, lt=1, description="of adam and adamw: decay of the mean gradient")] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1, description="of adam and adamw: decay of the mean square")] = 0.999
     schedule: Annotated[Schedule, Field(description="course of the learning rate")] = Schedule()
     clip_norm: Annotated[
         float | None, Field(gt=0, description="gradient norm that encoder and class head are clipped to; null: none")
@@ -55,6 +57,14 @@ class Training(Block):
     ] = "no"
     evaluate_every: Annotated[
         int | None, Field(ge=1, description="steps between evaluations; null: a twentieth of the steps")
+    ] = None
+    patience: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="evaluations in a row without a better value by the recipe's selection rule, after which a "
+            "model stops; null: never",
+        ),
     ] = None
     loss_average: Annotated[
         LossAverage, Field(description="domain: mean per domain, then over domains (the paper); sample: batch mean")
@@ -96,14 +106,17 @@ class Job:
     weight_decay: float
     averaging: Averaging | None = None
     normalized: bool = False  # it reads L2-normalised features, whatever the encoder gives (cached ones only)
-    momentum: float | None = None  # as encoder_lr, None: that of `training`
-    encoder_lr: float | None = None
+    training: Training | None = None  # its own, where a search drew some of it
     known: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """As `Course`, for rules whose values this model's own images do not tell: other models measured them."""
 
     @property
     def key(self) -> Identity:
         return self.method, self.test_domains, self.seed, self.trial
+
+    def own(self, training: Training) -> Training:
+        """Its own block, else that of all."""
+        return training if self.training is None else self.training
 
 
 @dataclass(frozen=True)
@@ -126,3 +139,4 @@ class Trained:
     seconds: float
     failure: str | None = None  # why there is no model, e.g. a NaN loss at a step
     course: Course = field(default_factory=dict)  # what the rules looked at
+    stopped_at: int | None = None  # steps after which patience ended; None where it did not

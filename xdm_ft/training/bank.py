@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Bank", "chunks", "head_logits", "stack", "step", "train_bank"]
 
-CHUNK_HEADS = 16  # heads trained at once: the batches of many more no longer fit a CPU's cache
+CHUNK_HEADS = 32  # heads trained at once: fewer share the cost of a step, more leave less for other processes …
+CHUNK_BYTES = 32 << 20  # … and the features of a step beyond this, which `allocator` can not keep, cost page faults
+
+STACKED = {"lr", "encoder_lr", "weight_decay", "momentum"}
+"""Keys of `training` in which heads of a chunk may differ; encoder_lr means nothing to them."""
 
 Record = Callable[[Job, int, dict[str, float]], None]
 
@@ -101,31 +105,45 @@ def train_bank(
     device = features.device
     groups = None if worst_of is None else worst_of.to(device)
     data = CachedData(features, labels.to(device), domains.to(device), groups)
-    missing = [chunk for chunk in chunks(jobs) if wanted is None or any(job.key in wanted for job in chunk)]
+    missing = [chunk for chunk in chunks(jobs, training) if wanted is None or any(job.key in wanted for job in chunk)]
     own = missing[process[0] :: process[1]]
     with progress(jobs[0].method, sum(job.setup.steps for chunk in own for job in chunk), "head-steps", show) as bar:
         for chunk in own:
             kept = checkpoint(chunk) if checkpoint is not None else None
-            for trained in _train_chunk(chunk, data, training, rules, metric, record, bar, kept):
+            for trained in _train_chunk(chunk, data, chunk[0].own(training), rules, metric, record, bar, kept):
                 if wanted is None or trained.job.key in wanted:
                     yield trained
             if kept is not None:
                 kept.remove()  # whoever asks for the next model has kept these
 
 
-def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs whose tensors stack, CHUNK_HEADS at a time: a function of the jobs, never of who trains them.
+def chunks(jobs: Sequence[Job], training: Training) -> list[list[Job]]:
+    """Jobs whose tensors stack, `chunk_heads` at a time: a function of the jobs, never of who trains them.
 
     They have the same number of training domains, the same steps, and the same settings but for what is stacked.
     """
     groups: dict[Any, list[Job]] = {}
     for job in jobs:
         settings = (_settings(_algorithm(job)), _settings(job.sharpness))
-        alike = (job.setup.task.num_domains, job.setup.steps, *(tuple(sorted(s.items(), key=str)) for s in settings))
+        shared = job.own(training).model_dump_json(exclude=STACKED)
+        alike = (
+            job.setup.task.num_domains,
+            job.setup.steps,
+            shared,
+            *(tuple(sorted(s.items(), key=str)) for s in settings),
+        )
         groups.setdefault(alike, []).append(job)
-    return [
-        group[first : first + CHUNK_HEADS] for group in groups.values() for first in range(0, len(group), CHUNK_HEADS)
-    ]
+    cut = []
+    for group in groups.values():
+        size = chunk_heads(group[0], group[0].own(training))
+        cut += [group[first : first + size] for first in range(0, len(group), size)]
+    return cut
+
+
+def chunk_heads(job: Job, training: Training) -> int:
+    """How many heads like this one train at once; `benchmarks/heads.py --chunks` measures it."""
+    rows = training.images_per_step(len(job.split.train))
+    return max(1, min(CHUNK_HEADS, CHUNK_BYTES // (4 * rows * job.setup.width)))
 
 
 def _train_chunk(
@@ -141,7 +159,8 @@ def _train_chunk(
     started = time.perf_counter()
     bank = stack(jobs, training, data.features.device)
     averages, validation_loss = _averages(jobs, bank, data)
-    selectors = [Selector(rules, metric, bank.template.first_selectable_step) for _ in jobs]
+    first_step = bank.template.first_selectable_step
+    selectors = [Selector(rules, metric, first_step, training.patience) for _ in jobs]
     state = ChunkState(jobs, bank, selectors, averages, [None for _ in jobs], started=started)
     if checkpoint is not None:
         state.go_on(checkpoint, data)
@@ -160,7 +179,7 @@ def _train_chunk(
                     losses = validation_loss.values(bank.main["head.weight"], bank.main["head.bias"])
                     losses_or_none = [None if values is None else values[LOSS_SPLIT] for values in losses]
                     averages.evaluated(number + 1, losses_or_none)
-                if all(state.failures):
+                if state.ended:
                     break
             state.taken = number + 1
             if stop_requested():
@@ -173,14 +192,14 @@ def _train_chunk(
 def _evaluate(
     state: ChunkState, training: Training, data: CachedData, validation: Validation, taken: int, record: Record
 ) -> None:
-    """The evaluation after `taken` steps, of every head that has not failed."""
+    """The evaluation after `taken` steps, of every head that has neither failed nor stopped."""
     bank, jobs, failures, metric = state.bank, state.jobs, state.failures, validation.metric
     means, broken_at = state.course.take()
     lr = bank.lr * learning_rate_factor(taken - 1, bank.steps, bank.schedule)
     for head, values in enumerate(validation.values(bank.main["head.weight"], bank.main["head.bias"])):
         if failures[head] is None:
             failures[head] = _failure(jobs[head], training, data, taken, broken_at.get(head), values)
-        if failures[head] is None and values is not None:
+        if failures[head] is None and values is not None and state.selectors[head].stopped_at is None:
             values |= known_values(jobs[head], taken)
             state.selectors[head].offer(taken, values, lambda head=head: bank.state(head))  # type: ignore[misc]
             scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": float(lr[head])}
@@ -243,11 +262,17 @@ def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
 def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, held: Tensors | None) -> Losses:
     """The losses of every head with the parameters `main`; scalars become [H]."""
 
-    def of_one_head(state: Tensors, fields: Tensors, held: Tensors | None) -> Losses:
-        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, held))
+    def of_one_head(state: Tensors, fields: Tensors, held: Tensors) -> Losses:
+        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, held or None))
 
-    in_dims = (0, 0, None if held is None else 0)
-    return vmap(of_one_head, in_dims)({**main, **bank.auxiliary, **bank.buffers}, fields_of(batch), held)
+    stacked = {**main, **bank.auxiliary, **bank.buffers}, fields_of(batch), held or {}
+    if len(bank.lr) > 1:
+        return vmap(of_one_head)(*stacked)
+    # one head can do without the cost of vmap, which is most of its step
+    state, fields, held = ({name: value.squeeze(0) for name, value in part.items()} for part in stacked)
+    total, auxiliary, *named = of_one_head(state, fields, held)
+    own = [{name: value.unsqueeze(0) for name, value in part.items()} for part in named]
+    return Losses(total.unsqueeze(0), auxiliary.unsqueeze(0), *own)
 
 
 def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:
@@ -266,9 +291,7 @@ def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank
     is_auxiliary = {name: name.split(".")[0] in template.auxiliary for name in stacked}
     lr = torch.tensor([job.lr for job in jobs], device=device)
     weight_decay = torch.tensor([job.weight_decay for job in jobs], device=device)
-    momentum = torch.tensor(
-        [training.momentum if job.momentum is None else job.momentum for job in jobs], device=device
-    )
+    momentum = torch.tensor([job.own(training).momentum for job in jobs], device=device)
     rho = torch.tensor([job.sharpness.rho if job.sharpness else 0.0 for job in jobs], device=device)
     return Bank(
         template=template,
@@ -276,7 +299,9 @@ def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank
         auxiliary={name: value for name, value in stacked.items() if is_auxiliary[name]},
         buffers=buffers,
         lr=lr,
-        optimizer=make_optimizer(training.optimizer, stacked, lr, weight_decay, momentum, training.amsgrad),
+        optimizer=make_optimizer(
+            training.optimizer, stacked, lr, weight_decay, momentum, (training.beta1, training.beta2), training.amsgrad
+        ),
         sharpness=sharpness,
         rho=rho,
         clip_norm=training.clip_norm,

@@ -80,6 +80,12 @@ class ChunkState:
     before: float = 0.0  # seconds that interrupted processes have trained it
 
     @property
+    def ended(self) -> bool:
+        """No head is left that a further step could change."""
+        stopped = [selector.stopped_at is not None for selector in self.selectors]
+        return all(failure is not None or stop for failure, stop in zip(self.failures, stopped, strict=True))
+
+    @property
     def seconds(self) -> float:
         return self.before + time.perf_counter() - self.started
 
@@ -148,5 +154,6 @@ class ChunkState:
             selected = selector.selected
             if averages is not None and not failure:
                 selected = averages.selected(head, lambda mean, head=head: bank.state(head) | mean, rules)  # type: ignore[misc]
-            results.append(Trained(job, {} if failure else selected, mixed_steps, seconds, failure, selector.course))
+            picked = {} if failure else selected
+            results.append(Trained(job, picked, mixed_steps, seconds, failure, selector.course, selector.stopped_at))
         return results

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xdm_ft.data.loading.samplers import sampler
+from xdm_ft.data.loading.samplers import BatchSampler, sampler
 from xdm_ft.evaluation.metrics import metric as metric_of
+from xdm_ft.randomness import Stream, integers
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Job, Training
 from xdm_ft.training.selection import rows_of_rules
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
 
 BLOCK_STEPS = 256  # steps whose rows are drawn at once
+LOGITS_AT_ONCE = 1 << 24  # of validation images, all heads together
+LOGITS_PER_READING = 1 << 28  # the same where the images are more than are held: further heads read them once more
 GROUP_ROWS = 64  # fewer validation images are not worth a matrix product of their own
+# Bounds on what is in memory at once, in bytes. What is held or read again follows from the recipe and the data, never
+# from the machine: products of other blocks may round otherwise.
+HELD_BYTES = 1 << 30  # of the features that selection looks at; more are read again at each evaluation
+READ_BYTES = 1 << 27  # of features that are read from their files at once
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class CachedData:
 
 def batches(jobs: Sequence[Job], data: CachedData, training: Training, begin: int = 0) -> Iterator[Batch]:
     """The batches of all steps from `begin` on, each head with its own rows: x [H,B,K], y, domain and index [H,B]."""
-    samplers = [sampler(training.sampler, job.split.train, training.batch_size, job.seed, data.labels) for job in jobs]
+    samplers = _samplers(jobs, data, training)
     domain_of = torch.stack([job.split.domain_of for job in jobs]).to(data.labels.device)  # [H, domains of the data]
     head = torch.arange(len(jobs), device=data.labels.device)[:, None]  # [H,1]
     steps = jobs[0].setup.steps
@@ -43,14 +50,53 @@ def batches(jobs: Sequence[Job], data: CachedData, training: Training, begin: in
         last = min(first + BLOCK_STEPS, steps)
         rows = torch.stack([own.indices(first, last) for own in samplers], dim=1).to(data.labels.device)  # [S,H,B]
         labels, domains = data.labels[rows], domain_of[head, data.domains[rows]]  # [S,H,B]
-        for index, y, domain in zip(rows, labels, domains, strict=True):
-            yield Batch(data.features[index], y, domain, index)
+        views = _drawn_views(jobs, data.features, rows, first)
+        for x, index, y, domain in zip(_gathered(data.features, rows, views), rows, labels, domains, strict=True):
+            yield Batch(x, y, domain, index)
+
+
+def _samplers(jobs: Sequence[Job], data: CachedData, training: Training) -> list[BatchSampler]:
+    """One per job; trials of one split and seed share theirs, as each holds all training rows."""
+    known: dict[tuple[int, int], BatchSampler] = {}
+    for job in jobs:
+        if (id(job.split), job.seed) not in known:
+            own = sampler(training.sampler, job.split.train, training.batch_size, job.seed, data.labels)
+            known[id(job.split), job.seed] = own
+    return [known[id(job.split), job.seed] for job in jobs]
+
+
+def _drawn_views(jobs: Sequence[Job], features: Features, rows: Tensor, first: int) -> Tensor | None:
+    """Which view each place of the batches reads: int64 [S,H,B] in 1…views, uniform; None where there is the plain one.
+
+    A function of seed, step and place in the batch: a row that comes twice in a batch may come in two views.
+    """
+    if not features.views:
+        return None
+    seed = torch.tensor([job.seed for job in jobs], device=rows.device)[:, None]  # [H,1]
+    step = torch.arange(first, first + len(rows), device=rows.device)[:, None, None]  # [S,1,1]
+    place = torch.arange(rows.shape[-1], device=rows.device)  # [B]
+    return 1 + integers(seed, step, Stream.VIEW, place, features.views)
+
+
+def _gathered(features: Features, rows: Tensor, views: Tensor | None) -> Iterator[Tensor]:
+    """The features of each step, [H,B,K]: read for several steps at once where they come from files."""
+    at_once = 1 if features.in_memory else max(1, READ_BYTES // (4 * features.width * rows[0].numel()))
+    for first in range(0, len(rows), at_once):
+        some = slice(first, first + at_once)
+        yield from features[rows[some]] if views is None else features.of_views(rows[some], views[some])
 
 
 def head_logits(features: Features, rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     """Logits float32 [n,C] for the images `rows` (int64 [n]) of the class head in a selected `state`."""
     device = features.device
-    return F.linear(features[rows.to(device)], state["head.weight"].to(device), state["head.bias"].to(device))
+    weight, bias = state["head.weight"].to(device), state["head.bias"].to(device)
+    held = 4 * len(rows) * features.width <= HELD_BYTES
+    blocks = [rows] if held else rows.split(rows_at_once(features))
+    return torch.cat([F.linear(features[block.to(device)], weight, bias) for block in blocks])
+
+
+def rows_at_once(features: Features) -> int:
+    return max(1, READ_BYTES // (4 * features.width))
 
 
 class Validation:
@@ -61,23 +107,27 @@ class Validation:
     """
 
     def __init__(self, jobs: Sequence[Job], data: CachedData, rules: Sequence[str], metric: str) -> None:
-        self.metric = metric
+        self.metric, self.data = metric, data
         wanted = [rows_of_rules(job, rules) for job in jobs]
-        none = torch.empty(0, dtype=torch.int64)
-        union = torch.unique(torch.cat([none, *(rows for of_head in wanted for rows in of_head.values())]))  # [U]
-        looks = torch.stack([torch.isin(union, torch.cat([none, *of_head.values()])) for of_head in wanted], 1)  # [U,H]
-        groups, group = looks.unique(dim=0, return_inverse=True)  # bool [G,H], int64 [U]
+        distinct = {id(rows): rows for of_head in wanted for rows in of_head.values()}  # splits share them
+        union = torch.unique(torch.cat([torch.empty(0, dtype=torch.int64), *distinct.values()]))  # [U]
+        place_of = {key: torch.searchsorted(union, rows) for key, rows in distinct.items()}
+        looks = torch.zeros(len(union), len(jobs), dtype=torch.bool)  # [U,H]
+        for head, of_head in enumerate(wanted):
+            for rows in of_head.values():
+                looks[place_of[id(rows)], head] = True
+        groups, group = distinct_rows(looks)  # bool [G,H], int64 [U]
         if len(union) < GROUP_ROWS * max(1, len(groups)):
             groups, group = looks.new_ones(1, len(jobs)), torch.zeros_like(group)
         order = group.argsort(stable=True)
-        self.features = data.features[union[order].to(data.labels.device)]  # [U,K]
+        self.rows = union[order]  # int64 [U], group after group
         self.sizes = group.bincount(minlength=len(groups)).tolist()
-        self.heads = [heads.nonzero()[:, 0].to(data.labels.device) for heads in groups]
+        self.heads = [heads.nonzero()[:, 0] for heads in groups]
+        held = 4 * len(union) * data.features.width <= HELD_BYTES
+        self.held = data.features[self.rows.to(data.labels.device)] if held else None  # float32 [U,K]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        self.views = [
-            {rule: _view(place[torch.searchsorted(union, rows)], rows, data) for rule, rows in of_head.items()}
-            for of_head in wanted
-        ]
+        view_of = {key: _view(place[place_of[key]], rows, data) for key, rows in distinct.items()}
+        self.views = [{rule: view_of[id(rows)] for rule, rows in of_head.items()} for of_head in wanted]
 
     @torch.no_grad()
     def values(self, weight: Tensor, bias: Tensor) -> list[dict[str, float] | None]:
@@ -85,11 +135,40 @@ class Validation:
 
         `weight` is [H,C,K], `bias` [H,C].
         """
-        logits = self.features.new_empty(len(self.features), *bias.shape)  # [U,H,C], filled where it is read
-        for z, out, heads in zip(self.features.split(self.sizes), logits.split(self.sizes), self.heads, strict=True):
-            product = torch.addmm(bias[heads].flatten(), z, weight[heads].flatten(0, 1).T)
-            out[:, heads] = product.view(len(z), len(heads), bias.shape[-1])
-        return [self._values_of_head(logits[:, head], views) for head, views in enumerate(self.views)]
+        heads, classes = bias.shape
+        most = LOGITS_PER_READING if self.held is None else LOGITS_AT_ONCE
+        at_once = max(1, most // max(1, len(self.rows) * classes))
+        found = []
+        for first in range(0, heads, at_once):
+            some = slice(first, first + at_once)
+            logits = self._logits(weight, bias, range(heads)[some])  # [U,h,C]
+            found += [self._values_of_head(logits[:, h], views) for h, views in enumerate(self.views[some])]
+        return found
+
+    def _logits(self, weight: Tensor, bias: Tensor, heads: range) -> Tensor:
+        """[U,h,C] of a range of heads, filled where it is read."""
+        logits = weight.new_empty(len(self.rows), len(heads), bias.shape[-1])
+        begin = 0
+        for size, looking in zip(self.sizes, self.heads, strict=True):
+            own = looking[(looking >= heads.start) & (looking < heads.stop)].to(weight.device)
+            group = slice(begin, begin + size)
+            begin += size
+            if len(own) == 0:
+                continue
+            w, b, done = weight[own].flatten(0, 1).T, bias[own].flatten(), group.start
+            for z in self._features(group):
+                product = torch.addmm(b, z, w)
+                logits[done : done + len(z), own - heads.start] = product.view(len(z), len(own), bias.shape[-1])
+                done += len(z)
+        return logits
+
+    def _features(self, group: slice) -> Iterator[Tensor]:
+        """Those of the rows of a group, whole or in blocks [n,K]."""
+        if self.held is not None:
+            yield self.held[group]
+            return
+        for block in self.rows[group].split(rows_at_once(self.data.features)):
+            yield self.data.features[block.to(self.data.labels.device)]
 
     def _values_of_head(
         self, logits: Tensor, views: dict[str, tuple[Tensor, Tensor, Tensor]]
@@ -98,6 +177,18 @@ class Validation:
         if not all(torch.isfinite(values).all() for values, _, _ in own.values()):
             return None
         return {rule: metric_of(self.metric, *of_rule) for rule, of_rule in own.items()}
+
+
+def distinct_rows(looks: Tensor) -> tuple[Tensor, Tensor]:
+    """`looks.unique(dim=0, return_inverse=True)` of bool [U,H], which would make an object of every row."""
+    group = torch.zeros(len(looks), dtype=torch.int64)
+    for some in looks.split(32, dim=1):
+        for column in some.unbind(1):
+            group = 2 * group + column
+        group = group.unique(return_inverse=True)[1]
+    groups = looks.new_zeros(int(group.max()) + 1 if len(group) else 0, looks.shape[1])
+    groups[group] = looks
+    return groups, group
 
 
 def _view(place: Tensor, rows: Tensor, data: CachedData) -> tuple[Tensor, Tensor, Tensor]:

@@ -91,7 +91,7 @@ def train_model(
     and without weights. Raises `UserError` for an image that does not decode, for fp16 with sharpness or without a GPU,
     for more micro-batches than a domain has images in a batch, and for what of Accelerate is not supported.
     """
-    started = time.perf_counter()
+    started, training = time.perf_counter(), job.own(training)
     _refuse_unsupported(job, accelerator)
     algorithm = job.make(job.setup)
     assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
@@ -105,7 +105,8 @@ def train_model(
     seen = rules if averages is None else list(dict.fromkeys([*rules, LOSS_SPLIT]))
     groups = domains if worst_of is None else worst_of
     validation = Validation(job, images, labels, groups, seen, metric, max(batches.sizes), accelerator)
-    selector, optimizer = Selector(rules, metric, first_step), make_optimizer(inner.roles(), job, training)
+    selector = Selector(rules, metric, first_step, training.patience)
+    optimizer = make_optimizer(inner.roles(), job, training)
     state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
     run = _Run(job, training, batches, validation, record, checkpoint)
     _go_on(run, state, labels, domains)
@@ -122,6 +123,7 @@ def train_model(
         seconds=state.seconds,
         failure=failure,
         course=selector.course,
+        stopped_at=selector.stopped_at,
     )
 
 
@@ -171,7 +173,7 @@ def _train(run: _Run, state: LoopState, unfreeze_at: int, show: bool) -> str | N
         if not state.evaluated and not _evaluate(run, state):
             return _failure(BROKEN_LOGITS, run, state.taken)
         for frozen, last in ((True, unfreeze_at), (False, steps)):
-            if state.taken >= last:
+            if state.taken >= last or state.selector.stopped_at is not None:
                 continue
             state.inner.freeze_encoder(frozen)
             failure = _phase(run, state, islice(batches, last - state.taken), bar)
@@ -207,6 +209,8 @@ def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, list[MicroB
             if run.checkpoint is not None:
                 run.checkpoint.save_if_due(state.state, event=step + 1 in evaluate_after)
             bar.advance(1, f"loss {float(losses.total):.3f}")
+            if state.selector.stopped_at is not None:
+                return None
     if stop_requested():
         _leave(run, state, together=False)  # the signal has ended this process's loader workers
     return None
@@ -303,17 +307,17 @@ def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
 
 def make_optimizer(roles: Roles, job: Job, training: Training) -> Optimizer:
     """Class head and auxiliary modules at the job's learning rate, the encoder at its own."""
-    encoder_lr = training.encoder_lr if job.encoder_lr is None else job.encoder_lr
-    momentum = training.momentum if job.momentum is None else job.momentum
-    rates = (encoder_lr, job.lr, job.lr)
+    rates = (training.encoder_lr, job.lr, job.lr)
     groups = [
         {"params": list(parameters.values()), "lr": lr, "initial_lr": lr, "weight_decay": job.weight_decay}
         for parameters, lr in zip(roles, rates, strict=True)
         if parameters
     ]
     if training.optimizer == "sgd":
-        return SGD(groups, momentum=momentum)
-    return {"adam": Adam, "adamw": AdamW}[training.optimizer](groups, amsgrad=training.amsgrad)
+        return SGD(groups, momentum=training.momentum)
+    return {"adam": Adam, "adamw": AdamW}[training.optimizer](
+        groups, betas=(training.beta1, training.beta2), amsgrad=training.amsgrad
+    )
 
 
 @contextmanager

@@ -1,17 +1,24 @@
 """torch.optim's SGD, Adam and AdamW on stacked models: every tensor is [H,…], every head has its own settings.
 
 Written out because torch.optim has one learning rate per parameter group, and a stacked parameter is one tensor. Equal
-to torch.optim to float32 rounding.
+to torch.optim to float32 rounding. On a CPU with a compiler an update is one pass over memory (`optimizers.c`).
 """
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from xdm_ft.compiled import library, share
+
+SOURCE = Path(__file__).with_name("optimizers.c")
 
 Tensors = dict[str, Tensor]  # parameter name → values [H,…]
 
@@ -19,16 +26,24 @@ Tensors = dict[str, Tensor]  # parameter name → values [H,…]
 class Optimizer(ABC):
     """Updates stacked parameters in place. `lr` and `weight_decay` are float [H]."""
 
+    in_one_pass = True  # optimizers.c knows its update
+
     def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor) -> None:
-        self.lr = {name: _beside(lr, p) for name, p in parameters.items()}
-        self.weight_decay = {name: _beside(weight_decay, p) for name, p in parameters.items()}
+        self.lr, self.weight_decay = lr.float(), weight_decay.float()
         self.decays = bool((weight_decay != 0).any())
 
     @torch.no_grad()
     def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
         """One step with learning rates `lr` × `factor`, the schedule's."""
         for name, parameter in parameters.items():
-            self._update(name, parameter, gradients[name], self.lr[name] * factor)
+            gradient = gradients[name]
+            if self.in_one_pass and one_pass(parameter) and gradient.dtype == torch.float32:
+                heads = len(parameter)
+                function, arguments = self._one_pass(name, parameter, gradient.contiguous(), factor)
+                share(function, heads, parameter.numel() // heads, parameter.numel() // heads, *arguments)
+            else:
+                lr, weight_decay = _beside(self.lr * factor, parameter), _beside(self.weight_decay, parameter)
+                self._update(name, parameter, gradient, lr, weight_decay)
 
     @abstractmethod
     def reset(self) -> None:
@@ -42,7 +57,11 @@ class Optimizer(ABC):
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
     @abstractmethod
-    def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None: ...
+    def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None: ...
+
+    @abstractmethod
+    def _one_pass(self, name: str, parameter: Tensor, gradient: Tensor, factor: float) -> tuple[Any, tuple[Any, ...]]:
+        """The function of optimizers.c that does the same, and its arguments from the fourth on."""
 
 
 class SGD(Optimizer):
@@ -50,7 +69,7 @@ class SGD(Optimizer):
 
     def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, momentum: Tensor) -> None:
         super().__init__(parameters, lr, weight_decay)
-        self.momentum = {name: _beside(momentum, p) for name, p in parameters.items()}
+        self.momentum = momentum.float()
         self.velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
 
     def reset(self) -> None:
@@ -63,26 +82,35 @@ class SGD(Optimizer):
     def load_state(self, state: Mapping[str, Any]) -> None:
         _copy(state["velocity"], self.velocity)
 
-    def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None:
+    def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
         if self.decays:
-            gradient = torch.addcmul(gradient, parameter, self.weight_decay[name])
-        velocity = self.velocity[name].mul_(self.momentum[name]).add_(gradient)
+            gradient = torch.addcmul(gradient, parameter, weight_decay)
+        velocity = self.velocity[name].mul_(_beside(self.momentum, parameter)).add_(gradient)
         parameter.addcmul_(velocity, lr, value=-1)
+
+    def _one_pass(self, name: str, parameter: Tensor, gradient: Tensor, factor: float) -> tuple[Any, tuple[Any, ...]]:
+        settings = (self.lr, self.weight_decay, self.momentum, factor)
+        return _library().sgd, (gradient, *settings, parameter, self.velocity[name])
 
 
 class Adam(Optimizer):
-    """Kingma & Ba 2015 with torch's defaults (β 0.9 and 0.999, ε 1e-8); weight decay is an L2 penalty.
+    """Kingma & Ba 2015 with torch's ε of 1e-8; weight decay is an L2 penalty.
 
     With `amsgrad` the largest second moment so far takes the place of the present one (Reddi et al. 2018).
     """
 
-    beta1, beta2, eps = 0.9, 0.999, 1e-8
+    eps = 1e-8
+    decoupled = False  # whether weight decay is apart from the gradient
 
-    def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, amsgrad: bool) -> None:
+    def __init__(
+        self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, betas: tuple[float, float], amsgrad: bool
+    ) -> None:
         super().__init__(parameters, lr, weight_decay)
+        self.beta1, self.beta2 = betas
         self.taken = 0
         self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        self.in_one_pass = not amsgrad
         self.largest = {name: torch.zeros_like(p) for name, p in parameters.items()} if amsgrad else {}
 
     def reset(self) -> None:
@@ -103,9 +131,9 @@ class Adam(Optimizer):
         self.taken += 1
         super().step(parameters, gradients, factor)
 
-    def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> None:
+    def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
         if self.decays:
-            gradient = self._decay(name, parameter, gradient, lr)
+            gradient = self._decay(parameter, gradient, lr, weight_decay)
         mean = self.mean[name].lerp_(gradient, 1 - self.beta1)
         square = self.square[name].mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
         if self.largest:
@@ -114,15 +142,21 @@ class Adam(Optimizer):
         ratio = mean / square.sqrt().mul_(scale).add_(self.eps)
         parameter.addcmul_(ratio, lr, value=-1 / (1 - self.beta1**self.taken))
 
-    def _decay(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> Tensor:
-        return torch.addcmul(gradient, parameter, self.weight_decay[name])
+    def _decay(self, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> Tensor:
+        return torch.addcmul(gradient, parameter, weight_decay)
+
+    def _one_pass(self, name: str, parameter: Tensor, gradient: Tensor, factor: float) -> tuple[Any, tuple[Any, ...]]:
+        settings = (self.lr, self.weight_decay, factor, self.taken, self.decoupled, self.beta1, self.beta2, self.eps)
+        return _library().adam, (gradient, *settings, parameter, self.mean[name], self.square[name])
 
 
 class AdamW(Adam):
     """Loshchilov & Hutter 2019: θ shrinks by lr × wd × θ, apart from the gradient."""
 
-    def _decay(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor) -> Tensor:
-        parameter.mul_(1 - lr * self.weight_decay[name])
+    decoupled = True
+
+    def _decay(self, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> Tensor:
+        parameter.mul_(1 - lr * weight_decay)
         return gradient
 
 
@@ -132,12 +166,13 @@ def make_optimizer(
     lr: Tensor,
     weight_decay: Tensor,
     momentum: Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
     amsgrad: bool = False,
 ) -> Optimizer:
-    """The optimizer that `training.optimizer` names; `momentum`, float [H], is SGD's alone, `amsgrad` the others'."""
+    """The optimizer that `training.optimizer` names; `momentum`, float [H], is SGD's, what follows Adam's."""
     if name == "sgd":
         return SGD(parameters, lr, weight_decay, momentum)
-    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, amsgrad)
+    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, betas, amsgrad)
 
 
 def clip(gradients: Tensors, norm: float) -> Tensors:
@@ -146,6 +181,24 @@ def clip(gradients: Tensors, norm: float) -> Tensors:
     total = torch.linalg.vector_norm(torch.stack(per_tensor), dim=0)  # [H]
     scale = (norm / (total + 1e-6)).clamp(max=1)
     return {name: g * _beside(scale, g) for name, g in gradients.items()}
+
+
+def one_pass(parameter: Tensor) -> bool:
+    """Whether optimizers.c can update it."""
+    whole = parameter.is_contiguous() and parameter.dtype == torch.float32 and parameter.device.type == "cpu"
+    return whole and _library() is not None
+
+
+@cache
+def _library() -> Any:
+    """Typed: a float is a float32 where optimizers.c says so, a tensor its address."""
+    found = library(SOURCE)
+    if found is not None:
+        integer, single, double, address = ctypes.c_int64, ctypes.c_float, ctypes.c_double, ctypes.c_void_p
+        found.sgd.argtypes = [integer] * 3 + [address] * 4 + [single] + [address] * 2
+        found.adam.argtypes = [integer] * 3 + [address] * 3 + [single, integer, integer, double, double, single]
+        found.adam.argtypes += [address] * 3
+    return found
 
 
 def _copy(values: Mapping[str, Tensor], into: Tensors) -> None:

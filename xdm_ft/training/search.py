@@ -92,15 +92,18 @@ PRESETS: dict[str, dict[str, Distribution]] = {
         "encoder_lr": _powers(-5, -3.5),
         "lr": _powers(-5, -3.5),
         "weight_decay": _powers(-6, -2),
+        "batch_size": Distribution(log_uniform=(2**3, 2**5.5)),
         **_OF_METHODS,
         **_OF_THE_PAPER,
     },
 }
 """`frozen`: heads on cached features. `domainbed`: DomainBed's default ranges for images that are not tiny (Gulrajani &
-Lopez-Paz 2021), lr and encoder_lr drawn as one; what else it draws (batch size,
-dropout, annealing steps) stays as the recipe has it."""
+Lopez-Paz 2021), lr and encoder_lr drawn as one; what else it draws (dropout,
+annealing steps) stays as the recipe has it."""
 
-TRAINING_KEYS = ("lr", "encoder_lr", "weight_decay", "momentum")
+TRAINING_KEYS = (
+    "lr", "encoder_lr", "weight_decay", "momentum", "beta1", "beta2", "batch_size", "clip_norm", "patience",
+)  # fmt: skip
 """Keys of `training` that may differ from model to model."""
 
 
@@ -118,7 +121,7 @@ class Search(Block):
         dict[str, Distribution],
         Field(
             description="KEY or METHOD.KEY → {log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}; "
-            "KEY is lr, encoder_lr, weight_decay or momentum; adds to the preset and goes before it"
+            f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset and goes before it"
         ),
     ] = {}
     sampler: Annotated[

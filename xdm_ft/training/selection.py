@@ -51,11 +51,16 @@ class Selector:
     The first rule is the recipe's own: where it can pick nothing there is no model. Another one may go without.
     """
 
-    def __init__(self, rules: Sequence[str], metric: str, first_selectable_step: int = 1) -> None:
+    def __init__(
+        self, rules: Sequence[str], metric: str, first_selectable_step: int = 1, patience: int | None = None
+    ) -> None:
+        """`patience`: evaluations in a row without a better value by the first rule, after which it is told to stop."""
         self.rules, self.metric, self.first_selectable_step = tuple(rules), metric, first_selectable_step
         self.best: dict[str, float] = {}
         self.selected: dict[str, Selected] = {}
         self.course: Course = {rule: {} for rule in self.rules}
+        self.patience, self.waited = patience, 0
+        self.stopped_at: int | None = None  # steps after which patience ended
 
     def offer(
         self,
@@ -74,6 +79,9 @@ class Selector:
             picked = Selected(step, state(), dict(hparams or {}))
             self.selected |= dict.fromkeys(better, picked)
             self.best |= {rule: values[rule] for rule in better}
+        self.waited = 0 if self.rules[0] in better else self.waited + 1
+        if self.patience is not None and self.waited >= self.patience:
+            self.stopped_at = step
 
     def _improves(self, rule: str, value: float) -> bool:
         if math.isnan(value):
@@ -87,6 +95,8 @@ class Selector:
         place = {key: number for number, key in enumerate(distinct)}
         return {
             "best": self.best,
+            "waited": self.waited,
+            "stopped_at": self.stopped_at,
             "course": self.course,
             "picked": [[one.step, one.state, one.hparams] for one in distinct.values()],
             "by_rule": {rule: place[id(selected)] for rule, selected in self.selected.items()},
@@ -96,6 +106,7 @@ class Selector:
         picked = [Selected(*one) for one in state["picked"]]
         self.selected = {rule: picked[number] for rule, number in state["by_rule"].items()}
         self.best, self.course = state["best"], state["course"]
+        self.waited, self.stopped_at = state["waited"], state["stopped_at"]
 
     def nothing_selected(self) -> str | None:
         """Why the first rule has picked nothing; None where it has."""

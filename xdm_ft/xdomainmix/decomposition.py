@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,10 +30,15 @@ def specific_mask(scores: Tensor, quantile: float | Fraction) -> Tensor:
     Returns:
         bool [...,K].
     """
+    return scores > divider(scores, rank_of(quantile, scores.shape[-1]))
+
+
+@cache
+def rank_of(quantile: float | Fraction, size: int) -> int:
+    """⌊r⌋, r = q(K−1): which of K scores decides, counted from 0 at the smallest. `quantile` as for `specific_mask`."""
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile {quantile} is not in [0, 1]")
-    rank = math.floor(Fraction(str(quantile)) * (scores.shape[-1] - 1))  # ⌊r⌋, counted from 0 at the smallest
-    return scores > divider(scores, rank)
+    return math.floor(Fraction(str(quantile)) * (size - 1))
 
 
 def decompose(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:

@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from xdm_ft.xdomainmix.kernel import call, kernel
+
 SEARCH_ROWS = 384
-"""From this many rows on, searching beats selecting on a CPU (torch 2.15, K = 512 … 2048); the mask is the same."""
+"""From this many rows on, searching beats selecting on a CPU without compiler (torch 2.15, K = 512 … 2048); the mask is
+the same."""
 SEARCH_PASSES = 24
 """Counts of one search at most; half of the rows are solved after six, 999 of 1000 after twenty."""
 WORTH_SHRINKING = 0.7
@@ -36,8 +39,11 @@ class _Divider(torch.autograd.Function):
     @staticmethod
     def forward(scores: Tensor, rank: int) -> Tensor:
         rows = scores.reshape(-1, scores.shape[-1])  # [n,K]
-        search = rows.device.type == "cpu" and rows.dtype == torch.float32 and len(rows) >= SEARCH_ROWS
-        tau = _search(rows, rank) if search else _select(rows, rank)  # [n,1]
+        floats_on_cpu = rows.device.type == "cpu" and rows.dtype == torch.float32
+        if floats_on_cpu and kernel() is not None:
+            tau = _compiled(rows, rank)  # [n,1]
+        else:
+            tau = _search(rows, rank) if floats_on_cpu and len(rows) >= SEARCH_ROWS else _select(rows, rank)
         return tau.reshape(*scores.shape[:-1], 1)
 
     @staticmethod
@@ -48,6 +54,13 @@ class _Divider(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[int | None, ...], scores: Tensor, rank: int) -> tuple[Tensor, int]:
         assert in_dims[0] is not None, "vmap calls this only where the scores are stacked"
         return _Divider.apply(scores.movedim(in_dims[0], 0), rank), 0
+
+
+def _compiled(rows: Tensor, rank: int) -> Tensor:
+    """The same by `divider` of kernel.c, which looks for it as `_search` does, row by row in the processor's cache."""
+    rows, tau = rows.contiguous(), rows.new_empty(len(rows), 1)
+    call(kernel().dividers, len(rows), rows.shape[-1], rows.shape[-1], rows, rank, tau)
+    return tau
 
 
 def _select(rows: Tensor, rank: int) -> Tensor:

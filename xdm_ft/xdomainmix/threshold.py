@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import cache
 
 
 def domain_quantile(step: int, every: int, start: float = 0.9, stop: float = 0.5, drop: float = 0.1) -> float:
@@ -18,8 +19,14 @@ def domain_quantile(step: int, every: int, start: float = 0.9, stop: float = 0.5
     """
     if step < 0 or every < 1:
         raise ValueError(f"step {step} must be at least 0 and every {every} at least 1")
+    values = _cycle(start, stop, drop)
+    return values[step // every % len(values)]
+
+
+@cache
+def _cycle(start: float, stop: float, drop: float) -> tuple[float, ...]:
     top, bottom, by = Fraction(str(start)), Fraction(str(stop)), Fraction(str(drop))
     if bottom > top or by <= 0:
         raise ValueError(f"{start} can not fall to {stop} by {drop}")
     stages = math.ceil((top - bottom) / by) + 1
-    return float(max(bottom, top - step // every % stages * by))
+    return tuple(float(max(bottom, top - stage * by)) for stage in range(stages))

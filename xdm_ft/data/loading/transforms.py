@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
+import torch
 from PIL import Image
 from pydantic import Field
 from torch import Tensor
@@ -95,3 +97,11 @@ def training_transform(preprocessing: Preprocessing, augmentation: Augmentation)
             transforms.Normalize(preprocessing.mean, preprocessing.std),
         ]
     )
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Within it a `training_transform` draws from torch's generator seeded with `seed`, then left as it was before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach those of GPUs too
+        yield

@@ -1,0 +1,247 @@
+"""How fast heads train on cached features: ERM and XDomainMix, one head and banks of many.
+
+    python benchmarks/heads.py                        everything, under 3 minutes
+    python benchmarks/heads.py --heads 1 64 --seconds 0.2
+    python benchmarks/heads.py --chunks 8 16 32 64    heads trained at once, whose best is bank.CHUNK_HEADS
+
+Everything is timed in this process, in turns, so that other programs disturb all alike; a number is the median over the
+turns. With one thread it is processor time, so that waiting for other programs does not count; with more, wall time. A
+step is: gather the batch, loss, gradients, update (Adam). Every XDomainMix step mixes (no warm-up).
+
+single heads    XDomainMix ÷ the faster of two ERM steps: this package's, and a plain loop (index, nn.Linear,
+                cross_entropy, backward, Adam with fused=True).
+banks           head-steps per second of H heads, in the chunks that a training of them is cut into, and how many times
+                those of H trainings one after the other. A chunk of one size is timed once. Building models, drawing
+                the first batches and evaluation are left out of both.
+memory          Bytes that a head-step moves between its tensors, counted by hand in `moved`, over what any
+                implementation must move: the features of the batch once, weights and Adam's moments read and written
+                once. And moved bytes per second over what a copy of 256 MB reaches (from caches it can be more).
+
+Measured numbers are in README.md, "Speed".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from xdm_ft.algorithms import Algorithm, Setup
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.data.loading.splits import Split
+from xdm_ft.features.cache import Features
+from xdm_ft.tensors import Task
+from xdm_ft.training import Job, Training
+from xdm_ft.training.allocator import keep_freed_memory
+from xdm_ft.training.bank import chunk_heads, stack, step
+from xdm_ft.training.cached_data import CachedData, batches
+from xdm_ft.xdomainmix import one_pass
+
+IMAGES = 10_000
+STEPS = 100_000  # more than are taken
+TURNS = 7
+METHODS: dict[str, type[Algorithm]] = {"erm": ERM, "xdomainmix": XDomainMix}
+
+
+class Shape(NamedTuple):
+    batch: int
+    width: int
+    classes: int
+    domains: int
+
+    def __str__(self) -> str:
+        return "B {} K {} C {} D {}".format(*self)
+
+
+SHAPES = [Shape(32, 512, 2, 3), Shape(96, 1280, 7, 3), Shape(256, 512, 62, 11)]
+
+
+def timed(runs: Mapping[str, Callable[[int], None]], seconds: float) -> dict[str, float]:
+    """Median seconds per step of each `run(n)`, which takes n steps; about `seconds` of each in all."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    steps: dict[str, int] = {}
+    turns: dict[str, list[float]] = {name: [] for name in runs}
+    for name, run in runs.items():
+        run(2)
+        started = clock()
+        run(2)
+        steps[name] = max(1, int(seconds / TURNS / (clock() - started) * 2))
+    for _ in range(TURNS):
+        for name, run in runs.items():
+            started = clock()
+            run(steps[name])
+            turns[name].append((clock() - started) / steps[name])
+    return {name: statistics.median(taken) for name, taken in turns.items()}
+
+
+def data_of(shape: Shape) -> CachedData:
+    """Made-up features, like those of a CNN after pooling: positive, of different scale by dimension."""
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(IMAGES, shape.width, generator=generator).abs() * torch.rand(shape.width, generator=generator)
+    labels = torch.randint(0, shape.classes, (IMAGES,), generator=generator)
+    return CachedData(Features([z]), labels, torch.arange(IMAGES) % shape.domains)
+
+
+def job_of(method: str, shape: Shape, data: CachedData, seed: int) -> Job:
+    names = tuple(str(d) for d in range(shape.domains))
+    pools = tuple((data.domains == d).nonzero()[:, 0] for d in range(shape.domains))
+    split = Split(("held out",), names, train=pools, evaluation={}, domain_of=torch.arange(shape.domains))
+    task = Task(tuple(str(c) for c in range(shape.classes)), names)
+    settings = {"warmup_steps": 0, "quantile_steps": 10} if method == "xdomainmix" else {}
+    return Job(
+        method, ("held out",), seed, 0, split, Setup(task, shape.width, STEPS, seed),
+        lambda setup: METHODS[method](setup, **settings), None, lr=1e-3, weight_decay=1e-4,
+    )  # fmt: skip
+
+
+def training_of(shape: Shape) -> Training:
+    return Training(batch_size=shape.batch, sampler="pooled", optimizer="adam")
+
+
+def bank(method: str, shape: Shape, data: CachedData, heads: int) -> Callable[[int], None]:
+    """Takes steps of a bank of so many heads."""
+    jobs, training = [job_of(method, shape, data, seed) for seed in range(heads)], training_of(shape)
+    trained, coming = stack(jobs, training, torch.device("cpu")), enumerate(batches(jobs, data, training))
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            number, batch = next(coming)
+            step(trained, batch, number)
+
+    return run
+
+
+def plain_loop(shape: Shape, data: CachedData) -> Callable[[int], None]:
+    """ERM as it is written by hand."""
+    features, labels = data.features[torch.arange(IMAGES)], data.labels
+    head = nn.Linear(shape.width, shape.classes)
+    optimizer = torch.optim.Adam(head.parameters(), lr=1e-3, weight_decay=1e-4, fused=True)
+    rows = torch.randint(0, IMAGES, (512, shape.batch))
+
+    def run(steps: int) -> None:
+        for number in range(steps):
+            index = rows[number % len(rows)]
+            optimizer.zero_grad()
+            F.cross_entropy(head(features[index]), labels[index]).backward()
+            optimizer.step()
+
+    return run
+
+
+def parameters(method: str, shape: Shape) -> int:
+    outputs = shape.classes + (shape.domains if method == "xdomainmix" else 0)
+    return outputs * (shape.width + 1)
+
+
+def must_move(method: str, shape: Shape) -> int:
+    """Bytes of one head-step: features once; weights and Adam's two moments read and written."""
+    return 4 * (shape.batch * shape.width + 6 * parameters(method, shape))
+
+
+def moved(method: str, shape: Shape) -> int:
+    """Bytes of one head-step of the compiled path, every tensor each time that it is read or written."""
+    features, mask = 4 * shape.batch * shape.width, shape.batch * shape.width
+    gather = 2 * features
+    passes = gather + 2 * features  # the product with the head, forward and for its gradient
+    if method == "xdomainmix":
+        masks = 2 * (features + mask)  # two rows of scores and masks
+        mixing = 3 * (features + 2 * mask) + features  # of x, x_i and x_j; z̃ is written
+        passes += masks + mixing + 2 * 2 * features  # z̃ through the class head, z through the domain head
+    weights = 4 * parameters(method, shape)
+    return passes + weights * (1 + 1 + 7)  # forward, gradient, and the update: 4 tensors read, 3 written
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written."""
+    source = torch.ones(1 << 26)
+    target = torch.empty_like(source)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            target.copy_(source)
+
+    seconds = timed({"copy": run}, 0.5)["copy"]
+    return 2 * source.nbytes / seconds
+
+
+def single_heads(shape: Shape, data: CachedData, seconds: float) -> dict[str, float]:
+    """Milliseconds per step."""
+    runs = {"plain_erm": plain_loop(shape, data)} | {method: bank(method, shape, data, 1) for method in METHODS}
+    found = {name: 1e3 * value for name, value in timed(runs, seconds).items()}
+    return found | {"ratio": found["xdomainmix"] / min(found["plain_erm"], found["erm"])}
+
+
+def banks(method: str, shape: Shape, data: CachedData, heads: Sequence[int], seconds: float) -> list[dict[str, float]]:
+    """Of each number of heads: head-steps per second, and how many times those of separate trainings."""
+    at_once = chunk_heads(job_of(method, shape, data, 0), training_of(shape))
+    cuts = {number: [at_once] * (number // at_once) + [number % at_once] * (number % at_once > 0) for number in heads}
+    sizes = sorted({1, *(size for cut in cuts.values() for size in cut)})
+    took = timed({str(size): bank(method, shape, data, size) for size in sizes}, seconds)
+    rows = []
+    for number, cut in cuts.items():
+        rate = number / sum(took[str(size)] for size in cut)
+        rows.append({"heads": number, "head_steps_per_second": rate, "times_separate": rate * took["1"]})
+    return rows
+
+
+def chunk_sweep(method: str, shape: Shape, data: CachedData, sizes: Sequence[int], seconds: float) -> dict[str, float]:
+    """Milliseconds per head-step by the number of heads trained at once."""
+    took = timed({str(size): bank(method, shape, data, size) for size in sizes}, seconds)
+    return {size: 1e3 * value / int(size) for size, value in took.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--heads", type=int, nargs="+", default=[1, 16, 64, 240, 1000], help="sizes of banks")
+    parser.add_argument("--chunks", type=int, nargs="+", help="only compare these numbers of heads trained at once")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of measuring, for each number")
+    parser.add_argument("--threads", type=int, default=1, help="of PyTorch")
+    given = parser.parse_args()
+    keep_freed_memory()
+    torch.set_num_threads(given.threads)
+    compiled = one_pass.available(torch.zeros(1, 1))
+    results: dict[str, object] = {"threads": given.threads, "compiled": compiled, "torch": torch.__version__}
+    copy = copy_bandwidth()
+    results["copy_gb_per_second"] = copy / 1e9
+    print(f"threads {given.threads}, compiled code: {compiled}, copy {copy / 1e9:.1f} GB/s")
+    for shape in SHAPES:
+        data = data_of(shape)
+        found: dict[str, object] = {}
+        print(f"\n{shape}")
+        if given.chunks:
+            for method in METHODS:
+                swept = found[method] = chunk_sweep(method, shape, data, given.chunks, given.seconds)
+                print(f"  {method:<11} " + "  ".join(f"{size}: {ms:.3f} ms" for size, ms in swept.items()))
+            results[str(shape)] = found
+            continue
+        one = found["single"] = single_heads(shape, data, given.seconds)
+        print(
+            f"  one head: plain ERM {one['plain_erm']:.3f} ms, ERM {one['erm']:.3f} ms, "
+            f"XDomainMix {one['xdomainmix']:.3f} ms = {one['ratio']:.1f} × the faster ERM"
+        )
+        for method in METHODS:
+            rows = found[method] = banks(method, shape, data, given.heads, given.seconds)
+            excess = moved(method, shape) / must_move(method, shape)
+            for row in rows:
+                row["moved_over_needed"] = excess
+                row["bandwidth_over_copy"] = row["head_steps_per_second"] * moved(method, shape) / copy
+                print(
+                    f"  {method:<11} {row['heads']:>5} heads {row['head_steps_per_second']:>9.0f} head-steps/s "
+                    f"{row['times_separate']:>5.1f} × separate, moved {excess:.1f} × needed, "
+                    f"{row['bandwidth_over_copy']:.2f} × copy bandwidth"
+                )
+        results[str(shape)] = found
+    print()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

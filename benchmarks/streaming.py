@@ -1,0 +1,208 @@
+"""Heads on features that are larger than memory: how much memory training takes, and how fast it is.
+
+python benchmarks/streaming.py [--images 10000000] makes a set of float16 features in the cache's files, reads them from
+there alone, trains a chunk of ERM heads and one of XDomainMix heads, and removes the files. The last line is JSON:
+
+    gigabytes                        of the files
+    anonymous_gigabytes              most memory of this process that no file backs, from the files' opening on
+    <method>_head_steps_per_second   evaluations aside, the preparation of the chunk included
+    <method>_evaluation_seconds      of all heads of the chunk, once
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.data.loading.splits import Split
+from xdm_ft.features import cache
+from xdm_ft.features.cache import Features
+from xdm_ft.features.shards import Grid, encode, open_shard
+from xdm_ft.features.store import shard_name
+from xdm_ft.tensors import Task
+from xdm_ft.training import Job, Training
+from xdm_ft.training.bank import CHUNK_HEADS, train_bank
+from xdm_ft.training.cached_data import Validation
+
+DOMAINS, CLASSES, KEY = 4, 10, "0" * 32
+METHODS = {"erm": ERM, "xdomainmix": XDomainMix}
+GIGABYTE = 1e9
+
+
+class AnonymousMemory(threading.Thread):
+    """The peak of RssAnon (bytes): what mapped files take is not in it."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak, self.over = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.005):
+            self.peak = max(self.peak, anonymous())
+
+
+def anonymous() -> int:
+    """Bytes of this process now that no file backs (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def labels_of(rows: int) -> tuple[Tensor, Tensor]:
+    """Class and domain of every row, int64 [N]."""
+    row = torch.arange(rows)
+    return row % CLASSES, row // CLASSES % DOMAINS
+
+
+def make(folder: Path, rows: int, width: int) -> None:
+    """Shards of float16 [rows, K]: a class's and a domain's mean, and noise."""
+    generator = torch.Generator().manual_seed(0)
+    grid = Grid(rows)
+    noise = torch.randn(grid.rows_per_shard, width, generator=generator)
+    of_class, of_domain = (0.1 * torch.randn(n, width, generator=generator) for n in (CLASSES, DOMAINS))
+    labels, domains = labels_of(rows)
+    for number in range(len(grid)):
+        span = grid.span(number)
+        own = slice(span.start, span.stop)
+        # the same noise, moved on, in each shard: drawing billions of numbers would take most of the time
+        z = noise.roll(number, dims=1)[: len(span)] + of_class[labels[own]] + of_domain[domains[own]]
+        (folder / shard_name(number)).write_bytes(encode(z.half(), {}, KEY, number))
+
+
+def opened(folder: Path, rows: int) -> Features:
+    return Features([open_shard(folder / shard_name(n), KEY, n).features for n in range(len(Grid(rows)))])
+
+
+def split_of(domains: Tensor) -> Split:
+    """The last domain tests; a fifth of each other one validates."""
+    validates = torch.arange(len(domains)) // (CLASSES * DOMAINS) % 5 == 0
+    inside = domains < DOMAINS - 1
+    return Split(
+        test_domains=("held out",),
+        train_domains=tuple(f"domain {d}" for d in range(DOMAINS - 1)),
+        train=tuple(((domains == d) & ~validates).nonzero()[:, 0] for d in range(DOMAINS - 1)),
+        evaluation={"train_val": (inside & validates).nonzero()[:, 0], "test": (~inside).nonzero()[:, 0]},
+        domain_of=torch.tensor([*range(DOMAINS - 1), -1]),
+    )
+
+
+def jobs_of(method: str, heads: int, split: Split, width: int, steps: int) -> list[Job]:
+    """Trials of one split with learning rates of their own, four to a seed."""
+    task = Task(tuple(f"class {c}" for c in range(CLASSES)), split.train_domains)
+    setups = [Setup(task, width=width, steps=steps, seed=head // 4) for head in range(heads)]
+    return [
+        Job(
+            method,
+            split.test_domains,
+            setup.seed,
+            head % 4,
+            split,
+            setup,
+            METHODS[method],
+            None,
+            1e-3 * (1 + head),
+            0.0,
+        )
+        for head, setup in enumerate(setups)
+    ]
+
+
+def train(features: Features, training: Training, heads: int) -> dict[str, float]:
+    """Speed and evaluation time of each method, and the accuracy that its best head reaches."""
+    labels, domains = labels_of(len(features))
+    split, found = split_of(domains), {}
+    assert training.steps is not None
+    for method in METHODS:
+        jobs = jobs_of(method, heads, split, features.width, training.steps)
+        evaluating: list[float] = []
+        started = time.perf_counter()
+        with timed_evaluations(evaluating):
+            bank = train_bank(
+                jobs, features, labels, domains, training, ["train_val"], "accuracy", record=lambda *_: None, show=False
+            )
+            trained = list(bank)
+        seconds = time.perf_counter() - started - sum(evaluating)
+        assert all(one.failure is None for one in trained)
+        found[f"{method}_head_steps_per_second"] = round(heads * training.steps / seconds, 1)
+        found[f"{method}_evaluation_seconds"] = round(sum(evaluating) / len(evaluating), 1)
+        found[f"{method}_accuracy"] = round(max(max(one.course["train_val"].values()) for one in trained), 4)
+    return found
+
+
+@contextmanager
+def timed_evaluations(seconds: list[float]) -> Iterator[None]:
+    original = Validation.values
+
+    def values(self: Validation, weight: Tensor, bias: Tensor) -> list[dict[str, float] | None]:
+        started = time.perf_counter()
+        found = original(self, weight, bias)
+        seconds.append(time.perf_counter() - started)
+        return found
+
+    with patch.object(Validation, "values", values):
+        yield
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
+    started = time.perf_counter()
+    make(folder, arguments.images, arguments.width)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"{size / GIGABYTE:.2f} GB of features made in {time.perf_counter() - started:.0f} s", flush=True)
+    cache.MEMORY_FRACTION = 0.25 if arguments.in_memory else 0.0
+    memory = AnonymousMemory()
+    memory.start()
+    started = time.perf_counter()
+    features = opened(folder, arguments.images)
+    print(f"opened and checked in {time.perf_counter() - started:.0f} s", flush=True)
+    training = Training(
+        batch_size=arguments.batch_size,
+        sampler=arguments.sampler,
+        steps=arguments.steps,
+        evaluate_every=max(1, arguments.steps // arguments.evaluations),
+    )
+    speeds = train(features, training, arguments.heads)
+    memory.over.set()
+    memory.join()
+    return {
+        "images": arguments.images,
+        "width": arguments.width,
+        "gigabytes": round(size / GIGABYTE, 2),
+        "in_memory": features.in_memory,
+        "heads": arguments.heads,
+        "steps": arguments.steps,
+        "threads": torch.get_num_threads(),
+        "anonymous_gigabytes": round(memory.peak / GIGABYTE, 2),
+        **speeds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=200_000)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=CHUNK_HEADS)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=32, help="per training domain, or in all (pooled)")
+    parser.add_argument("--sampler", choices=["per_domain", "class_balanced", "pooled"], default="per_domain")
+    parser.add_argument("--evaluations", type=int, default=2, help="passes over the validation images per head")
+    parser.add_argument("--in-memory", action="store_true", help="for comparison: keep them in memory where they fit")
+    parser.add_argument("--folder", type=Path, help="where the files are made, and removed; default: a temporary one")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        print(json.dumps(measure(arguments, Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

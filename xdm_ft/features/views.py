@@ -1,0 +1,54 @@
+"""Views of an image: the plain one, which evaluates, and seeded augmented ones, which train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from PIL import Image
+from torch import Tensor
+
+from xdm_ft.data import Augmentation
+from xdm_ft.data.loading.transforms import Preprocessing, drawing_from, evaluation_transform, training_transform
+from xdm_ft.randomness import Stream, bits
+
+SEED = 0  # of the augmentations: every run draws the same views, so that they are cached once
+
+
+@dataclass(frozen=True)
+class View:
+    """One pass over all images. View v is the same whatever the number of views."""
+
+    number: int = 0  # 0: the plain one; 1, 2, …: augmented
+    augmentation: Augmentation = "none"
+
+    def transform(self, preprocessing: Preprocessing) -> ViewTransform:
+        return ViewTransform(self, preprocessing)
+
+    def ingredients(self, preprocessing: Preprocessing) -> dict[str, object]:
+        """What determines its features besides what determines the plain ones: nothing for those."""
+        if self.number == 0:
+            return {}
+        steps = repr(training_transform(preprocessing, self.augmentation))  # every transform with its parameters
+        return {"view": {"number": self.number, "augmentation": self.augmentation, "transform": steps, "seed": SEED}}
+
+
+class ViewTransform:
+    """(RGB image, its row) → float32 [3, size, size]. An augmented view draws by view and row alone."""
+
+    def __init__(self, view: View, preprocessing: Preprocessing) -> None:
+        self.view = view
+        plain = view.number == 0
+        self._transform = (
+            evaluation_transform(preprocessing) if plain else training_transform(preprocessing, view.augmentation)
+        )
+
+    def __call__(self, image: Image.Image, row: int) -> Tensor:
+        if self.view.number == 0:
+            return self._transform(image)
+        with drawing_from(int(bits(SEED, self.view.number, Stream.VIEW_IMAGE, row))):
+            return self._transform(image)
+
+
+def views_of(augmentation: Augmentation, count: int) -> list[View]:
+    """The plain view and `count` augmented ones."""
+    return [View(), *(View(number, augmentation) for number in range(1, 1 + count))]
