@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -35,6 +36,18 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG):
             raise UserError(f"{path}: can not be written: {error.strerror}") from error
         raise
+
+
+def order_metadata(path: Path) -> None:
+    """Makes the bytes of a safetensors file a function of its content: the library's order of metadata varies."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the same text in another order"
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def sweep(folder: Path) -> None:

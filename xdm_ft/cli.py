@@ -145,9 +145,23 @@ def main(argv: list[str] | None = None) -> int:
         # the reader of our output has gone (`| head`); Python would complain once more while flushing at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if lost := _lost_process(error):
+            print(f"xdm-ft: {lost}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return 1
+
+
+def _lost_process(error: Exception) -> str | None:
+    """What to say where another process of the run has died; its launcher names it, and the signal that it died of."""
+    text = str(error).strip().splitlines()
+    if os.environ.get("WORLD_SIZE", "1") == "1" or not isinstance(error, RuntimeError):
+        return None
+    if not any("closed by peer" in line or "reset by peer" in line for line in text):
+        return None
+    rank = os.environ.get("RANK", "0")
+    return f"rank {rank} stops, as another process has died ({text[0]}); the same command goes on from what was saved"
 
 
 def _is_main_process() -> bool:

@@ -99,7 +99,7 @@ def surviving(items: Iterable[T]) -> Iterator[T]:
     """The items of a data loader; they end where the signal that asks to stop has ended its workers too."""
     try:
         yield from items
-    except RuntimeError:
+    except Exception:  # of torch, or of a connection, as it happens
         if not stop_requested():
             raise
 
@@ -116,6 +116,6 @@ def _handle(number: int, frame: FrameType | None) -> None:
         return
     _asked.signal, _asked.at = signal.Signals(number), time.monotonic()
     # a signal to the whole process group ends loader workers, of which torch would complain in the middle of a step
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     if _asked.waits == 0:
         raise Interrupted

@@ -29,11 +29,11 @@ training: {{steps: {steps}, batch_size: 4, evaluate_every: 5}}
 BANK = """\
 name: small
 data: {{name: digits}}
-protocol: {{name: leave_one_domain_out, seeds: 2}}
+protocol: {{name: leave_one_domain_out, test_domains: [ink, chalk], seeds: 1}}
 encoder: {{name: timm, model: test_vit, preprocessing: {{size: 32}}, kwargs: {{img_size: 32}}}}
 features: {{dir: {data}/cache, workers: 0}}
-methods: [erm, erm+swad, xdomainmix+sam]
-training: {{steps: {steps}, batch_size: 8, evaluate_every: 20}}
+methods: [erm+swad, xdomainmix+sam]
+training: {{steps: {steps}, batch_size: 8, evaluate_every: 8}}
 """
 
 
@@ -46,15 +46,18 @@ def end_to_end(folder: Path, model: str, methods: str = "[erm, xdomainmix+swad]"
     return folder / "small.yaml"
 
 
-def bank(folder: Path, steps: int = 60) -> Path:
+def bank(folder: Path, steps: int = 40) -> Path:
     (folder / "small.yaml").write_text(BANK.format(data=folder, steps=steps))
     return folder / "small.yaml"
 
 
 class Run:
-    """`xdm-ft run RECIPE`, its output in FOLDER/small. Saves after every step."""
+    """`xdm-ft run RECIPE`, its output in FOLDER/small. Saves after every step.
 
-    def __init__(self, recipe: Path, folder: Path, *overrides: str, processes: int = 1) -> None:
+    More cores than one mean threads, which are slow where others want those cores too, and forked processes.
+    """
+
+    def __init__(self, recipe: Path, folder: Path, *overrides: str, processes: int = 1, cores: int = 1) -> None:
         self.output = folder / "small"
         launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
         arguments = ["run", str(recipe), f"output.dir={folder}", *overrides]
@@ -62,8 +65,8 @@ class Run:
         self.log = folder.parent / f"{folder.name}.log"
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, str(QUICK), *arguments], stdout=log, stderr=log, env=environment,
-                start_new_session=True,
+                [sys.executable, *launcher, str(QUICK), str(cores), *arguments],
+                stdout=log, stderr=log, env=environment, start_new_session=True,
             )  # fmt: skip
 
     def changes(self, count: int, pattern: str = "**/*") -> bool:
@@ -100,9 +103,10 @@ class Run:
 
 
 def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """results.json without times, and a hash of every file of weights and predictions."""
+    """results.json without times and what it was computed on, and a hash of every file of weights and predictions."""
     results = json.loads((folder / "small" / "results.json").read_text())
     results["recipe"].pop("output")
+    results.pop("environment")
     for run in results["runs"]:
         run.pop("train_seconds")
     files = sorted((folder / "small" / "models").rglob("*.safetensors"))

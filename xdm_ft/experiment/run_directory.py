@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from xdm_ft import __version__
-from xdm_ft.atomic import replace_file, replace_text, sweep
+from xdm_ft.atomic import order_metadata, replace_file, replace_text, sweep
 from xdm_ft.data import ImageDataset
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.predictions import Prediction
@@ -193,7 +193,12 @@ class RunDirectory:
 
     def _save(self, relative: Path, state: dict[str, Tensor], metadata: dict[str, str]) -> str:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-        replace_file(self.path / relative, lambda temporary: save_file(tensors, temporary, metadata))
+
+        def write(temporary: Path) -> None:
+            save_file(tensors, temporary, metadata)
+            order_metadata(temporary)
+
+        replace_file(self.path / relative, write)
         return relative.as_posix()
 
     def save_final(self, state: dict[str, Tensor], metadata: dict[str, str]) -> str:

@@ -1,0 +1,137 @@
+"""What signals do, in processes of their own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from xdm_ft import interrupt
+
+WORK = """
+import sys, time
+from xdm_ft.interrupt import Interrupted, deferred, handled, stop_requested
+
+def patient():
+    with deferred():
+        print("begun", flush=True)
+        while not stop_requested():
+            time.sleep(0.01)
+        print("asked", flush=True)
+        time.sleep(float(sys.argv[2]))
+        raise Interrupted("all of it")
+
+def impatient():
+    print("begun", flush=True)
+    time.sleep(60)
+
+try:
+    with handled():
+        {"patient": patient, "impatient": impatient}[sys.argv[1]]()
+except Interrupted as stop:
+    print(stop, flush=True)
+    sys.exit(stop.status)
+"""
+
+
+@contextmanager
+def begun(kind: str, seconds: float = 0.0) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", WORK, kind, str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_work_that_looks_for_it_saves_first(number: int, status: int) -> None:
+    with begun("patient") as process:
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=30)
+    assert output == "asked\ninterrupted; saved: all of it; the same command goes on from there\n"
+    assert (process.returncode, errors) == (status, "")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_other_work_ends_at_once(number: int, status: int) -> None:
+    with begun("impatient") as process:
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=30)
+    assert output == "interrupted; what is finished is kept, and the same command goes on from there\n"
+    assert (process.returncode, errors) == (status, "")
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_sigint_does_not_wait(first: int) -> None:
+    with begun("patient", seconds=60) as process:
+        process.send_signal(first)
+        assert process.stdout is not None and process.stdout.readline() == "asked\n"
+        process.send_signal(signal.SIGTERM)  # which changes nothing
+        time.sleep(0.2)
+        assert process.poll() is None
+        sent = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+    assert time.monotonic() - sent < 5
+    assert process.returncode == 130 and output == ""
+    assert errors == "xdm-ft: interrupted again; left at once, the same command goes on from what was saved\n"
+
+
+def test_what_a_launcher_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with begun("patient", seconds=0.5) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None and process.stdout.readline() == "asked\n"
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and "saved: all of it" in output
+
+
+def test_signals_are_as_before_afterwards() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with interrupt.handled():
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_another_thread_leaves_them_alone() -> None:
+    seen = []
+
+    def work() -> None:
+        with interrupt.handled():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+DEATHS = [
+    RuntimeError("DataLoader worker (pid 7) exited unexpectedly"),
+    ConnectionResetError(104, "pid 7"),
+    EOFError("pid 7"),
+]
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_loader_whose_workers_have_died_is_a_fault_unless_asked_to_stop(
+    monkeypatch: pytest.MonkeyPatch, death: Exception
+) -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise death
+
+    with pytest.raises(type(death), match="pid 7"):
+        list(interrupt.surviving(items()))
+    monkeypatch.setattr(interrupt, "stop_requested", lambda: True)
+    assert list(interrupt.surviving(items())) == [1]
