@@ -232,7 +232,11 @@ class RunDirectory:
             from torch.utils.tensorboard import SummaryWriter
 
             # each process has a file of its own
-            self._writer = SummaryWriter(str(self.path / "events"), filename_suffix=f".{self._process}")
+            events = self.path / "events"
+            try:
+                self._writer = SummaryWriter(str(events), filename_suffix=f".{self._process}")
+            except OSError as error:
+                raise UserError(f"{events}: can not be written: {error.strerror}") from error
         for name, value in values.items():
             self._writer.add_scalar(f"{tag}/{name}", value, step)
 
