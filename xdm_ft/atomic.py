@@ -33,7 +33,15 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"{path}: the disk is full; make room and run the same command again") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG):
+        if error.errno in (
+            errno.EACCES,
+            errno.EPERM,
+            errno.EROFS,
+            errno.ENOTDIR,
+            errno.EISDIR,
+            errno.EEXIST,
+            errno.ENAMETOOLONG,
+        ):
             raise UserError(f"{path}: can not be written: {error.strerror}") from error
         raise
 

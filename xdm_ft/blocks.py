@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Block(BaseModel):
-    """Strict and frozen: unknown keys are refused, values keep the type that is written beside them."""
+    """Strict and frozen: unknown keys are refused, values keep the type written beside them, floats are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)

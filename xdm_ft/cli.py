@@ -58,7 +58,7 @@ def _cache(arguments: argparse.Namespace) -> int:
     from xdm_ft.experiment.caching import list_cache, prune_cache, verify_cache
 
     if arguments.action == "prune":
-        print(prune_cache(arguments.dir, arguments.unused_days, arguments.max_size))
+        print(prune_cache(arguments.dir, arguments.unused_days, arguments.max_size, arguments.unreferenced))
     else:
         print((verify_cache if arguments.action == "verify" else list_cache)(arguments.dir))
     return 0
@@ -118,6 +118,9 @@ def parser() -> argparse.ArgumentParser:
     cache.add_argument("action", nargs="?", choices=["ls", "verify", "prune"], default="ls")
     cache.add_argument("--dir", help="folder of the cache, where it is not the default one")
     cache.add_argument("--unused-days", type=float, metavar="N", help="prune: what was not used for N days")
+    cache.add_argument(
+        "--unreferenced", nargs="+", metavar="DIR", help="prune: what no run in these folders, at any depth, refers to"
+    )
     cache.add_argument("--max-size", type=float, metavar="GB", help="prune: the longest unused, down to this size")
     return main_parser
 

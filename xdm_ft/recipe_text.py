@@ -11,11 +11,18 @@ import yaml
 
 from xdm_ft.errors import UserError
 
+DEEPEST = 50  # brackets in brackets; PyYAML's time grows with the square of it
 Key = tuple[str | int, ...]  # ("methods", 2, "p_discard")
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML has it, but `1e-3` is the number that it is in YAML 1.2."""
+
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
+        if self.flow_level >= DEEPEST:
+            problem = f"more than {DEEPEST} brackets in one another"
+            raise yaml.scanner.ScannerError(problem=problem, problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
 
 
 _Loader.add_implicit_resolver(
@@ -114,6 +121,8 @@ def _plain(node: yaml.Node, key: Key, loader: _Loader, recipe: RecipeText, seen:
         raise _fault(node, "aliases (*name) are not supported in recipes")
     seen.add(id(node))
     recipe.lines[key] = node.start_mark.line + 1
+    if isinstance(node, yaml.CollectionNode) and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+        raise _fault(node, f"the tag {node.tag} is not supported in recipes")
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
         for name_node, value_node in node.value:

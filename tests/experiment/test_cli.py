@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from xdm_ft.experiment.sealed import seal_results
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """\
 name: small
@@ -92,7 +94,8 @@ def test_an_interrupted_run_trains_only_what_is_missing(recipe, tmp_path):
     assert xdm_ft("run", recipe, cwd=tmp_path).returncode == 0
     path = tmp_path / "out" / "small" / "results.json"
     whole = json.loads(path.read_text())
-    path.write_text(json.dumps(whole | {"runs": whole["runs"][:1], "summary": []}))
+    cut = whole | {"runs": whole["runs"][:1], "summary": []}
+    path.write_text(json.dumps(cut | {"checksum": seal_results(cut)}))
     again = xdm_ft("run", recipe, cwd=tmp_path)
     assert "erm: 1 models" not in again.stderr and "xdomainmix+sam: 1 models" in again.stderr
     assert without_times(json.loads(path.read_text())) == without_times(whole)

@@ -26,6 +26,7 @@ def run(recipe: Recipe) -> int:
     encoder = build_encoder(recipe, recipe.protocol.seeds[0])
     with RunDirectory(recipe, accelerator) as directory:
         material = gather(recipe, dataset, encoder, accelerator)
+        directory.trains_on(dataset, material)
         plan = make_plan(recipe, dataset, material.unreadable)
         train_models(plan, material, directory, accelerator)
         results = directory.finish(plan, material)

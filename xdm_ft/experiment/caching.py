@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from xdm_ft.errors import UserError
+from xdm_ft.experiment.sealed import Damaged, read_results
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.store import cache_folder
 from xdm_ft.features.upkeep import Cached, entries, prune, verify
@@ -34,14 +37,40 @@ def verify_cache(folder: str | None) -> str:
     return f"{cache}: {len(found)} sets of features, all whole"
 
 
-def prune_cache(folder: str | None, unused_days: float | None, max_gigabytes: float | None) -> str:
-    """Removes what was not used for so many days, then the longest unused down to the size."""
-    if unused_days is None and max_gigabytes is None:
-        raise UserError("cache prune: say what may go: --unused-days N, --max-size GB, or both")
+def prune_cache(
+    folder: str | None, unused_days: float | None, max_gigabytes: float | None, runs: Sequence[str] | None = None
+) -> str:
+    """Removes what was not used for so many days and what no run below the folders `runs` was trained on, then the
+    longest unused down to the size."""
+    if unused_days is None and max_gigabytes is None and not runs:
+        raise UserError("cache prune: say what may go: --unused-days N, --unreferenced DIR, --max-size GB, or several")
+    for name, value in (("--unused-days", unused_days), ("--max-size", max_gigabytes)):
+        if value is not None and not 0 <= value < math.inf:
+            raise UserError(f"cache prune: {name} {value}: must be a number of at least 0")
     max_bytes = None if max_gigabytes is None else int(max_gigabytes * GIGABYTE)
-    removed = prune(cache_folder_of(folder), unused_days=unused_days, max_bytes=max_bytes)
+    referenced = referenced_by(runs) if runs else None
+    removed = prune(cache_folder_of(folder), unused_days=unused_days, max_bytes=max_bytes, referenced=referenced)
     freed = sum(entry.bytes for entry in removed) / GIGABYTE
     return "\n".join([*(_line(entry) for entry in removed), f"{len(removed)} removed, {freed:.3f} GB freed"])
+
+
+def referenced_by(folders: Sequence[str]) -> set[str]:
+    """The keys of the features that the runs in these folders, at any depth, were trained on.
+
+    Raises `UserError` where a folder holds no run and where a run does not tell: nothing may go by mistake.
+    """
+    keys = set()
+    for folder in map(Path, folders):
+        found = sorted(folder.rglob("results.json"))
+        if not found:
+            raise UserError(f"cache prune: {folder} holds no run (no results.json); name a run directory or its parent")
+        for path in found:
+            try:
+                features = read_results(path)["environment"].get("features")
+            except Damaged as error:
+                raise UserError(f"cache prune: {path}: is damaged ({error}); delete it if it is of no use") from error
+            keys |= {features["key"]} if features else set()
+    return keys
 
 
 def _line(entry: Cached) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import platform
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import xxhash
+
+from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.summary import protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Record = Mapping[str, Any]
+INPUTS = ("data", "features")  # keys of the environment that a run must find again when it goes on
 LIBRARIES = ("xdm_ft", "torch", "torchvision", "timm", "open_clip_torch", "accelerate", "numpy", "pillow")
 
 
@@ -35,6 +41,16 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
     }
+
+
+def inputs(dataset: ImageDataset, material: Material) -> dict[str, Any]:
+    """What models are trained on: the data's annotations by a hash, cached features by their key."""
+    hasher = xxhash.xxh3_64(json.dumps([dataset.class_names, dataset.domain_names]).encode())
+    for values in (dataset.labels, dataset.domains, dataset.groups, dataset.splits):
+        hasher.update(b"-" if values is None else json.dumps(np.asarray(values).tolist()).encode())
+    data = {"images": len(dataset), "annotations": hasher.hexdigest()}
+    features = {} if material.features is None else {"features": {"key": material.features.key}}
+    return {"data": data, **features}
 
 
 def summary_of(

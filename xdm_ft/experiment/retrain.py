@@ -12,6 +12,7 @@ from xdm_ft.experiment.machine import start, stop
 from xdm_ft.experiment.material import build_encoder, gather
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.run_directory import RunDirectory, identity
+from xdm_ft.experiment.sealed import Damaged, read_results
 from xdm_ft.experiment.work import Work
 from xdm_ft.recipe import load
 from xdm_ft.training import Identity
@@ -47,9 +48,9 @@ def retrain(run_directory: str, method: str, held_out: str, seed: int, trial: in
 def _recorded(folder: Path, key: Identity) -> dict[str, Any]:
     path = folder / "results.json"
     try:
-        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: is not the results of a run; name a run directory") from error
+        runs = read_results(path)["runs"]
+    except Damaged as error:
+        raise UserError(f"{path}: is not the results of a run ({error}); name a run directory") from error
     names = {_name(identity(run)): run for run in runs}
     found: dict[str, Any] | None = names.get(_name(key))
     if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,6 @@ import numpy as np
 import xxhash
 import yaml
 from filelock import FileLock, Timeout
-from safetensors.numpy import load_file
-from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,7 +25,18 @@ from xdm_ft.atomic import order_metadata, replace_file, replace_text, sweep
 from xdm_ft.data import ImageDataset
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.experiment.results import environment, summary_of
+from xdm_ft.experiment.results import INPUTS, environment, inputs, summary_of
+from xdm_ft.experiment.same_recipe import comparable, refuse_other_recipe
+from xdm_ft.experiment.sealed import (
+    Damaged,
+    check_tensors,
+    read_arrays,
+    read_results,
+    read_value,
+    seal_results,
+    write_arrays,
+    write_value,
+)
 from xdm_ft.recipe import Recipe
 from xdm_ft.training.checkpoint import Checkpoint, Pace, differences
 
@@ -38,6 +48,8 @@ if TYPE_CHECKING:
     from xdm_ft.training import Identity, Job
 
 Record = dict[str, Any]
+logger = logging.getLogger("xdm_ft")
+PREDICTIONS = "predictions.safetensors"  # of a model, on its test images
 RECORDS = "records"  # folder of the state that holds the records of the models trained so far
 WRITING_SHARE = 0.01  # of the time, that writing results.json may take
 
@@ -57,6 +69,8 @@ class RunDirectory:
         self._own: dict[Identity, Record] = {}  # of the models that this process trained
         self._next_write = 0.0  # of results.json, in time.monotonic()
         self.final: Record | None = None  # of the model to ship
+        self.inputs: Record = {}  # what the models are trained on, for results.json
+        self._before: Record = {}  # the environment of an earlier part of this run
         self.lock = FileLock(self.path / "run.lock")
         self.writes = bool(accelerator.is_main_process)  # results.json and what else there is once
         self._process = str(accelerator.process_index)
@@ -88,55 +102,72 @@ class RunDirectory:
             raise UserError(f"{self.path}: can not be used as a run directory: {error.strerror}") from error
         written = self.path / "recipe.yaml"
         sweep(self.path)
-        if written.exists() and any((self.path / kept).exists() for kept in ("results.json", "state")):
-            self._refuse_other_recipe(written)
+        if any((self.path / kept).exists() for kept in ("results.json", "state")):
+            refuse_other_recipe(written, self.recipe)
         else:
             replace_text(written, self.recipe.as_yaml())
-
-    def _refuse_other_recipe(self, written: Path) -> None:
-        try:
-            before = yaml.safe_load(written.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{written}: is damaged; delete the run directory, or set output.dir") from error
-        now = yaml.safe_load(self.recipe.as_yaml())
-        changed = differences(_comparable(before), _comparable(now))
-        if changed:
-            raise UserError(
-                f"{self.path}: holds the run of another recipe (differs in {', '.join(changed[:5])}); "
-                "set name or output.dir, or delete the directory"
-            )
 
     def _finished_runs(self) -> list[Record]:
         """The records of an earlier, interrupted run of the same recipe; failed ones are tried again."""
         path, runs = self.path / "results.json", list[Record]()
-        try:
-            if path.exists():
-                results = json.loads(path.read_text(encoding="utf-8"))
-                runs, final = [run for run in results["runs"] if self._is_whole(run)], results.get("final_fit")
-                if final is not None and (self.path / final.get("weights", "")).is_file():
-                    self.final = final
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: is damaged; delete it to train its models again") from error
-        known = {identity(run): run for run in runs}
-        known |= {key: run for key, run in self.remembered_runs().items() if self._is_whole(run)}
-        return list(known.values())
+        if path.exists():
+            try:
+                results = read_results(path)
+            except Damaged as error:
+                raise UserError(f"{path}: is damaged ({error}); delete it to train its models again") from error
+            runs, final, self._before = results["runs"], results.get("final_fit"), results["environment"]
+            if final is not None and "weights" in final and self._is_sound(self.path / final["weights"]):
+                self.final = final
+        known = {identity(run): run for run in runs} | self.remembered_runs()
+        return [run for run in known.values() if self._is_whole(run)]
 
     def remembered_runs(self) -> dict[Identity, Record]:
         """The records that every process has kept of its models, failed and skipped ones too."""
-        runs = {}
-        for path in sorted((self.path / "state" / RECORDS).rglob("*.json")):
-            try:
-                run = json.loads(path.read_text(encoding="utf-8"))
-                runs[identity(run)] = run
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{path}: is damaged; delete it to train its model again") from error
-        return runs
+        records = (
+            self._read_state(path, "to train its model again")
+            for path in sorted((self.path / "state" / RECORDS).rglob("*.json"))
+        )
+        return {identity(run): run for run in records}
+
+    def trains_on(self, dataset: ImageDataset, material: Material) -> None:
+        """Notes what the models are trained on, at once, so that a run tells which cached features it needs.
+
+        Raises `UserError` where it is not what an earlier part of this run was trained on.
+        """
+        self.inputs = inputs(dataset, material)
+        changed = differences({key: self._before[key] for key in INPUTS if key in self._before}, self.inputs)
+        if self._before and changed:
+            what = {"data": "labels, domains or splits of the data", "features": "images, weights or libraries"}
+            named = " and ".join(dict.fromkeys(what[key.partition(".")[0]] for key in changed))
+            raise UserError(
+                f"{self.path}: {named} have changed since this run was begun ({', '.join(changed)}); "
+                "set name or output.dir, or delete the directory"
+            )
+        if self.writes and not self._before:
+            self._write_results()
+
+    def _read_state(self, path: Path, why: str) -> Any:
+        try:
+            return read_value(path)
+        except Damaged as error:
+            raise UserError(f"{path}: is damaged ({error}); delete it {why}") from error
 
     def _is_whole(self, run: Record) -> bool:
-        """Whether it is the record of a trained model, and all of its files are there."""
+        """Whether it is the record of a trained model, and all of its files are there and sound."""
         files = [self._predictions_path(identity(run))]
         files += [self.path / selected["weights"] for selected in run["selected"].values()]
-        return run["status"] == "ok" and all(file.is_file() for file in files)
+        return run["status"] == "ok" and all(self._is_sound(file) for file in dict.fromkeys(files))
+
+    def _is_sound(self, file: Path) -> bool:
+        if not file.is_file():
+            return False
+        try:
+            read_arrays(file) if file.name == PREDICTIONS else check_tensors(file)
+        except Damaged as error:
+            if self.writes:
+                logger.warning("%s: is damaged (%s); its model is trained again", file, error)
+            return False
+        return True
 
     def begin(self, number: int) -> None:
         """Before the work of one of the processes that this one forks into; 0 is this one itself."""
@@ -150,7 +181,7 @@ class RunDirectory:
 
         keys = [[*job.key, job.setup.steps] for job in jobs]
         about = {
-            "recipe": _comparable(yaml.safe_load(self.recipe.as_yaml())),
+            "recipe": comparable(yaml.safe_load(self.recipe.as_yaml())),
             "models": json.loads(json.dumps([keys, list(rules)])),
             "xdm_ft": __version__,
             "torch": torch.__version__,
@@ -161,16 +192,11 @@ class RunDirectory:
     def recall(self, name: str) -> Any:
         """What was remembered under a name; None where nothing was."""
         path = self._state_path(name)
-        if not path.is_file():
-            return None
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{path}: is damaged; delete it to measure it again") from error
+        return self._read_state(path, "to measure it again") if path.exists() else None
 
     def remember(self, name: str, value: Any) -> None:
         """Keeps what an interrupted run would otherwise have to do again, until the run is complete."""
-        replace_text(self._state_path(name), json.dumps(value, ensure_ascii=False, allow_nan=False))
+        write_value(self._state_path(name), value)
 
     def _state_path(self, name: str) -> Path:
         return self.path / "state" / Path(*(quote(part, safe="+ ,") for part in f"{name}.json".split("/")))
@@ -185,7 +211,7 @@ class RunDirectory:
         return Path("models", *names)
 
     def _predictions_path(self, key: Identity) -> Path:
-        return self.path / self.model_folder(key) / "predictions.safetensors"
+        return self.path / self.model_folder(key) / PREDICTIONS
 
     def save_weights(self, key: Identity, rule: str, state: dict[str, Tensor], metadata: dict[str, str]) -> str:
         """Writes the weights that `rule` selected; returns their path relative to the run directory."""
@@ -211,7 +237,11 @@ class RunDirectory:
             from torch.utils.tensorboard import SummaryWriter
 
             # each process has a file of its own
-            self._writer = SummaryWriter(str(self.path / "events"), filename_suffix=f".{self._process}")
+            events = self.path / "events"
+            try:
+                self._writer = SummaryWriter(str(events), filename_suffix=f".{self._process}")
+            except OSError as error:
+                raise UserError(f"{events}: can not be written: {error.strerror}") from error
         for name, value in values.items():
             self._writer.add_scalar(f"{tag}/{name}", value, step)
 
@@ -224,7 +254,7 @@ class RunDirectory:
         key = identity(record)
         if predictions:
             arrays = {f"{p.rule}.{name}": array for p in predictions for name, array in _arrays(p).items()}
-            replace_file(self._predictions_path(key), lambda temporary: save_arrays(arrays, temporary))
+            write_arrays(self._predictions_path(key), arrays)
         self.remember(f"{RECORDS}/{self.model_folder(key)}", record)
         if not self.writes:
             return
@@ -265,7 +295,11 @@ class RunDirectory:
 
     def _prediction(self, dataset: ImageDataset, record: Mapping[str, Any], rule: str) -> Prediction:
         key = identity(record)
-        arrays = load_file(self._predictions_path(key))
+        path = self._predictions_path(key)
+        try:
+            arrays = read_arrays(path)
+        except Damaged as error:
+            raise UserError(f"{path}: is damaged ({error}); the same command trains its model again") from error
         rows, predicted = arrays[f"{rule}.rows"], arrays[f"{rule}.predicted"]
         return make_prediction(key, dataset, rule, rows, predicted, arrays.get(f"{rule}.per_image"))
 
@@ -273,11 +307,12 @@ class RunDirectory:
         results = {
             "schema": 1,
             "recipe": self.recipe.resolved(),
-            "environment": environment(self.accelerator),
+            "environment": environment(self.accelerator) | self.inputs,
             "runs": self.runs,
             "summary": self.summary,
             **({} if self.final is None else {"final_fit": self.final}),
         }
+        results["checksum"] = seal_results(results)
         text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         replace_text(self.path / "results.json", text)
         return results
@@ -309,14 +344,3 @@ def make_prediction(
 def _arrays(prediction: Prediction) -> dict[str, np.ndarray]:
     arrays = {"rows": prediction.rows, "predicted": prediction.predicted, "per_image": prediction.per_image}
     return {name: array for name, array in arrays.items() if array is not None}
-
-
-def _comparable(recipe: Any) -> dict[str, Any]:
-    """Where results and features are kept, and how fast features come, changes no number."""
-    if not isinstance(recipe, dict):
-        return {}
-    kept = {key: value for key, value in recipe.items() if key != "output"}
-    features = recipe.get("features")
-    if isinstance(features, dict):
-        kept["features"] = {"precision": features.get("precision"), "views": features.get("views", 0)}
-    return kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,8 +69,15 @@ def verify(cache: Path, key: str) -> list[str]:
     return faults
 
 
-def prune(cache: Path, *, unused_days: float | None = None, max_bytes: int | None = None) -> list[Cached]:
-    """Removes entries not used for `unused_days`, then the longest unused until `max_bytes` remain; returns them.
+def prune(
+    cache: Path,
+    *,
+    unused_days: float | None = None,
+    max_bytes: int | None = None,
+    referenced: Collection[str] | None = None,
+) -> list[Cached]:
+    """Removes entries not used for `unused_days` and those whose key is not `referenced`, then the longest unused until
+    `max_bytes` remain; returns them.
 
     An entry that a process is computing stays. One that a process has open may go: what is mapped stays readable.
     """
@@ -77,11 +85,15 @@ def prune(cache: Path, *, unused_days: float | None = None, max_bytes: int | Non
         if leftover.name.startswith(_CLEARED):
             shutil.rmtree(leftover)
     removed = []
-    kept = sum(entry.bytes for entry in entries(cache))
-    for entry in reversed(entries(cache)):  # the longest unused first
+
+    def unwanted(entry: Cached) -> bool:
         too_old = unused_days is not None and time.time() - entry.last_used > unused_days * SECONDS_PER_DAY
+        return too_old or (referenced is not None and entry.key not in referenced)
+
+    kept = sum(entry.bytes for entry in entries(cache))
+    for entry in sorted(reversed(entries(cache)), key=unwanted, reverse=True):  # then the longest unused first
         too_much = max_bytes is not None and kept > max_bytes
-        if (too_old or too_much) and not _in_work(cache / entry.key):
+        if (unwanted(entry) or too_much) and not _in_work(cache / entry.key):
             # renamed first: a process that dies here leaves no half-deleted entry under its name
             gone = (cache / entry.key).rename(cache / f"{_CLEARED}{entry.key}")
             shutil.rmtree(gone)

@@ -111,7 +111,10 @@ class Search(Block):
     """Random search: trials of every method × held-out domain × seed, of which the selection rule picks one."""
 
     trials: Annotated[
-        int, Field(ge=1, description="draws of hyper-parameters; the first is the recipe's own values, 1: no search")
+        int,
+        Field(
+            ge=1, le=10_000, description="draws of hyper-parameters; the first is the recipe's own values, 1: no search"
+        ),
     ] = 1
     preset: Annotated[
         Literal["none", "frozen", "domainbed"],

@@ -23,6 +23,7 @@ SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_
 """Selection rule → the split whose metric it looks at. `oracle` looks at a part of the test domain: cheating.
 `cross_domain` looks at other models (`derived_splits.without`)."""
 
+MOST_SEEDS = 10_000
 Metric = Literal["accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "nll", "ece"]
 
 
@@ -78,6 +79,8 @@ class Protocol(Block):
         if isinstance(value, int) and not isinstance(value, bool):
             if value < 1:
                 raise ValueError("at least 1 seed is needed")
+            if value > MOST_SEEDS:
+                raise ValueError(f"at most {MOST_SEEDS} seeds")
             return tuple(range(value))
         return value
 

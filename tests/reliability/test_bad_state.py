@@ -1,0 +1,234 @@
+"""Every file of a run directory, damaged or missing: one clear line, or the work once more with the same numbers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import miniature
+import pytest
+
+from xdm_ft.cli import main
+from xdm_ft.experiment.run_directory import RunDirectory
+
+RECIPE = """\
+name: small
+data: {{name: pacs, root: {data}, counts: any}}
+protocol: {{name: leave_one_domain_out, test_domains: [sketch, photo], seeds: 1{protocol}}}
+encoder: {{name: timm, model: test_vit, preprocessing: {{size: 32}}, kwargs: {{img_size: 32}}}}
+features: {{dir: {cache}, workers: 0}}
+methods: [erm]
+training: {{steps: 4, batch_size: 4, evaluate_every: 2}}
+output: {{dir: {out}}}
+"""
+
+
+class Stopped(Exception):
+    """The process ends here."""
+
+
+def fill(folder: Path, stop_before: str | None, **protocol: str) -> Path:
+    """A recipe, its data, and what a run of it leaves where it ends at the call of a method of RunDirectory."""
+    miniature.domainbed(folder / "data", "pacs", per_class=3)
+    keys = "".join(f", {key}: {value}" for key, value in protocol.items())
+    text = RECIPE.format(data=folder / "data", cache=folder / "cache", out=folder / "out", protocol=keys)
+    (folder / "small.yaml").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        if stop_before:
+
+            def stop(*_: object) -> None:
+                raise Stopped
+
+            patch.setattr(RunDirectory, stop_before, stop)
+        assert main(["run", str(folder / "small.yaml")]) == (1 if stop_before else 0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fill(tmp_path_factory.mktemp("finished"), None, final_fit="true")
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All models trained; what ends is the summary."""
+    folder = fill(tmp_path_factory.mktemp("interrupted"), "finish", selection="cross_domain")
+    assert (folder / "out/small/state/records").is_dir() and (folder / "out/small/state/cross_domain").is_dir()
+    return folder
+
+
+def numbers(run: Path) -> dict[str, Any]:
+    results = json.loads((run / "results.json").read_text())
+    for record in results["runs"]:
+        record.pop("train_seconds")
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected(interrupted: Path) -> dict[str, Any]:
+    """What the interrupted run ends with, undamaged."""
+    before = interrupted / "before"
+    shutil.copytree(interrupted / "out", before)
+    assert main(["run", str(interrupted / "small.yaml")]) == 0
+    found = numbers(interrupted / "out/small")
+    shutil.rmtree(interrupted / "out")
+    before.rename(interrupted / "out")
+    return found
+
+
+@pytest.fixture
+def damaged(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Path]]:
+    """Restores the output folder of a scenario after the test."""
+    restored: list[Path] = []
+
+    def scenario(name: str) -> Path:
+        folder: Path = request.getfixturevalue(name)
+        shutil.copytree(folder / "out", folder / "kept", copy_function=shutil.copy2)
+        restored.append(folder)
+        return folder
+
+    yield scenario
+    for folder in restored:
+        shutil.rmtree(folder / "out")
+        (folder / "kept").rename(folder / "out")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(bytes(range(255, 0, -1)) * 9)
+
+
+def other_type(path: Path) -> None:
+    """What reads well as YAML and JSON, and is something else."""
+    path.write_text("[1, 2]")
+
+
+def flip_a_digit(path: Path) -> None:
+    """Still whole, and wrong: the last byte of numbers, or the first digit after a point."""
+    data = bytearray(path.read_bytes())
+    place = data.find(b"0.") + 2 if path.suffix == ".json" and b"0." in data else len(data) - 1
+    data[place] = ord("3") if data[place] != ord("3") else ord("4")
+    path.write_bytes(data)
+
+
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+TEXTS = [truncate, empty, other_type, flip_a_digit, folder_instead, remove]
+TENSORS = [truncate, garbage, flip_a_digit, remove]
+FILES = {
+    "finished": {
+        "results.json": TEXTS,
+        "recipe.yaml": TEXTS,
+        "results.md": [folder_instead, remove],
+        "run.lock": [garbage, folder_instead, remove],
+        "models/erm/**/predictions.safetensors": [empty, *TENSORS],
+        "models/erm/**/train_val.safetensors": [folder_instead, *TENSORS],
+        "models/final_fit/model.safetensors": [empty, *TENSORS],
+    },
+    "interrupted": {
+        "results.json": [garbage, flip_a_digit, remove],
+        "recipe.yaml": [remove],
+        "models/erm/**/predictions.safetensors": TENSORS,
+        "models/erm/**/cross_domain.safetensors": [truncate, remove],
+        "state/records/**/seed0-trial0.json": [garbage, *TEXTS],
+        "state/cross_domain/erm/**/*.json": [garbage, *TEXTS],
+    },
+}
+CASES = [(where, file, damage) for where, files in FILES.items() for file, some in files.items() for damage in some]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "file", "damage"), CASES, ids=[f"{s}-{f.split('/')[-1]}-{d.__name__}" for s, f, d in CASES]
+)
+def test_each_file_damaged_and_missing(
+    scenario: str,
+    file: str,
+    damage: Callable[[Path], None],
+    damaged: Callable[[str], Path],
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = request.getfixturevalue(scenario)
+    want = numbers(folder / "out/small") if scenario == "finished" else request.getfixturevalue("expected")
+    folder = damaged(scenario)
+    path = sorted((folder / "out/small").glob(file))[0]
+    damage(path)
+    capsys.readouterr()
+    status = main(["run", str(folder / "small.yaml")])
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    if status == 2:
+        lines = [line for line in told.splitlines() if line.startswith("xdm-ft: ")]
+        assert len(lines) == 1 and str(folder / "out/small") in lines[0], told
+        assert any(word in lines[0] for word in ("damaged", "missing", "another recipe", "can not be")), told
+    else:
+        assert status == 0, told
+        assert numbers(folder / "out/small") == want
+
+
+def test_damaged_predictions_and_weights_are_told_and_trained_again(
+    damaged: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = damaged("finished")
+    run = folder / "out/small"
+    want, weights = numbers(run), sorted(run.glob("models/erm/*/*/train_val.safetensors"))[0]
+    predictions = weights.with_name("predictions.safetensors")
+    whole = weights.read_bytes()
+    flip_a_digit(predictions)
+    with caplog.at_level(logging.INFO, "xdm_ft"):
+        assert main(["run", str(folder / "small.yaml")]) == 0
+    assert f"{predictions}: is damaged (its checksum differs); its model is trained again" in caplog.text
+    assert "erm: 1 models" in caplog.text
+    assert weights.read_bytes() == whole and numbers(run) == want
+
+
+@pytest.mark.parametrize("name", ["models", "state", "events", "results.json", "run.lock"])
+def test_a_file_or_folder_in_the_place_of_the_other(
+    name: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "small" / name
+    place.parent.mkdir()
+    if name in ("results.json", "run.lock"):
+        place.mkdir()
+    else:
+        place.write_text("")
+    assert main(["run", str(finished / "small.yaml"), f"output.dir={tmp_path}"]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft: ")]
+    assert str(tmp_path) in line
+
+
+def test_data_that_have_changed_are_refused(damaged: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Its predictions are of other images; going on would score them against the labels of now."""
+    folder = damaged("interrupted")
+    new = next((folder / "data").glob("**/sketch/dog")) / "more.png"
+    miniature.save(new, 0, 3, 99)
+    try:
+        assert main(["run", str(folder / "small.yaml")]) == 2
+    finally:
+        new.unlink()
+    told = capsys.readouterr().err
+    assert "have changed since this run was begun (data.images" in told and "Traceback" not in told
+
+
+def test_what_the_run_was_trained_on_is_in_its_results(finished: Path) -> None:
+    environment = json.loads((finished / "out/small/results.json").read_text())["environment"]
+    assert environment["features"]["key"] in {path.name for path in (finished / "cache").iterdir()}
+    assert environment["data"]["images"] == len(list((finished / "data").glob("**/*.png")))
