@@ -194,14 +194,17 @@ class Recipe:
 
 
 def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
-    """The item with the drawn settings of its parts. What its recipe sets itself stays as it is.
+    """The item with the drawn settings of its parts. One that its recipe has changed from its default stays as it is.
+
+    Defaults are compared, not what was written, so that a resolved recipe draws the same.
 
     Raises pydantic's `ValidationError` for a value that the part does not take.
     """
     changes: dict[str, Value] = {}
     for part in item.parts:
         changes |= {key: value for key, value in settings_of(drawn, part.name).items() if key in part.own}
-    changes = {key: value for key, value in changes.items() if key not in item.block.model_fields_set}
+    fields = type(item.block).model_fields
+    changes = {key: value for key, value in changes.items() if getattr(item.block, key) == fields[key].default}
     if not changes:
         return item
     block = _changed(item.block, changes)

@@ -124,7 +124,8 @@ class Search(Block):
         dict[str, Distribution],
         Field(
             description="KEY or METHOD.KEY → {log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}; "
-            f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset and goes before it"
+            f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset and goes before it. "
+            "A setting that an item of methods changes from its default is not searched"
         ),
     ] = {}
     sampler: Annotated[
