@@ -39,7 +39,10 @@ def retrain(run_directory: str, method: str, held_out: str, seed: int, trial: in
         with RunDirectory(recipe, accelerator) as directory:
             work = Work(plan, material, directory, accelerator)
             item = planned[key].item
-            work.train_planned(item, planned, work.known(item, planned.keys()), {key})
+            known = work.known(item, planned.keys())
+            if alone:
+                known = dict.fromkeys(planned, known.get(key, {}))
+            work.train_planned(item, planned, known, {key})
             (again,) = (run for run in directory.remembered_runs().values() if identity(run) == key)
             told = _compared(folder, recorded, directory.path, again)
         stop(accelerator)
