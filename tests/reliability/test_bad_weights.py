@@ -93,7 +93,7 @@ FAULTS: list[tuple[Callable[[Path, State], None], str, str]] = [
     (wrong_shapes, "safetensors", "does not fit"),
     (nan_inside, "safetensors", "NaN"),
     (code, "pth", "holds pickled code"),
-    (old_code, "pt", "is damaged or of another format"),
+    (old_code, "pt", "holds pickled code"),
     (text, "pth", "is damaged"),
     (text, "safetensors", "is damaged"),
     (folder, "safetensors", "is a folder"),

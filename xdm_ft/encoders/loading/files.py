@@ -49,7 +49,8 @@ def _unreadable(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "TorchScript" in text:
         return "is a TorchScript archive, which is code; save its state dict as .safetensors and give that"
-    code = re.search(r"(?:Unsupported globals?: (?:GLOBAL )?|GLOBAL )([\w.]+)", text)
+    behind = f"{text} {error.__cause__ or error.__context__ or ''}"  # timm tells torch's fault in words of its own
+    code = re.search(r"(?:Unsupported globals?: (?:GLOBAL )?|GLOBAL )([\w.]+)", behind)
     if code:
         return (
             f"holds pickled code ({code[1]}), which is never run; "
