@@ -11,6 +11,11 @@ class UserError(Exception):
     """
 
 
+def printable(name: object) -> str:
+    """The name on one line: newlines, control characters and undecodable bytes of a path are written as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(name))
+
+
 def did_you_mean(word: str, known: list[str]) -> str:
     """The end of a message about an unknown name: the nearest known one, or all of them."""
     close = difflib.get_close_matches(word, known, n=1)

@@ -31,6 +31,7 @@ from xdm_ft.training.search import Search
 logger = logging.getLogger("xdm_ft")
 
 
+LONGEST = 120  # characters of a value that a message repeats
 BLOCKS: dict[str, type[Block]] = {
     "protocol": Protocol,
     "features": FeatureSettings,
@@ -73,7 +74,7 @@ def check(text: RecipeText) -> Recipe:
 
 def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block | None:
     if not isinstance(values, dict):
-        faults.add(key, f"must be a block of keys, not {values!r}")
+        faults.add(key, f"must be a block of keys, not {type(values).__name__}")
         return None
     try:
         return model.model_validate(values)
@@ -91,7 +92,8 @@ def _sentence(fault: dict[str, Any], place: Key, known: list[str]) -> str:
     if fault["type"] == "missing":
         return "is needed"
     message = fault["msg"].removeprefix("Value error, ")
-    return f"{message[0].lower()}{message[1:]}, given {fault['input']!r}"
+    given = repr(fault["input"])
+    return f"{message[0].lower()}{message[1:]}, given {given if len(given) <= LONGEST else f'{given[:LONGEST]}…'}"
 
 
 def _named(faults: Faults, key: Key, folder: str, name: Any) -> type[Any] | None:

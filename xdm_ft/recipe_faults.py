@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.recipe_blocks import MethodItem, Recipe, drawn_item, drawn_training, text_faults, unfreezes_too_late
 from xdm_ft.recipe_text import Key, RecipeText, dotted
 from xdm_ft.tensors import Task
@@ -22,7 +22,7 @@ class Faults:
         self.text, self.found = text, dict[str, None]()
 
     def add(self, key: Key, problem: str) -> None:
-        self.found[f"{self.text.where(key)}: {dotted(key)}: {problem}"] = None
+        self.found[printable(f"{self.text.where(key)}: {dotted(key)}: {problem}")] = None
 
     def raise_if_any(self) -> None:
         if self.found:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, printable
 
 DEEPEST = 50  # brackets in brackets; PyYAML's time grows with the square of it
 Key = tuple[str | int, ...]  # ("methods", 2, "p_discard")
@@ -68,7 +68,7 @@ def find_recipe(name: str) -> Path:
     packaged = recipe_folder() / f"{path.name.removesuffix('.yaml')}.yaml"
     if path.parent in (Path("."), Path("recipes")) and packaged.is_file():
         return packaged
-    raise UserError(f"{name}: no such recipe; `xdm-ft ls recipes` lists those that come with the package")
+    raise UserError(f"{printable(name)}: no such recipe; `xdm-ft ls recipes` lists those that come with the package")
 
 
 def read_recipe(name: str, overrides: list[str]) -> RecipeText:
@@ -76,7 +76,7 @@ def read_recipe(name: str, overrides: list[str]) -> RecipeText:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: can not be read as UTF-8 text: {error}") from error
+        raise UserError(printable(f"{path}: can not be read as UTF-8 text: {error}")) from error
     recipe = parse(text, str(path))
     for override in overrides:
         apply_override(recipe, override)
@@ -102,14 +102,14 @@ def _read(text: str, recipe: RecipeText) -> Any:
     except yaml.YAMLError as error:
         raise UserError(_yaml_fault(recipe.origin, error)) from error
     except (ValueError, RecursionError, OverflowError) as error:  # dates out of range, nesting without end
-        raise UserError(f"{recipe.origin}: not valid YAML: {type(error).__name__}: {error}") from error
+        raise UserError(printable(f"{recipe.origin}: not valid YAML: {type(error).__name__}: {error}")) from error
 
 
 def _yaml_fault(origin: str, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     place = f"{origin}:{mark.line + 1}" if mark else origin
     problem = getattr(error, "problem", None) or str(error)
-    return f"{place}: not valid YAML: {' '.join(problem.split())}"
+    return printable(f"{place}: not valid YAML: {' '.join(problem.split())}")
 
 
 def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
@@ -143,7 +143,7 @@ def apply_override(recipe: RecipeText, override: str) -> None:
     """`dotted.key=VALUE`, the value read as YAML. Overriding training.steps clears epochs, and the reverse."""
     name, equals, text = override.partition("=")
     if not equals or not all(name.split(".")):
-        raise UserError(f'command line: "{override}" is not an override; write key.sub=value')
+        raise UserError(printable(f'command line: "{override}" is not an override; write key.sub=value'))
     key: Key = tuple(name.split("."))
     value = _read(text, RecipeText(f'command line: "{override}"', {}, {}, set()))
     block = recipe.values
@@ -151,7 +151,8 @@ def apply_override(recipe: RecipeText, override: str) -> None:
         if block.get(str(part)) is None:
             block[str(part)] = {}
         if not isinstance(block[str(part)], dict):
-            raise UserError(f'command line: "{override}": {dotted(key[:end])} is not a block of keys')
+            problem = f"{dotted(key[:end])} is not a block of keys"
+            raise UserError(printable(f'command line: "{override}": {problem}'))
         block = block[str(part)]
     block[str(key[-1])] = value
     recipe.overridden.add(key)

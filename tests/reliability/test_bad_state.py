@@ -22,7 +22,7 @@ protocol: {{name: leave_one_domain_out, test_domains: [sketch, photo], seeds: 1{
 encoder: {{name: timm, model: test_vit, preprocessing: {{size: 32}}, kwargs: {{img_size: 32}}}}
 features: {{dir: {cache}, workers: 0}}
 methods: [erm]
-training: {{steps: 4, batch_size: 4, evaluate_every: 2}}
+training: {{steps: 12, batch_size: 4, evaluate_every: 3}}
 output: {{dir: {out}}}
 """
 

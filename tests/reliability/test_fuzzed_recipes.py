@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from xdm_ft.cli import main
@@ -24,6 +24,7 @@ quick = settings(
     max_examples=50,
     deadline=None,
     derandomize=True,
+    phases=[Phase.generate],  # shrinking would take longer than all the rest
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # 250 in all; `soak` below runs ten times as many
 longer = settings(quick, max_examples=500)

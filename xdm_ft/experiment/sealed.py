@@ -24,7 +24,8 @@ class Damaged(Exception):
 
 def seal(value: Any) -> str:
     """xxh3 of a value as JSON has it."""
-    return str(xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode()))
+    as_read = json.loads(json.dumps(value))  # whose keys are all texts, which sort otherwise than whole numbers
+    return str(xxhash.xxh3_64_hexdigest(json.dumps(as_read, sort_keys=True).encode()))
 
 
 def seal_results(results: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, printable
 from xdm_ft.progress import progress
 
 ROWS_PER_TASK = 64
@@ -44,11 +44,6 @@ class UndecodableInLoader(UserError):
     def __init__(self, text: str) -> None:
         last = text.rstrip().rsplit("\n", 1)[-1]
         super().__init__(last.removeprefix(f"{type(self).__module__}.{type(self).__qualname__}: "))
-
-
-def printable(name: object) -> str:
-    """The name on one line: newlines, control characters and undecodable bytes of a path are written as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(name))
 
 
 @lru_cache

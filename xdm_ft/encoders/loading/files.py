@@ -22,7 +22,7 @@ def is_file_name(weights: str) -> bool:
 def read_weights(path: Path, read: Callable[[str], Mapping[str, object]]) -> dict[str, Tensor]:
     """The tensors of a weight file, by name. `read` is the library's own reader, which must not unpickle code.
 
-    Raises `UserError` where the file is missing, damaged, holds code or holds no tensors.
+    Raises `UserError` where the file is missing, damaged, holds code, NaN or no tensors.
     """
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
@@ -36,6 +36,12 @@ def read_weights(path: Path, read: Callable[[str], Mapping[str, object]]) -> dic
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise UserError(f"encoder.weights: {path} holds no tensors; it is no state dict")
+    broken = [name for name, value in tensors.items() if value.is_floating_point() and value.isnan().any()]
+    if broken:
+        raise UserError(
+            f"encoder.weights: {path} holds numbers that are NaN, in {len(broken)} tensors ({_few(broken)}); "
+            "its training has diverged, or the file is damaged: give another one"
+        )
     return tensors
 
 
@@ -43,7 +49,8 @@ def _unreadable(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "TorchScript" in text:
         return "is a TorchScript archive, which is code; save its state dict as .safetensors and give that"
-    code = re.search(r"(?:Unsupported globals?: (?:GLOBAL )?|GLOBAL )([\w.]+)", text)
+    behind = f"{text} {error.__cause__ or error.__context__ or ''}"  # timm tells torch's fault in words of its own
+    code = re.search(r"(?:Unsupported globals?: (?:GLOBAL )?|GLOBAL )([\w.]+)", behind)
     if code:
         return (
             f"holds pickled code ({code[1]}), which is never run; "
