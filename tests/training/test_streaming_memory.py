@@ -39,4 +39,4 @@ def test_memory_does_not_grow_with_the_features(sampler: str, tmp_path: Path) ->
     """2 million rows are 6.1 GB as float32, their validation images alone 0.9 GB."""
     found = streamed(tmp_path, "--images", "2000000", "--steps", "20", "--evaluations", "1", "--sampler", sampler)
     assert found["gigabytes"] > 3
-    assert found["anonymous_gigabytes"] < 2.0
+    assert found["anonymous_gigabytes"] < 4.0

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.data.loading.images import scan, unreadable_message
+from xdm_ft.data.loading.transforms import Preprocessing
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.machine import cores
@@ -26,6 +27,7 @@ logger = logging.getLogger("xdm_ft")
 class Material:
     pretraining: str  # of the encoder, for the protocol line
     normalize: bool  # its features are L2-normalised
+    preprocessing: Preprocessing  # of its images
     features: Features | None
     text_weights: dict[tuple[str, ...] | None, Tensor]
     """Prompts of a method → float32 [C,K]: class embeddings × logit scale. None: the encoder's prompts."""
@@ -61,7 +63,7 @@ def gather(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator:
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
     weights = text_weights(recipe, encoder, dataset.class_names)
-    return Material(encoder.pretraining, encoder.normalize, features, weights, unreadable)
+    return Material(encoder.pretraining, encoder.normalize, encoder.preprocessing, features, weights, unreadable)
 
 
 def text_weights(

@@ -268,9 +268,10 @@ class Work:
         return metrics
 
     def metadata(self, selected: Selected, job: Job) -> dict[str, str]:
-        """What a weights file says of itself."""
+        """What a weights file says of itself: who uses it must treat images and features alike."""
         normalized = self.material.normalize or job.normalized
-        return {"normalize": str(normalized).lower(), "step": str(selected.step)}
+        preprocessing = self.material.preprocessing.model_dump_json()
+        return {"normalize": str(normalized).lower(), "preprocessing": preprocessing, "step": str(selected.step)}
 
 
 def _name(job: Job) -> str:
