@@ -142,7 +142,7 @@ def test_the_resolved_recipe_draws_the_same(here):
 @pytest.mark.slow
 def test_processes_share_the_heads_and_give_the_very_same_results(here):
     assert run(recipe("protocol.selection=cross_domain")) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [files("xdm_ft").joinpath("run.py"), "search.yaml", "protocol.selection=cross_domain", "output.dir=two"]
     subprocess.run(command, check=True, env=os.environ | {"ACCELERATE_USE_CPU": "1"}, capture_output=True)
     one, two = (json.loads(Path(f"{folder}/search/results.json").read_text()) for folder in ("output", "two"))

@@ -59,7 +59,9 @@ class Run:
 
     def __init__(self, recipe: Path, folder: Path, *overrides: str, processes: int = 1, cores: int = 1) -> None:
         self.output = folder / "small"
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"] if processes > 1 else []
+        launcher = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+        )
         arguments = ["run", str(recipe), f"output.dir={folder}", *overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1"}
         self.log = folder.parent / f"{folder.name}.log"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +140,13 @@ class Work:
         extra = [m for m in self.plan.extra if m.item.label == item.label and any(key in wanted for key in m.serves)]
         if not extra:
             return {}
+        jobs = [self.job(model, {}) for model in extra]
+        missing = {job.key for job in jobs if self.directory.recall(_name(job)) is None}
+        self.accelerator.wait_for_everyone()  # all know what is missing before one of them adds to it
+        if missing:
+            logger.info("%s: %d extra models for cross_domain", item.label, len(missing))
         for parts in dict.fromkeys(tuple(model.split.evaluation) for model in extra):
-            self._measure(item, [model for model in extra if tuple(model.split.evaluation) == parts], parts)
+            self._measure(item, [job for job in jobs if tuple(job.split.evaluation) == parts], parts, missing)
         self.accelerator.wait_for_everyone()
         courses: dict[Identity, list[Mapping[int, float]]] = {}
         for model in extra:
@@ -149,21 +155,21 @@ class Work:
                 courses.setdefault(key, []).append({int(step): value for step, value in course[part].items()})
         return {key: {"cross_domain": mean_course(measured)} for key, measured in courses.items()}
 
-    def _measure(self, item: MethodItem, extra: Sequence[ExtraModel], parts: Sequence[str]) -> None:
-        """Trains the extra models that nothing is remembered of, and remembers: left-out part → steps → metric."""
-        jobs = [self.job(model, {}) for model in extra]
-        missing = {job.key for job in jobs if self.directory.recall(_name(job)) is None}
-        if not missing:
+    def _measure(
+        self, item: MethodItem, jobs: Sequence[Job], parts: Sequence[str], missing: Collection[Identity]
+    ) -> None:
+        """Trains the missing ones of these extra models; remembers left-out part → steps → metric, where defined."""
+        if not any(job.key in missing for job in jobs):
             return
-        logger.info("%s: %d extra models for cross_domain", item.label, len(missing))
 
         def keep(model: Model) -> None:
             trained, job = model.trained, model.trained.job
             if trained.failure is not None:
                 logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
             if model.owned:
-                course = {part: {} if trained.failure else trained.course[part] for part in parts}
-                self.directory.remember(_name(job), course)
+                course = {} if trained.failure else trained.course
+                defined = {part: {s: v for s, v in course.get(part, {}).items() if math.isfinite(v)} for part in parts}
+                self.directory.remember(_name(job), defined)
 
         self.engines.train(item, jobs, parts, missing, keep)
 
