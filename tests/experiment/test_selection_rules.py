@@ -19,7 +19,7 @@ from xdm_ft.data.loading.splits import splits
 from xdm_ft.errors import UserError
 from xdm_ft.experiment import run
 from xdm_ft.experiment.engines import Engines
-from xdm_ft.experiment.final_fit import best_method, median
+from xdm_ft.experiment.final_fit import best_method, best_trial, median
 from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.material import build_encoder, gather
 from xdm_ft.experiment.plan import make_plan, read_data
@@ -230,6 +230,16 @@ def test_the_best_method_has_all_its_models_and_lower_losses_are_better():
     assert best_method([row("a", 0.5, "nll"), row("b", 0.4, "nll")], "train_val")["method"] == "b"
     assert best_method([row("a", None)], "train_val") is None
     assert [median([3, 1, 2]), median([4, 1, 2, 3])] == [2, 2]
+
+
+def test_the_best_trial_is_whole_where_one_is():
+    def record(trial, value):
+        selected = {} if value is None else {"train_val": {"metrics": {"train_val": {"accuracy": value}}}}
+        return {"trial": trial, "status": "failed" if value is None else "ok", "selected": selected}
+
+    records = [record(0, 0.5), record(0, 0.6), record(1, 0.9), record(1, None), record(2, 0.6), record(2, 0.6)]
+    assert best_trial(records, "train_val", "accuracy") == 2
+    assert best_trial([record(0, None), record(1, 0.2), record(1, None)], "train_val", "accuracy") == 1
 
 
 def test_no_model_is_shipped_on_an_estimate_of_oracle():

@@ -155,7 +155,9 @@ class Engines:
         return features.normalized() if job.normalized else features
 
     def _record(self, job: Job, step: int, values: dict[str, float]) -> None:
-        self.directory.record_scalars(f"{job.method}/{','.join(job.test_domains)}/seed{job.seed}", step, values)
+        place = f"{job.method}/{','.join(job.test_domains)}/seed{job.seed}"
+        trial = f"-trial{job.trial}" if self.plan.recipe.search.trials > 1 else ""
+        self.directory.record_scalars(f"{place}{trial}", step, values)
 
 
 def starting_weights(model: Model) -> dict[str, Tensor]:

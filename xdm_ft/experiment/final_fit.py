@@ -96,13 +96,16 @@ def best_method(summary: Sequence[Mapping[str, Any]], rule: str) -> Mapping[str,
 
 
 def best_trial(records: Sequence[Mapping[str, Any]], rule: str, metric: str) -> int:
-    """The draw of hyper-parameters that selection liked best, on the mean over held-out domains and seeds."""
-    values: dict[int, list[float | None]] = {}
+    """The draw of hyper-parameters that selection liked best, on the mean over held-out domains and seeds.
+
+    One that failed for fewer of them goes before. Some record has a value.
+    """
+    values: dict[int, list[float]] = {}
     for record in records:
-        values.setdefault(record["trial"], []).append(selection_value(record, rule, metric))
-    means = {trial: float(np.mean(known)) for trial, known in values.items() if None not in known}  # type: ignore[arg-type]
+        if (value := selection_value(record, rule, metric)) is not None:
+            values.setdefault(record["trial"], []).append(value)
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
-    return max(means, key=lambda trial: sign * means[trial])
+    return max(values, key=lambda trial: (len(values[trial]), sign * float(np.mean(values[trial]))))
 
 
 def median(steps: Iterable[int]) -> int:

@@ -14,12 +14,9 @@ from safetensors.numpy import save_file
 
 from xdm_ft.atomic import replace_file, replace_text
 from xdm_ft.experiment.results import INPUTS
+from xdm_ft.training.checkpoint import Damaged
 
 Arrays = dict[str, np.ndarray]
-
-
-class Damaged(Exception):
-    """A file that is not what was written. Its text says what was found."""
 
 
 def seal(value: Any) -> str:

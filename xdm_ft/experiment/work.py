@@ -212,7 +212,8 @@ class Work:
         record = _identity(key, values) | {"status": "ok", "selected": {}}
         if trained.mixed_steps is not None:
             record["mixed_steps"] = trained.mixed_steps
-        record["gradient_evaluations"] = planned.item.gradient_evaluations(planned.steps, len(job.split.train))
+        taken = planned.steps if trained.stopped_at is None else trained.stopped_at
+        record["gradient_evaluations"] = planned.item.gradient_evaluations(taken, len(job.split.train))
         if trained.stopped_at is not None:
             record["stopped_at"] = trained.stopped_at
         record["train_seconds"] = round(trained.seconds, 3)

@@ -28,7 +28,7 @@ SHARE = 0.01  # of the time that saving may take, which makes both longer
 
 
 class Damaged(Exception):
-    """A checkpoint that is not what was written. Its text says what was found."""
+    """A file that is not what was written. Its text says what was found."""
 
 
 class Pace:
