@@ -249,3 +249,22 @@ def test_a_recipe_whose_data_are_not_there_says_so(tmp_path):
     recipe = load("clip_camelyon", [f"data.root={tmp_path}"])
     with pytest.raises(UserError, match=r"data.root: .*camelyon17_v1.0 does not exist; set data.download: true"):
         recipe.data.build()
+
+
+@pytest.mark.parametrize("environment, accumulation", [({}, 2), ({"WORLD_SIZE": "2"}, 1)])
+def test_methods_that_can_not_see_the_whole_batch_are_refused(
+    environment: dict[str, str], accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line each, with micro-batches and under a launcher; in one process without accumulation all train."""
+    overrides = ["protocol.seeds=1", f"training.accumulation={accumulation}"]
+    load("all_methods_end_to_end", ["protocol.seeds=1"])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as caught:
+        load("all_methods_end_to_end", overrides)
+    assert len(str(caught.value).splitlines()) == 2
+    assert "mixstyle: it mixes the styles" in str(caught.value) and "dsu: it measures" in str(caught.value)
+    local = [*overrides, "training.sampler=pooled", "methods=[{name: xdomainmix, partners: local}]"]
+    with pytest.raises(UserError, match="use partners: global"):
+        load("all_methods_end_to_end", local)
+    load("all_methods_end_to_end", [*local, "training.loss_average=sample"])

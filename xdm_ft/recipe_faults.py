@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from pydantic import ValidationError
 
-from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms import Algorithm, Setup, Solver
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.recipe_blocks import MethodItem, Recipe, drawn_item, drawn_training, text_faults, unfreezes_too_late
@@ -118,13 +119,33 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
             return
 
 
+def _parts_reason(algorithm: Algorithm | Solver, recipe: Recipe) -> str:
+    """Why the method can not train on batches that are cut into parts; "" where it can, or where none are."""
+    training, processes = recipe.training, int(os.environ.get("WORLD_SIZE", "1"))
+    if not isinstance(algorithm, Algorithm) or not recipe.trainable or processes * training.accumulation == 1:
+        return ""
+    adds_up = training.class_weights == "none" and algorithm.parts_add_up(training.sampler == "pooled")
+    if algorithm.loss_over == "part" and not adds_up:
+        return (
+            "partners: local takes the loss of each part of a batch, whose means are not that of the batch with "
+            "class_weights or, in pooled batches, loss_average: domain; use partners: global"
+        )
+    return algorithm.parts_reason
+
+
 def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe, has_text: bool) -> None:
     if item.sharpness is not None and recipe.training.mixed_precision == "fp16":
         problem = f"fp16 scales the loss, which falsifies the second pass of {item.sharpness.name}"
         faults.add(("training", "mixed_precision"), f"{problem}; use bf16 or no with {item.label}")
     if not item.is_solver:
         # two classes, two domains and two features are enough for the algorithm to check its own settings
-        setup = Setup(Task(("a", "b"), ("a", "b")), width=2, steps=recipe.training.steps or sys.maxsize, seed=0)
+        setup = Setup(
+            Task(("a", "b"), ("a", "b")),
+            width=2,
+            steps=recipe.training.steps or sys.maxsize,
+            seed=0,
+            loss_average=recipe.training.loss_average,
+        )
         try:
             algorithm = item.algorithm.build(setup)
         except UserError as error:
@@ -132,7 +153,7 @@ def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe, ha
         else:
             frozen_reason = "" if recipe.trainable else algorithm.frozen_reason
             pooled_reason = algorithm.pooled_reason if recipe.training.sampler == "pooled" else ""
-            for reason in filter(None, (frozen_reason, pooled_reason)):
+            for reason in filter(None, (frozen_reason, pooled_reason, _parts_reason(algorithm, recipe))):
                 faults.add(key, f"{item.label}: {reason}")
     if item.block.normalize and recipe.trainable and not item.is_solver:
         problem = "is for cached features, and this method trains its encoder; set encoder.normalize: true"

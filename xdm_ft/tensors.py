@@ -31,8 +31,29 @@ class Batch(NamedTuple):
     x: Tensor  # float [B,3,H,W] or [B,K]
     y: Tensor  # int64 [B]
     domain: Tensor  # int64 [B], 0…D−1, training domains only
-    index: Tensor  # type: ignore[assignment]  # int64 [B], the sample's row in the data set: the key of every random draw
+    index: Tensor  # type: ignore[assignment]  # int64 [B], the sample's row in the data set
+    place: Tensor  # int64 [B], the sample's place in the whole batch of the step: the key of every random draw
     targets: Tensor | None = None  # float [B,C], soft labels
+    # of a method that mixes inputs (`Algorithm.input_partners`): x_j of every sample, its class, whether there is one
+    partner: Tensor | None = None  # like x; x itself where there is none
+    partner_y: Tensor | None = None  # int64 [B]
+    has_partner: Tensor | None = None  # bool [B]
+
+
+class Samples(NamedTuple):
+    """Samples without their images."""
+
+    row: Tensor  # int64 [...,B], in the data set
+    y: Tensor  # int64 [...,B]
+    domain: Tensor  # int64 [...,B], as in `Batch`
+
+
+class InputPartners(NamedTuple):
+    """Which samples those of a batch are mixed with."""
+
+    row: Tensor  # int64 [...,B]
+    place: Tensor  # int64 [...,B]: its place in the batch; B or more where it is drawn from outside the batch
+    found: Tensor  # bool [...,B]: False where there is none, and the sample is its own
 
 
 class Importance(NamedTuple):

@@ -27,7 +27,7 @@ class Recorded:
         self.arrays = np.load(Path(__file__).resolve().parents[1] / "golden" / file)
         self.after = after
         y, domain = self["y"].flatten(), torch.arange(DOMAINS).repeat_interleave(PER_DOMAIN)
-        self.batch = Batch(self["X"].flatten(0, 1), y, domain, torch.arange(len(y)))
+        self.batch = Batch(self["X"].flatten(0, 1), y, domain, torch.arange(len(y)), torch.arange(len(y)))
 
     def __getitem__(self, name: str) -> Tensor:
         return torch.from_numpy(self.arrays[name])

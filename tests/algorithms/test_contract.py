@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from partnered import mixed
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
@@ -38,7 +39,7 @@ def toy(seed: int = 0) -> Batch:
     y = torch.arange(DOMAINS * PER_DOMAIN) % CLASSES
     noise = torch.randn(len(y), WIDTH, generator=generator)
     index = torch.randperm(10_000, generator=generator)[: len(y)]
-    return Batch(torch.relu(of_class[y] + of_domain[domain] + noise), y, domain, index)
+    return Batch(torch.relu(of_class[y] + of_domain[domain] + noise), y, domain, index, torch.arange(len(y)))
 
 
 def train(algorithm: Algorithm, first: int, last: int, encoder: nn.Module | None = None) -> list[float]:
@@ -50,7 +51,7 @@ def train(algorithm: Algorithm, first: int, last: int, encoder: nn.Module | None
     optimizers = [torch.optim.SGD(group, lr=0.05) for group in (main, auxiliary) if group]
     totals = []
     for step in range(first, last):
-        batch = algorithm.on_inputs(toy(step), step)
+        batch = mixed(algorithm, toy(step), step)
         losses = algorithm(encoder(batch.x), batch, step)
         gradients = torch.autograd.grad(losses.total, main)
         for parameter, gradient in zip(main, gradients, strict=True):
@@ -232,10 +233,12 @@ def test_one_head_is_the_same_alone_and_among_24(name: str, step: int) -> None:
     heads = [METHODS[name](setup(seed)) for seed in range(24)]
     batches = [toy(seed) for seed in range(24)]
     parameters, buffers = stack_module_state(heads)
-    stacked = [torch.stack(field) for field in list(zip(*batches, strict=True))[:4]]
+    stacked = [torch.stack(field) for field in list(zip(*batches, strict=True))[:5]]
 
-    def one(parameters: dict, buffers: dict, x: Tensor, y: Tensor, domain: Tensor, index: Tensor) -> Losses:
-        return functional_call(heads[0], (parameters, buffers), (x, Batch(x, y, domain, index), step))
+    def one(
+        parameters: dict, buffers: dict, x: Tensor, y: Tensor, domain: Tensor, index: Tensor, place: Tensor
+    ) -> Losses:
+        return functional_call(heads[0], (parameters, buffers), (x, Batch(x, y, domain, index, place), step))
 
     together = vmap(one)(parameters, buffers, *stacked)
     gradients = torch.autograd.grad((together.total + together.auxiliary).sum(), list(parameters.values()))
@@ -255,7 +258,7 @@ def test_a_batch_with_little_in_it(name: str, missing: str, step: int) -> None:
     """Sampling can leave a domain or a class out: the loss is finite all the same, and so are its gradients."""
     batch = toy()
     keep = {"one domain": batch.domain == 1, "one class": batch.y == 2, "one sample": torch.arange(len(batch.y)) == 4}
-    few = Batch(*(field[keep[missing]] for field in batch[:4]))
+    few = Batch(*(field[keep[missing]] for field in batch[:5]))
     algorithm = METHODS[name](setup())
     losses = algorithm(few.x, few, step)
     assert losses.total.isfinite() and losses.auxiliary.isfinite()
@@ -282,7 +285,7 @@ def test_selectable_steps_and_mixed_steps(name: str) -> None:
 @pytest.mark.parametrize("name", SOLVERS)
 def test_solvers_offer_finite_heads_deterministically(name: str) -> None:
     batch = toy()
-    inputs = [field.clone() for field in batch[:4]]
+    inputs = [field.clone() for field in batch[:5]]
     candidates = list(METHODS[name](setup()).solve(batch.x, batch))
     assert candidates and [candidate.step for candidate in candidates] == list(range(len(candidates)))
     again = list(METHODS[name](setup()).solve(batch.x, batch))
@@ -291,4 +294,4 @@ def test_solvers_offer_finite_heads_deterministically(name: str) -> None:
         assert candidate.weight.dtype == candidate.bias.dtype == torch.float32
         assert candidate.weight.isfinite().all() and candidate.bias.isfinite().all()
         assert torch.equal(candidate.weight, other.weight) and candidate.hparams == other.hparams
-    assert all(torch.equal(x, copy) for x, copy in zip(batch[:4], inputs, strict=True))
+    assert all(torch.equal(x, copy) for x, copy in zip(batch[:5], inputs, strict=True))

@@ -48,7 +48,7 @@ def test_covariances_written_out(domain: list[int], width: int) -> None:
 @pytest.mark.parametrize("domain", [[1, 1, 1, 1], [0, 1, 2, 2]])
 def test_without_a_pair_it_is_erm(domain: list[int]) -> None:
     z = torch.randn(4, SETUP.width, generator=torch.Generator().manual_seed(0))
-    batch = Batch(z, torch.tensor([0, 1, 2, 0]), torch.tensor(domain), torch.arange(4))
+    batch = Batch(z, torch.tensor([0, 1, 2, 0]), torch.tensor(domain), torch.arange(4), torch.arange(4))
     losses = CORAL(SETUP)(z, batch, 0)
     assert losses.logs["penalty"] == 0 and losses.total == ERM(SETUP)(z, batch, 0).total
 

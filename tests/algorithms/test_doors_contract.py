@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from partnered import mixed, partnered
 from test_contract import ALGORITHMS, DOMAINS, METHODS, STEPS, setup, toy
 from torch import Tensor
 from torch.func import stack_module_state
@@ -15,7 +16,7 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.tensors import Batch
 from xdm_ft.training.inputs import fields_of, on_inputs
 
-FIELDS = ("x", "y", "domain", "index")
+FIELDS = ("x", "y", "domain", "index", "place")
 CHANGES_INPUTS = [name for name in ALGORITHMS if METHODS[name].on_inputs is not Algorithm.on_inputs]
 HAS_STAGES = [name for name in ALGORITHMS if METHODS[name].stage_modules is not Algorithm.stage_modules]
 HAS_UPDATE = [name for name in ALGORITHMS if METHODS[name].update is not Algorithm.update]
@@ -36,21 +37,21 @@ def test_inputs_are_a_pure_function(name: str, step: int) -> None:
     algorithm, given = METHODS[name](setup()), toy()
     before, state = copy.deepcopy(given), copy.deepcopy(algorithm.state_dict())
     torch.manual_seed(1)
-    changed = algorithm.on_inputs(given, step)
+    changed = mixed(algorithm, given, step)
     torch.manual_seed(2)  # torch's own generator has no say
-    assert same(changed, algorithm.on_inputs(given, step))
+    assert same(changed, mixed(algorithm, given, step))
     assert same(given, before)
     assert all(torch.equal(value, state[key]) for key, value in algorithm.state_dict().items())
     with torch.no_grad():
         for parameter in algorithm.parameters():
             parameter.normal_()
-    assert same(changed, algorithm.on_inputs(given, step)), "a second pass, at other weights, must see the same inputs"
+    assert same(changed, mixed(algorithm, given, step)), "a second pass, at other weights, must see the same inputs"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_inputs_keep_their_shape_and_whose_they_are(name: str) -> None:
     given = toy()
-    changed = METHODS[name](setup()).on_inputs(given, 7)
+    changed = mixed(METHODS[name](setup()), given, 7)
     assert changed.x.shape == given.x.shape and changed.x.dtype == given.x.dtype
     assert all(torch.equal(getattr(changed, field), getattr(given, field)) for field in FIELDS[1:])
     if changed.targets is not None:
@@ -61,8 +62,9 @@ def test_inputs_keep_their_shape_and_whose_they_are(name: str) -> None:
 @pytest.mark.parametrize("name", CHANGES_INPUTS)
 def test_inputs_of_one_head_are_the_same_alone_and_among_24(name: str) -> None:
     heads = [METHODS[name](setup(seed)) for seed in range(24)]
-    batches = [toy(seed) for seed in range(24)]
-    stacked = Batch(*(torch.stack([getattr(batch, field) for batch in batches]) for field in FIELDS))
+    batches = [partnered(head, toy(seed), 5) for seed, head in enumerate(heads)]
+    names = fields_of(batches[0])
+    stacked = Batch(**{name: torch.stack([fields_of(batch)[name] for batch in batches]) for name in names})
     _, buffers = stack_module_state(heads)
     together = fields_of(on_inputs(heads[0], buffers, stacked, 5))
     differ = False
@@ -78,9 +80,9 @@ def test_inputs_of_one_head_are_the_same_alone_and_among_24(name: str) -> None:
 @pytest.mark.parametrize("few", [1, 2])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_inputs_of_a_batch_with_little_in_it(name: str, few: int) -> None:
-    given = Batch(*(field[:few] for field in toy()[:4]))
+    given = Batch(*(field[:few] for field in toy()[:5]))
     algorithm = METHODS[name](setup())
-    changed = algorithm.on_inputs(given, 3)
+    changed = mixed(algorithm, given, 3)
     assert changed.x.isfinite().all() and algorithm(changed.x, changed, 3).total.isfinite()
 
 

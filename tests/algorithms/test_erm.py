@@ -15,7 +15,12 @@ TASK = Task(("a", "b", "c"), ("x", "y"))
 def batch(targets: torch.Tensor | None = None) -> Batch:
     torch.manual_seed(0)
     return Batch(
-        torch.randn(5, 8), torch.tensor([0, 1, 2, 1, 0]), torch.tensor([0, 0, 0, 1, 1]), torch.arange(5), targets
+        torch.randn(5, 8),
+        torch.tensor([0, 1, 2, 1, 0]),
+        torch.tensor([0, 0, 0, 1, 1]),
+        torch.arange(5),
+        torch.arange(5),
+        targets,
     )
 
 

@@ -42,7 +42,7 @@ def trained(algorithm: Fish, golden: dict[str, Tensor]) -> list[tuple[Tensor, Te
         def inner_step(domain: int | None) -> None:
             assert domain is not None
             x, y = golden["X"][domain], golden["y"][domain]
-            batch = Batch(x, y, torch.full_like(y, domain), torch.arange(len(y)))
+            batch = Batch(x, y, torch.full_like(y, domain), torch.arange(len(y)), torch.arange(len(y)))
             optimizer.zero_grad()
             algorithm(x, batch, step).total.backward()  # noqa: B023 (called before the next step)
             optimizer.step()

@@ -17,7 +17,13 @@ from xdm_ft.tensors import Batch
 def batch(domain: Tensor) -> Batch:
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(len(domain), WIDTH, generator=generator)
-    return Batch(z, torch.randint(0, 3, domain.shape, generator=generator), domain, torch.arange(len(domain)))
+    return Batch(
+        z,
+        torch.randint(0, 3, domain.shape, generator=generator),
+        domain,
+        torch.arange(len(domain)),
+        torch.arange(len(domain)),
+    )
 
 
 def test_recorded_training() -> None:

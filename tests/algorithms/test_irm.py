@@ -18,7 +18,7 @@ def batch(domain: list[int]) -> Batch:
     generator = torch.Generator().manual_seed(0)
     z = 2 * torch.randn(len(domain), SETUP.width, generator=generator)
     y = torch.randint(0, 3, (len(domain),), generator=generator)
-    return Batch(z, y, torch.tensor(domain), torch.arange(len(domain)))
+    return Batch(z, y, torch.tensor(domain), torch.arange(len(domain)), torch.arange(len(domain)))
 
 
 def slope(logits: Tensor, y: Tensor) -> Tensor:

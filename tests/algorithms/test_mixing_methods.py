@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from partnered import mixed as mixed_by
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
@@ -36,7 +37,12 @@ def batch(seed: int = 0, *shape: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     y, domain = (torch.randint(0, high, (ROWS,), generator=generator) for high in (4, 3))
     x = torch.randn(ROWS, *(shape or (WIDTH,)), generator=generator)
-    return Batch(x, y, domain, torch.randperm(1000, generator=generator)[:ROWS])
+    return Batch(x, y, domain, torch.randperm(1000, generator=generator)[:ROWS], torch.arange(ROWS))
+
+
+def mixed_with(given: Batch, partner: Tensor) -> Batch:
+    found = torch.ones(len(partner), dtype=torch.bool)
+    return given._replace(partner=given.x[partner], partner_y=given.y[partner], has_partner=found)
 
 
 def decoded(given: Batch, mixed: Batch) -> tuple[Tensor, Tensor]:
@@ -54,9 +60,9 @@ def decoded(given: Batch, mixed: Batch) -> tuple[Tensor, Tensor]:
 
 def test_mix_up_is_the_recorded_one(golden: dict[str, Tensor]) -> None:
     x, labels = torch.cat([golden["x1"], golden["x2"]]), torch.cat([golden["y1"], golden["y2"]])
-    both = Batch(x, labels.argmax(1), torch.zeros(10, dtype=torch.int64), torch.arange(10))
-    partner, lam = torch.arange(10).roll(-5), golden["lam"][:, 0].float().repeat(2)
-    mixed = mix_up(both, partner, lam, 3)
+    both = Batch(x, labels.argmax(1), torch.zeros(10, dtype=torch.int64), torch.arange(10), torch.arange(10))
+    both, lam = mixed_with(both, torch.arange(10).roll(-5)), golden["lam"][:, 0].float().repeat(2)
+    mixed = mix_up(both, lam, 3)
     torch.testing.assert_close(mixed.x[:5], golden["mixed_x"], atol=1e-6, rtol=0)
     torch.testing.assert_close(mixed.targets[:5], golden["mixed_y"], atol=1e-6, rtol=0)
 
@@ -68,10 +74,10 @@ def test_boxes_are_the_recorded_ones(golden: dict[str, Tensor]) -> None:
 
 
 def test_cut_mix_pastes_the_box_and_labels_by_area() -> None:
-    given = batch(0, 3, 8, 8)
     partner, lam = torch.arange(ROWS).roll(1), torch.linspace(0, 1, ROWS)
+    given = mixed_with(batch(0, 3, 8, 8), partner)
     centre = torch.rand(ROWS, 2, generator=torch.Generator().manual_seed(1))
-    mixed = cut_mix(given, partner, lam, centre, 4)
+    mixed = cut_mix(given, lam, centre, 4)
     for i in range(ROWS):
         half = int(8 * float(1 - lam[i]) ** 0.5) // 2
         row, column = int(centre[i, 0] * 8), int(centre[i, 1] * 8)
@@ -91,7 +97,7 @@ def test_lisa_chooses_its_pairs(p_sel: float, mix: str) -> None:
     algorithm, strategies = LISA(setup(), p_sel=p_sel, mix=mix), []
     for step in range(40):
         given = batch(step, 3, 6, 6) if mix == "cutmix" else batch(step)
-        mixed = algorithm.on_inputs(given, step)
+        mixed = mixed_by(algorithm, given, step)
         labels = F.one_hot(given.y, 4).float()
         intra_label = torch.equal(mixed.targets, labels)
         strategies.append(intra_label)
@@ -112,7 +118,7 @@ def test_lisa_chooses_its_pairs(p_sel: float, mix: str) -> None:
 
 def test_lisa_s_loss_is_the_soft_cross_entropy_of_the_mixed_batch() -> None:
     algorithm, given = LISA(setup(), p_sel=0.0), batch()
-    mixed = algorithm.on_inputs(given, 3)
+    mixed = mixed_by(algorithm, given, 3)
     assert (mixed.targets.max(1).values < 0.95).sum() > ROWS // 2
     per_sample = -(mixed.targets * algorithm.head(mixed.x).log_softmax(1)).sum(1)
     by_hand = torch.stack([per_sample[given.domain == d].mean() for d in range(3)]).mean()
@@ -122,22 +128,22 @@ def test_lisa_s_loss_is_the_soft_cross_entropy_of_the_mixed_batch() -> None:
 @pytest.mark.parametrize("p_sel", [0.0, 1.0])
 def test_a_sample_without_a_partner_stays_as_it_is(p_sel: float) -> None:
     given = batch()._replace(y=torch.zeros(ROWS, dtype=torch.int64), domain=torch.zeros(ROWS, dtype=torch.int64))
-    mixed = LISA(setup(), p_sel=p_sel).on_inputs(given, 0)
+    mixed = mixed_by(LISA(setup(), p_sel=p_sel), given, 0)
     assert torch.equal(mixed.x, given.x) and torch.equal(mixed.targets, F.one_hot(given.y, 4).float())
-    alone = Mixup(setup(), partners="other_domain").on_inputs(given, 0)
+    alone = mixed_by(Mixup(setup(), partner_domain="other"), given, 0)
     assert torch.equal(alone.x, given.x)
 
 
 def test_cutmix_wants_images() -> None:
     assert "set mix: mixup" in LISA(setup(), mix="cutmix").frozen_reason and not LISA(setup()).frozen_reason
     with pytest.raises(UserError, match="cutmix pastes pieces of images"):
-        LISA(setup(), mix="cutmix").on_inputs(batch(), 0)
+        mixed_by(LISA(setup(), mix="cutmix"), batch(), 0)
 
 
 def test_mixup_by_a_permutation_of_the_batch() -> None:
     given, seen = batch(), []
     for step in range(20):
-        partner, lam = decoded(given, Mixup(setup(), alpha=2.0).on_inputs(given, step))
+        partner, lam = decoded(given, mixed_by(Mixup(setup(), alpha=2.0), given, step))
         others = partner[partner != torch.arange(ROWS)]
         assert len(others.unique()) == len(others) > ROWS // 2
         assert (given.domain[partner] == given.domain).any()
@@ -147,7 +153,7 @@ def test_mixup_by_a_permutation_of_the_batch() -> None:
 
 def test_mixup_between_domains() -> None:
     given = batch()
-    mixed = Mixup(setup(), alpha=2.0, partners="other_domain").on_inputs(given, 5)
+    mixed = mixed_by(Mixup(setup(), alpha=2.0, partner_domain="other"), given, 5)
     partner, lam = decoded(given, mixed)
     assert (given.domain[partner] != given.domain).all()
     labels = F.one_hot(given.y, 4).float()
@@ -159,8 +165,8 @@ def test_mixup_between_domains() -> None:
 @pytest.mark.parametrize("method", [LISA, Mixup])
 def test_draws_depend_on_seed_and_step_and_the_mixed_are_trained_by_erm(method: type[ERM]) -> None:
     given = batch()
-    one = method(setup(seed=1)).on_inputs(given, 0)
-    assert torch.equal(one.x, method(setup(seed=1)).on_inputs(given, 0).x)
-    assert not torch.equal(one.x, method(setup(seed=2)).on_inputs(given, 0).x)
-    assert not torch.equal(one.x, method(setup(seed=1)).on_inputs(given, 1).x)
+    one = mixed_by(method(setup(seed=1)), given, 0)
+    assert torch.equal(one.x, mixed_by(method(setup(seed=1)), given, 0).x)
+    assert not torch.equal(one.x, mixed_by(method(setup(seed=2)), given, 0).x)
+    assert not torch.equal(one.x, mixed_by(method(setup(seed=1)), given, 1).x)
     assert torch.equal(method(setup())(one.x, one, 0).total, ERM(setup())(one.x, one, 0).total)

@@ -64,7 +64,7 @@ def test_loop_over_samples(feature_drop: float, batch_drop: float) -> None:
     setup = Setup(Task(tuple("abcd"), tuple("xy")), 33, 10, 5)
     z = torch.relu(torch.randn(23, 33, generator=generator))
     y, domain = (torch.randint(0, high, (23,), generator=generator) for high in (4, 2))
-    batch = Batch(z, y, domain, torch.arange(23))
+    batch = Batch(z, y, domain, torch.arange(23), torch.arange(23))
     algorithm = RSC(setup, feature_drop=feature_drop, batch_drop=batch_drop)
     mask, per_sample = by_hand(algorithm, batch)
     losses = algorithm(z, batch, 0)
@@ -81,7 +81,7 @@ def test_loop_over_samples(feature_drop: float, batch_drop: float) -> None:
 def test_a_third_is_a_third(width: int, muted: int) -> None:
     """Where a third of K−1 is a whole number the percentile is a feature's own gradient, which is muted too."""
     algorithm = RSC(Setup(SETUP.task, width, 10, 0))
-    batch = Batch(torch.randn(6, width), torch.arange(6) % 3, torch.arange(6) % 3, torch.arange(6))
+    batch = Batch(torch.randn(6, width), torch.arange(6) % 3, torch.arange(6) % 3, torch.arange(6), torch.arange(6))
     kept = algorithm(batch.x, batch, 0).held["kept"]
     assert ((~kept).sum(1) == muted).all()
     row = algorithm.head.weight.detach()[0].double().numpy()
@@ -91,7 +91,7 @@ def test_a_third_is_a_third(width: int, muted: int) -> None:
 
 def test_one_sample_is_muted() -> None:
     algorithm, sample = RSC(SETUP), torch.randn(1, SETUP.width)
-    batch = Batch(sample, torch.tensor([1]), torch.tensor([2]), torch.tensor([0]))
+    batch = Batch(sample, torch.tensor([1]), torch.tensor([2]), torch.tensor([0]), torch.tensor([0]))
     losses = algorithm(sample, batch, 0)
     assert not losses.held["spared"].any()
     torch.testing.assert_close(losses.total, F.cross_entropy(algorithm.head(sample * losses.held["kept"]), batch.y))

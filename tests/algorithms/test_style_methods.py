@@ -30,7 +30,7 @@ def maps(seed: int = 0, size: int = 5) -> tuple[Tensor, Batch]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(16, 4, size, size, generator=generator) + 3 * torch.randn(16, 4, 1, 1, generator=generator)
     two = torch.arange(16) % 2
-    return x, Batch(x, two, two, torch.randperm(500, generator=generator)[:16])
+    return x, Batch(x, two, two, torch.arange(16), torch.randperm(500, generator=generator)[:16])
 
 
 def encoder(**names: tuple[str, ...]) -> SimpleNamespace:
@@ -167,7 +167,7 @@ def test_mixstyle_s_lambda_is_beta() -> None:
 def test_maps_of_one_position_and_batches_of_one(method: type[Algorithm], samples: int, size: int) -> None:
     """Unbiased variances of one number would be NaN; they count as 0."""
     x, given = maps(size=size)
-    x, few = x[:samples].requires_grad_(), Batch(*(field[:samples] for field in given[:4]))
+    x, few = x[:samples].requires_grad_(), Batch(*(field[:samples] for field in given[:5]))
     out = noise_of(method, "one", 0, 0, few, x)
     assert out.shape == x.shape and out.isfinite().all()
     assert torch.autograd.grad(out.square().sum(), x)[0].isfinite().all()

@@ -37,7 +37,7 @@ def batch() -> Batch:
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(12, 16, generator=generator)
     y = torch.tensor([0, 1, 2, 0, 1, 1, 2, 0, 2, 2, 0, 1])
-    return Batch(z, y, torch.arange(3).repeat_interleave(4), torch.arange(100, 112))
+    return Batch(z, y, torch.arange(3).repeat_interleave(4), torch.arange(100, 112), torch.arange(12))
 
 
 def risks(algorithm: Algorithm, given: Batch) -> Tensor:

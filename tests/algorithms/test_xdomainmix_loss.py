@@ -26,7 +26,7 @@ def batch(seed: int = 0, size: int = 60) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     z = torch.relu(torch.randn(size, WIDTH, generator=generator))
     y, domain = (torch.randint(0, high, (size,), generator=generator) for high in (4, 3))
-    return Batch(z, y, domain, torch.randperm(1000, generator=generator)[:size])
+    return Batch(z, y, domain, torch.arange(size), torch.randperm(1000, generator=generator)[:size])
 
 
 def plain_parts(algorithm: XDomainMix, given: Batch, quantile: float):
@@ -91,7 +91,7 @@ def test_draws_depend_on_the_sample_and_not_on_its_place() -> None:
     algorithm, given = XDomainMix(setup()), batch()
     draws = algorithm.draws(given, 70)
     order = torch.randperm(len(given.y), generator=torch.Generator().manual_seed(1))
-    moved = algorithm.draws(Batch(*(field[order] for field in given[:4])), 70)
+    moved = algorithm.draws(Batch(*(field[order] for field in given[:5])), 70)
     assert torch.equal(moved.keep, draws.keep[order])
     both = draws.partners.has_same & draws.partners.has_other
     assert both.any() and torch.equal(moved.lam, draws.lam[order])

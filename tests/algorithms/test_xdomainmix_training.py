@@ -53,7 +53,7 @@ def test_trajectory_of_the_published_linear_head() -> None:
     optimizers = [torch.optim.SGD(head.parameters(), lr=0.5, momentum=0.9) for head in heads]
     for step in range(steps):
         x, y, domain = (golden(name)[step] for name in ("X", "y", "domain"))
-        losses = algorithm(x, Batch(x, y, domain, torch.arange(len(y))), step)
+        losses = algorithm(x, Batch(x, y, domain, torch.arange(len(y)), torch.arange(len(y))), step)
         algorithm.zero_grad()
         (losses.total + losses.auxiliary).backward()
         torch.nn.utils.clip_grad_norm_(algorithm.head.parameters(), 1.0)

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from xdm_ft.algorithms import Algorithm, Setup, linear_head
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.data.digits import Digits
-from xdm_ft.data.loading.samplers import sampler
+from xdm_ft.data.loading.samplers import ImageRows, sampler
 from xdm_ft.data.loading.splits import Split
-from xdm_ft.data.loading.transforms import Preprocessing
+from xdm_ft.data.loading.transforms import Preprocessing, evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.randomness import Stream
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.tensors import Batch, Losses, Task
 from xdm_ft.training import Job, Trained, Training
+from xdm_ft.training.batches import StepBatch, TrainingBatches
 from xdm_ft.training.loop import train_model
 
 TRAIN_DOMAINS, TRAIN_ROWS, VAL_ROWS = 3, 60, 40  # per domain
@@ -127,6 +128,15 @@ def rows_of(job: Job, training: Training, step: int) -> Tensor:
     labels = torch.from_numpy(digits().labels)
     own = sampler(training.sampler, job.split.train, training.batch_size, job.seed, labels)
     return own.indices(step, step + 1)[0]
+
+
+def step_batch(job: Job, training: Training, accelerator: Accelerator, step: int) -> StepBatch:
+    """The batch of `step`, cut as `training.accumulation` says, in the small encoder's preprocessing."""
+    images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
+    labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
+    batches = TrainingBatches(job, training, images, labels, domains, accelerator)
+    batches.workers = 0
+    return next(batches.begin(step))[1]
 
 
 def ignore(job: Job, step: int, values: dict[str, float]) -> None:

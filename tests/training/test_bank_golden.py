@@ -55,7 +55,7 @@ def test_the_recorded_trajectory_of_both_heads(golden: dict[str, Tensor], heads:
     bank = stack([job] * heads, training, torch.device("cpu"))
     for t in range(STEPS):
         x, y, domain = (golden[name][t].expand(heads, *golden[name][t].shape) for name in ("X", "y", "domain"))
-        losses = step(bank, Batch(x, y, domain, torch.arange(10).expand(heads, -1)), t)
+        losses = step(bank, Batch(x, y, domain, *(torch.arange(10).expand(heads, -1),) * 2), t)
         values = bank.main | bank.auxiliary
         for h in range(heads):
             # the recorded class loss of a warm-up step is the plain one, of a mixing step the mean of two

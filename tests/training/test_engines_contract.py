@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from loop_models import SmallCNN, digits, final_state, make_job, one_process, split, train
+from loop_models import SmallCNN, digits, final_state, make_job, one_process, split, step_batch, train
+from partnered import partnered
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup
@@ -23,7 +24,7 @@ from xdm_ft.sharpness import Sharpness
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank import stack, step, train_bank
-from xdm_ft.training.batches import MicroBatch
+from xdm_ft.training.inputs import fields_of
 from xdm_ft.training.passes import EndToEnd, Passes
 
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
@@ -121,7 +122,13 @@ def batch_of(job: Job) -> Batch:
     rows = PerDomainSampler(job.split.train, 4, job.seed).indices(0, 1)[0]
     images = ImageRows(digits(), evaluation_transform(Pixels.preprocessing))
     x = torch.stack([images[int(row)][0] for row in rows])
-    return Batch(x, torch.from_numpy(digits().labels)[rows], torch.from_numpy(digits().domains)[rows], rows)
+    return Batch(
+        x,
+        torch.from_numpy(digits().labels)[rows],
+        torch.from_numpy(digits().domains)[rows],
+        rows,
+        torch.arange(len(rows)),
+    )
 
 
 @pytest.mark.parametrize("number", [0, STEPS - 1])
@@ -135,11 +142,10 @@ def test_a_second_pass_moves_no_buffer_again(
     for used in (None, SHARPNESS[sharpness]()):
         job = job_of(make, sharpness=used)
         inner = EndToEnd(Pixels(), job.make(job.setup), "train").train()
-        whole = batch_of(job)
-        halves = [Batch(*(field[part::2] for field in whole[:4])) for part in (0, 1)]
         before = {name: value.clone() for name, value in inner.named_parameters()}
-        passes = Passes(accelerator.prepare(inner), inner, accelerator, used, job.seed)
-        passes.run([MicroBatch(half, 0.5) for half in halves], number)
+        by_parts = inner.algorithm.loss_over != "batch"
+        passes = Passes(accelerator.prepare(inner), inner, accelerator, used, job.seed, by_parts)
+        passes.run(step_batch(job, Training(batch_size=4, accumulation=2), accelerator, number), number)
         assert all(torch.equal(value, before[name]) for name, value in inner.named_parameters())
         buffers.append(dict(inner.algorithm.named_buffers()))
     assert make is not Counts or buffers[0]["count"] == 1
@@ -154,7 +160,8 @@ def test_a_second_pass_moves_no_buffer_again_in_the_bank(make: type[Algorithm], 
     for used in (None, SHARPNESS[sharpness]()):
         job = job_of(make, sharpness=used)
         bank, batch = stack([job], Training(batch_size=4), torch.device("cpu")), batch_of(job)
-        step(bank, Batch(table()[batch.index][None], *(field[None] for field in batch[1:4])), number)
+        cached = partnered(job.make(job.setup), batch._replace(x=table()[batch.index]), number)
+        step(bank, Batch(**{name: field[None] for name, field in fields_of(cached).items()}), number)
         buffers.append(bank.buffers)
     assert make is not Counts or buffers[0]["count"] == 1
     assert all(torch.equal(value, buffers[1][name]) for name, value in buffers[0].items())

@@ -23,7 +23,7 @@ from xdm_ft.randomness import Stream, bits
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Training
-from xdm_ft.training.batches import TrainingBatches, deal
+from xdm_ft.training.batches import StepBatch, TrainingBatches, deal
 from xdm_ft.training.loop import predict
 from xdm_ft.training.schedule import learning_rate_factor
 
@@ -45,7 +45,7 @@ def read(rows: Tensor) -> Tensor:
 def batch_of(job: Job, training: Training, step: int) -> Batch:
     rows = rows_of(job, training, step)
     domain = torch.from_numpy(digits().domains)[rows]
-    return Batch(read(rows), torch.from_numpy(digits().labels)[rows], domain, rows)
+    return Batch(read(rows), torch.from_numpy(digits().labels)[rows], domain, rows, torch.arange(len(rows)))
 
 
 def assert_equal_states(one: dict[str, Tensor], other: dict[str, Tensor], atol: float) -> None:
@@ -263,19 +263,20 @@ def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
     images = ImageRows(digits(), training_transform(SmallCNN.preprocessing, "domainbed"))
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
 
-    def batches(first: int) -> dict[int, list[Any]]:
+    def batches(first: int) -> dict[int, StepBatch]:
         return dict(TrainingBatches(job, training, images, labels, domains, accelerator).begin(first))
 
     whole, rest = batches(0), batches(4)
     assert list(whole) == list(range(7)) and list(rest) == [4, 5, 6]
-    for step, micro_batches in rest.items():
-        for one, other in zip(micro_batches, whole[step], strict=True):
-            assert torch.equal(one.batch.index, other.batch.index) and torch.equal(one.batch.x, other.batch.x)
-            assert torch.equal(one.batch.y, labels[one.batch.index])
-            assert torch.equal(one.batch.domain, domains[one.batch.index])
-        rows = torch.cat([micro_batch.batch.index for micro_batch in micro_batches])
+    for step, batch in rest.items():
+        for one, other in zip(batch.parts, whole[step].parts, strict=True):
+            assert torch.equal(one.index, other.index) and torch.equal(one.x, other.x)
+            assert torch.equal(one.y, labels[one.index]) and torch.equal(one.domain, domains[one.index])
+            assert torch.equal(batch.whole.index[one.place], one.index)
+        rows = torch.cat([part.index for part in batch.parts])
         assert torch.equal(rows.sort().values, batch_of(job, training, step).index.sort().values)
-        assert sum(micro_batch.weight for micro_batch in micro_batches) == pytest.approx(1)
+        assert torch.equal(batch.whole.index, batch_of(job, training, step).index)
+        assert batch.weight(0) + batch.weight(1) == pytest.approx(1)
 
 
 def augmented_batches(accelerator: Accelerator, seed: int = 3) -> TrainingBatches:
@@ -285,17 +286,17 @@ def augmented_batches(accelerator: Accelerator, seed: int = 3) -> TrainingBatche
 
 
 def images_of(batches: TrainingBatches) -> Tensor:
-    return torch.stack([micro_batch.batch.x for _, [micro_batch] in batches.begin()])
+    return torch.stack([batch.parts[0].x for _, batch in batches.begin()])
 
 
-def test_augmentation_is_a_function_of_seed_step_and_row(
+def test_augmentation_is_a_function_of_seed_step_and_place(
     accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
     for workers in (0, 2):
         monkeypatch.setattr("xdm_ft.training.batches.worker_count", lambda accelerator, n=workers: n)
-        state = torch.get_rng_state()
         batches = augmented_batches(accelerator)
+        state = torch.get_rng_state()
         found += [images_of(batches), images_of(batches)]  # a second time, as for SWAD's statistics
         assert torch.equal(torch.get_rng_state(), state)
         torch.rand(5)
@@ -303,7 +304,7 @@ def test_augmentation_is_a_function_of_seed_step_and_row(
     assert not torch.equal(images_of(augmented_batches(accelerator, seed=4)), found[0])
 
     transform, row = training_transform(SmallCNN.preprocessing, "domainbed"), int(batches.rows(2)[5])
-    torch.manual_seed(int(bits(3, 2, Stream.AUGMENTATION, row)))
+    torch.manual_seed(int(bits(3, 2, Stream.AUGMENTATION, 5)))
     assert torch.equal(found[0][2, 5], transform(digits().image(row)))
     assert not torch.equal(found[0][2, 5], evaluation_transform(SmallCNN.preprocessing)(digits().image(row)))
 

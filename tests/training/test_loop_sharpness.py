@@ -8,20 +8,19 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 from accelerate import Accelerator
-from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, one_process, rows_of, train
+from loop_models import SmallCNN, WithDomainHead, final_state, make_job, one_process, step_batch, train
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.data.loading.samplers import ImageRows
-from xdm_ft.data.loading.transforms import PreprocessingOverrides, evaluation_transform
+from xdm_ft.data.loading.transforms import PreprocessingOverrides
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.sharpness import Tensors
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Training
-from xdm_ft.training.batches import MicroBatch, deal
+from xdm_ft.training.batches import StepBatch
 from xdm_ft.training.passes import EndToEnd, Passes
 
 
@@ -31,17 +30,9 @@ def accelerator() -> Iterator[Accelerator]:
         yield accelerator
 
 
-def micro_batches_of(job: Job, training: Training, step: int) -> list[Batch]:
-    rows = rows_of(job, training, step)
-    images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
-    domain, labels = torch.from_numpy(digits().domains), torch.from_numpy(digits().labels)
-    return [
-        Batch(torch.stack([images[int(row)][0] for row in part]), labels[part], domain[part], part)
-        for part in deal(rows, domain[rows], training.accumulation, blocks=3)
-    ]
-
-
-def sam_by_hand(job: Job, encoder: SmallCNN, training: Training, rho: float) -> dict[str, Tensor]:
+def sam_by_hand(
+    job: Job, encoder: SmallCNN, training: Training, rho: float, accelerator: Accelerator
+) -> dict[str, Tensor]:
     """SAM over encoder and class head, the domain head beside it; batch norm in eval mode throughout."""
     encoder, algorithm = copy.deepcopy(encoder), job.make(job.setup)
     main = [*encoder.layers.parameters(), *algorithm.head.parameters()]
@@ -53,23 +44,20 @@ def sam_by_hand(job: Job, encoder: SmallCNN, training: Training, rho: float) -> 
     ]
     optimizer = torch.optim.Adam(groups, weight_decay=job.weight_decay)
 
-    def gradients(batches: list[Batch], step: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        losses = [algorithm(encoder(batch.x), batch, step) for batch in batches]
-        total = sum(part.total for part in losses) / len(losses)
-        auxiliary = sum(part.auxiliary for part in losses) / len(losses)
-        memory = torch.stack([part.buffers["memory"] for part in losses]).mean(0)
-        of_main = list(torch.autograd.grad(total, main, retain_graph=True))
-        return of_main, list(torch.autograd.grad(auxiliary, domain_head)), memory
+    def gradients(batch: Batch, step: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        losses = algorithm(encoder(batch.x), batch, step)
+        of_main = list(torch.autograd.grad(losses.total, main, retain_graph=True))
+        return of_main, list(torch.autograd.grad(losses.auxiliary, domain_head)), losses.buffers["memory"]
 
     for step in range(job.setup.steps):
-        batches = micro_batches_of(job, training, step)
-        first, auxiliary, memory = gradients(batches, step)
+        batch = step_batch(job, training.model_copy(update={"accumulation": 1}), accelerator, step).parts[0]
+        first, auxiliary, memory = gradients(batch, step)
         norm = torch.cat([g.flatten() for g in first]).norm()
         before = [p.detach().clone() for p in main]
         with torch.no_grad():
             for parameter, gradient in zip(main, first, strict=True):
                 parameter += rho * gradient / norm
-        second, _, _ = gradients(batches, step)
+        second, _, _ = gradients(batch, step)
         with torch.no_grad():
             for parameter, value in zip(main, before, strict=True):
                 parameter.copy_(value)
@@ -87,7 +75,7 @@ def test_equals_sam_written_out(accelerator: Accelerator) -> None:
     training = Training(batch_size=4, accumulation=2, clip_norm=0.5, encoder_lr=0.003)
     job, encoder = make_job(WithDomainHead, steps=5, sharpness=SAM(rho=0.1)), SmallCNN()
     got = final_state(train(job, encoder, training, accelerator, batch_norm="frozen"))
-    expected = sam_by_hand(job, encoder, training, rho=0.1)
+    expected = sam_by_hand(job, encoder, training, 0.1, accelerator)
     assert got.keys() == expected.keys()
     for name in got:
         torch.testing.assert_close(
@@ -111,19 +99,20 @@ class Spy(SAM):
 
 def passes_of(
     make: type[Algorithm], encoder: nn.Module, accelerator: Accelerator, sharpness: SAM | None
-) -> tuple[Passes, list[MicroBatch]]:
+) -> tuple[Passes, StepBatch]:
     job, training = make_job(make, steps=4), Training(batch_size=4, accumulation=2)
     inner = EndToEnd(copy.deepcopy(encoder), job.make(job.setup), "train").train()
-    micro_batches = [MicroBatch(batch, 0.5) for batch in micro_batches_of(job, training, 0)]
-    return Passes(accelerator.prepare(inner), inner, accelerator, sharpness, job.seed), micro_batches
+    by_parts = inner.algorithm.loss_over != "batch"
+    passes = Passes(accelerator.prepare(inner), inner, accelerator, sharpness, job.seed, by_parts)
+    return passes, step_batch(job, training, accelerator, 0)
 
 
 def test_weights_are_put_back_exactly_and_statistics_and_buffers_move_once(accelerator: Accelerator) -> None:
     states = []
     for sharpness in (None, SAM(rho=0.1)):
-        passes, micro_batches = passes_of(WithDomainHead, SmallCNN(), accelerator, sharpness)
+        passes, batch = passes_of(WithDomainHead, SmallCNN(), accelerator, sharpness)
         before = {name: p.detach().clone() for name, p in passes.inner.named_parameters()}
-        passes.run(micro_batches, 0)
+        passes.run(batch, 0)
         assert all(torch.equal(p, before[name]) for name, p in passes.inner.named_parameters())
         states.append(passes.inner.weights())
     assert states[0]["taken"] == 1 and states[0]["encoder.layers.1.num_batches_tracked"] == 1
@@ -134,8 +123,8 @@ def test_weights_are_put_back_exactly_and_statistics_and_buffers_move_once(accel
 def test_the_domain_head_keeps_the_gradient_of_the_first_pass(accelerator: Accelerator) -> None:
     gradients = []
     for sharpness in (None, SAM(rho=0.1)):
-        passes, micro_batches = passes_of(WithDomainHead, SmallCNN(), accelerator, sharpness)
-        passes.run(micro_batches, 0)
+        passes, batch = passes_of(WithDomainHead, SmallCNN(), accelerator, sharpness)
+        passes.run(batch, 0)
         gradients.append({name: p.grad for name, p in passes.inner.algorithm.named_parameters()})
     assert torch.equal(gradients[0]["domain_head.weight"], gradients[1]["domain_head.weight"])
     assert not torch.equal(gradients[0]["head.weight"], gradients[1]["head.weight"])
@@ -144,12 +133,12 @@ def test_the_domain_head_keeps_the_gradient_of_the_first_pass(accelerator: Accel
 def test_both_passes_drop_out_the_same(accelerator: Accelerator) -> None:
     spy = Spy()
     spy.rho = 0.0  # then both passes differ in nothing but their draws
-    passes, micro_batches = passes_of(ERM, SmallCNN(dropout=0.5), accelerator, spy)
-    passes.run(micro_batches, 0)
+    passes, batch = passes_of(ERM, SmallCNN(dropout=0.5), accelerator, spy)
+    passes.run(batch, 0)
     first, second = spy.given
     assert "encoder.layers.0.weight" in first and "encoder.unreached.weight" not in first
     assert all(torch.equal(first[name], second[name]) for name in first)
-    passes.run(micro_batches, 1)
+    passes.run(batch, 1)
     assert not torch.equal(spy.given[0]["encoder.layers.0.weight"], first["encoder.layers.0.weight"])
 
 
@@ -164,11 +153,11 @@ def test_the_second_pass_is_given_what_the_first_held(accelerator: Accelerator) 
             held.append({"given": masks["mask"], "now": z > 0.1})
             return super().loss(z, batch, step)
 
-    passes, micro_batches = passes_of(Holds, SmallCNN(), accelerator, SAM(rho=0.5))
-    passes.run(micro_batches, 0)
+    passes, batch = passes_of(Holds, SmallCNN(), accelerator, SAM(rho=0.5))
+    passes.run(batch, 0)
     assert len(held) == 2
     with torch.no_grad():
-        first = passes.inner.encoder(micro_batches[0].batch.x) > 0.1
+        first = passes.inner.encoder(batch.parts[0].x) > 0.1
     assert torch.equal(held[0]["given"], first) and not torch.equal(held[0]["now"], first)
 
 

@@ -33,7 +33,7 @@ def problem(average: LossAverage = "domain") -> tuple[LinearProbe, Tensor, Batch
     task = Task(tuple(str(c) for c in range(CLASSES)), split.train_domains)
     setup = Setup(task, WIDTH, steps=0, seed=0, loss_average=average)
     z = data.features[rows]
-    batch = Batch(z, data.labels[rows], split.domain_of[data.domains[rows]], rows)
+    batch = Batch(z, data.labels[rows], split.domain_of[data.domains[rows]], rows, rows)
     return LinearProbe(setup, strengths=STRENGTHS, tolerance=1e-6), z, batch
 
 
@@ -77,7 +77,7 @@ def test_class_weights_make_it_scikit_learns_balanced_optimum() -> None:
 
     plain, z, batch = problem("sample")
     kept = torch.cat([(batch.y == c).nonzero()[: 5 * (c + 1), 0] for c in range(CLASSES - 1)])  # nothing of the last
-    z, batch = z[kept], Batch(z[kept], batch.y[kept], batch.domain[kept], batch.index[kept])
+    z, batch = z[kept], Batch(z[kept], batch.y[kept], batch.domain[kept], batch.index[kept], batch.place[kept])
     setup = dataclasses.replace(plain.setup, class_weight=balanced(batch.y, CLASSES))
     probe = LinearProbe(setup, strengths=STRENGTHS[:2], tolerance=1e-6)
     for candidate in probe.solve(z, batch):
@@ -116,7 +116,7 @@ def test_more_dimensions_than_images_and_a_constant_dimension() -> None:
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(30, WIDTH, generator=generator)
     z[:, 0], z[:, 1] = 0, 5
-    batch = Batch(z, torch.arange(30) % 3, torch.arange(30) % 2, torch.arange(30))
+    batch = Batch(z, torch.arange(30) % 3, torch.arange(30) % 2, torch.arange(30), torch.arange(30))
     for candidate in LinearProbe(setup, strengths=(1.0, 1e-6), tolerance=1e-6).solve(z, batch):
         assert gradient_norm(candidate, z, batch, "domain") < 2e-5
 

@@ -35,7 +35,7 @@ def batch_of(size: int = 60, width: int = 40, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     z = torch.relu(torch.randn(size, width, generator=generator))
     y, domain = (torch.randint(0, high, (size,), generator=generator) for high in (4, 3))
-    return Batch(z, y, domain, torch.randperm(1000, generator=generator)[:size])
+    return Batch(z, y, domain, torch.arange(size), torch.randperm(1000, generator=generator)[:size])
 
 
 def test_it_is_there() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.randomness import Stream, uniform
-from xdm_ft.tensors import Batch, Losses, Task
+from xdm_ft.tensors import Batch, InputPartners, Losses, Samples, Task
 
 LossAverage = Literal["domain", "sample"]
 HeadInit = Literal["random", "zero_shot"]
@@ -126,14 +126,19 @@ class Algorithm(nn.Module, Method, ABC):
     `torch.func.vmap` over stacked heads, so it has no data-dependent Python branches and no in-place change of state.
     Numeric settings that may differ between heads are buffers; what depends on `step` alone may branch in Python.
 
-    What is more than a loss goes through one of three doors: `on_inputs`, `stage_modules` and `update`.
+    What is more than a loss goes through one of three doors: `on_inputs` (with `input_partners`), `stage_modules` and
+    `update`.
     """
 
     auxiliary: tuple[str, ...] = ()  # names of child modules trained by `Losses.auxiliary`
     first_selectable_step: int = 1  # earlier steps can not be selected
     # share of the trained weights in what is kept, the rest those that training started from; None: all
     interpolated: float | Literal["select"] | None = None
-    across_processes: bool = False  # its loss is that of the features of all processes together (end to end)
+    # what the loss compares: samples or domains of the whole "batch", those of one "part" of it, which a process or
+    # micro-batch has, or nothing: then it is a weighted mean over each "sample"
+    loss_over: Literal["batch", "part", "sample"] = "batch"
+    # one line: why a batch can not be cut into parts (processes, micro-batches), and what to do; "" where it can
+    parts_reason: str = ""
     # one line: why the method does nothing beyond ERM with a frozen encoder, and what to do; "" where it does
     frozen_reason: str = ""
     # one line: why the method can not train on pooled batches, and what to do; "" where it can
@@ -166,24 +171,34 @@ class Algorithm(nn.Module, Method, ABC):
         return self.loss(z, batch, step)
 
     def forward(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
-        """What the engines call: `loss`, or `second_pass` where something is held; float32 under autocast too."""
+        """What the engines call: `loss`, or `second_pass` where something is held; no less than float32 anywhere."""
         with torch.autocast(z.device.type, enabled=False):
-            z = z.float()
+            z = z if z.dtype == torch.float64 else z.float()
             return self.second_pass(z, batch, step, held) if held else self.loss(z, batch, step)
 
     def on_inputs(self, batch: Batch, step: int) -> Batch:
         """The batch to train on at `step`: its images, or its cached features, may be others, and have soft `targets`.
 
         Pure like `loss` (mapped over heads by `torch.func.vmap`), and independent of the parameters: both passes of a
-        sharpness-aware step see the same inputs. Draws are keyed by `batch.index`.
+        sharpness-aware step see the same inputs. Draws are keyed by `batch.place`. Samples are not compared here, since
+        a batch may come in parts: partners are chosen by `input_partners` and come with the batch.
         """
         return batch
+
+    def input_partners(self, drawn: Samples, training: Samples, steps: Tensor) -> InputPartners | None:
+        """The samples that `on_inputs` mixes those of the batches of several steps with; None: it mixes with none.
+
+        `drawn` holds the whole batches of `steps` (int64 [S]), its fields and the result's are [S,B]; `training` holds
+        all training samples [n]. The engines ask as they draw batches, and give their parts `partner`, `partner_y` and
+        `has_partner`.
+        """
+        return None
 
     def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:
         """Modules to place behind modules of the encoder, by the name of the module there. At work in training only.
 
         Each is called with that module's output, the batch and the step, and returns what takes the output's place. It
-        has neither parameters nor buffers, and what it draws is a function of the seed, the step and `batch.index`.
+        has neither parameters nor buffers, and what it draws is a function of the seed, the step and `batch.place`.
         """
         return {}
 
@@ -204,19 +219,31 @@ class Algorithm(nn.Module, Method, ABC):
         """Whether the optimizer forgets its moments before the update of `step`, counted from 0."""
         return False
 
+    def parts_add_up(self, pooled: bool) -> bool:
+        """Whether the mean loss of a batch is that of the means of its parts, weighted by their sizes.
+
+        Not where a sample's weight follows from the others': those of classes are normalised over the batch, and a mean
+        over domains counts their samples, of which the parts of a `pooled` batch differ.
+        """
+        return self.class_weight is None and not (pooled and self.loss_average == "domain")
+
     def sample_weight(self, batch: Batch) -> Tensor | None:
         """What the batch's samples weigh by their class, [B]; of soft labels the mean. None: all the same."""
         if self.class_weight is None:
             return None
-        return self.class_weight[batch.y] if batch.targets is None else batch.targets @ self.class_weight
+        return (
+            self.class_weight[batch.y]
+            if batch.targets is None
+            else batch.targets.to(self.class_weight.dtype) @ self.class_weight
+        )
 
     def average(self, class_losses: Tensor, batch: Batch) -> Tensor:
         """The mean of class losses [B], as `loss_average` and `class_weights` say."""
-        return class_losses @ self.mean_weights(batch, self.sample_weight(batch))
+        return class_losses @ self.mean_weights(batch, self.sample_weight(batch), class_losses.dtype)
 
-    def mean_weights(self, batch: Batch, weight: Tensor | None) -> Tensor:
+    def mean_weights(self, batch: Batch, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
         """What each sample counts in a mean loss, [B]."""
-        return mean_weights(batch.domain, self.task.num_domains, self.loss_average, weight)
+        return mean_weights(batch.domain, self.task.num_domains, self.loss_average, weight, dtype)
 
     def by_domain(self, class_losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The means of class losses [B] in the domains, as `domain_means`, as `class_weights` say."""

@@ -28,6 +28,10 @@ class DSU(ERM):
     """
 
     source = "Li et al. 2022, Uncertainty Modeling for Out-of-Distribution Generalization (ICLR)"
+    parts_reason = (
+        "it measures how the statistics of a batch's samples vary inside the encoder, where parts of a batch do not "
+        "see each other; train it in one process with training.accumulation: 1"
+    )
     frozen_reason = (
         "it changes feature maps inside the encoder, and cached features have none; set encoder.trainable: true"
     )
@@ -46,22 +50,22 @@ class DSU(ERM):
         names = (*encoder.stem_names, *(encoder.transition_names or encoder.stage_names))
         if not names:
             raise UserError("dsu: the encoder names no stages to draw statistics after; use a convolutional encoder")
-        return {name: _DSUAt(place, int(self.seed), self.p, self.eps) for place, name in enumerate(names)}
+        return {name: _DSUAt(number, int(self.seed), self.p, self.eps) for number, name in enumerate(names)}
 
 
 class _DSUAt(nn.Module):
-    """`redraw` at the `place`-th of several places, with draws of its own."""
+    """`redraw` at the `number`-th of several places, with draws of its own."""
 
-    def __init__(self, place: int, seed: int, p: float, eps: float) -> None:
+    def __init__(self, number: int, seed: int, p: float, eps: float) -> None:
         super().__init__()
-        self.place, self.seed, self.p, self.eps = place, seed, p, eps
+        self.number, self.seed, self.p, self.eps = number, seed, p, eps
 
     def forward(self, x: Tensor, batch: Batch, step: int) -> Tensor:
-        if uniform(self.seed, step, Stream.STYLE, self.place) >= self.p:
+        if uniform(self.seed, step, Stream.STYLE, self.number) >= self.p:
             return x
         channels = x.shape[1]
         of_channel = torch.arange(2 * channels, device=x.device)
-        key = keys_at(self.place, 2 * channels * batch.index[:, None] + of_channel)  # [B,2C]
+        key = keys_at(self.number, 2 * channels * batch.place[:, None] + of_channel)  # [B,2C]
         noise = normal(self.seed, step, Stream.STYLE_NOISE, key)
         return redraw(x, noise[:, :channels], noise[:, channels:], self.eps)
 

@@ -10,23 +10,24 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.algorithms.mixup import mix_up, mixed_labels
+from xdm_ft.algorithms.input_mixing import PartnerSource, draw_partners
+from xdm_ft.algorithms.mixup import mix_up, mixed_labels, partners_of
 from xdm_ft.errors import UserError
 from xdm_ft.randomness import Stream, beta, uniform
-from xdm_ft.tensors import Batch
-from xdm_ft.xdomainmix.partners import pick
+from xdm_ft.tensors import Batch, InputPartners, Samples
 
 
 class LISA(ERM):
     """ERM on mixed samples and labels, x̃ = λ x + (1−λ) x_j and ỹ = λ y + (1−λ) y_j, λ ~ Beta(α, α) for every sample.
 
     With probability p_sel a batch is mixed intra-label (x_j has the class of x and another domain), else intra-domain
-    (x_j has another class and the domain of x). x_j is drawn from the batch, uniformly over the valid samples; a sample
-    without one stays as it is. x are images, or features where they are cached. `cutmix` pastes a box of x_j, of 1−λ of
-    the area before it is cut off at the borders, into the image x, and λ becomes the share of x that is left.
+    (x_j has another class and the domain of x). x_j is drawn uniformly over the valid samples of the batch, or with
+    `partners: all` of all training images; a sample without one stays as it is. x are images, or features where they
+    are cached. `cutmix` pastes a box of x_j, of 1−λ of the area before it is cut off at the borders, into the image x,
+    and λ becomes the share of x that is left.
 
     α = 2 is the paper's. p_sel = 1 is what its commands for domain shifts run (0.5 those for subpopulation shifts). Its
-    code draws x_j from all training images, and for CutMix one box for the whole batch.
+    code draws x_j from all training images, and for CutMix one λ and one box for the whole batch.
     """
 
     source = "Yao et al. 2022, Improving Out-of-Distribution Robustness via Selective Augmentation (ICML), Algorithm 1"
@@ -43,35 +44,46 @@ class LISA(ERM):
             Literal["mixup", "cutmix"], Field(description="how two samples are mixed; cutmix needs images")
         ] = "mixup",
         alpha: Annotated[float, Field(gt=0, description="α of Beta(α, α); small: nearly unmixed")] = 2.0,
+        partners: PartnerSource = "batch",
     ) -> None:
         super().__init__(setup)
+        self.partners = partners
         self.p_sel: Tensor
         self.register_buffer("p_sel", torch.tensor(p_sel, dtype=torch.float32))
         self.mix, self.alpha = mix, alpha
         if mix == "cutmix":
             self.frozen_reason = "mix: cutmix pastes pieces of images; set mix: mixup, or encoder.trainable: true"
 
+    def input_partners(self, drawn: Samples, training: Samples, steps: Tensor) -> InputPartners:
+        steps = steps[:, None]  # [S,1]
+        places = torch.arange(drawn.y.shape[-1], device=drawn.y.device)
+        u = uniform(self.seed, steps, Stream.INPUT_PARTNERS, places)  # [S,B]
+        is_intra_label = uniform(self.seed, steps, Stream.INPUT_CHOICE, 0) < self.p_sel  # one for a whole batch
+        intra_label = draw_partners(drawn, training, u, self.partners, same="y", other="domain")
+        intra_domain = draw_partners(drawn, training, u, self.partners, same="domain", other="y")
+        return InputPartners(
+            *(torch.where(is_intra_label, *both) for both in zip(intra_label, intra_domain, strict=True))
+        )
+
     def on_inputs(self, batch: Batch, step: int) -> Batch:
-        is_intra_label = uniform(self.seed, step, Stream.INPUT_CHOICE, 0) < self.p_sel  # one for the whole batch
-        same_class, same_domain = batch.y[:, None] == batch.y, batch.domain[:, None] == batch.domain  # [B,B]
-        valid = torch.where(is_intra_label, same_class & ~same_domain, ~same_class & same_domain)
-        partner, has_partner = pick(valid, uniform(self.seed, step, Stream.INPUT_PARTNERS, batch.index))
-        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.index), self.alpha)  # [B]
+        partner, _, has_partner = partners_of(batch)
+        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.place), self.alpha)  # [B]
         lam = torch.where(has_partner, lam, 1.0)
         if self.mix == "mixup":
-            return mix_up(batch, partner, lam, self.task.num_classes)
-        if batch.x.ndim != 4:
+            return mix_up(batch, lam, self.task.num_classes)
+        if partner.ndim != 4:
             raise UserError(f"lisa: {self.frozen_reason}")
-        two = 2 * batch.index[:, None] + torch.arange(2, device=batch.index.device)  # [B,2]
+        two = 2 * batch.place[:, None] + torch.arange(2, device=batch.place.device)  # [B,2]
         centre = uniform(self.seed, step, Stream.INPUT_BOX, two)
-        return cut_mix(batch, partner, lam, centre, self.task.num_classes)
+        return cut_mix(batch, lam, centre, self.task.num_classes)
 
 
-def cut_mix(batch: Batch, partner: Tensor, lam: Tensor, centre: Tensor, num_classes: int) -> Batch:
+def cut_mix(batch: Batch, lam: Tensor, centre: Tensor, num_classes: int) -> Batch:
     """Images x [B,3,H,W] with a box of their partner's in them, and labels by the areas (Yun et al. 2019).
 
-    `partner` int64 [B], `lam` float [B]; `centre` float [B,2] in [0, 1): where in the image the boxes are.
+    `lam` float [B]; `centre` float [B,2] in [0, 1): where in the image the boxes are.
     """
+    partner, partner_y, _ = partners_of(batch)
     height, width = batch.x.shape[-2:]
     size = torch.tensor([height, width], device=lam.device)
     first, last = box(lam, (centre * size).long(), size)  # [B,2]
@@ -81,8 +93,8 @@ def cut_mix(batch: Batch, partner: Tensor, lam: Tensor, centre: Tensor, num_clas
     inside = in_rows[:, None, :, None] & in_columns[:, None, None, :]  # [B,1,H,W]
     left = 1 - (last - first).prod(1) / (height * width)  # λ by what is left of x
     return batch._replace(
-        x=torch.where(inside, batch.x[partner], batch.x),
-        targets=mixed_labels(batch.y, partner, left, num_classes),
+        x=torch.where(inside, partner, batch.x),
+        targets=mixed_labels(batch.y, partner_y, left, num_classes),
     )
 
 

@@ -27,6 +27,10 @@ class MixStyle(ERM):
     """
 
     source = "Zhou et al. 2021, Domain Generalization with MixStyle (ICLR)"
+    parts_reason = (
+        "it mixes the styles of a batch's samples inside the encoder, where parts of a batch do not see each other; "
+        "train it in one process with training.accumulation: 1"
+    )
     frozen_reason = (
         "it changes feature maps inside the encoder, and cached features have none; set encoder.trainable: true"
     )
@@ -46,30 +50,30 @@ class MixStyle(ERM):
         if len(encoder.stage_names) < STAGES:
             raise UserError(f"mixstyle: the encoder names no {STAGES} stages to mix after; use a convolutional encoder")
         return {
-            name: _MixStyleAt(place, int(self.seed), self.p, self.alpha, self.eps)
-            for place, name in enumerate(encoder.stage_names[:STAGES])
+            name: _MixStyleAt(number, int(self.seed), self.p, self.alpha, self.eps)
+            for number, name in enumerate(encoder.stage_names[:STAGES])
         }
 
 
 class _MixStyleAt(nn.Module):
-    """`mix_style` at the `place`-th of several stages, with draws of its own."""
+    """`mix_style` at the `number`-th of several stages, with draws of its own."""
 
-    def __init__(self, place: int, seed: int, p: float, alpha: float, eps: float) -> None:
+    def __init__(self, number: int, seed: int, p: float, alpha: float, eps: float) -> None:
         super().__init__()
-        self.place, self.seed, self.p, self.alpha, self.eps = place, seed, p, alpha, eps
+        self.number, self.seed, self.p, self.alpha, self.eps = number, seed, p, alpha, eps
 
     def forward(self, x: Tensor, batch: Batch, step: int) -> Tensor:
-        if uniform(self.seed, step, Stream.STYLE, self.place) >= self.p:
+        if uniform(self.seed, step, Stream.STYLE, self.number) >= self.p:
             return x
-        key = keys_at(self.place, batch.index)
+        key = keys_at(self.number, batch.place)
         permutation = torch.argsort(uniform(self.seed, step, Stream.STYLE_PARTNERS, key), stable=True)
         lam = beta(uniform(self.seed, step, Stream.STYLE_LAMBDA, key), self.alpha)
         return mix_style(x, permutation, lam, self.eps)
 
 
-def keys_at(place: int, index: Tensor) -> Tensor:
-    """Keys of random draws that differ between places in an encoder; `index` is below 2^48."""
-    return index + (place << 48)
+def keys_at(number: int, key: Tensor) -> Tensor:
+    """Keys of random draws that differ between modules in an encoder, by their number; keys are below 2^48."""
+    return key + (number << 48)
 
 
 def mix_style(x: Tensor, partner: Tensor, lam: Tensor, eps: float) -> Tensor:

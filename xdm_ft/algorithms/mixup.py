@@ -11,9 +11,9 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.input_mixing import PartnerSource, draw_partners, permuted
 from xdm_ft.randomness import Stream, beta, uniform
-from xdm_ft.tensors import Batch
-from xdm_ft.xdomainmix.partners import pick
+from xdm_ft.tensors import Batch, InputPartners, Samples
 
 
 class Mixup(ERM):
@@ -21,8 +21,9 @@ class Mixup(ERM):
 
     x are images, or features where they are cached. x_j is another sample of the batch: any, by a random permutation
     of the batch (Zhang et al. 2018, whose code has one λ per batch), or one of another domain, as in DomainBed's Mixup;
-    a sample without such a partner stays as it is. α = 0.2 is DomainBed's, and the paper's range on ImageNet is 0.1 to
-    0.4. In the mean over domains a mixed sample counts for the domain of x.
+    a sample without such a partner stays as it is. With `partners: all` x_j is any training image, or any of another
+    domain. α = 0.2 is DomainBed's, and the paper's range on ImageNet is 0.1 to 0.4. In the mean over domains a mixed
+    sample counts for the domain of x.
     """
 
     source = "Zhang et al. 2018, mixup: Beyond Empirical Risk Minimization (ICLR); between domains: DomainBed"
@@ -32,34 +33,44 @@ class Mixup(ERM):
         setup: Setup,
         *,
         alpha: Annotated[float, Field(gt=0, description="α of Beta(α, α); small: nearly unmixed")] = 0.2,
-        partners: Annotated[
-            Literal["any", "other_domain"], Field(description="which samples of the batch x_j is drawn from")
+        partners: PartnerSource = "batch",
+        partner_domain: Annotated[
+            Literal["any", "other"], Field(description="x_j is of any domain, or of another one than x")
         ] = "any",
     ) -> None:
         super().__init__(setup)
-        self.alpha, self.partners = alpha, partners
+        self.alpha, self.partners, self.partner_domain = alpha, partners, partner_domain
+
+    def input_partners(self, drawn: Samples, training: Samples, steps: Tensor) -> InputPartners:
+        places = torch.arange(drawn.y.shape[-1], device=drawn.y.device)
+        u = uniform(self.seed, steps[:, None], Stream.INPUT_PARTNERS, places)  # [S,B]
+        if self.partners == "batch" and self.partner_domain == "any":
+            return permuted(drawn, u)
+        other: Literal["domain"] | None = "domain" if self.partner_domain == "other" else None
+        return draw_partners(drawn, training, u, self.partners, same=None, other=other)
 
     def on_inputs(self, batch: Batch, step: int) -> Batch:
-        noise = uniform(self.seed, step, Stream.INPUT_PARTNERS, batch.index)  # [B]
-        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.index), self.alpha)  # [B]
-        if self.partners == "any":
-            partner = torch.argsort(noise, stable=True)
-        else:
-            partner, has_partner = pick(batch.domain[:, None] != batch.domain, noise)
-            lam = torch.where(has_partner, lam, 1.0)
-        return mix_up(batch, partner, lam, self.task.num_classes)
+        has_partner = partners_of(batch)[2]
+        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.place), self.alpha)  # [B]
+        return mix_up(batch, torch.where(has_partner, lam, 1.0), self.task.num_classes)
 
 
-def mix_up(batch: Batch, partner: Tensor, lam: Tensor, num_classes: int) -> Batch:
-    """λ times a sample and its one-hot label, plus 1−λ times its partner's. `partner` int64 [B], `lam` float [B]."""
+def partners_of(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """x_j, its class int64 [B] and whether there is one, bool [B], which come with every batch of such a method."""
+    assert batch.partner is not None and batch.partner_y is not None and batch.has_partner is not None
+    return batch.partner, batch.partner_y, batch.has_partner
+
+
+def mix_up(batch: Batch, lam: Tensor, num_classes: int) -> Batch:
+    """λ times a sample and its one-hot label, plus 1−λ times its partner's. `lam` float [B]."""
+    partner, partner_y, _ = partners_of(batch)
     of_x = lam.view(-1, *(1 for _ in batch.x.shape[1:])).to(batch.x.dtype)  # [B,1,…]
     return batch._replace(
-        x=of_x * batch.x + (1 - of_x) * batch.x[partner],
-        targets=mixed_labels(batch.y, partner, lam, num_classes),
+        x=of_x * batch.x + (1 - of_x) * partner, targets=mixed_labels(batch.y, partner_y, lam, num_classes)
     )
 
 
-def mixed_labels(y: Tensor, partner: Tensor, lam: Tensor, num_classes: int) -> Tensor:
+def mixed_labels(y: Tensor, partner_y: Tensor, lam: Tensor, num_classes: int) -> Tensor:
     """λ y + (1−λ) y_j of one-hot labels, [B,C]."""
-    labels = F.one_hot(y, num_classes).to(lam.dtype)
-    return lam[:, None] * labels + (1 - lam[:, None]) * labels[partner]
+    own, theirs = (F.one_hot(labels, num_classes).to(lam.dtype) for labels in (y, partner_y))
+    return lam[:, None] * own + (1 - lam[:, None]) * theirs

@@ -72,7 +72,7 @@ class XDomainMix(Algorithm):
         ] = "other_class_other_domain",
         partners: Annotated[
             Literal["local", "global"],
-            Field(description="x_i and x_j are of this process's part of the batch, or of all (end to end only)"),
+            Field(description="x_i and x_j are of the whole batch, or of the part that a process or micro-batch has"),
         ] = "global",
         domain_head_augmented: Annotated[
             bool, Field(description="train d on z̃ too, with λ-weighted soft domain labels and binary cross-entropy")
@@ -91,7 +91,7 @@ class XDomainMix(Algorithm):
         self.discard_per = discard_per
         self.mix_class_specific, self.mix_class_generic = mix_class_specific, mix_class_generic
         self.other_partner, self.domain_head_augmented = other_partner, domain_head_augmented
-        self.across_processes = partners == "global"
+        self.loss_over = "batch" if partners == "global" else "part"
         self.first_selectable_step = self.warmup_steps + 1
         self.domain_head = linear_head(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
 
@@ -133,8 +133,9 @@ class XDomainMix(Algorithm):
 
     def averages(self, class_losses: Tensor, domain_losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The means of losses [B], each by `loss_average`; class weights are for those of classes alone."""
-        plain, weight = self.mean_weights(batch, None), self.sample_weight(batch)
-        return class_losses @ (plain if weight is None else self.mean_weights(batch, weight)), domain_losses @ plain
+        plain, weight = self.mean_weights(batch, None, class_losses.dtype), self.sample_weight(batch)
+        of_class = plain if weight is None else self.mean_weights(batch, weight, class_losses.dtype)
+        return class_losses @ of_class, domain_losses @ plain
 
     def masks(self, z: Tensor, batch: Batch, step: int) -> dict[str, Tensor]:
         """M_c and M_d at a step after the warm-up, bool [B,K]. (1)(2)(3)"""
@@ -149,20 +150,20 @@ class XDomainMix(Algorithm):
         }
 
     def draws(self, batch: Batch, step: int) -> Draws:
-        """Partners, λ and discard: functions of the seed, the step and the rows that are in the batch."""
+        """Partners, λ and discard: functions of the seed, the step and the places in the batch."""
         if one_pass.available(batch.x):
             return Draws(
                 *one_pass.draw(
-                    batch.y, batch.domain, batch.index, self.seed, step, self.p_discard, self.other_partner,
+                    batch.y, batch.domain, batch.place, self.seed, step, self.p_discard, self.other_partner,
                     self.discard_per == "batch", self.mix_class_specific, self.mix_class_generic,
                 )
             )  # fmt: skip
-        two = 2 * batch.index[:, None] + torch.arange(2, device=batch.index.device)  # [B,2]
+        two = 2 * batch.place[:, None] + torch.arange(2, device=batch.place.device)  # [B,2]
         noise = uniform(self.seed, step, Stream.PARTNERS, two)
         partners = draw_partners(batch.y, batch.domain, noise, self.other_partner)
         mixed = partners.has_same & self.mix_class_specific, partners.has_other & self.mix_class_generic
         lam = torch.where(torch.stack(mixed, 1), uniform(self.seed, step, Stream.LAMBDA, two), 1.0)
-        discard_key = batch.index if self.discard_per == "sample" else torch.zeros_like(batch.index)
+        discard_key = batch.place if self.discard_per == "sample" else torch.zeros_like(batch.place)
         # discarded where u < p: never at p = 0, always at p = 1 (the paper's ≤ differs with probability 0)
         keep = uniform(self.seed, step, Stream.DISCARD, discard_key) >= self.p_discard
         return Draws(partners, lam, keep)

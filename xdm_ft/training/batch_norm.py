@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from xdm_ft.training.batches import MicroBatch
+from xdm_ft.training.batches import StepBatch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+Module = TypeVar("Module", bound=nn.Module)
+logger = logging.getLogger("xdm_ft")
 
 
 def batch_norm_layers(module: nn.Module) -> list[_BatchNorm]:
@@ -22,9 +27,9 @@ def batch_norm_layers(module: nn.Module) -> list[_BatchNorm]:
 class RunningStatistics:
     """The running statistics of the layers that are in training mode, moved once a step.
 
-    Each of a step's micro-batches moves them from where they were before the step; what is committed is the mean of
-    those, weighted by the micro-batches' sizes, over all processes. So they move as far in a step, whatever the number
-    of micro-batches, processes and passes. (Normalisation itself uses the statistics of each micro-batch.)
+    Each of a step's parts moves them from where they were before the step; what is committed is the mean of those,
+    weighted by the parts' sizes, over all processes. So they move as far in a step, whatever the number of parts and
+    passes. (Normalisation itself uses the statistics of each part, with `synchronised` layers those of all processes.)
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,7 +49,7 @@ class RunningStatistics:
         self.sums = [torch.zeros_like(value) for value in self.values]
 
     def collect(self, weight: float) -> None:
-        """After a micro-batch of the pass that counts. `weight` is its part of the step's images."""
+        """After a part. `weight`: of the step's images, or 0 in a pass that does not count."""
         for total, value in zip(self.sums, self.values, strict=True):
             total.add_(value, alpha=weight)
         for value, before in zip(self.values, self.before, strict=True):
@@ -59,13 +64,42 @@ class RunningStatistics:
         for count, before in zip(self.counts, self.counts_before, strict=True):
             count.copy_(before + 1)
 
+    def put_back(self) -> None:
+        """As before the step, which does not count."""
+        for value, before in zip([*self.values, *self.counts], [*self.before, *self.counts_before], strict=True):
+            value.copy_(before)
+
+
+def synchronised(module: Module, processes: int, accumulation: int, device: torch.device) -> Module:
+    """The module with batch norm over all processes where torch has it: on GPUs.
+
+    Elsewhere, and under accumulation, a layer in training mode normalises by the statistics of its part of the batch: a
+    warning says so.
+    """
+    layers = [layer for layer in batch_norm_layers(module) if layer.training]
+    if not layers or processes * accumulation == 1:
+        return module
+    reasons = []
+    if processes > 1 and device.type == "cuda":
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    elif processes > 1:
+        reasons.append(f"{processes} processes (torch has no SyncBatchNorm on {device.type})")
+    if accumulation > 1:
+        reasons.append(f"training.accumulation: {accumulation}")
+    if reasons:
+        logger.warning(
+            "encoder.batch_norm: train normalises each part of a batch by itself with %s: not the training that one "
+            "process without accumulation does; encoder.batch_norm: frozen makes them the same", " and ".join(reasons),
+        )  # fmt: skip
+    return module
+
 
 @torch.no_grad()
-def gather_statistics(module: nn.Module, steps: Iterable[list[MicroBatch]], accelerator: Accelerator) -> None:
+def gather_statistics(module: nn.Module, steps: Iterable[StepBatch], accelerator: Accelerator) -> None:
     """The running statistics of the layers in training mode become the mean of those of the steps' batches.
 
-    As torch.optim.swa_utils.update_bn, for weights that never saw a batch. `module` maps a batch's `x` alone. `steps`
-    are this process's micro-batches of each step; nothing is read where there is no such layer.
+    As torch.optim.swa_utils.update_bn, for weights that never saw a batch. `module` maps a batch's `x` alone. Nothing
+    is read where there is no such layer.
     """
     layers = [layer for layer in batch_norm_layers(module) if layer.training and layer.running_mean is not None]
     if not layers:
@@ -76,12 +110,12 @@ def gather_statistics(module: nn.Module, steps: Iterable[list[MicroBatch]], acce
     statistics = RunningStatistics(module)
     statistics.begin()
     taken = 0
-    for micro_batches in steps:
+    for batch in steps:
         taken += 1
-        for micro_batch in micro_batches:
+        for number, part in enumerate(batch.parts):
             with accelerator.autocast():
-                module(micro_batch.batch.x)
-            statistics.collect(micro_batch.weight)
+                module(part.x)
+            statistics.collect(batch.weight(number))
     for total in statistics.sums:
         total.copy_(accelerator.reduce(total, "sum") / taken)
     statistics.commit()

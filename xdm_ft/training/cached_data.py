@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xdm_ft.algorithms import Algorithm
 from xdm_ft.data.loading.samplers import BatchSampler, sampler
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.randomness import Stream, integers
-from xdm_ft.tensors import Batch
+from xdm_ft.tensors import Batch, InputPartners, Samples
 from xdm_ft.training import Job, Training
 from xdm_ft.training.selection import rows_of_rules
 
@@ -41,18 +42,56 @@ class CachedData:
 
 
 def batches(jobs: Sequence[Job], data: CachedData, training: Training, begin: int = 0) -> Iterator[Batch]:
-    """The batches of all steps from `begin` on, each head with its own rows: x [H,B,K], y, domain and index [H,B]."""
+    """The batches of all steps from `begin` on, each head with its own rows: x [H,B,K], y, domain, index, place [H,B].
+
+    Where inputs are mixed the partners' features, classes and whether there is one come with them.
+    """
     samplers = _samplers(jobs, data, training)
     domain_of = torch.stack([job.split.domain_of for job in jobs]).to(data.labels.device)  # [H, domains of the data]
     head = torch.arange(len(jobs), device=data.labels.device)[:, None]  # [H,1]
     steps = jobs[0].setup.steps
+    choose = _partner_choices(jobs, data)
     for first in range(begin, steps, BLOCK_STEPS):
         last = min(first + BLOCK_STEPS, steps)
         rows = torch.stack([own.indices(first, last) for own in samplers], dim=1).to(data.labels.device)  # [S,H,B]
         labels, domains = data.labels[rows], domain_of[head, data.domains[rows]]  # [S,H,B]
-        views = _drawn_views(jobs, data.features, rows, first)
-        for x, index, y, domain in zip(_gathered(data.features, rows, views), rows, labels, domains, strict=True):
-            yield Batch(x, y, domain, index)
+        place = torch.arange(rows.shape[-1], device=rows.device).expand_as(rows)
+        partners, size = choose(Samples(rows, labels, domains), first), rows.shape[-1]
+        read, placed = rows, place
+        if partners is not None and bool((partners.place >= size).any()):  # not of the batch: read them too
+            read, placed = torch.cat([rows, partners.row], -1), torch.cat([place, partners.place], -1)  # [S,H,2B]
+        views = _drawn_views(jobs, data.features, placed, first)
+        for number, x in enumerate(_gathered(data.features, read, views)):
+            batch = Batch(x[:, :size], labels[number], domains[number], rows[number], place[number])
+            if partners is not None:
+                theirs = x[:, size:] if read is not rows else x.take_along_dim(partners.place[number][..., None], 1)
+                y, found = data.labels[partners.row[number]], partners.found[number]
+                batch = batch._replace(partner=theirs, partner_y=y, has_partner=found)
+            yield batch
+
+
+def _partner_choices(jobs: Sequence[Job], data: CachedData) -> Callable[[Samples, int], InputPartners | None]:
+    """For the batches of steps `first` on, fields [S,H,B], the partners of every head, where its inputs are mixed."""
+    device = data.labels.device
+    made = [job.make(job.setup) for job in jobs]
+    algorithms = [algorithm.to(device) for algorithm in made if isinstance(algorithm, Algorithm)]
+    pools = [torch.cat(list(job.split.train)).to(device) for job in jobs]
+    domain_of = [job.split.domain_of.to(device) for job in jobs]
+
+    def of_head(head: int, drawn: Samples, steps: Tensor) -> InputPartners | None:
+        pool = pools[head]
+        training = Samples(pool, data.labels[pool], domain_of[head][data.domains[pool]])
+        return algorithms[head].input_partners(Samples(*(field[:, head] for field in drawn)), training, steps)
+
+    def choose(drawn: Samples, first: int) -> InputPartners | None:
+        if type(algorithms[0]).input_partners is Algorithm.input_partners:
+            return None
+        steps = torch.arange(first, first + len(drawn.row), device=device)
+        of_heads = [of_head(head, drawn, steps) for head in range(len(jobs))]
+        chosen = [partners for partners in of_heads if partners is not None]
+        return InputPartners(*(torch.stack(fields, 1) for fields in zip(*chosen, strict=True))) if chosen else None
+
+    return choose
 
 
 def _samplers(jobs: Sequence[Job], data: CachedData, training: Training) -> list[BatchSampler]:
@@ -65,16 +104,15 @@ def _samplers(jobs: Sequence[Job], data: CachedData, training: Training) -> list
     return [known[id(job.split), job.seed] for job in jobs]
 
 
-def _drawn_views(jobs: Sequence[Job], features: Features, rows: Tensor, first: int) -> Tensor | None:
+def _drawn_views(jobs: Sequence[Job], features: Features, place: Tensor, first: int) -> Tensor | None:
     """Which view each place of the batches reads: int64 [S,H,B] in 1…views, uniform; None where there is the plain one.
 
     A function of seed, step and place in the batch: a row that comes twice in a batch may come in two views.
     """
     if not features.views:
         return None
-    seed = torch.tensor([job.seed for job in jobs], device=rows.device)[:, None]  # [H,1]
-    step = torch.arange(first, first + len(rows), device=rows.device)[:, None, None]  # [S,1,1]
-    place = torch.arange(rows.shape[-1], device=rows.device)  # [B]
+    seed = torch.tensor([job.seed for job in jobs], device=place.device)[:, None]  # [H,1]
+    step = torch.arange(first, first + len(place), device=place.device)[:, None, None]  # [S,1,1]
     return 1 + integers(seed, step, Stream.VIEW, place, features.views)
 
 

@@ -33,8 +33,8 @@ from xdm_ft.progress import Progress, progress
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
-from xdm_ft.training.batch_norm import gather_statistics
-from xdm_ft.training.batches import MicroBatch, TrainingBatches, block
+from xdm_ft.training.batch_norm import gather_statistics, synchronised
+from xdm_ft.training.batches import StepBatch, TrainingBatches
 from xdm_ft.training.checkpoint import Checkpoint, digest, digest_of
 from xdm_ft.training.loop_state import LoopState
 from xdm_ft.training.passes import BatchNorm, EndToEnd, Passes, Roles, StepLosses
@@ -52,6 +52,7 @@ Record = Callable[[Job, int, dict[str, float]], None]
 logger = logging.getLogger("xdm_ft")
 BROKEN_LOGITS = "logits on validation images are not finite"
 STATISTICS_BATCHES = 500  # of training, over which the batch-norm statistics of averaged weights are gathered
+MOST_SKIPPED = 32  # steps in a row that the gradient scaler of fp16 may skip: from 2^16 it comes down to 1 in 16
 
 
 def train_model(
@@ -96,15 +97,15 @@ def train_model(
     algorithm = job.make(job.setup)
     assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
     inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm).to(accelerator.device).train()
+    inner = synchronised(inner, accelerator.num_processes, training.accumulation, accelerator.device)
     images = ImageRows(dataset, evaluation_transform(encoder.preprocessing))
     training_images = ImageRows(dataset, training_transform(encoder.preprocessing, augmentation))
-    together = algorithm.across_processes
-    batches = TrainingBatches(job, training, training_images, labels, domains, accelerator, together=together)
+    batches = TrainingBatches(job, training, training_images, labels, domains, accelerator)
     first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
     averages = Averages(job.averaging, 1, first_step) if job.averaging else None
     seen = rules if averages is None else list(dict.fromkeys([*rules, LOSS_SPLIT]))
     groups = domains if worst_of is None else worst_of
-    validation = Validation(job, images, labels, groups, seen, metric, max(batches.sizes), accelerator)
+    validation = Validation(job, images, labels, groups, seen, metric, batches.largest_part, accelerator)
     selector = Selector(rules, metric, first_step, training.patience)
     optimizer = make_optimizer(inner.roles(), job, training)
     state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
@@ -182,27 +183,32 @@ def _train(run: _Run, state: LoopState, unfreeze_at: int, show: bool) -> str | N
     return None
 
 
-def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, list[MicroBatch]]], bar: Progress) -> str | None:
+def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]], bar: Progress) -> str | None:
     """The steps of `batches`, in which the same parameters train: the accelerator must be told of a change."""
     steps = run.job.setup.steps
     evaluate_after = set(evaluation_steps(steps, run.training.evaluate_every))
     with _prepared(state.inner, state.optimizer, state.accelerator) as (model, optimizer):
-        passes = Passes(model, state.inner, state.accelerator, run.job.sharpness, run.job.seed)
-        for step, micro_batches in batches:
+        algorithm = state.inner.algorithm
+        by_parts = algorithm.loss_over != "batch" and algorithm.parts_add_up(run.training.sampler == "pooled")
+        passes = Passes(model, state.inner, state.accelerator, run.job.sharpness, run.job.seed, by_parts)
+        for step, batch in batches:
             factor = learning_rate_factor(step, steps, run.training.schedule)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
-            losses = _step(passes, micro_batches, optimizer, run.training.clip_norm, step)
-            loss, stop = torch.stack([losses.total + losses.second + losses.auxiliary, losses.stop]).tolist()
-            if not math.isfinite(loss):
-                return _failure(f"the loss is {loss}", run, step + 1)
-            state.course.add(losses)
+            losses = _step(passes, batch, optimizer, run.training.clip_norm, step)
+            if not math.isfinite(losses.loss):
+                state.skipped += 1
+                if state.accelerator.scaler is None or state.skipped > MOST_SKIPPED:
+                    return _failure(f"the loss is {losses.loss}", run, step + 1)
+            else:
+                state.skipped = 0
+                state.course.add(losses)
             if state.averages is not None:
                 trained = passes.roles.main | passes.roles.auxiliary
                 state.averages.add(step + 1, {name: parameter[None] for name, parameter in trained.items()})
             state.taken, state.evaluated = step + 1, step + 1 not in evaluate_after
-            if stop:
+            if losses.stop:
                 _leave(run, state)
             if not state.evaluated and not _evaluate(run, state):
                 return _failure(BROKEN_LOGITS, run, step + 1)
@@ -261,18 +267,13 @@ def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerat
     return inner.weights()
 
 
-def _step(
-    passes: Passes, micro_batches: list[MicroBatch], optimizer: Optimizer, clip_norm: float | None, step: int
-) -> StepLosses:
+def _step(passes: Passes, batch: StepBatch, optimizer: Optimizer, clip_norm: float | None, step: int) -> StepLosses:
     """One step of the algorithm; its losses, the mean over the steps of the optimizer that it takes."""
     algorithm, taken = passes.inner.algorithm, list[StepLosses]()
 
     def inner_step(domain: int | None) -> None:
-        parts = micro_batches
-        if domain is not None:
-            domains = algorithm.task.num_domains
-            parts = [MicroBatch(block(part.batch, domain, domains), part.weight) for part in micro_batches]
-        taken.append(passes.run(parts, step))
+        part = batch if domain is None else batch.block(domain, algorithm.task.num_domains)
+        taken.append(passes.run(part, step))
         if clip_norm is not None:
             passes.accelerator.clip_grad_norm_(passes.roles.main.values(), clip_norm)
         if algorithm.resets_optimizer(step):

@@ -60,6 +60,7 @@ class LoopState:
     taken: int = 0  # steps
     evaluated: bool = True  # whether the evaluation after them, if one is due, is done
     started: float = field(default_factory=time.perf_counter)
+    skipped: int = 0  # steps in a row without a finite loss, which the gradient scaler skips
     before: float = 0.0  # seconds that interrupted processes have trained it
 
     def __post_init__(self) -> None:
@@ -76,6 +77,7 @@ class LoopState:
         return {
             "taken": self.taken,
             "evaluated": self.evaluated,
+            "skipped": self.skipped,
             "seconds": self.seconds,
             "weights": self.inner.named_weights(),
             "optimizer": self.optimizer.state_dict()["state"],
@@ -100,3 +102,4 @@ class LoopState:
             self.averages.load_state(state["averages"], device)
         self.course.load_state(state["course"], device)
         self.taken, self.evaluated, self.before = state["taken"], state["evaluated"], state["seconds"]
+        self.skipped = state["skipped"]

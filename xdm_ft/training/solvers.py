@@ -43,7 +43,7 @@ def solve(
     watched = rows_of_rules(job, rules)
     selector = Selector(rules, metric, first_selectable_step=0)
     rows = torch.cat(job.split.train)
-    batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows)
+    batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
     broken = rows[~torch.isfinite(batch.x).all(1).cpu()].tolist()
     if broken:
         why = f"the features of {len(broken)} training images are not finite, the first that of row {broken[0]}"

@@ -1,0 +1,24 @@
+"""Batches with the partners that a method mixes them with, as the engines supply them."""
+
+from __future__ import annotations
+
+import torch
+
+from xdm_ft.algorithms import Algorithm
+from xdm_ft.tensors import Batch, Samples
+
+
+def partnered(algorithm: Algorithm, batch: Batch, step: int) -> Batch:
+    """A whole batch, whose partners are of the batch; as it is where the method mixes no inputs."""
+    drawn = Samples(*(field[None] for field in (batch.index, batch.y, batch.domain)))
+    partners = algorithm.input_partners(drawn, Samples(*(field[0] for field in drawn)), torch.tensor([step]))
+    if partners is None:
+        return batch
+    place = partners.place[0]
+    assert place.max() < len(place)
+    return batch._replace(partner=batch.x[place], partner_y=batch.y[place], has_partner=partners.found[0])
+
+
+def mixed(algorithm: Algorithm, batch: Batch, step: int) -> Batch:
+    """What the method makes of a whole batch."""
+    return algorithm.on_inputs(partnered(algorithm, batch, step), step)

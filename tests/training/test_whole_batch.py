@@ -1,0 +1,200 @@
+"""The loss of a step is that of the whole batch, however many processes and micro-batches have parts of it.
+
+The gradient of one step of every method, from the same weights, is the same for 1 and 2 processes × accumulation 1 and
+2, with and without SAM: in float64, since masks are discontinuous, with an encoder that has neither dropout nor batch
+norm in training mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, debug_launcher
+from accelerate.state import AcceleratorState
+from loop_models import SmallCNN, digits, make_job, one_process, step_batch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from xdm_ft.algorithms import Algorithm, Setup
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.lisa import LISA
+from xdm_ft.algorithms.mixup import Mixup
+from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.components import find, names
+from xdm_ft.sharpness.sam import SAM
+from xdm_ft.tensors import Batch, Losses
+from xdm_ft.training import Training
+from xdm_ft.training.passes import EndToEnd, Passes
+
+FOUND = {name: find("algorithms", name) for name in names("algorithms")}
+ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}
+REFUSED = {"mixstyle", "dsu"}
+STEP = 7  # of 10: after the warm-up of XDomainMix and the annealing of IRM
+BATCH = {"per_domain": 7, "pooled": 22}  # neither divides by 4
+
+
+def with_setup(cls: type[Algorithm], pooled: bool, class_weights: bool) -> Callable[[Setup], Algorithm]:
+    """The method, its steps taken by the whole batch or, of Fish, by one domain after the other."""
+
+    def make(setup: Setup) -> Algorithm:
+        weight = torch.linspace(0.5, 2, setup.task.num_classes) if class_weights else None
+        text = torch.randn(setup.task.num_classes, setup.width, generator=torch.Generator().manual_seed(1))
+        return cls(Setup(setup.task, setup.width, 10, setup.seed, "domain", text_weight=text, class_weight=weight))
+
+    return make
+
+
+def cases() -> dict[str, tuple[Callable[[Setup], Algorithm], str, SAM | None]]:
+    found = {}
+    for (name, cls), sharpness in product(ALGORITHMS.items(), (None, SAM(rho=0.1))):
+        for kind in ("per_domain", "pooled"):
+            if name in REFUSED or (kind == "pooled" and cls.pooled_reason):
+                continue
+            make = with_setup(cls, kind == "pooled", class_weights=kind == "pooled")
+            found[f"{name} {kind}{' sam' if sharpness else ''}"] = make, kind, sharpness
+    for cls in (LISA, Mixup):
+        make = with_setup(partial(cls, partners="all"), False, False)  # type: ignore[arg-type]
+        found[f"{cls.__name__} all"] = make, "per_domain", None
+    return found
+
+
+class DoubleCNN(SmallCNN):
+    """In float64, all of it trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.unreached
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(self.layers(images.to(self.layers[0].weight.dtype)), 4).flatten(1)
+
+
+def gradients(accelerator: Accelerator, accumulation: int) -> dict[str, Tensor]:
+    """Case/parameter → gradient of one step, and the case's loss."""
+    found = {}
+    torch.set_default_dtype(torch.float64)
+    try:
+        for case, (make, kind, sharpness) in cases().items():
+            found |= {
+                f"{case}/{name}": value for name, value in of_case(make, kind, sharpness, accelerator, accumulation)
+            }
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return found
+
+
+def of_case(
+    make: Callable[[Setup], Algorithm], kind: str, sharpness: SAM | None, accelerator: Accelerator, accumulation: int
+) -> Iterator[tuple[str, Tensor]]:
+    job = make_job(make, steps=10)
+    training = Training(batch_size=BATCH[kind], sampler=kind, accumulation=accumulation)
+    inner = EndToEnd(DoubleCNN().double(), job.make(job.setup).double(), "frozen").train()
+    algorithm = inner.algorithm
+    by_parts = algorithm.loss_over != "batch" and algorithm.parts_add_up(kind == "pooled")
+    passes = Passes(accelerator.prepare(inner), inner, accelerator, sharpness, job.seed, by_parts)
+    batch = step_batch(job, training, accelerator, STEP)
+    batch.parts[:] = [double(part) for part in batch.parts]
+    domain = 1 if type(algorithm).update is not Algorithm.update else None
+    losses = passes.run(batch if domain is None else batch.block(domain, algorithm.task.num_domains), STEP)
+    yield "loss", losses.total
+    yield from ((f"log {name}", value) for name, value in losses.logs.items())
+    yield from ((name, parameter.grad) for name, parameter in inner.named_parameters() if parameter.grad is not None)
+    yield from ((name, buffer.clone()) for name, buffer in algorithm.named_buffers())
+
+
+def double(batch: Batch) -> Batch:
+    partner = None if batch.partner is None else batch.partner.double()
+    return batch._replace(x=batch.x.double(), partner=partner)
+
+
+def work(folder: Path) -> None:
+    torch.set_num_threads(1)  # a forked child must not touch the parent's thread pool
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    for accumulation in (1, 2):
+        name = f"{accelerator.process_index}_of_{accelerator.num_processes}_by_{accumulation}.safetensors"
+        save_file(gradients(accelerator, accumulation), folder / name)
+    accelerator.wait_for_everyone()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    folder = tmp_path_factory.mktemp("gradients")
+    digits()
+    work(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        debug_launcher(work, (folder,), num_processes=2)
+    return {file.stem: load_file(file) for file in folder.iterdir()}
+
+
+def test_there_are_methods_to_test() -> None:
+    assert len(cases()) > 3 * (len(ALGORITHMS) - len(REFUSED))
+
+
+@pytest.mark.parametrize("case", cases())
+def test_the_gradient_of_a_step_is_that_of_the_whole_batch(case: str, found: dict[str, dict[str, Tensor]]) -> None:
+    one = {name: value for name, value in found["0_of_1_by_1"].items() if name.startswith(f"{case}/")}
+    assert len(one) > 5 and any("encoder" in name for name in one)
+    assert len(found) == 6
+    for way, other in found.items():
+        for name, value in one.items():
+            torch.testing.assert_close(
+                other[name], value, rtol=1e-6, atol=1e-9, msg=lambda text, n=name, w=way: f"{w} {n}: {text}"
+            )
+
+
+def test_methods_that_mix_inside_the_encoder_are_refused_in_parts() -> None:
+    assert {name for name, cls in ALGORITHMS.items() if cls.parts_reason} == REFUSED
+    for name in REFUSED:
+        assert "\n" not in ALGORITHMS[name].parts_reason and "; " in ALGORITHMS[name].parts_reason
+
+
+def test_features_are_encoded_once_more_only_where_samples_are_compared() -> None:
+    """Under accumulation a loss over samples costs no further forward pass."""
+    calls = []
+
+    class Counted(SmallCNN):
+        def forward(self, images: Tensor) -> Tensor:
+            calls.append(len(images))
+            return super().forward(images)
+
+    with one_process() as accelerator:
+        for make, passes_of_encoder in ((ERM, 1), (partial(XDomainMix, warmup_steps=0), 2)):
+            job, training = make_job(make, steps=4), Training(batch_size=4, accumulation=2)
+            inner = EndToEnd(Counted(), job.make(job.setup), "frozen").train()
+            by_parts = inner.algorithm.loss_over != "batch"
+            passes = Passes(accelerator.prepare(inner), inner, accelerator, None, job.seed, by_parts)
+            calls.clear()
+            passes.run(step_batch(job, training, accelerator, 0), 0)
+            assert calls == [6, 6] * passes_of_encoder
+
+
+def test_a_row_that_is_twice_in_a_batch_gets_two_draws() -> None:
+    drawn = []
+
+    class Spy(LISA):
+        def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+            drawn.append(batch)
+            return super().loss(z, batch, step)
+
+    with one_process() as accelerator:
+        job = make_job(Spy, steps=4)
+        inner = EndToEnd(SmallCNN(), job.make(job.setup), "frozen").train()
+        passes = Passes(accelerator.prepare(inner), inner, accelerator, None, job.seed, False)
+        for step in range(4):
+            passes.run(step_batch(job, Training(batch_size=60), accelerator, step), step)
+    twice = 0
+    for batch in drawn:
+        order = batch.index.argsort()
+        same = (batch.index[order][1:] == batch.index[order][:-1]).nonzero()[:, 0]
+        twice += len(same)
+        weights = batch.targets.amax(1)[order] if batch.targets is not None else torch.zeros(0)
+        assert len(weights) and not torch.equal(batch.place[order][same], batch.place[order][same + 1])
+    assert twice > 10
