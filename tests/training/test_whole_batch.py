@@ -27,9 +27,12 @@ from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.components import find, names
+from xdm_ft.data.loading.samplers import ImageRows
+from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Training
+from xdm_ft.training.batches import TrainingBatches
 from xdm_ft.training.passes import EndToEnd, Passes
 
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
@@ -134,6 +137,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tenso
     return {file.stem: load_file(file) for file in folder.iterdir()}
 
 
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with one_process() as accelerator:
+        yield accelerator
+
+
 def test_there_are_methods_to_test() -> None:
     assert len(cases()) > 3 * (len(ALGORITHMS) - len(REFUSED))
 
@@ -198,3 +207,26 @@ def test_a_row_that_is_twice_in_a_batch_gets_two_draws() -> None:
         weights = batch.targets.amax(1)[order] if batch.targets is not None else torch.zeros(0)
         assert len(weights) and not torch.equal(batch.place[order][same], batch.place[order][same + 1])
     assert twice > 10
+
+
+def test_partners_from_all_images_are_read_and_augmented_like_any(accelerator: Accelerator) -> None:
+    """End to end and in the bank: x_j is a training image of the same class and another domain."""
+    make = partial(LISA, partners="all")
+    job, training = make_job(make, steps=4), Training(batch_size=4, accumulation=2)
+    labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
+    images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
+    batches = TrainingBatches(job, training, images, labels, domains, accelerator)
+    batches.workers = 0
+    pool = torch.cat(job.split.train).tolist()
+    outside = 0
+    for step, batch in batches.begin():
+        partners = batches.partners(step)
+        assert partners is not None
+        for part in batch.parts:
+            assert part.partner is not None and part.has_partner is not None and part.has_partner.all()
+            for number, place in enumerate(part.place.tolist()):
+                row = int(partners.row[place])
+                assert row in pool and labels[row] == part.y[number] and domains[row] != part.domain[number]
+                assert torch.equal(part.partner[number], images[row][0]) and part.partner_y[number] == labels[row]
+                outside += row not in batch.whole.index.tolist()
+    assert outside > 10
