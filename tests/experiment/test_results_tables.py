@@ -63,6 +63,7 @@ def test_camelyon17(made, tmp_path):
     miniature.camelyon17(tmp_path / "data")
     found, text = made("camelyon17", "{name: official, selection: val_domain, seeds: 2}")
     for row in found["summary"]:
+        assert "; training loss averaged by domain; " in row["protocol"]
         assert row["spread_as_published"] == {"kind": WILDS.kind, "value": pytest.approx(row["std"])}
     assert "published: densenet121 (scratch), fine-tuned" in text and "published: clip vit-b/16, frozen" in text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,20 @@ from safetensors.torch import save_file
 from sklearn.utils import Bunch
 
 from xdm_ft import components
+from xdm_ft.algorithms import Setup
 from xdm_ft.experiment import run
 from xdm_ft.experiment.listing import listing
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.validation import validate
-from xdm_ft.recipe import load
+from xdm_ft.recipe import Recipe, load
 from xdm_ft.recipe_text import recipe_folder
+from xdm_ft.tensors import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}
 PAPER = ("camelyon17", "fmow", *sorted(miniature.CLASSES))
 PUBLISHED = ROOT / "../shared/published_results.csv"
+WILDS = ("camelyon17", "fmow")
 
 STEPS = 4
 TINY_CLIP = {
@@ -77,6 +81,89 @@ def test_the_published_scores_in_the_comment(name: str) -> None:
     assert len(found) >= 10 and found == published
     run_here = {item.label for item in load(str(RECIPES[name])).methods}
     assert set(found) - run_here <= {"fish"} and run_here >= {"erm", "xdomainmix", "xdomainmix+sam"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_commands_in_the_comment_are_valid(name: str) -> None:
+    text = RECIPES[name].read_text(encoding="utf-8")
+    commands = re.findall(r"^#   (?:xdm-ft run|accelerate launch xdm_ft/run\.py) (.+)", text, re.MULTILINE)
+    assert commands
+    for words in map(shlex.split, commands):
+        assert Path(words[0]).stem == name
+        load(str(RECIPES[name]), words[1:])
+
+
+def test_losses_are_averaged_as_in_the_published_code() -> None:
+    recipes = [load(str(path)) for path in RECIPES.values()]
+    averages = {
+        data: {recipe.training.loss_average for recipe in recipes if recipe.data.name == data} for data in PAPER
+    }
+    assert averages == {data: {"sample" if data in WILDS else "domain"} for data in PAPER}
+    pooled = [recipe for recipe in recipes if recipe.training.sampler == "pooled"]
+    assert len(pooled) >= 6 and {recipe.data.name for recipe in pooled} == {*WILDS}
+
+
+PUBLISHED_SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    # examples/configs/datasets.py and algorithm.py of WILDS, `main.py` of LISA
+    "wilds": {
+        "coral": {"gamma": 0.1},
+        "irm": {"penalty_weight": 1.0, "anneal_steps": 500},
+        "groupdro": {"eta": 0.01},
+        "rsc": {"feature_drop": 1 / 3, "batch_drop": 1 / 3},
+        "mixstyle": {"p": 0.5, "alpha": 0.1},
+        "dsu": {"p": 0.5},
+        "lisa": {"p_sel": 1.0, "mix": "cutmix", "alpha": 2.0},
+        "xdomainmix": {"warmup_steps": 4000, "quantile_steps": 500, "p_discard": 0.2},
+    },
+    # hparams_registry.py of DomainBed
+    "domainbed": {
+        "coral": {"gamma": 1.0},
+        "irm": {"penalty_weight": 100.0, "anneal_steps": 500},
+        "groupdro": {"eta": 0.01},
+        "rsc": {"feature_drop": 1 / 3, "batch_drop": 1 / 3},
+        "mixstyle": {"p": 0.5, "alpha": 0.1},
+        "dsu": {"p": 0.5},
+        "lisa": {"mix": "cutmix", "alpha": 2.0},
+        "fish": {"meta_lr": 0.5},
+        "xdomainmix": {"warmup_steps": 3000, "quantile_steps": 100, "p_discard": 0.2},
+    },
+}
+
+
+def built(recipe: Recipe, method: str, steps: int) -> Any:
+    """The method as the recipe has it, for a training of so many steps."""
+    (item,) = (item for item in recipe.methods if item.label == method)
+    return item.algorithm.build(Setup(Task(("a", "b"), ("a", "b")), width=2, steps=steps, seed=0))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_methods_have_the_published_settings(name: str) -> None:
+    recipe = load(str(RECIPES[name]))
+    training = recipe.training
+    steps = training.steps or {"camelyon17": 18_902, "fmow": 12_010}[name]  # epochs of 302,436 and 76,863 images
+    for method, settings in PUBLISHED_SETTINGS["wilds" if name in WILDS else "domainbed"].items():
+        algorithm = built(recipe, method, steps)
+        assert {key: pytest.approx(getattr(algorithm, key)) for key in settings} == settings, method
+    published = {
+        "camelyon17": ("sgd", False, 1e-4, 32, 2, None, 1.0, 2000),
+        "fmow": ("adam", True, 1e-4, 32, 5, None, 1.0, 2000),
+        "domainnet": ("adam", False, 5e-5, 24, None, 15_000, None, 1000),
+    }
+    assert (
+        training.optimizer, training.amsgrad, training.lr, training.batch_size, training.epochs, training.steps,
+        training.clip_norm, training.evaluate_every,
+    ) == published.get(name, ("adam", False, 5e-5, 32, None, 5000, None, 300))  # fmt: skip
+    assert training.encoder_lr == training.lr and training.weight_decay == 0 and training.momentum == 0.9
+    size, filter_ = recipe.encoder.block.preprocessing.size, recipe.encoder.block.preprocessing.interpolation
+    assert (size, filter_) == (224, "bilinear" if name == "camelyon17" else None)
+
+
+@pytest.mark.parametrize("name", ["camelyon17", "fmow"])
+def test_frozen_clip_is_trained_as_the_whole_network_is(name: str) -> None:
+    whole = load(str(RECIPES[name])).training
+    same = [recipe for path in RECIPES.values() if (recipe := load(str(path))).data.name == name]
+    assert len(same) > 1
+    assert {recipe.training.model_copy(update={"encoder_lr": whole.encoder_lr}) == whole for recipe in same} == {True}
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +237,8 @@ def shrink(values: dict[str, Any], folder: Path, clip: dict[str, str]) -> None:
     for method in values["methods"]:
         if isinstance(method, dict) and "warmup_steps" in method:
             method |= {"warmup_steps": STEPS // 2, "quantile_steps": 1}
+        if isinstance(method, dict) and "anneal_steps" in method:
+            method["anneal_steps"] = 1
     if "search" in values:
         values["search"]["trials"] = 2
     values["features"] = {"dir": str(folder / "features"), "workers": 0}
@@ -186,5 +275,7 @@ def test_it_validates_and_runs(
     assert [method for method, *_ in trained] == [label for label in labels for _ in held_out]
     assert {record["status"] for record in found["runs"]} == {"ok"}, found["runs"]
     assert {row["method"] for row in found["summary"]} == set(labels)
+    averaged = f"; training loss averaged by {recipe.training.loss_average}; "
+    assert all(averaged in row["protocol"] for row in found["summary"])
     table = (folder / "results.md").read_text().replace("\\", "")  # signs of Markdown are escaped
     assert all(f"| {label} |" in table for label in labels)

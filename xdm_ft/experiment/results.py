@@ -115,6 +115,7 @@ def _protocol_line(plan: Plan, material: Material, rule: str) -> str:
     recipe, dataset = plan.recipe, plan.dataset
     split = "official split" if recipe.protocol.name == "official" else "leave one domain out"
     notes = [*plan.notes, f"encoder {material.pretraining}, {'trained end to end' if recipe.trainable else 'frozen'}"]
+    notes.append(f"training loss averaged by {recipe.training.loss_average}")
     if material.unreadable:
         notes.append(f"{len(material.unreadable)} unreadable images left out")
     return protocol_line(
