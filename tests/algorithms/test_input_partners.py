@@ -60,9 +60,8 @@ def test_partners_are_uniform_over_the_valid_samples(source: str, same: str | No
                 rows = torch.stack([partners.row[step, i] for partners in chosen])
                 counts = rows.unique(return_counts=True)[1]
                 assert len(counts) == len(allowed) and counts.max() - counts.min() <= 2
-    assert (alone > 0) == (
-        (source == "all" and same == "y") or (source == "batch" and (same, other) == ("y", "domain"))
-    )
+    expected = (source, same) == ("all", "y") or (source, same, other) == ("batch", "y", "domain")
+    assert (alone > 0) == expected
 
 
 def test_the_largest_draw_does_not_leave_the_pool() -> None:

@@ -22,9 +22,11 @@ from xdm_ft.errors import UserError
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
-from xdm_ft.training import Job, Schedule, Training
+from xdm_ft.training import Job, Schedule, Trained, Training
+from xdm_ft.training.batch_norm import synchronised
 from xdm_ft.training.batches import StepBatch, TrainingBatches, deal
 from xdm_ft.training.loop import predict
+from xdm_ft.training.passes import EndToEnd
 from xdm_ft.training.schedule import learning_rate_factor
 
 COSINE = Schedule(name="cosine", warmup_steps=2)
@@ -343,3 +345,57 @@ def test_every_micro_batch_has_its_share_of_every_domain(parts: int) -> None:
     assert torch.equal(torch.cat(pieces).sort().values, rows)
     counts = torch.stack([domain[mixed][piece].bincount(minlength=3) for piece in pieces])  # [parts,3]
     assert (counts.amax(0) - counts.amin(0)).max() <= 1
+
+
+class Overflows(ERM):
+    """A loss that is not finite at some steps, as in half precision."""
+
+    at: tuple[int, ...] = ()
+
+    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+        losses = super().loss(z, batch, step)
+        return losses._replace(total=losses.total * (float("inf") if step in self.at else 1.0))
+
+
+def test_a_step_that_overflows_is_the_gradient_scaler_s_to_skip(accelerator: Accelerator) -> None:
+    """Neither weights nor batch-norm statistics move; without a scaler, or where it can not help, the model fails."""
+    training = Training(batch_size=8, optimizer="sgd", encoder_lr=0.003, clip_norm=0.5)
+
+    def trained(at: tuple[int, ...], steps: int, scaled: bool) -> Trained:
+        make = type("At", (Overflows,), {"at": at})
+        accelerator.scaler = torch.amp.GradScaler("cpu") if scaled else None
+        return train(make_job(make, steps=steps), SmallCNN(), training, accelerator)
+
+    assert "the loss is inf at step 3 of 4" in str(trained((2,), 4, scaled=False).failure)
+    skipped, shorter = trained((3,), 4, scaled=True), trained((), 3, scaled=True)
+    for name, value in final_state(shorter).items():
+        assert torch.equal(final_state(skipped)[name], value), name
+    assert trained((2,), 5, scaled=True).failure is None
+    always = trained(tuple(range(60)), 60, scaled=True)
+    assert "at step 33 of 60" in str(always.failure)
+
+
+@pytest.mark.parametrize(
+    "batch_norm, accumulation, processes, says",
+    [
+        ("train", 1, 1, None),
+        ("frozen", 2, 2, None),
+        ("train", 2, 1, "training.accumulation: 2"),
+        ("train", 1, 2, "2 processes (torch has no SyncBatchNorm on cpu)"),
+    ],
+)
+def test_batch_norm_of_parts_of_a_batch_is_said(
+    batch_norm: str, accumulation: int, processes: int, says: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = EndToEnd(SmallCNN(), ERM(make_job().setup), batch_norm).train()
+    assert synchronised(inner, processes, accumulation, torch.device("cpu")) is inner
+    assert [says in line for line in caplog.messages] == ([True] if says else [])
+    assert all("batch_norm: frozen" in line and "\n" not in line for line in caplog.messages)
+
+
+def test_batch_norm_is_synchronised_on_gpus() -> None:
+    inner = EndToEnd(SmallCNN(), ERM(make_job().setup), "train").train()
+    names = inner.state_dict().keys()
+    inner = synchronised(inner, 2, 1, torch.device("cuda"))
+    layers = [layer for layer in inner.modules() if isinstance(layer, torch.nn.SyncBatchNorm)]
+    assert len(layers) == 2 and all(layer.training for layer in layers) and inner.state_dict().keys() == names

@@ -22,8 +22,8 @@ class IRM(AnnealedPenalty):
     logits and p their softmax. A domain with fewer than two samples in the batch has no estimate and is left out of
     the mean; without any, the penalty is 0.
 
-    The weight is 1 for the first `anneal_steps` steps, then λ, and the optimizer starts anew there. λ = 100 and a
-    tenth of the steps are DomainBed's (500 of 5000), as are the halves and the weight of 1.
+    The weight is 1 for the first `anneal_steps` steps, then λ, and the optimizer starts anew there. λ = 100 is
+    DomainBed's, as are the halves and the weight of 1; it anneals for 500 steps, a tenth of its usual 5,000.
     """
 
     source = "Arjovsky et al. 2019, Invariant Risk Minimization (IRMv1), as DomainBed estimates and anneals it"

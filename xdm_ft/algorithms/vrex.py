@@ -17,8 +17,9 @@ class VREx(AnnealedPenalty):
 
     N counts the domains that are in the batch; with one the penalty is 0.
 
-    The weight is 1 for the first `anneal_steps` steps, then β, and the optimizer starts anew there. β = 10 and a tenth
-    of the steps are DomainBed's (500 of 5000), as are the mean where the paper sums the risks, and the weight of 1.
+    The weight is 1 for the first `anneal_steps` steps, then β, and the optimizer starts anew there. β = 10 is
+    DomainBed's, as are the mean where the paper sums the risks and the weight of 1; it anneals for 500 steps, a tenth
+    of its usual 5,000.
     """
 
     source = "Krueger et al. 2021, Out-of-Distribution Generalization via Risk Extrapolation (ICML), V-REx"

@@ -23,7 +23,7 @@ class AnnealedPenalty(Algorithm):
     min_domains = 2
 
     def __init__(self, setup: Setup, penalty_weight: float, anneal_steps: int | None) -> None:
-        """`anneal_steps` null is a tenth of the steps: DomainBed's 500 of 5000."""
+        """`anneal_steps` null is a tenth of the steps, as DomainBed's 500 are of its usual 5,000."""
         super().__init__(setup)
         self.anneal_steps = setup.steps // 10 if anneal_steps is None else anneal_steps
         if self.anneal_steps >= setup.steps:
