@@ -10,9 +10,9 @@ from xdm_ft.evaluation import jackknife
 from xdm_ft.evaluation.comparison import paired
 from xdm_ft.evaluation.jackknife import (
     check_same_images,
-    effective_groups,
+    effective_number,
+    group_sizes,
     jackknife_variance,
-    number_of_groups,
     without_each_group,
 )
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, metric, per_image
@@ -51,7 +51,7 @@ def test_it_is_the_metric_of_the_other_images(name: str, num_classes: int, group
     prediction, logits = run(name, 3, num_classes, grouped)
     members = prediction.groups if prediction.groups is not None else prediction.rows
     found = without_each_group(name, prediction)
-    assert len(found) == len(np.unique(members)) == number_of_groups(prediction)
+    assert len(found) == len(np.unique(members)) == len(group_sizes(prediction))
     for g, value in zip(np.unique(members), found, strict=True):
         left = torch.from_numpy(np.flatnonzero(members != g))
         labels, worst_of = torch.from_numpy(prediction.labels)[left], torch.from_numpy(prediction.worst_of)[left]
@@ -99,11 +99,12 @@ def test_100_000_images_take_a_moment() -> None:
 
 def test_effective_number_of_groups() -> None:
     prediction, _ = run("accuracy", 0, 3, grouped=False, n=100)
-    assert effective_groups(prediction) == 100
+    assert effective_number(group_sizes(prediction)) == 100
     equal = dataclasses.replace(prediction, groups=np.arange(100) % 4)
-    assert effective_groups(equal) == 4
+    assert effective_number(group_sizes(equal)) == 4
     unequal = dataclasses.replace(prediction, groups=np.repeat([5, 7, 9], [80, 10, 10]))
-    assert (number_of_groups(unequal), effective_groups(unequal)) == (3, pytest.approx(100**2 / 6600))
+    assert group_sizes(unequal).tolist() == [80, 10, 10]
+    assert effective_number(group_sizes(unequal)) == pytest.approx(100**2 / 6600)
 
 
 def test_one_group_or_less_than_two_effective_ones_tell_no_variance() -> None:
@@ -112,7 +113,7 @@ def test_one_group_or_less_than_two_effective_ones_tell_no_variance() -> None:
         one = dataclasses.replace(prediction, groups=groups)
         values = without_each_group("accuracy", one)[None]
         seeds = np.array([0.1, 0.2, 0.3])
-        assert paired(seeds, seeds + 0.1, (values, values), effective_groups(one)).variance is None
+        assert paired(seeds, seeds + 0.1, (values, values), effective_number(group_sizes(one))).variance is None
 
 
 def test_a_metric_that_needs_a_group_tells_no_variance() -> None:

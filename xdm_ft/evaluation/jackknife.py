@@ -55,15 +55,15 @@ def jackknife_variance(without: np.ndarray) -> float | None:
     return float((len(without) - 1) * np.var(without))
 
 
-def number_of_groups(prediction: Prediction) -> int:
-    """Groups of the test images, or images where groups are unknown."""
-    return int(_members(prediction).max()) + 1
+def group_sizes(prediction: Prediction) -> np.ndarray:
+    """Test images of each group, int64 [groups]; ones where groups are unknown."""
+    return np.bincount(_members(prediction))
 
 
-def effective_groups(prediction: Prediction) -> float:
-    """(Σ_g n_g)² / Σ_g n_g²: as many groups of equal sizes n_g would say as much (Kish 1965)."""
-    sizes = np.bincount(_members(prediction)).astype(np.float64)
-    return float(sizes.sum() ** 2 / np.square(sizes).sum())
+def effective_number(sizes: np.ndarray) -> float:
+    """(Σ_g n_g)² / Σ_g n_g²: as many groups of one size say as much as groups of the `sizes` n_g (Kish 1965)."""
+    counts = sizes.astype(np.float64)
+    return float(counts.sum() ** 2 / np.square(counts).sum())
 
 
 def _members(prediction: Prediction) -> np.ndarray:

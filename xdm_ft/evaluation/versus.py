@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xdm_ft.evaluation.comparison import SEEDS, Comparison, compare, paired, verdicts
-from xdm_ft.evaluation.jackknife import check_same_images, effective_groups, number_of_groups, without_each_group
+from xdm_ft.evaluation.jackknife import check_same_images, effective_number, group_sizes, without_each_group
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.runs import Held, Runs
 
@@ -36,7 +36,8 @@ class WithoutGroups:
             if not runs:
                 continue
             check_same_images(runs)
-            self.groups[held] = Groups(number_of_groups(runs[0]), effective_groups(runs[0]), runs[0].groups is not None)
+            sizes = group_sizes(runs[0])
+            self.groups[held] = Groups(len(sizes), effective_number(sizes), runs[0].groups is not None)
             for p in runs:
                 self.metrics[p.rule, p.method, held, p.seed] = without_each_group(metric, p)
 
