@@ -67,3 +67,18 @@ def test_the_words_of_a_verdict(metric: str, difference: float, where: str, expe
     assert found["sure"] == (0.0249, pytest.approx(0.0498), expected)
     assert found["near"] == (0.05, 0.05, "not distinguishable")
     assert found["untested"] == (None, None, "no verdict")
+
+
+@pytest.mark.parametrize("groups", [900.0, 5.0])
+def test_p_is_uniform_where_nothing_differs(groups: float) -> None:
+    """Where one source dominates, p errs to no side: seeds with many groups, images of 5 groups with many seeds."""
+    generator = np.random.default_rng(0)
+    p = []
+    for _ in range(2000):
+        if groups > 5:
+            one = HeldOut(generator.normal(size=3), 1e-6, groups)
+        else:
+            of_group = generator.normal(size=5)
+            one = HeldOut(of_group.mean() + 1e-3 * generator.normal(size=10), of_group.var(ddof=1) / 5, groups)
+        p.append(compare([one]).p)
+    assert stats.kstest(p, "uniform").pvalue > 0.01

@@ -145,6 +145,16 @@ def test_below_three_seeds_there_is_no_verdict(seeds: int, there: str) -> None:
     assert rows[1]["versus_erm"]["verdict"] == "no verdict"  # several held-out domains too
 
 
+def test_a_steady_difference_on_several_domains_is_better() -> None:
+    """In a table of 13 methods, all of which have a steady difference but one."""
+    held, methods = [("a",), ("b",), ("c",), ("d",)], ["erm", *(f"m{m}" for m in range(13))]
+    base = {"erm": 10, "m0": 10} | {m: 45 for m in methods[2:]}
+    runs = [(m, h, s, base[m] + (s + place) % 2) for m in methods for place, h in enumerate(held) for s in range(5)]
+    rows = summary([record(*r) for r in runs], [prediction(*r) for r in runs], methods=methods)
+    found = [row["versus_erm"]["verdict"] for row in rows[1:]]
+    assert found == ["not distinguishable", *["better"] * 12]
+
+
 def test_holm_counts_the_rows_under_one_rule() -> None:
     runs = [
         (m, ("a",), s, {"erm": 20, "sam": 32 + s, "irm": 22 + 3 * s}[m])
