@@ -26,7 +26,7 @@ class Stream(IntEnum):
     DISCARD = 5
     SPLIT = 6
     DOMAIN_INIT = 7
-    BOOTSTRAP = 8
+    BLOCKS = 8
     STYLE = 9
     ENCODER = 10
     STYLE_PARTNERS = 20

@@ -93,45 +93,106 @@ def test_budgets() -> None:
     assert skipped["budget"] == {"draws": 1, "gradient_evaluations": None}
 
 
+def by_image(domain: str, seeds: int = 3) -> np.ndarray:
+    """sam − erm of each image, averaged over seeds."""
+    place = np.arange(ROWS)
+    right = [(place < right_of("sam", domain, s)) * 1.0 - (place < right_of("erm", domain, s)) for s in range(seeds)]
+    return np.mean(right, axis=0)
+
+
 def test_versus_erm_by_hand() -> None:
     sam = summary([record(*r) for r in grid()], [prediction(*r) for r in grid()])[1]["versus_erm"]
     by_domain = [0.2 + 0.02, 0.24 + 0.02]  # sam − erm with seed 0, and on average over seeds 1/50 more
+    by_seed = [0.22, 0.24, 0.26]
     assert sam["difference"] == pytest.approx(np.mean(by_domain))
-    expected = stats.ttest_1samp(by_domain, 0).confidence_interval(0.95)
+    over_domains = stats.ttest_1samp(by_domain, 0)
+    expected = over_domains.confidence_interval(0.95)
     assert sam["domains"] == {"low": pytest.approx(expected.low), "high": pytest.approx(expected.high)}
-    assert 0.1 < sam["images"]["low"] < np.mean(by_domain) < sam["images"]["high"] < 0.4
-    assert expected.low < 0  # two domains say little
-    assert sam["verdict"] == "not distinguishable"
+    images = sum(by_image(d).var(ddof=1) / ROWS for d in "ab") / 2**2
+    error = (images + np.var(by_seed, ddof=1) / 3) ** 0.5
+    half = stats.t.ppf(0.975, 3 - 1) * error
+    assert sam["seeds_and_images"] == {"low": pytest.approx(0.24 - half), "high": pytest.approx(0.24 + half)}
+    assert 2 * stats.t.sf(0.24 / error, 2) < over_domains.pvalue == pytest.approx(sam["p"])  # the larger one counts
+    assert sam["p_holm"] == sam["p"]  # the only row
+    assert sam["verdict"] == "not distinguishable"  # two domains say little
     assert sam["note"] == "images assumed independent"
 
 
-def test_image_interval_is_about_the_binomial_one() -> None:
-    """One domain, one seed, a paired difference: its standard error is √((p − p²)/n) where p images changed sides."""
-    runs = [("erm", ("a",), 0, 25), ("sam", ("a",), 0, 35)]
-    versus = summary([record(*r) for r in runs], [prediction(*r) for r in runs])[1]["versus_erm"]
-    half = 1.96 * (0.2 * 0.8 / ROWS) ** 0.5
-    assert (versus["images"]["high"] - versus["images"]["low"]) / 2 == pytest.approx(half, rel=0.1)
+def one_domain(seeds: int, held: tuple[str, ...] = ("a",)) -> dict[str, Any]:
+    """sam versus erm with 20 to 20 + seeds more images right of 50."""
+    runs = [(m, held, s, {"erm": 20, "sam": 40 + s}[m]) for m in ("erm", "sam") for s in range(seeds)]
+    return summary([record(*r) for r in runs], [prediction(*r) for r in runs])[1]["versus_erm"]
 
 
-def test_one_domain_says_that_variation_between_domains_is_unknown() -> None:
-    runs = [r for r in grid() if r[1] == ("a",)]
-    versus = summary([record(*r) for r in runs], [prediction(*r) for r in runs])[1]["versus_erm"]
+def test_one_domain_has_a_verdict_of_its_own() -> None:
+    versus = one_domain(3)
     assert versus["domains"] is None
-    assert versus["verdict"] == "better"  # by the images alone
+    images = np.mean([(np.arange(ROWS) < 40 + s) * 1.0 - (np.arange(ROWS) < 20) for s in range(3)], axis=0)
+    error = (images.var(ddof=1) / ROWS + 0.02**2 / 3) ** 0.5
+    assert versus["p"] == pytest.approx(2 * stats.t.sf(0.42 / error, 2))
+    assert versus["verdict"] == "better on this domain"
     assert versus["note"] == "variation between domains not estimated; images assumed independent"
+    assert one_domain(3, ("a", "b"))["verdict"] == "better on these domains"  # one model tested on both: one set
+
+
+@pytest.mark.parametrize(("seeds", "there"), [(1, "is 1"), (2, "are 2")])
+def test_below_three_seeds_there_is_no_verdict(seeds: int, there: str) -> None:
+    for versus in (one_domain(seeds), one_domain(seeds, ("a", "b"))):
+        assert (versus["p"], versus["p_holm"], versus["verdict"]) == (None, None, "no verdict")
+        assert f"no verdict below 3 seeds, here {there}" in versus["note"]
+        assert (versus["seeds_and_images"] is None) == (seeds == 1)
+    rows = summary([record(*r) for r in grid(seeds)], [prediction(*r) for r in grid(seeds)])
+    assert rows[1]["versus_erm"]["verdict"] == "no verdict"  # several held-out domains too
+
+
+def test_a_steady_difference_on_several_domains_is_better() -> None:
+    """In a table of 13 methods, all of which have a steady difference but one."""
+    held, methods = [("a",), ("b",), ("c",), ("d",)], ["erm", *(f"m{m}" for m in range(13))]
+    base = {"erm": 10, "m0": 10} | {m: 45 for m in methods[2:]}
+    runs = [(m, h, s, base[m] + (s + place) % 2) for m in methods for place, h in enumerate(held) for s in range(5)]
+    rows = summary([record(*r) for r in runs], [prediction(*r) for r in runs], methods=methods)
+    found = [row["versus_erm"]["verdict"] for row in rows[1:]]
+    assert found == ["not distinguishable", *["better"] * 12]
+
+
+def test_holm_counts_the_rows_under_one_rule() -> None:
+    runs = [
+        (m, ("a",), s, {"erm": 20, "sam": 32 + s, "irm": 22 + 3 * s}[m])
+        for m in ("erm", "sam", "irm")
+        for s in range(3)
+    ]
+    runs += [("one", ("a",), 0, 30)]
+    rules = ("train_val", "oracle")
+    records = [record(*r, rules=rules) for r in runs] + [trouble("one", ("a",), s, "failed", "why") for s in (1, 2)]
+    predictions = [prediction(*r, rule=rule) for r in runs for rule in rules]
+    rows = summary(records, predictions, methods=["erm", "sam", "irm", "one"], rules=rules)
+    for of_rule in (rows[:4], rows[4:]):
+        sam, irm, one = (row["versus_erm"] for row in of_rule[1:])
+        assert one["p"] is None  # no test, so two rows count
+        assert sam["p"] < irm["p"] and irm["p_holm"] == irm["p"]
+        assert sam["p_holm"] == pytest.approx(2 * sam["p"])
 
 
 def test_groups() -> None:
     few, one = np.arange(ROWS) // 10, np.zeros(ROWS, dtype=np.int64)
     records = [record(*r) for r in grid()]
     versus = summary(records, [prediction(*r, few) for r in grid()])[1]["versus_erm"]
-    assert versus["note"] == "only 5 groups in a test domain: the interval over images is too narrow"
+    assert versus["note"] == "only 5 groups in a test domain, effectively 5.0"
     plain = summary(records, [prediction(*r) for r in grid()])[1]["versus_erm"]
-    width = {name: v["images"]["high"] - v["images"]["low"] for name, v in (("few", versus), ("plain", plain))}
+    ends = {name: v["seeds_and_images"] for name, v in (("few", versus), ("plain", plain))}
+    width = {name: end["high"] - end["low"] for name, end in ends.items()}
     assert width["few"] > 1.5 * width["plain"]  # errors come in runs of neighbours
     versus = summary(records, [prediction(*r, one) for r in grid()])[1]["versus_erm"]
-    assert versus["images"] is None
-    assert "all test images of a domain are one group" in versus["note"]
+    assert (versus["seeds_and_images"], versus["p"], versus["verdict"]) == (None, None, "no verdict")
+    assert "variation between images not estimated: too few groups" in versus["note"]
+
+
+def test_unequal_groups_are_said_by_their_effective_number() -> None:
+    sizes = [21, 10, *[2] * 8, 1, 1, 1]  # 13 groups: above the old limit of 10
+    groups = np.repeat(np.arange(13), sizes)
+    versus = summary([record(*r) for r in grid()], [prediction(*r, groups) for r in grid()])[1]["versus_erm"]
+    effective = ROWS**2 / sum(n**2 for n in sizes)
+    assert versus["note"] == f"only 13 groups in a test domain, effectively {effective:.1f}" and effective < 5
 
 
 def test_a_deterministic_method_is_paired_by_domain() -> None:
@@ -140,7 +201,17 @@ def test_a_deterministic_method_is_paired_by_domain() -> None:
     assert (zero_shot["n"], zero_shot["std"], zero_shot["stderr"]) == (1, None, None)
     assert erm["n"] == 3
     assert zero_shot["versus_erm"]["difference"] == pytest.approx(zero_shot["mean"] - erm["mean"])
-    assert zero_shot["versus_erm"]["note"].endswith("paired by domain, seeds averaged on each side")
+    assert zero_shot["versus_erm"]["note"].endswith("one seed, compared with each of 3")
+
+
+def test_a_deterministic_method_takes_the_seeds_of_the_other_side() -> None:
+    """As if its one model were trained again with each seed: the same p, one row or three."""
+    erm = [("erm", ("a",), s, 20 + s) for s in range(3)]
+    once, thrice = [("zero_shot", ("a",), 0, 35)], [("zero_shot", ("a",), s, 35) for s in range(3)]
+    rows = [summary([record(*r) for r in erm + own], [prediction(*r) for r in erm + own])[0] for own in (once, thrice)]
+    first, second = (row["versus_erm"] for row in rows)
+    assert first["p"] == pytest.approx(second["p"]) and first["verdict"] == second["verdict"] == "better on this domain"
+    assert first["seeds_and_images"] == pytest.approx(second["seeds_and_images"])
 
 
 def test_a_seed_with_a_failed_run_does_not_count() -> None:
@@ -170,9 +241,9 @@ def test_skipped_and_missing_runs() -> None:
     assert erm["reason"].startswith("1 of 6 runs are missing; the mean counts the 2 of 3 seeds")
 
 
-def test_without_predictions_the_interval_over_images_is_missing() -> None:
+def test_without_predictions_there_is_no_verdict() -> None:
     versus = summary([record(*r) for r in grid()], [])[1]["versus_erm"]
-    assert versus["images"] is None
+    assert (versus["seeds_and_images"], versus["p"], versus["verdict"]) == (None, None, "no verdict")
     assert versus["note"] == "variation between images not estimated: predictions are missing"
 
 
@@ -200,12 +271,12 @@ def test_every_rule_has_rows_of_its_own() -> None:
 
 
 def test_a_lower_loss_is_better() -> None:
-    runs = [r for r in grid() if r[1] == ("a",)]
+    runs = [(m, ("a",), s, {"erm": 20, "sam": 40 + s}[m]) for m in ("erm", "sam") for s in range(3)]
     predictions = [prediction(*r) for r in runs]
     predictions = [Prediction(**{**vars(p), "per_image": (p.predicted != p.labels).astype(float)}) for p in predictions]
     versus = summary([record(*r) for r in runs], predictions, metric="nll")[1]["versus_erm"]
     assert versus["difference"] < 0
-    assert versus["verdict"] == "better"
+    assert versus["verdict"] == "better on this domain"
 
 
 def test_a_metric_that_is_not_defined() -> None:
@@ -234,7 +305,8 @@ def test_the_order_of_records_changes_nothing() -> None:
     straight = summary(runs, predictions)
     mixed = summary(runs[::-1], predictions[::-1])
     assert [r["mean"] for r in mixed] == pytest.approx([r["mean"] for r in straight])
-    assert mixed[1]["versus_erm"]["images"] == pytest.approx(straight[1]["versus_erm"]["images"])
+    ends = [rows[1]["versus_erm"]["seeds_and_images"] for rows in (mixed, straight)]
+    assert ends[0] == pytest.approx(ends[1])
 
 
 LINE: dict[str, Any] = {

@@ -144,6 +144,7 @@ def test_no_column_mixes_two_protocols(results: dict[str, Any]) -> None:
 def test_two_published_encoders_are_two_tables(results: dict[str, Any]) -> None:
     spread = {"kind": WILDS.kind, "value": 0.002}
     results["recipe"] |= {"data": {"name": "camelyon17"}, "methods": ["zero_shot", "erm"]}
+    results["recipe"]["protocol"]["name"] = "official"
     results["recipe"]["encoder"] = {"name": "open_clip", "model": "ViT-B-16-quickgelu", "trainable": False}
     results["summary"] = [row("zero_shot", 0.68), row("erm", 0.864)]
     for one in results["summary"]:
@@ -164,9 +165,32 @@ def test_only_the_published_metric_is_compared(results: dict[str, Any]) -> None:
         one["metric"] = "worst_domain_accuracy"
     assert not beside(results)
     results["recipe"]["data"] = {"name": "fmow"}
+    results["recipe"]["protocol"]["name"] = "official"
     densenet, clip = beside(results)
     assert cells(densenet)[1][:2] == ["erm", "32.3 ± 1.3"] and "worst-region test accuracy %" in densenet
     assert cells(clip)[1][:2] == ["erm", "26.6 ± 0.4"]
+
+
+def test_a_published_mean_stands_only_beside_a_mean_over_all_its_domains(results: dict[str, Any]) -> None:
+    assert len(beside(results)) == 1
+    results["runs"] = [one for one in results["runs"] if one["test_domains"] != ["sketch"]]
+    for one in results["summary"]:
+        del one["per_test_domain"]["sketch"]
+    assert benchmark_of({"name": "folder"}, results["runs"]) == "pacs"  # still known to be PACS
+    assert not beside(results)
+
+
+def test_one_model_tested_on_all_domains_is_no_mean_over_held_out_ones(results: dict[str, Any]) -> None:
+    for one in results["runs"]:
+        one["test_domains"] = list(PACS)
+    assert not beside(results)
+
+
+def test_numbers_of_an_official_test_set_stand_only_beside_it(results: dict[str, Any]) -> None:
+    results["recipe"] |= {"data": {"name": "camelyon17"}}
+    assert not beside(results)  # each hospital held out in turn
+    results["recipe"]["protocol"]["name"] = "official"
+    assert beside(results)
 
 
 def test_other_data_and_methods_have_no_such_table(results: dict[str, Any]) -> None:

@@ -38,11 +38,12 @@ def tables(text: str) -> list[list[list[str]]]:
 def test_markdown_has_every_number_in_recipe_order(results: dict[str, Any]) -> None:
     table = tables(markdown(results))[0]
     columns = ["method", "art", "sketch", "mean ± stderr", "seeds", "draws × gradients", "versus erm"]
-    assert table[0] == [*columns, "95% over domains", "95% over images", "verdict", "mixed steps"]
+    intervals = ["95% over domains (unadjusted)", "95% over seeds and images (unadjusted)"]
+    assert table[0] == [*columns, *intervals, "p", "p (Holm)", "verdict", "mixed steps"]
     rows = {row[0]: row[1:] for row in table[2:]}
     assert list(rows) == ["zero_shot", "erm", "xdomainmix", "sam|wide", "xdomainmix+sam"]
-    assert rows["erm"] == ["61.0", "41.0", "51.0 ± 1.0", "2", "1 × 300", "–", "–", "–", "–", "–"]
-    versus = ["+7.0", "-5.0 to +20.0", "+2.1 to +12.3", "not distinguishable"]
+    assert rows["erm"] == ["61.0", "41.0", "51.0 ± 1.0", "2", "1 × 300", *["–"] * 7]
+    versus = ["+7.0", "-5.0 to +20.0", "+2.1 to +12.3", "–", "–", "no verdict"]
     assert rows["xdomainmix"] == ["65.0", "51.0", "58.0 ± 1.0", "2", "1 × 300 to 400", *versus, "120 to 200"]
     # a difference that rounds to nothing has no sign of its own, one seed has no ±
     assert rows["zero_shot"][2:7] == ["50.0", "1", "1 × 0", "+0.0", "not estimated"]
@@ -50,14 +51,25 @@ def test_markdown_has_every_number_in_recipe_order(results: dict[str, Any]) -> N
     assert rows["xdomainmix+sam"][:5] == ["–", "–", "skipped", "0", "–"]
 
 
+def test_both_p_values_are_printed(results: dict[str, Any]) -> None:
+    by_method = {row["method"]: row["versus_erm"] for row in results["summary"] if row["selection"] == "train_val"}
+    by_method["xdomainmix"] |= {"p": 0.0041, "p_holm": 0.0082, "verdict": "better on this domain"}
+    by_method["zero_shot"] |= {"p": 0.00003, "p_holm": 1.0, "verdict": "not distinguishable"}
+    rows = {row[0]: row[9:12] for row in tables(markdown(results))[0]}
+    assert rows["xdomainmix"] == ["0.004", "0.008", "better on this domain"]
+    assert rows["zero_shot"] == ["\\<0.001", "1.000", "not distinguishable"]
+
+
 def test_markdown_says_what_a_reader_must_know(results: dict[str, Any]) -> None:
     text = markdown(results)
     assert text.startswith("# pets\\_\\*demo\\*\n")
     assert "- **sam\\|wide**: 1 of 2 runs failed: the loss is nan at step 7\n" in text
     assert "- **xdomainmix+sam**: 1 of 2 runs skipped: needs 2 training domains, there is 1\n" in text
-    assert "- **zero_shot**: versus erm: variation between domains not estimated; images assumed independent\n" in text
+    assert "- **zero_shot**: versus erm: variation between domains not estimated; no verdict below 3 seeds" in text
     assert "± is the standard error over seeds" in text
-    assert "not distinguishable from 0 where one of them contains 0" in text
+    assert "not adjusted for the number of methods" in text
+    assert "corrected for all methods of the table: below 0.05 there is a verdict" in text
+    assert "With fewer than 3 seeds there is none." in text
     assert text.rstrip().endswith("*Environment: python 3.11.7, libraries.torch 2.15.0*")
     assert all("\n" not in line and line == line.rstrip() for line in text.splitlines())
 
@@ -199,16 +211,17 @@ def test_narrow_terminals_get_blocks_of_columns(
     print_table(results)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert max(len(line) for line in lines) <= width
-    headers = [line for line in lines if "method" in line]
-    assert len(headers) == {50: 14, 80: 6, 300: 2}[width]
-    found = "".join(headers)
+    headers = [line for line in lines if line.startswith("┃ method")]
+    assert len(headers) == {50: 15, 80: 9, 300: 2}[width]
+    found = "".join(line for line in lines if line.startswith("┃"))
     for name in (
         "art",
         "sketch",
         "mean ± stderr",
         "draws × gradients",
         "versus erm",
-        "95% over images",
+        "95% over seeds and images" + (" (unadjusted)" if width > 50 else ""),  # in two lines where it must be
+        "p (Holm)",
         "verdict",
         "mixed steps",
     ):

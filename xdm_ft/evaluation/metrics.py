@@ -154,7 +154,7 @@ def auroc_contributions(logits: Tensor, labels: Tensor) -> np.ndarray | None:
 
 
 def per_image(name: str, logits: Tensor, labels: Tensor) -> np.ndarray | None:
-    """What resampling images needs for a metric beside the predicted classes, float64 [n]; None where nothing.
+    """What leaving out images needs for a metric beside the predicted classes, float64 [n]; None where nothing.
 
     `nll`: each image's loss; `ece`: its confidence; `auroc`: its contribution (None too where it is not defined).
     """

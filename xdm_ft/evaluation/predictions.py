@@ -1,4 +1,4 @@
-"""What one trained model said of the test images: what resampling them needs, and no more."""
+"""What one trained model said of the test images: what comparing it with others needs, and no more."""
 
 from __future__ import annotations
 

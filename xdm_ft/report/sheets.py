@@ -14,6 +14,14 @@ Summary = Mapping[str, Any]
 
 EMPTY = "–"
 ORACLE = "oracle"
+VERSUS = [
+    "versus erm",
+    "95% over domains (unadjusted)",
+    "95% over seeds and images (unadjusted)",
+    "p",
+    "p (Holm)",
+    "verdict",
+]
 IN_PERCENT = ("accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "ece")
 
 
@@ -55,7 +63,7 @@ def sheet(rows: Sequence[Summary], results: Results) -> Sheet:
     mark = f" ({ORACLE})" if rows[0]["selection"] == ORACLE else ""
     header = [f"method{mark}", *domains, f"mean ± stderr{mark}", "seeds"]
     header += ["draws × gradients"] if budgeted else []
-    header += ["versus erm", "95% over domains", "95% over images", "verdict"] if compared else []
+    header += VERSUS if compared else []
     header += ["mixed steps"] if mixing else []
     cells = []
     for row in rows:
@@ -130,12 +138,19 @@ def with_spread(row: Summary, spread: float | None) -> str:
 def _versus(row: Summary) -> list[str]:
     versus, metric = row["versus_erm"], row["metric"]
     if versus is None:
-        return [EMPTY] * 4
+        return [EMPTY] * len(VERSUS)
     intervals = [
         f"{scaled(i['low'], metric, True)} to {scaled(i['high'], metric, True)}" if i else "not estimated"
-        for i in (versus["domains"], versus["images"])
+        for i in (versus["domains"], versus["seeds_and_images"])
     ]
-    return [scaled(versus["difference"], metric, True), *intervals, versus["verdict"]]
+    chances = [_chance(versus["p"]), _chance(versus["p_holm"])]
+    return [scaled(versus["difference"], metric, True), *intervals, *chances, versus["verdict"]]
+
+
+def _chance(p: float | None) -> str:
+    if p is None:
+        return EMPTY
+    return f"{p:.3f}" if p >= 0.0005 else "<0.001"
 
 
 def _notes(rows: Iterable[Summary]) -> tuple[tuple[str, str], ...]:

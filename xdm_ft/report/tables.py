@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from xdm_ft.evaluation.comparison import SEEDS
 from xdm_ft.report.published import published_sheets
 from xdm_ft.report.sheets import IN_PERCENT, Results, Sheet, groups, sheet
 
@@ -100,8 +101,11 @@ def _how_to_read(results: Results) -> str:
     if any("budget" in row for row in results["summary"]):
         text += "Draws × gradients: draws of hyper-parameters × gradient evaluations per model. "
     return text + (
-        "Versus erm is the difference with its 95% intervals over held-out domains and over test images; it is not "
-        "distinguishable from 0 where one of them contains 0. Seeds of a nearly convex head are no replicates."
+        "Versus erm is the difference, paired by held-out domain and seed, with 95% intervals (t) over held-out "
+        "domains and over seeds and test images (groups of them where known), not adjusted for the number of methods. "
+        "p is the larger one of the two; with one held-out set it is that over seeds and images, and the verdict is "
+        f"about this set only. p (Holm) is corrected for all methods of the table: below 0.05 there is a verdict. With "
+        f"fewer than {SEEDS} seeds there is none."
     )
 
 

@@ -1,0 +1,287 @@
+"""How often a table says "better" or "worse" where nothing differs, and how often where something does.
+
+    python benchmarks/verdicts.py pool RUN_DIR [RUN_DIR …]     tables drawn from many seeds of plain ERM
+    python benchmarks/verdicts.py simulate                     a hospital of 10 slides, made up; about a minute
+
+A table has a reference and 13 methods, as `recipes/all_methods.yaml` has. Its verdicts come from the functions that the
+summary of results.json calls: `without_each_group`, `paired`, `compare` and `verdicts` of `xdm_ft/evaluation/`. Beside
+them ("before") stands the rule of earlier versions: 95% intervals, a bootstrap of the test images with the models fixed
+and, with several held-out domains, a t over domains; a verdict where none contains 0; no correction for many methods.
+Shares are of tables with any verdict, with Wilson's 95% interval. At most 5% are right where nothing differs.
+
+pool      Every method of a table is the same: ERM with seeds of its own. Seeds within a table are disjoint; tables are
+          drawn anew from the whole pool, so the interval is that of more tables of this pool, not of other pools. Each
+          held-out set alone, and all of them in one table. A pool of 200 × 4 heads on frozen features of PACS (minutes
+          once the features are cached; PACS and WEIGHTS are paths of yours):
+
+              xdm-ft run all_methods name=pool data.root=PACS 'methods=[erm]' protocol.seeds=200 \\
+                encoder.model=mobilenetv2_100 \\
+                encoder.weights=WEIGHTS/mobilenetv2_100.keras_in1k_int8deq.fp16.safetensors \\
+                'encoder.kwargs={bn_eps: 1e-3, pad_type: same}' \\
+                'encoder.preprocessing={mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5], size: 224, crop: 1.0}'
+              python benchmarks/verdicts.py pool output/pool
+
+          and one of the digits end to end, with as many seeds as time bears (tables of 3 seeds need 42):
+
+              xdm-ft run all_methods_end_to_end name=digits_pool 'methods=[erm]' protocol.seeds=45 \\
+                training.evaluate_every=60
+              python benchmarks/verdicts.py pool output/digits_pool --seeds 3
+
+          Where seeds are trained in several runs (`protocol.seeds=[50, 51, …]`, another `name`), name all directories.
+
+simulate  Camelyon17's case: one held-out hospital, 85,054 images on 10 slides of very unequal sizes, effectively 4.9.
+          The accuracy of method m trained with seed s on slide g is δ_m + M_mg + E_ms + e_msg + the luck of its images,
+          all normal. M, method × slide: a method is better on some slides and worse on others, by 0 or 3 points (SD of
+          a difference), and the same on slides at large. E and e, training: 6.4 and 3 points (end to end; ERM's
+          published SD on Camelyon17 is 6.4), or 1 and 0.5 (a head on frozen features). Power: the share of tables that
+          call the first method better where δ_1 is as printed, in points, and all other δ are 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT, Comparison, HeldOut, compare, paired, verdicts
+from xdm_ft.evaluation.jackknife import effective_number, group_sizes, without_each_group
+from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.experiment.plan import read_data
+from xdm_ft.experiment.run_directory import PREDICTIONS, identity, make_prediction
+from xdm_ft.experiment.sealed import read_arrays, read_results
+from xdm_ft.recipe import load
+
+DRAWS = 2000  # of the bootstrap of the rule before
+SLIDES = np.array([30_000, 16_000, 12_000, 9_000, 7_000, 5_000, 3_000, 1_500, 1_000, 554])
+DIFFERENCES = (0.05, 0.1, 0.2, 0.4)
+SPREADS = {"end to end": (0.064, 0.03), "frozen": (0.01, 0.005)}  # SD over seeds: of all slides together, of each alone
+METHOD_BY_SLIDE = (0.0, 0.03)
+SHARES = f"{'tables with a verdict: before':30} {'now':22}"
+CHANGING_SIDES = 0.2  # share of the images on which one of two models is right
+
+
+class Pool(NamedTuple):
+    """R models of one method with one held-out set."""
+
+    held_out: str
+    values: np.ndarray  # the metric, float64 [R]
+    without: np.ndarray  # without each group of test images, float64 [R,groups]
+    groups: float  # effective number
+    draws: np.ndarray  # under resampled groups, float64 [DRAWS,R]
+
+
+# --------------------------------------------------------------------------------------------------- tables from pools
+
+
+def comparisons(pools: Sequence[Pool], seeds: np.ndarray) -> dict[str, Comparison]:
+    """Seeds int [1 + methods, S] as places in the pools, of the reference first → method → comparison."""
+    found = {}
+    for m, own in enumerate(seeds[1:]):
+        sets = [
+            paired(p.values[own], p.values[seeds[0]], (p.without[own], p.without[seeds[0]]), p.groups) for p in pools
+        ]
+        found[str(m)] = compare(sets)
+    return found
+
+
+def any_verdict(rows: dict[str, Comparison]) -> bool:
+    """Under a metric of which more is better."""
+    return any(found.verdict not in (EQUAL, NO_VERDICT) for found in verdicts("accuracy", rows).values())
+
+
+def any_verdict_before(pools: Sequence[Pool], seeds: np.ndarray) -> bool:
+    by_domain = np.array([p.values[seeds].mean(1)[1:] - p.values[seeds[0]].mean() for p in pools])  # [D,methods]
+    draws = np.mean([p.draws[:, seeds].mean(2)[:, 1:] - p.draws[:, seeds[0]].mean(1)[:, None] for p in pools], axis=0)
+    low, high = np.quantile(draws, [0.025, 0.975], axis=0)  # [methods]
+    if len(pools) > 1:
+        half = stats.t.ppf(0.975, len(pools) - 1) * by_domain.std(0, ddof=1) / len(pools) ** 0.5
+        low, high = np.minimum(low, by_domain.mean(0) - half), np.maximum(high, by_domain.mean(0) + half)
+    return bool(((low > 0) | (high < 0)).any())
+
+
+def drawn(pools: Sequence[Pool], methods: int, seeds: int, tables: int) -> tuple[int, int, float]:
+    """Tables with a verdict before and now, and the share of rows whose own p is below 0.05."""
+    generator = np.random.default_rng(seeds)
+    before = now = small = 0
+    for _ in range(tables):
+        places = generator.permutation(len(pools[0].values))[: (1 + methods) * seeds].reshape(1 + methods, seeds)
+        rows = comparisons(pools, places)
+        before += any_verdict_before(pools, places)
+        now += any_verdict(rows)
+        small += sum(row.p is not None and row.p < 0.05 for row in rows.values())
+    return before, now, small / (tables * methods)
+
+
+# ------------------------------------------------------------------------------------------------------- reading pools
+
+
+def read_pools(folders: Sequence[Path], method: str, rule: str | None) -> list[Pool]:
+    """One pool per held-out set, of all runs together, seeds in the same order; the recipe's own rule if none is named.
+
+    Raises `SystemExit` where the runs do not fit together.
+    """
+    found: dict[tuple[str, ...], dict[int, Prediction]] = {}
+    metrics = set()
+    for folder in folders:
+        recipe = load(str(folder / "recipe.yaml"), [])
+        metrics.add(recipe.protocol.metric)
+        dataset = read_data(recipe)
+        for record in read_results(folder / "results.json")["runs"]:
+            if record["method"] != method or record["status"] != "ok":
+                continue
+            prediction = prediction_of(folder, record, rule or recipe.protocol.selection, dataset)
+            seeds = found.setdefault(tuple(record["test_domains"]), {})
+            if prediction.seed in seeds:
+                raise SystemExit(f"{folder}: seed {prediction.seed} was trained twice; name each model once")
+            seeds[prediction.seed] = prediction
+    if len(metrics) != 1 or not found:
+        raise SystemExit(f"no models of {method}" if not found else f"runs of several metrics: {', '.join(metrics)}")
+    complete = set.intersection(*(set(seeds) for seeds in found.values()))
+    (metric,) = metrics
+    if metric != "accuracy":
+        raise SystemExit(f"protocol.metric: {metric}; the rule before is here for accuracy only")
+    return [pool_of(held_out, [seeds[s] for s in sorted(complete)]) for held_out, seeds in found.items()]
+
+
+def prediction_of(folder: Path, record: dict[str, Any], rule: str, dataset: ImageDataset) -> Prediction:
+    arrays = read_arrays((folder / record["selected"][rule]["weights"]).parent / PREDICTIONS)
+    return make_prediction(
+        identity(record),
+        dataset,
+        rule,
+        arrays[f"{rule}.rows"],
+        arrays[f"{rule}.predicted"],
+        arrays.get(f"{rule}.per_image"),
+    )
+
+
+def pool_of(held_out: tuple[str, ...], runs: Sequence[Prediction]) -> Pool:
+    right = np.stack([(run.predicted == run.labels).astype(np.float64) for run in runs])  # [R,n]
+    sizes = group_sizes(runs[0])
+    members = np.arange(right.shape[1]) if runs[0].groups is None else np.unique(runs[0].groups, return_inverse=True)[1]
+    times = np.random.default_rng(0).multinomial(len(sizes), np.full(len(sizes), 1 / len(sizes)), DRAWS)  # [k,groups]
+    sums = np.stack([np.bincount(members, row, len(sizes)) for row in right])  # [R,groups]
+    draws = (times @ sums.T) / (times @ sizes)[:, None]
+    without = np.stack([without_each_group("accuracy", run) for run in runs])
+    return Pool(" + ".join(held_out), right.mean(1), without, effective_number(sizes), draws)
+
+
+def share(count: int, tables: int) -> str:
+    low, high = stats.binomtest(count, tables).proportion_ci(method="wilson")
+    return f"{100 * count / tables:5.1f}% ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def pool(arguments: argparse.Namespace) -> None:
+    pools = read_pools(arguments.runs, arguments.method, arguments.rule)
+    models = len(pools[0].values)
+    print(f"{models} seeds of {arguments.method}; {arguments.tables} tables of {arguments.methods} methods")
+    print(f"{'held out':32} {'SD of seeds':>11} {'seeds':>5}  {SHARES} rows, p < 0.05")
+    selections = [[one] for one in pools] + ([pools] if len(pools) > 1 else [])
+    for chosen in selections:
+        name = chosen[0].held_out if len(chosen) == 1 else f"all {len(chosen)} in one table"
+        deviation = np.mean([p.values for p in chosen], axis=0).std(ddof=1)
+        for seeds in arguments.seeds:
+            if (1 + arguments.methods) * seeds > models:
+                print(f"{name:32} {100 * deviation:11.2f} {seeds:5}  needs {(1 + arguments.methods) * seeds} models")
+                continue
+            before, now, rows = drawn(chosen, arguments.methods, seeds, arguments.tables)
+            texts = f"{share(before, arguments.tables):30} {share(now, arguments.tables):22} {100 * rows:.1f}%"
+            print(f"{name:32} {100 * deviation:11.2f} {seeds:5}  {texts}", flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- simulation
+
+
+def hospital(
+    tables: int, methods: int, seeds: int, spread: tuple[float, float], by_slide: float, key: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Accuracies [tables, 1 + methods, seeds] of methods that differ on no hospital at large, the reference first.
+
+    And those without each slide, [tables, 1 + methods, seeds, slides].
+    """
+    generator = np.random.default_rng(key)
+    shape = (tables, 1 + methods, seeds, len(SLIDES))
+    accuracy = 0.75 + by_slide * generator.normal(size=(*shape[:2], 1, shape[3])) / 2**0.5  # of a difference: by_slide
+    accuracy = accuracy + spread[0] * generator.normal(size=(*shape[:3], 1)) + spread[1] * generator.normal(size=shape)
+    accuracy += generator.normal(size=shape) * (CHANGING_SIDES / 2 / SLIDES) ** 0.5
+    right = accuracy * SLIDES
+    total = right.sum(3, keepdims=True)
+    return total[..., 0] / SLIDES.sum(), (total - right) / (SLIDES.sum() - SLIDES)
+
+
+def slides_compared(values: np.ndarray, without: np.ndarray, difference: float = 0.0) -> HeldOut:
+    """Of [2, seeds] values and [2, seeds, slides], the reference first; `difference` is added to the method."""
+    both = without[1] + difference, without[0]
+    return paired(values[1] + difference, values[0], both, effective_number(SLIDES))
+
+
+def verdicts_before(values: np.ndarray, without: np.ndarray) -> int:
+    """Tables with a verdict by the bootstrap of slides, models fixed."""
+    total = values.mean(2) * SLIDES.sum()
+    right = total[..., None] - without.mean(2) * (SLIDES.sum() - SLIDES)  # [tables, 1 + methods, slides]
+    times = np.random.default_rng(0).multinomial(len(SLIDES), np.full(len(SLIDES), 1 / len(SLIDES)), DRAWS)
+    weights = (times / (times @ SLIDES)[:, None]).T  # [slides, DRAWS]
+    found = 0
+    for of_table in right[:, 1:] - right[:, :1]:
+        low, high = np.quantile(of_table @ weights, [0.025, 0.975], axis=1)
+        found += bool(((low > 0) | (high < 0)).any())
+    return found
+
+
+def simulated(arguments: argparse.Namespace) -> Iterator[str]:
+    """A line per kind of training, method × slide SD and number of seeds."""
+    for kind, spread in SPREADS.items():
+        for by_slide in METHOD_BY_SLIDE:
+            for seeds in arguments.seeds:
+                values, without = hospital(arguments.tables, arguments.methods, seeds, spread, by_slide, key=seeds)
+                now, right = 0, dict.fromkeys(DIFFERENCES, 0)
+                for v, w in zip(values, without, strict=True):
+                    rows = {
+                        str(m): compare([slides_compared(v[[0, m]], w[[0, m]])])
+                        for m in range(1, 1 + arguments.methods)
+                    }
+                    now += any_verdict(rows)
+                    for difference in DIFFERENCES:
+                        first = compare([slides_compared(v[:2], w[:2], difference)])
+                        right[difference] += verdicts("accuracy", rows | {"1": first})["1"].verdict == "better"
+                shares = " ".join(f"{100 * right[difference] / arguments.tables:6.1f}" for difference in DIFFERENCES)
+                before = verdicts_before(values, without)
+                texts = f"{share(before, arguments.tables):30} {share(now, arguments.tables):22} {shares}"
+                yield f"{kind:10} {100 * by_slide:14.0f} {seeds:5}  {texts}"
+
+
+def simulate(arguments: argparse.Namespace) -> None:
+    slides = f"{len(SLIDES)} slides, effectively {effective_number(SLIDES):.1f}"
+    print(f"{slides}; {arguments.tables} tables of {arguments.methods} methods")
+    differences = " ".join(f"{f'+{100 * difference:.0f}':>6}" for difference in DIFFERENCES)
+    header = f"{'training':10} {'method × slide':>14} {'seeds':>5}  {SHARES} power in % at"
+    print(f"{header}\n{'':{len(header) - 13}}{differences}")
+    for line in simulated(arguments):
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(required=True)
+    of_pool = parts.add_parser("pool", help="tables drawn from the seeds of a run")
+    of_pool.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    of_pool.add_argument("--method", default="erm", help="whose models are drawn (erm)")
+    of_pool.add_argument("--rule", help="selection rule (the recipe's own)")
+    of_pool.set_defaults(do=pool)
+    of_simulation = parts.add_parser("simulate", help="a made-up hospital of ten slides")
+    of_simulation.set_defaults(do=simulate)
+    for part in (of_pool, of_simulation):
+        part.add_argument("--seeds", nargs="+", type=int, default=[3, 5, 10], help="of each method of a table (3 5 10)")
+        part.add_argument("--methods", type=int, default=13, help="beside the reference (13)")
+        part.add_argument("--tables", type=int, default=1000)
+    arguments = parser.parse_args()
+    arguments.do(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The test of it all: plain ERM against plain ERM of other seeds gets a verdict in at most 5% of tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.summary import summarise
+
+TABLES = 200
+METHODS = ["erm", *(f"method {m}" for m in range(13))]
+IMAGES = 120
+SEEDS = 3
+
+
+def table(number: int, domains: tuple[str, ...], groups: np.ndarray | None) -> list[str]:
+    """The verdicts of one table whose methods are all the same, each with seeds of its own.
+
+    A model is right on an image by the model's skill, the image's ease and a luck of both. Of grouped images, a model
+    has a luck with each group too.
+    """
+    generator = np.random.default_rng([number, len(domains), groups is not None])
+    members = np.arange(IMAGES) if groups is None else groups
+    runs, predictions = [], []
+    for domain in domains:
+        ease = 1 + generator.normal(size=members.max() + 1)[members]
+        for method in METHODS:
+            for seed in range(SEEDS):
+                luck = 0 if groups is None else 0.3 * generator.normal(size=members.max() + 1)[members]
+                score = ease + 0.3 * generator.normal() + luck + 0.5 * generator.normal(size=IMAGES)
+                predicted, labels = (score < 0).astype(np.int64), np.zeros(IMAGES, dtype=np.int64)
+                accuracy = float((predicted == 0).mean())
+                metrics = {"accuracy": accuracy, "per_domain": {domain: {"accuracy": accuracy, "n": IMAGES}}}
+                record = {"method": method, "test_domains": [domain], "seed": seed, "trial": 0, "status": "ok"}
+                runs.append(record | {"selected": {"train_val": {"metrics": {"test": metrics}}}})
+                predictions.append(
+                    Prediction(
+                        method, (domain,), seed, "train_val", np.arange(IMAGES), labels, predicted, labels, groups
+                    )
+                )
+    rows = summarise(
+        runs, predictions, methods=METHODS, rules=["train_val"], metric="accuracy", protocol_line=lambda rule: rule
+    )
+    return [row["versus_erm"]["verdict"] for row in rows[1:]]
+
+
+@pytest.mark.parametrize("domains", [("a",), ("a", "b", "c", "d")])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_same_method_gets_a_verdict_in_at_most_5_percent_of_tables(domains: tuple[str, ...], grouped: bool) -> None:
+    sizes = [40, 25, 15, 10, 8, 7, 5, 4, 3, 3]  # about 5 effective groups, like the slides of a hospital
+    groups = np.repeat(np.arange(len(sizes)), sizes) if grouped else None
+    found = [table(number, domains, groups) for number in range(TABLES)]
+    assert {words for of_table in found for words in of_table} & {"not distinguishable"}  # and not "no verdict"
+    false = sum(any(words != "not distinguishable" for words in of_table) for of_table in found)
+    assert false <= stats.binom.ppf(0.99, TABLES, 0.05), f"{false} of {TABLES} tables have a verdict"
