@@ -60,7 +60,7 @@ def test_every_trial_is_kept_and_selection_picks_one(here):
         by_trial.setdefault(record["trial"], set()).add(f"{values['lr']} {values['weight_decay']}")
         if record["method"] == "xdomainmix+sam":
             assert values["p_discard"] == 0.25, "what an item sets itself is not searched"
-            assert values["rho"] in (0.05, 0.1)
+            assert values["sam.rho"] in (0.05, 0.1)
     assert [len(by_trial[trial]) for trial in range(3)] == [1, 1, 1], "common values are the same for all methods"
     assert by_trial[0] == {"0.001 0.001"}, "the first trial is the recipe's own"
     assert len(set.union(*by_trial.values())) == 3
