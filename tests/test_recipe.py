@@ -237,7 +237,7 @@ def test_method_names(name, parts):
 
 
 def test_sharpness_and_averaging_have_their_settings_in_the_item():
-    text = GOOD.replace("[erm, sam,", "[{name: erm+sam+swad, rho: 0.1, n_converge: 2}, swad,")
+    text = GOOD.replace("[erm, sam,", "[{name: erm+sam+swad, sam.rho: 0.1, swad.n_converge: 2}, swad,")
     first, second, _ = check(parse(text, "r.yaml")).methods
     assert first.sharpness.build().rho == 0.1 and first.averaging.build().n_converge == 2
     assert second.sharpness is None and second.averaging.kwargs() == {

@@ -24,12 +24,18 @@ FOLDERS = {
     "data": "data",
     "encoders": "encoders",
 }
+BEHIND = ("sharpness", "averaging")  # folders of what a method's name may have behind a +
 
 
 def names(folder: str) -> list[str]:
     """The names of the components in `xdm_ft/<folder>/`, without importing them."""
     package = importlib.import_module(f"xdm_ft.{folder}")
     return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.ispkg)
+
+
+def method_parts() -> dict[str, str]:
+    """Name → folder of everything that an item of `methods` may name, the algorithms first."""
+    return {name: folder for folder in ("algorithms", *BEHIND) for name in names(folder)}
 
 
 def find(folder: str, name: str) -> type[Any]:
@@ -49,14 +55,17 @@ def find(folder: str, name: str) -> type[Any]:
     return classes[0]
 
 
-def settings_model(cls: type[Any], common: type[Block] = Block, skip: tuple[str, ...] = ()) -> type[Block]:
-    """A strict block with the fields of `common` and the constructor keywords of `cls` (those after `*`)."""
+def settings_model(cls: type[Any], common: type[Block] = Block, prefix: str = "") -> type[Block]:
+    """A strict block with the fields of `common` and the constructor keywords of `cls` (those after `*`).
+
+    `prefix` stands before the names of the latter (`sam.`), where `common` may have fields of the same names.
+    """
     hints = get_type_hints(cls.__init__, include_extras=True)
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(cls.__init__).parameters.items():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in skip:
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-            fields[name] = (hints[name], default)
+            fields[f"{prefix}{name}"] = (hints[name], default)
     return create_model(f"{cls.__name__}Settings", __base__=common, **fields)
 
 

@@ -40,7 +40,6 @@ BLOCKS: dict[str, type[Block]] = {
     "output": Output,
 }
 COMPONENTS: dict[str, tuple[str, type[Block]]] = {"data": ("data", DataCommon), "encoder": ("encoders", EncoderCommon)}
-BEHIND = ("sharpness", "averaging")  # folders of what a method's name may have behind a +
 KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "search", "output"]
 
 
@@ -51,7 +50,7 @@ def load(name: str, overrides: list[str] | None = None) -> Recipe:
 
 def check(text: RecipeText) -> Recipe:
     faults = Faults(text)
-    values = text.values
+    values = _spread(faults)
     for key in values:
         if key not in KEYS:
             faults.add((key,), f"unknown key{did_you_mean(key, KEYS)}")
@@ -88,7 +87,10 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
 
 def _sentence(fault: dict[str, Any], place: Key, known: list[str]) -> str:
     if fault["type"] == "extra_forbidden":
-        return f"unknown key{did_you_mean(str(place[-1]), known) if len(place) == 1 else ''}"
+        if len(place) > 1:
+            return "unknown key"
+        prefixed = [key for key in known if key.endswith(f".{place[0]}")]
+        return "unknown key" + (f"; write {' or '.join(prefixed)}" if prefixed else did_you_mean(str(place[0]), known))
     if fault["type"] == "missing":
         return "is needed"
     message = fault["msg"].removeprefix("Value error, ")
@@ -127,6 +129,39 @@ def _without_leftovers(text: RecipeText, key: Key, model: type[Block], values: d
     return kept
 
 
+def _spread(faults: Faults) -> dict[str, Any]:
+    """The recipe's values, with `METHOD.KEY=VALUE` of the command line in every item of `methods` that has METHOD."""
+    text, folder_of = faults.text, components.method_parts()
+    assigned = {key[0] for key in text.overridden if key[:1] not in text.lines} & folder_of.keys()
+    values = {key: value for key, value in text.values.items() if key not in assigned}
+    if not isinstance(values.get("methods"), list):
+        return values
+    items = values["methods"] = list(values["methods"])
+    for name in sorted(map(str, assigned)):
+        settings, places = text.values[name], [i for i, item in enumerate(items) if name in _parts_of(item)]
+        if not isinstance(settings, dict):
+            faults.add((name,), f"has keys of its own; write {name}.KEY=VALUE")
+        elif not places:
+            faults.add((name, *list(settings)[:1]), f"no item of methods has {name}; add it to one, or leave this out")
+        else:
+            own = {
+                key if folder_of[name] == "algorithms" else f"{name}.{key}": value for key, value in settings.items()
+            }
+            for i in places:
+                items[i] = ({"name": items[i]} if isinstance(items[i], str) else items[i]) | own
+                text.overridden |= {("methods", i, key) for key in own}
+    return values
+
+
+def _parts_of(item: Any) -> list[str]:
+    """The names of the components of an item of `methods`, as it is written."""
+    name = item.get("name") if isinstance(item, dict) else item
+    if not isinstance(name, str):
+        return []
+    first, behind = split_name(name)
+    return [first, *behind]
+
+
 def _methods(faults: Faults, values: Any) -> tuple[MethodItem, ...]:
     if not isinstance(values, list) or not values:
         faults.add(("methods",), "a recipe needs a list of at least one method, e.g. [erm, xdomainmix]")
@@ -144,7 +179,7 @@ def _methods(faults: Faults, values: Any) -> tuple[MethodItem, ...]:
 def split_name(name: str) -> tuple[str, list[str]]:
     """`xdomainmix+sam+swad` → (xdomainmix, [sam, swad]); what goes behind a method, alone (`sam`), goes behind erm."""
     first, *behind = name.split("+")
-    alone = first not in components.names("algorithms") and any(first in components.names(f) for f in BEHIND)
+    alone = first not in components.names("algorithms") and any(first in components.names(f) for f in components.BEHIND)
     return ("erm", [first, *behind]) if alone else (first, behind)
 
 
@@ -162,20 +197,21 @@ def _method(faults: Faults, key: Key, value: Any) -> MethodItem | None:
         faults.add((*key, "name"), f"{algorithm_name} is not trained by gradient steps, so +{behind[0]} has no meaning")
         return None
     model = components.settings_model(cls, MethodCommon)
-    own = {"algorithms": tuple(field for field in model.model_fields if field not in MethodCommon.model_fields)}
-    for folder, (_, part) in added.items():
-        before, model = model, components.settings_model(part, model)
-        own[folder] = tuple(field for field in model.model_fields if field not in before.model_fields)
+    for name, part in added.values():
+        model = components.settings_model(part, model, prefix=f"{name}.")
     if cls.needs_text and issubclass(cls, Algorithm):
         values = {"head_init": "zero_shot", **values}
     block = _block(faults, key, model, values)
     if not isinstance(block, MethodCommon):
         return None
-    parts = {folder: Component(name, part, block, own[folder]) for folder, (name, part) in added.items()}
+    parts = {
+        folder: Component(name, part, block, tuple(components.settings_model(part).model_fields), prefix=f"{name}.")
+        for folder, (name, part) in added.items()
+    }
     return MethodItem(
         label=block.label or block.name,
         head_init=block.head_init,
-        algorithm=Component(algorithm_name, cls, block, own["algorithms"]),
+        algorithm=Component(algorithm_name, cls, block, tuple(components.settings_model(cls).model_fields)),
         sharpness=parts.get("sharpness"),
         averaging=parts.get("averaging"),
         block=block,
@@ -184,12 +220,14 @@ def _method(faults: Faults, key: Key, value: Any) -> MethodItem | None:
 
 def _behind(faults: Faults, key: Key, names: list[str]) -> dict[str, tuple[str, type[Any]]] | None:
     """Folder → name and class of what stands behind the algorithm's name; None where it is faulty."""
-    known = {name: folder for folder in BEHIND for name in components.names(folder)}
+    known = {name: folder for folder in components.BEHIND for name in components.names(folder)}
     found: dict[str, tuple[str, type[Any]]] = {}
     for name in names:
         folder = known.get(name)
         if folder is None:
-            faults.add((*key, "name"), f'no "{name}" in {" or ".join(BEHIND)}{did_you_mean(name, list(known))}')
+            faults.add(
+                (*key, "name"), f'no "{name}" in {" or ".join(components.BEHIND)}{did_you_mean(name, list(known))}'
+            )
             return None
         if folder in found:
             faults.add((*key, "name"), f"+{found[folder][0]} and +{name} do not go together; keep one")

@@ -55,7 +55,7 @@ class EncoderCommon(Block):
 
 
 class MethodCommon(Block):
-    """One item of `methods`. The other keys are those of the algorithm, of its sharpness and of its averaging."""
+    """One item of `methods`. The other keys are the algorithm's and, prefixed (`sam.rho`), those of what is added."""
 
     name: Annotated[
         str, Field(description="ALGORITHM, with +SHARPNESS, +AVERAGING or both behind it, see `xdm-ft ls methods`")
@@ -92,9 +92,15 @@ class Component:
     cls: type[Any]
     block: Block  # common keys and the component's own
     own: tuple[str, ...]  # names of the constructor's keys
+    prefix: str = ""  # of these names in the block: `sam.`, where the keys of an algorithm are beside them
 
     def kwargs(self) -> dict[str, Any]:
-        return {key: getattr(self.block, key) for key in self.own}
+        """The constructor's keywords."""
+        return {key: getattr(self.block, f"{self.prefix}{key}") for key in self.own}
+
+    def settings(self) -> dict[str, Any]:
+        """The same under their names in a recipe and in results."""
+        return {f"{self.prefix}{key}": value for key, value in self.kwargs().items()}
 
     def build(self, *args: Any) -> Any:
         return self.cls(*args, **self.kwargs())
@@ -202,7 +208,8 @@ def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
     """
     changes: dict[str, Value] = {}
     for part in item.parts:
-        changes |= {key: value for key, value in settings_of(drawn, part.name).items() if key in part.own}
+        own = settings_of(drawn, part.name)
+        changes |= {f"{part.prefix}{key}": value for key, value in own.items() if key in part.own}
     fields = type(item.block).model_fields
     changes = {key: value for key, value in changes.items() if getattr(item.block, key) == fields[key].default}
     if not changes:

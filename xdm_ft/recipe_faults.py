@@ -103,6 +103,10 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
             faults.add(("search", "space", key), "has no meaning with a frozen encoder; leave it out")
         elif key in ("momentum", "beta1", "beta2") and (key == "momentum") != (recipe.training.optimizer == "sgd"):
             faults.add(("search", "space", key), f"has no meaning to {recipe.training.optimizer}; leave it out")
+    averaging = [item.averaging.name for item in items if item.averaging is not None]
+    if averaging and "patience" in search.distributions:
+        problem = f"+{averaging[0]} ends its average by itself; leave it out"
+        faults.add(("search", "space", "patience"), problem)
     if search.space and search.trials == 1:
         faults.add(("search", "trials"), "1 trial draws nothing from search.space; raise it")
     if search.preset != "none" and search.trials == 1:

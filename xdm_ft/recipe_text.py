@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from xdm_ft import components
 from xdm_ft.errors import UserError, printable
 
 DEEPEST = 50  # brackets in brackets; PyYAML's time grows with the square of it
@@ -140,11 +141,17 @@ def _plain(node: yaml.Node, key: Key, loader: _Loader, recipe: RecipeText, seen:
 
 
 def apply_override(recipe: RecipeText, override: str) -> None:
-    """`dotted.key=VALUE`, the value read as YAML. Overriding training.steps clears epochs, and the reverse."""
+    """`dotted.key=VALUE`, the value read as YAML. Overriding training.steps clears epochs, and the reverse.
+
+    In `search.space.METHOD.KEY=…`, METHOD.KEY is one key of the space.
+    """
     name, equals, text = override.partition("=")
     if not equals or not all(name.split(".")):
         raise UserError(printable(f'command line: "{override}" is not an override; write key.sub=value'))
-    key: Key = tuple(name.split("."))
+    parts = name.split(".")
+    if parts[:2] == ["search", "space"] and len(parts) > 3 and parts[2] in components.method_parts():
+        parts[2:4] = [f"{parts[2]}.{parts[3]}"]
+    key: Key = tuple(parts)
     value = _read(text, RecipeText(f'command line: "{override}"', {}, {}, set()))
     block = recipe.values
     for end, part in enumerate(key[:-1], start=1):

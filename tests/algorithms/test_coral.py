@@ -53,12 +53,22 @@ def test_without_a_pair_it_is_erm(domain: list[int]) -> None:
     assert losses.logs["penalty"] == 0 and losses.total == ERM(SETUP)(z, batch, 0).total
 
 
-def test_precision_of_near_equal_domains() -> None:
-    """The distance is a difference of products: its error is small beside the covariances, not beside itself."""
+@pytest.mark.parametrize("distance", [1e-1, 1e-2, 1e-3])
+def test_precision_of_near_equal_domains(distance: float) -> None:
+    """Covariances are subtracted before they are squared: the error is small beside the distance itself."""
     generator = torch.Generator().manual_seed(0)
     one = torch.relu(torch.randn(32, 512, generator=generator))
-    z = torch.cat([one, one + 1e-2 * torch.randn(32, 512, generator=generator)])
-    domain = torch.arange(2).repeat_interleave(32)
-    scale = one.double().T.cov().square().mean()
-    exact = by_hand(z.double(), domain)
-    assert abs(mean_distance(z, domain, 2).double() - exact) < 1e-6 * scale
+    z = torch.cat([one, one + distance * torch.randn(32, 512, generator=generator)]).requires_grad_()
+    domain, exact = torch.arange(2).repeat_interleave(32), z.detach().double().requires_grad_()
+    found, expected = mean_distance(z, domain, 2), by_hand(exact, domain)
+    assert found.dtype == torch.float32 and abs(found.double() - expected) < 1e-6 * expected
+    gradients = torch.autograd.grad(found, z)[0].double(), torch.autograd.grad(expected, exact)[0]
+    assert (gradients[0] - gradients[1]).norm() < 1e-6 * gradients[1].norm()
+
+
+def test_equal_domains_are_no_distance_apart_and_features_that_are_not_finite_give_nan() -> None:
+    z = torch.randn(16, 40, generator=torch.Generator().manual_seed(0)).repeat(3, 1).requires_grad_()
+    domain = torch.arange(3).repeat_interleave(16)
+    distance = mean_distance(z, domain, 3)
+    assert distance < 1e-25 and torch.autograd.grad(distance, z)[0].abs().max() < 1e-12
+    assert mean_distance(z.detach().index_fill(1, torch.tensor([3]), torch.inf), domain, 3).isnan()

@@ -1,4 +1,4 @@
-"""SWAD's rule and averages, against values worked out by hand and algorithm 1 written out."""
+"""SWAD's rule and averages, against values worked out by hand and the authors' queues written out."""
 
 from __future__ import annotations
 
@@ -22,18 +22,33 @@ def run(losses: list[float], lengths: list[int] | None = None, **settings) -> Se
     return average.result()
 
 
-def algorithm_1(losses: list[float], n_s: int, n_e: int, r: float) -> tuple[int, int] | None:
-    """t_s and t_e, from 1, with one iteration per evaluation; None where t_s is never set."""
-    t_s, t_e, threshold = None, len(losses), None
-    for i in range(1, len(losses) + 1):
-        if threshold is None:
-            window = losses[i - n_s : i]
-            if i >= n_s and losses[i - n_s] == min(window):
-                t_s, threshold = i - n_s + 1, r * sum(window) / n_s
-        if threshold is not None and i >= n_e + t_s and threshold < min(losses[i - n_e : i]):
-            t_e = i - n_e
-            break
-    return None if t_s is None else (t_s, t_e)
+def in_the_queues(losses: list[float], n_s: int, n_e: int, r: float) -> tuple[int, list[int]] | None:
+    """What the authors' two queues, of the last N_s and N_e evaluations, come to: s, and the evaluations (from 1) in
+    the average, as often as they are taken in. None without s."""
+    taken, s, threshold, queue = list[int](), 0, 0.0, list[int]()
+
+    def lowest(some: list[int]) -> float:
+        return min(losses[k - 1] for k in some)
+
+    for k in range(1, len(losses) + 1):
+        queue = [*queue, k][-n_e:]
+        window = [*range(k - n_s + 1, k + 1)]
+        if not s and window[0] > 0 and losses[window[0] - 1] == lowest(window):
+            s, threshold = window[0], r * sum(losses[i - 1] for i in window) / n_s
+            if n_e < n_s:
+                taken = window[1 : 1 + n_s - n_e]
+            elif n_e > n_s:
+                oldest = queue[: n_e - n_s + 1]
+                above = [place for place, i in enumerate(oldest) if losses[i - 1] > threshold]
+                taken = oldest[1 + (above[-1] + 1 if above else 0) :]
+        elif s and queue[0] >= s:
+            if lowest(queue) > threshold:
+                return s, taken
+            taken.append(queue[0])
+    rest = queue[1:]
+    while s and rest and lowest(rest) <= threshold:
+        taken.append(rest.pop(0))
+    return (s, taken) if s else None
 
 
 def test_by_hand() -> None:
@@ -50,10 +65,30 @@ def test_segments_count_by_their_steps() -> None:
     assert got.mean["w"] == pytest.approx(sum(2.0**t for t in range(1, 11)) / 10)
 
 
-def test_it_goes_on_to_the_end_where_the_valley_does_not_end() -> None:
-    got = run([0.5, 0.6, 0.55, 9.0, 9.0])
+def test_what_is_above_the_threshold_at_the_end_of_training_is_left_out() -> None:
+    got = run([0.5, 0.6, 0.55, 9.0, 0.6, 9.0, 9.0])
     assert (got.first, got.last) == (1, 5)
     assert got.mean["w"] == pytest.approx(sum(2.0**t for t in range(1, 6)) / 5)
+    assert run([0.5, 0.6, 0.55, 9.0, 9.0]).last == 3
+
+
+@pytest.mark.parametrize(
+    ("early", "first"),
+    [
+        ([0.7, 0.7, 0.7, 0.7], 3),  # of the N_e − N_s = 3 before s the earliest has no evaluation before it to look at
+        ([9.0, 0.7, 0.7, 0.7], 3),
+        ([0.7, 9.0, 0.7, 0.7], 4),
+        ([0.7, 0.7, 9.0, 0.7], 5),
+        ([0.7, 0.7, 0.7, 9.0], 5),
+        ([0.7, 0.7], 2),
+        ([0.7], 2),
+    ],
+)
+def test_the_start_goes_back_within_the_valley(early: list[float], first: int) -> None:
+    """l = 1.3 · 0.6 = 0.78; s is the evaluation behind `early`, which fall so that none of them is s."""
+    falling = [loss - 0.001 * k for k, loss in enumerate(early)]
+    got = run([*falling, 0.6, 0.6, 0.6, 0.6])
+    assert (got.first, got.last) == (first, len(early) + 4)
 
 
 @pytest.mark.parametrize("losses", [[0.5], [0.5, 0.4], [0.6, 0.5, 0.4, 0.3]])
@@ -63,29 +98,35 @@ def test_without_a_valley_the_last_segment(losses: list[float], caplog: pytest.L
     assert got.first == got.last == len(losses) and "no valley" in caplog.text
 
 
-@pytest.mark.parametrize("n_s, n_e", [(3, 6), (1, 1), (2, 2), (3, 3), (2, 4)])
-def test_against_algorithm_1(n_s: int, n_e: int) -> None:
-    generator, ended = torch.Generator().manual_seed(n_s), 0
-    for _ in range(60):
-        losses = (
-            1 + torch.rand(16, generator=generator) + torch.linspace(0, 2, 16) * torch.rand(1, generator=generator)
-        ).tolist()
-        window = algorithm_1(losses, n_s, n_e, 1.3)
+@pytest.mark.parametrize("n_s, n_e", [(3, 6), (1, 1), (2, 2), (3, 3), (2, 4), (4, 2), (3, 1)])
+def test_against_the_authors_queues(n_s: int, n_e: int) -> None:
+    generator, ended, earlier, trailing = torch.Generator().manual_seed(n_s), 0, 0, 0
+    for _ in range(120):
+        random, slope = torch.rand(24, generator=generator), torch.rand(2, generator=generator)
+        falls = [1.5 + slope[1].item() / k for k in range(1, n_e + 1)]  # else s may come before the N_e-th evaluation
+        losses = falls + (1 + random + torch.linspace(0, 2, 24) * slope[0]).tolist()
+        expected = in_the_queues(losses, n_s, n_e, 1.3)
         got = run(losses, n_converge=n_s, n_tolerance=n_e, tolerance_ratio=0.3)
-        if window is None:
+        if expected is None or expected[0] > len(losses) - n_e:
             continue
-        assert (got.first, got.last) == window
-        first, last = window
+        s, window = expected[0], sorted({expected[0], *expected[1]})
+        threshold = 1.3 * sum(losses[s - 1 : s - 1 + n_s]) / n_s
+        if n_e < n_s:  # its queues then take in evaluations above l among the N_s
+            window = window[: max(i for i, k in enumerate(window) if losses[k - 1] <= threshold) + 1]
+        assert [*range(got.first, got.last + 1)] == window
+        first, last = got.first, got.last
         assert got.mean["w"].item() == pytest.approx((2.0 ** (last + 1) - 2.0**first) / (last - first + 1), rel=1e-6)
-        ended += last < 16
-    assert ended > 5
+        ended += min(losses[last : last + n_e]) > threshold if last + n_e <= len(losses) else 0
+        earlier += first < s
+        trailing += len(losses) - n_e < last < len(losses)
+    assert ended > 5 and (trailing > 0 or n_e == 1) and (earlier > 5) == (n_e > n_s + 1)
 
 
 def test_averages_of_stacked_models_are_those_of_each_alone() -> None:
     torch.manual_seed(0)
     weights = torch.randn(12, 2, 3, 4)  # steps, heads
     losses = torch.tensor([[0.5, 0.9], [0.6, 0.8], [0.7, 0.7], [0.6, 0.6]])
-    averages = Averages(SWAD(), heads=2, first_step=3)
+    averages = Averages([SWAD(), SWAD()], first_step=3)
     for taken in range(1, 13):
         averages.add(taken, {"w": weights[taken - 1]})
         if taken % 3 == 0:
@@ -100,7 +141,7 @@ def test_averages_of_stacked_models_are_those_of_each_alone() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_no_average() -> None:
-    averages = Averages(SWAD(), heads=2, first_step=1)
+    averages = Averages([SWAD(), SWAD()], first_step=1)
     averages.add(1, {"w": torch.zeros(2, 1)})
     averages.evaluated(1, [None, 0.5])
     assert "not finite after step 1" in str(averages.nothing_averaged(0))

@@ -60,7 +60,7 @@ def test_every_trial_is_kept_and_selection_picks_one(here):
         by_trial.setdefault(record["trial"], set()).add(f"{values['lr']} {values['weight_decay']}")
         if record["method"] == "xdomainmix+sam":
             assert values["p_discard"] == 0.25, "what an item sets itself is not searched"
-            assert values["rho"] in (0.05, 0.1)
+            assert values["sam.rho"] in (0.05, 0.1)
     assert [len(by_trial[trial]) for trial in range(3)] == [1, 1, 1], "common values are the same for all methods"
     assert by_trial[0] == {"0.001 0.001"}, "the first trial is the recipe's own"
     assert len(set.union(*by_trial.values())) == 3
@@ -119,6 +119,10 @@ def test_doubtful_picks_are_flagged(here):
         (["search.trials=1"], r"search\.trials: 1 trial draws nothing from the preset frozen"),
         (["search.space={lr: {uniform: [-2, -1]}}"], r"trial 1 draws lr = -"),
         (["search.space={lr: {uniform: [0.1, 1], choice: [1]}}"], "give exactly one of"),
+        (
+            ["methods=[erm, erm+swad]", "search.space={patience: {choice: [1, 2]}}"],
+            r"search\.space\.patience: \+swad ends its average by itself; leave it out",
+        ),
         (["search.space={rsc.feature_drop: {uniform: [0.9, 1.5]}}"], "draws feature_drop = 1"),
     ],
 )
@@ -137,6 +141,18 @@ def test_the_resolved_recipe_draws_the_same(here):
     first, second = ([hparams(made, m.item, m.training) for m in models] for models in plans)
     assert first == second
     assert len({m.item.block for m in plans[0] if m.item.label == "rsc"}) == 3
+
+
+def test_settings_of_averaging_are_searched(here):
+    """Trials of one chunk differ in nothing else, and each has the average of its own settings."""
+    space = "search={trials: 4, space: {swad.n_converge: {choice: [1, 2, 3]}}}"
+    short = "training.steps=8", "training.lr=0.3", "protocol.test_domains=[photo]", "protocol.final_fit=false"
+    assert run(recipe("methods=[erm+swad]", space, *short)) == 0
+    windows = {}
+    for r in json.loads(Path("output/search/results.json").read_text())["runs"]:
+        picked = r["selected"]["train_val"]
+        windows[r["hparams"]["swad.n_converge"], r["seed"]] = picked["averaged_from"], picked["step"]
+    assert any(windows[1, seed] != windows[3, seed] for seed in (0, 1))
 
 
 @pytest.mark.slow

@@ -173,9 +173,9 @@ search: {trials: 2, space: {lr: {log_uniform: [1.0e-4, 1.0e-2]}}}
 """
 FLOATS = [
     "training.lr", "training.encoder_lr", "training.weight_decay", "training.momentum", "training.clip_norm",
-    "protocol.val_fraction", "methods.1.rho", "methods.1.p_discard", "methods.1.tolerance_ratio", "methods.2.alpha",
-    "methods.2.eps", "methods.3.eta", "search.space.lr.log_uniform.0", "search.space.lr.log_uniform.1",
-    "search.space.lr.choice.0", "search.space.lr.uniform.1",
+    "protocol.val_fraction", "methods.1.sam.rho", "methods.1.p_discard", "methods.1.swad.tolerance_ratio",
+    "methods.2.alpha", "methods.2.eps", "methods.3.eta", "search.space.lr.log_uniform.0",
+    "search.space.lr.log_uniform.1", "search.space.lr.choice.0", "search.space.lr.uniform.1",
 ]  # fmt: skip
 
 
@@ -183,8 +183,8 @@ FLOATS = [
 @pytest.mark.parametrize("key", FLOATS)
 def test_no_number_is_infinite_or_nan(key: str, value: str, tmp_path: Path) -> None:
     recipe = yaml.safe_load(GOOD)
-    *way, last = key.split(".")
-    block = recipe
+    *way, last = key.replace("sam.", "sam:").replace("swad.", "swad:").split(".")
+    last, block = last.replace(":", "."), recipe
     if way[-1] in ("choice", "uniform"):
         recipe["search"]["space"]["lr"] = {way[-1]: [0.1, 0.2]}
     for part in way:

@@ -22,7 +22,7 @@ from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.training import Job, Training
 from xdm_ft.training.averages import LOSS_SPLIT
-from xdm_ft.training.bank import stack, step
+from xdm_ft.training.bank import chunks, stack, step
 from xdm_ft.training.cached_data import batches, head_logits
 
 ANY_VALLEY = SWAD(n_converge=1, tolerance_ratio=100.0)  # averages everything
@@ -68,6 +68,43 @@ def test_heads_of_a_bank_average_their_own_valleys() -> None:
             torch.testing.assert_close(selected.state[name], value, rtol=1e-5, atol=1e-5)
         windows.add((expected.first, expected.last))
     assert windows == {(36, 40), (16, 40), (16, 20)}
+
+
+SETTINGS = [
+    SWAD(n_converge=1, n_tolerance=1, tolerance_ratio=0.0),
+    SWAD(n_converge=2, n_tolerance=2, tolerance_ratio=0.0),
+    SWAD(n_converge=3, n_tolerance=1, tolerance_ratio=0.1),
+    ANY_VALLEY,
+]
+
+
+def test_heads_of_a_bank_have_their_own_settings() -> None:
+    """Otherwise all would have the first one's: as a search of `swad.n_converge` draws them."""
+    training = Training(batch_size=8, evaluate_every=5, optimizer="sgd", momentum=0.0)
+    jobs = [dataclasses.replace(job_of(seed=1, steps=40, lr=0.5), averaging=own) for own in SETTINGS]
+    assert len(chunks(jobs, training)) == 1
+    together, windows = bank_problems.train(jobs, training), set()
+    for job, among in zip(jobs, together, strict=True):
+        [alone] = bank_problems.train([job], training)
+        one, other = alone.selected["train_val"], among.selected["train_val"]
+        assert (one.step, one.hparams) == (other.step, other.hparams)
+        torch.testing.assert_close(one.state, other.state, rtol=1e-3, atol=1e-3)
+        windows.add((other.hparams["averaged_from"], other.step))
+    assert len(windows) >= 3
+
+
+def test_the_average_of_a_head_ends_with_its_patience() -> None:
+    """While the others of its chunk train on."""
+    training = Training(batch_size=8, evaluate_every=2, patience=1)
+    jobs = [dataclasses.replace(job_of(steps=20, lr=lr), averaging=ANY_VALLEY) for lr in (1e-6, 3e-3)]
+    together = bank_problems.train(jobs, training)
+    for job, among in zip(jobs, together, strict=True):
+        [alone] = bank_problems.train([job], training)
+        one, other = alone.selected["train_val"], among.selected["train_val"]
+        assert alone.stopped_at == among.stopped_at and (one.step, one.hparams) == (other.step, other.hparams)
+        torch.testing.assert_close(one.state, other.state, rtol=1e-3, atol=1e-3)
+    first, second = (trained.selected["train_val"].step for trained in together)
+    assert first == together[0].stopped_at and first < second
 
 
 def test_the_warm_up_of_xdomainmix_is_not_averaged() -> None:

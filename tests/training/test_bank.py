@@ -15,10 +15,11 @@ from torch import Tensor
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.averaging.swad import SWAD
 from xdm_ft.data.loading.samplers import PerDomainSampler, PooledSampler
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Batch
+from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Training
 from xdm_ft.training.bank import CHUNK_BYTES, CHUNK_HEADS, Bank, chunks, stack, step
 from xdm_ft.training.cached_data import batches, head_logits
@@ -199,6 +200,28 @@ def test_a_head_that_stops_keeps_what_it_picked_and_the_others_go_on() -> None:
         torch.testing.assert_close(alone.selected["train_val"].state, together.selected["train_val"].state)
     assert both[0].stopped_at is not None and both[0].stopped_at < 20
     assert max(both[0].course["train_val"]) == both[0].stopped_at
+
+
+class BrokenLate(ERM):
+    """Its loss is not finite from the tenth step on."""
+
+    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+        losses = super().loss(z, batch, step)
+        return losses if step < 9 else losses._replace(total=losses.total * torch.nan)
+
+
+def test_a_head_that_has_stopped_does_not_fail_with_the_others() -> None:
+    training = SGD.model_copy(update={"patience": 2, "evaluate_every": 2})
+    stopped, broken = train([job_of(BrokenLate, steps=20, lr=lr) for lr in (1e-6, 0.03)], training)
+    assert stopped.stopped_at is not None and stopped.stopped_at < 9
+    assert stopped.failure is None and stopped.selected
+    assert broken.failure is not None and "step 10 of 20" in broken.failure
+
+
+def test_chunks_part_what_averages_from_what_does_not() -> None:
+    jobs = [job_of(seed=seed) for seed in range(4)]
+    jobs = [dataclasses.replace(job, averaging=SWAD(n_converge=1 + job.seed) if job.seed % 2 else None) for job in jobs]
+    assert [[job.seed for job in chunk] for chunk in chunks(jobs, SGD)] == [[0, 2], [1, 3]]
 
 
 def test_a_chunk_holds_no_more_features_than_are_kept_in_memory() -> None:

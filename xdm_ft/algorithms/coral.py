@@ -51,18 +51,27 @@ class CORAL(Algorithm):
 def mean_distance(z: Tensor, domain: Tensor, num_domains: int) -> Tensor:
     """The mean over pairs of domains of 1/K ‖μ_a − μ_b‖² + 1/K² ‖C_a − C_b‖², from z [B,K] and domain int64 [B].
 
-    C_a never takes shape. With X_a the centred features, n_a × K, ⟨C_a, C_b⟩ = ‖X_a X_bᵀ‖² / ((n_a − 1)(n_b − 1)), so
-    the products of all centred samples, [B,B], hold every covariance distance: B² K operations where D B K² were.
+    Computed as 2/(n − 1) Σ_a [1/K ‖μ_a − μ̄‖² + 1/K² ‖C_a − C̄‖²], n domains and μ̄, C̄ their means, in float64: near-equal
+    domains differ by little beside their covariances, so these are subtracted before anything is squared. No [K,K]
+    matrix takes shape: the centred samples span at most B dimensions, and in an orthonormal basis of their span every
+    C_a is [B,B].
     """
-    members = F.one_hot(domain, num_domains).to(z.dtype)  # [B,D]
+    members = F.one_hot(domain, num_domains).double()  # [B,D]
     count = members.sum(0)  # [D]
-    means = (members.T @ z) / count.clamp(min=1)[:, None]  # [D,K]
-    centred = z - members @ means  # [B,K]
+    means = (members.T @ z.double()) / count.clamp(min=1)[:, None]  # [D,K]
+    centred = z.double() - members @ means  # [B,K]
+    # Held constant: another basis could only shorten C_a − C̄, and this one does not, so their gradients are the same
+    basis = torch.linalg.qr(centred.detach().T)[0]  # [K,min(B,K)]
+    own = centred @ basis  # [B,min(B,K)]
     weight = members / (count - 1).clamp(min=1)  # [B,D]
-    inner = weight.T @ (centred @ centred.T).square() @ weight  # ⟨C_a, C_b⟩ [D,D]
-    own = inner.diagonal()
-    covariances = (own[:, None] + own - 2 * inner) / z.shape[1] ** 2  # [D,D]
-    offsets = (means[:, None] - means).square().mean(-1)  # [D,D]
-    several = count > 1
-    pairs = (several[:, None] & several).triu(1)  # bool [D,D]
-    return ((offsets + covariances) * pairs).sum() / pairs.sum().clamp(min=1)
+    covariances = (own.T * weight.T[:, None]) @ own  # [D,min(B,K),min(B,K)]
+    several = (count > 1).double()  # [D]
+    width = z.shape[1]
+    spread = _spread(means, several) / width + _spread(covariances.flatten(1), several) / width**2
+    return (2 * spread / (several.sum() - 1).clamp(min=1)).to(z.dtype)
+
+
+def _spread(values: Tensor, taken: Tensor) -> Tensor:
+    """Σ_d ‖v_d − v̄‖² of vectors [D,V], over the domains d where `taken` [D] is 1 and not 0; v̄ is their mean."""
+    mean = taken @ values / taken.sum().clamp(min=1)
+    return taken @ (values - mean).square().sum(1)

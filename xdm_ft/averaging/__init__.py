@@ -1,7 +1,7 @@
 """One file per way to average weights over a training: `ALGORITHM+NAME` in a recipe.
 
 What the optimizer does is left as it is; only the weights that the training ends with are others. The file's stem is
-its name in a recipe, its class's constructor keywords are recipe keys.
+its name in a recipe; its class's constructor keywords are recipe keys, with that name before them: `swad.n_converge`.
 """
 
 from __future__ import annotations

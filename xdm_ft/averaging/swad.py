@@ -16,22 +16,29 @@ logger = logging.getLogger("xdm_ft")
 class SWAD(Averaging):
     """θ_SWAD = 1/(t_e − t_s + 1) Σ_{t=t_s…t_e} θ_t, over every step of the valley of the validation loss E.
 
-    Algorithm 1, with E_k the k-th evaluation, N_s = n_converge, N_e = n_tolerance and r = 1 + tolerance_ratio: t_s is
-    the first k with E_k = min(E_k … E_{k+N_s−1}), and the threshold l = r mean(E_k … E_{k+N_s−1}). Once N_e evaluations
-    in a row are above l, t_e is the one before them; until then it is the last one. An evaluation stands for the steps
-    since the one before, so evaluated at every step this is algorithm 1 to the letter (for N_e < N_s it may end
-    earlier, within the first N_s). Defaults are the paper's. E is the mean cross-entropy on the validation images of
-    the training domains.
+    With E_k the k-th evaluation, N_s = n_converge, N_e = n_tolerance and r = 1 + tolerance_ratio. An evaluation stands
+    for the steps since the one before it. E is the mean cross-entropy on the validation images of the training domains.
+    Defaults are the paper's.
 
-    Where no t_s is found, the last segment is averaged and a warning says so, as in the authors' code. That code also
-    takes in segments before t_s where N_e > N_s; the algorithm is followed instead.
+    *Start*: s is the first k with E_k = min(E_k … E_{k+N_s−1}), and the threshold l = r mean(E_k … E_{k+N_s−1}). Where
+    N_e > N_s up to N_e − N_s − 1 evaluations before s count too: those from which on every evaluation, and the one
+    before them, is not above l. *End*: once N_e evaluations in a row, the last of them after the N_s that found s, are
+    above l, the average ends before them. Where training ends first, evaluations above l at its very end are left out.
+
+    Both are the authors' code (khanrc/swad, `LossValley`); algorithm 1 of the paper starts at s and, without N_e
+    evaluations above l, ends with the training. What the code's queues do besides is not followed: evaluations near s
+    count two or three times, and each like any other however many steps it stands for, where here every step counts
+    once; s itself, which algorithm 1 has, is left out where N_e ≤ N_s; for N_e < N_s some evaluations above l among the
+    N_s are taken in; and where s comes before the N_e-th evaluation, or within N_e of the last, the bounds shift.
+
+    Where no s is found, the steps of the last evaluation are averaged and a warning says so, as in that code.
 
     Selection has nothing to pick: every rule gets θ_SWAD. Training goes on after t_e, so that budgets stay equal.
     Running batch-norm statistics do not fit averaged weights: with `batch_norm: train` they are gathered anew over up
     to 500 training batches, as the authors do; with `frozen` they stay what they are.
     """
 
-    source = "Cha et al. 2021, SWAD: Domain Generalization by Seeking Flat Minima, algorithm 1"
+    source = "Cha et al. 2021, SWAD: Domain Generalization by Seeking Flat Minima, algorithm 1, as its code has it"
 
     def __init__(
         self,
@@ -53,14 +60,14 @@ class SWAD(Averaging):
 
 
 class _Valley(Average):
-    """Keeps N_s segments at most before t_s, two afterwards."""
+    """Keeps max(N_s, N_e) segments at most until s is known, two afterwards."""
 
     def __init__(self, settings: SWAD) -> None:
         self.settings = settings
-        self.before: list[tuple[Segment, float]] = []  # while t_s is unknown: the last N_s
-        self.threshold: float | None = None  # l, once t_s is known
-        self.inside: Segment | None = None  # from t_s to the last evaluation that is not above l
-        self.above: Segment | None = None  # what follows it: part of the average unless t_e is found
+        self.before: list[tuple[Segment, float]] = []  # while s is unknown: the last max(N_s, N_e)
+        self.threshold: float | None = None  # l, once s is known
+        self.inside: Segment | None = None  # from t_s to the last evaluation that is not above l: the average
+        self.above: Segment | None = None  # what follows it: joins if an evaluation after it is not above l
         self.in_a_row = 0  # evaluations in `above`
         self.ended = False
 
@@ -69,6 +76,7 @@ class _Valley(Average):
             self._look_for_start(segment, loss)
         elif not self.ended:
             self._go_on(segment, loss)
+            self.ended = self.in_a_row >= self.settings.n_tolerance
 
     def result(self) -> Segment:
         if self.inside is None:
@@ -78,7 +86,7 @@ class _Valley(Average):
                 self.settings.n_converge, last.first, last.last,
             )  # fmt: skip
             return last
-        return self.inside if self.ended or self.above is None else self.inside.joined(self.above)
+        return self.inside
 
     def state(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "settings"}
@@ -91,14 +99,18 @@ class _Valley(Average):
         self.threshold, self.in_a_row, self.ended = state["threshold"], state["in_a_row"], state["ended"]
 
     def _look_for_start(self, segment: Segment, loss: float) -> None:
-        patience = self.settings.n_converge
-        self.before = [*self.before, (segment, loss)][-patience:]
+        window, most = self.settings.n_converge, max(self.settings.n_converge, self.settings.n_tolerance)
+        self.before = [*self.before, (segment, loss)][-most:]
         losses = [loss for _, loss in self.before]
-        if len(losses) < patience or losses[0] > min(losses):
+        start = len(losses) - window  # of s, from 0
+        if start < 0 or losses[start] > min(losses[start:]):
             return
-        self.threshold = (1 + self.settings.tolerance_ratio) * sum(losses) / patience
-        self.inside = self.before[0][0]
-        for later in self.before[1:]:
+        self.threshold = (1 + self.settings.tolerance_ratio) * sum(losses[start:]) / window
+        first = start
+        while first >= 2 and max(losses[first - 2 : first]) <= self.threshold:
+            first -= 1
+        self.inside = self.before[first][0]
+        for later in self.before[first + 1 :]:
             self._go_on(*later)
         self.before = []
 
@@ -108,5 +120,3 @@ class _Valley(Average):
         self.in_a_row += 1
         if loss <= self.threshold:
             self.inside, self.above, self.in_a_row = self.inside.joined(self.above), None, 0
-        elif self.in_a_row == self.settings.n_tolerance:
-            self.ended = True

@@ -10,7 +10,6 @@ import yaml
 
 from xdm_ft import components
 from xdm_ft.algorithms import Algorithm, Method
-from xdm_ft.recipe import BEHIND
 from xdm_ft.recipe_text import recipe_folder
 
 
@@ -43,16 +42,16 @@ def _works_on(cls: type[Method]) -> str:
 
 def _behind() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for folder in BEHIND:
+    for folder in components.BEHIND:
         for name in components.names(folder):
             cls = components.find(folder, name)
-            rows.append((f"…+{name}", cls.source, "cached / end to end", _settings(folder, name)))
+            rows.append((f"…+{name}", cls.source, "cached / end to end", _settings(folder, name, prefix=f"{name}.")))
     return rows
 
 
-def _settings(folder: str, name: str) -> str:
+def _settings(folder: str, name: str, prefix: str = "") -> str:
     """`key=default (meaning and unit)` of every constructor key; without a default where the key is needed."""
-    fields = components.settings_model(components.find(folder, name)).model_fields
+    fields = components.settings_model(components.find(folder, name), prefix=prefix).model_fields
     return "; ".join(
         f"{key}{'' if field.is_required() else f'={_in_yaml(field.default)}'} ({field.description})"
         for key, field in fields.items()

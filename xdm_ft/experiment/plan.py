@@ -231,7 +231,7 @@ def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, A
     """The hyper-parameters of one model, for results.json."""
     own: dict[str, Any] = {}
     for part in item.parts:
-        own |= part.kwargs()
+        own |= part.settings()
     if item.block.prompts is not None:
         own["prompts"] = list(item.block.prompts)
     if item.block.normalize:

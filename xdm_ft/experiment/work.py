@@ -259,10 +259,9 @@ class Work:
         if not planned.item.is_solver and planned.item.averaging is None and selected.step == planned.steps:
             found.append("last step picked")
         search, values = self.plan.recipe.search, hparams(self.plan.recipe, planned.item, planned.training)
-        parts = {part.name for part in planned.item.parts}
+        values |= {f"{part.name}.{key}": v for part in planned.item.parts for key, v in part.kwargs().items()}
         for key in search.distributions:
-            component, _, name = key.rpartition(".")
-            if (not component or component in parts) and at_the_edge(search, key, values.get(name)):
+            if at_the_edge(search, key, values.get(key)):
                 found.append(f"{key} at the edge of its range")
         return found
 

@@ -2,7 +2,8 @@
 
 A step is two passes over the same batch with the same random draws: gradients at θ, then gradients at θ + offset. The
 second pass is given `Losses.held` of the first (`Algorithm.forward(…, held)`), so that both see one and the same loss.
-The file's stem is its name in a recipe, its class's constructor keywords are recipe keys.
+The file's stem is its name in a recipe; its class's constructor keywords are recipe keys, with that name before them:
+`sam.rho`.
 """
 
 from __future__ import annotations

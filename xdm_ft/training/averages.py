@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ LOSS_SPLIT = "train_val"
 class Averages:
     """Of H models that train together. Parameters are stacked, [H,…]; a single model is a stack of one."""
 
-    def __init__(self, averaging: Averaging, heads: int, first_step: int) -> None:
-        """Weights after fewer steps than `first_step` are left out."""
-        self.averages = [averaging.begin() for _ in range(heads)]
+    def __init__(self, averagings: Sequence[Averaging], first_step: int) -> None:
+        """One `Averaging` per model. Weights after fewer steps than `first_step` are left out."""
+        self.averages = [averaging.begin() for averaging in averagings]
         self.first_step = first_step
         self.mean: Tensors = {}  # of the weights since the last evaluation
         self.count = 0
@@ -37,11 +37,16 @@ class Averages:
             for name, mean in self.mean.items():
                 mean.lerp_(parameters[name], 1 / self.count)
 
-    def evaluated(self, taken: int, losses: Sequence[float | None]) -> None:
-        """The validation loss of every head after `taken` steps; None where it is not finite."""
+    def evaluated(self, taken: int, losses: Sequence[float | None], ended: Collection[int] = ()) -> None:
+        """The validation loss of every head after `taken` steps; None where it is not finite.
+
+        The averages of the heads in `ended`, whose training was over at an earlier evaluation, stay what they are.
+        """
         if self.count == 0:
             return
         for head, (average, loss) in enumerate(zip(self.averages, losses, strict=True)):
+            if head in ended:
+                continue
             if loss is None:
                 self.broken_at.setdefault(head, taken)
             elif head not in self.broken_at:

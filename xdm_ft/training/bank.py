@@ -120,7 +120,8 @@ def train_bank(
 def chunks(jobs: Sequence[Job], training: Training) -> list[list[Job]]:
     """Jobs whose tensors stack, `chunk_heads` at a time: a function of the jobs, never of who trains them.
 
-    They have the same number of training domains, the same steps, and the same settings but for what is stacked.
+    They have the same number of training domains, the same steps, and the same settings but for what is stacked and
+    those of averaging.
     """
     groups: dict[Any, list[Job]] = {}
     for job in jobs:
@@ -130,6 +131,7 @@ def chunks(jobs: Sequence[Job], training: Training) -> list[list[Job]]:
             job.setup.task.num_domains,
             job.setup.steps,
             shared,
+            type(job.averaging),  # whose settings are every head's own
             *(tuple(sorted(s.items(), key=str)) for s in settings),
         )
         groups.setdefault(alike, []).append(job)
@@ -178,7 +180,7 @@ def _train_chunk(
                 if averages is not None and validation_loss is not None:
                     losses = validation_loss.values(bank.main["head.weight"], bank.main["head.bias"])
                     losses_or_none = [None if values is None else values[LOSS_SPLIT] for values in losses]
-                    averages.evaluated(number + 1, losses_or_none)
+                    averages.evaluated(number + 1, losses_or_none, ended=state.stopped_before(number + 1))
                 if state.ended:
                     break
             state.taken = number + 1
@@ -197,9 +199,10 @@ def _evaluate(
     means, broken_at = state.course.take()
     lr = bank.lr * learning_rate_factor(taken - 1, bank.steps, bank.schedule)
     for head, values in enumerate(validation.values(bank.main["head.weight"], bank.main["head.bias"])):
-        if failures[head] is None:
-            failures[head] = _failure(jobs[head], training, data, taken, broken_at.get(head), values)
-        if failures[head] is None and values is not None and state.selectors[head].stopped_at is None:
+        if failures[head] is not None or state.selectors[head].stopped_at is not None:
+            continue
+        failures[head] = _failure(jobs[head], training, data, taken, broken_at.get(head), values)
+        if failures[head] is None and values is not None:
             values |= known_values(jobs[head], taken)
             state.selectors[head].offer(taken, values, lambda head=head: bank.state(head))  # type: ignore[misc]
             scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": float(lr[head])}
@@ -208,10 +211,11 @@ def _evaluate(
 
 def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages | None, Validation | None]:
     """Where the method asks for an average: it, and the losses that it looks at."""
-    averaging = jobs[0].averaging
-    if averaging is None:
+    averagings = [job.averaging for job in jobs if job.averaging is not None]
+    if not averagings:
         return None, None
-    averages = Averages(averaging, len(jobs), bank.template.first_selectable_step)
+    assert len(averagings) == len(jobs), "a bank has one kind of averaging"
+    averages = Averages(averagings, bank.template.first_selectable_step)
     return averages, Validation(jobs, data, (LOSS_SPLIT,), "nll")
 
 

@@ -85,6 +85,11 @@ class ChunkState:
         stopped = [selector.stopped_at is not None for selector in self.selectors]
         return all(failure is not None or stop for failure, stop in zip(self.failures, stopped, strict=True))
 
+    def stopped_before(self, taken: int) -> set[int]:
+        """The heads whose `patience` ended before the evaluation after `taken` steps."""
+        stops = enumerate(selector.stopped_at for selector in self.selectors)
+        return {head for head, stop in stops if stop is not None and stop < taken}
+
     @property
     def seconds(self) -> float:
         return self.before + time.perf_counter() - self.started

@@ -102,7 +102,7 @@ def train_model(
     training_images = ImageRows(dataset, training_transform(encoder.preprocessing, augmentation))
     batches = TrainingBatches(job, training, training_images, labels, domains, accelerator)
     first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
-    averages = Averages(job.averaging, 1, first_step) if job.averaging else None
+    averages = Averages([job.averaging], first_step) if job.averaging else None
     seen = rules if averages is None else list(dict.fromkeys([*rules, LOSS_SPLIT]))
     groups = domains if worst_of is None else worst_of
     validation = Validation(job, images, labels, groups, seen, metric, batches.largest_part, accelerator)
