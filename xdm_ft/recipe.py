@@ -64,6 +64,7 @@ def check(text: RecipeText) -> Recipe:
         found[block] = _block(faults, (block,), model, values.get(block, {}))
     found["methods"] = _methods(faults, values.get("methods"))
     faults.raise_if_any()
+    found["search"] = found["search"].for_data(found["data"].name)
     recipe = Recipe(name=str(name), **found)
     check_together(faults, recipe)
     faults.raise_if_any()

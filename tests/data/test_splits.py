@@ -180,7 +180,10 @@ def test_gaps_are_noted() -> None:
     assert split.notes == ("images assumed independent", "no training image of c2 in d1")
     marks = ["train"] * 15 + ["train"] * 8 + ["val"] * 2 + ["train"] * 15
     marked = MadeUp(labels, dataset.domains, splits=marks)
-    assert "no validation image of d2" in leave_one_domain_out(marked, Protocol(), "d0", 0).notes
+    assert (
+        "no validation image of d2, which train_val leaves out"
+        in leave_one_domain_out(marked, Protocol(), "d0", 0).notes
+    )
 
 
 def fault(dataset: MadeUp, protocol: Protocol, unreadable: tuple[int, ...] = ()) -> str:

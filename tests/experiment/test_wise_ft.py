@@ -66,7 +66,9 @@ def selected(found: dict[str, Any], method: str, seed: int = 0) -> dict[str, Any
 
 
 def accuracies(picked: dict[str, Any]) -> dict[str, float]:
-    return {split: score["accuracy"] for split, score in picked["metrics"].items()}
+    """As α is chosen: on `train_val` the mean over the domains."""
+    pooled = {split: score["accuracy"] for split, score in picked["metrics"].items()}
+    return pooled | {"train_val": picked["value"]}
 
 
 def check_curve(found: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -74,7 +76,9 @@ def check_curve(found: dict[str, Any], seed: int) -> dict[str, Any]:
     assert [point["alpha"] for point in wise["curve"]] == [i / 10 for i in range(11)]
     assert wise["curve"] == half["curve"] and half["alpha"] == 0.5
     best = max(wise["curve"], key=lambda point: point["train_val"])
-    assert wise["alpha"] == best["alpha"]
+    assert wise["alpha"] == best["alpha"] and wise["value"] == best["train_val"]
+    domains = wise["metrics"]["train_val"]["per_domain"].values()
+    assert wise["value"] == pytest.approx(sum(domain["accuracy"] for domain in domains) / len(domains))
     for picked in (wise, half):
         [point] = [point for point in picked["curve"] if point["alpha"] == picked["alpha"]]
         assert {split: value for split, value in point.items() if split != "alpha"} == accuracies(picked)
@@ -94,6 +98,20 @@ def test_on_cached_features(tmp_path: Path) -> None:
     )
     for name in ("head.weight", "head.bias"):
         torch.testing.assert_close(half[name], (zero[name] + one[name]) / 2)
+
+
+def test_the_shipped_model_has_the_median_alpha(tmp_path: Path) -> None:
+    only_wise = (
+        ("  - zero_shot\n  - {name: erm, head_init: zero_shot}\n", ""),
+        ("  - {name: wise_ft, alpha: 0.5, label: half}\n", ""),
+    )
+    found = results(tmp_path, *only_wise, ("seeds: 2}", "seeds: 3, final_fit: true}"))
+    final, picked = found["final_fit"], [selected(found, "wise_ft", seed) for seed in range(3)]
+    assert final["alpha"] == sorted(one["alpha"] for one in picked)[1]
+    assert final["step"] == sorted(one["step"] for one in picked)[1]
+    assert f"α = {final['alpha']}, the median" in final["how"]
+    weights = load_file(tmp_path / "output" / "wise" / final["weights"])
+    assert weights["head.weight"].isfinite().all()
 
 
 def test_a_method_with_normalize_is_as_with_a_normalising_encoder(tmp_path: Path) -> None:

@@ -39,5 +39,5 @@ def assert_same(got: Trained, expected: Trained) -> None:
         assert got.selected[rule].state.keys() == selected.state.keys()
         for name, value in selected.state.items():
             assert torch.equal(got.selected[rule].state[name], value), (rule, name)
-    shared = [len({id(selected) for selected in trained.selected.values()}) for trained in (got, expected)]
+    shared = [len({id(selected.state) for selected in trained.selected.values()}) for trained in (got, expected)]
     assert shared[0] == shared[1], "rules that picked the same share it"

@@ -146,11 +146,11 @@ def ignore(job: Job, step: int, values: dict[str, float]) -> None:
 def train(job: Job, encoder: Encoder, training: Training, accelerator: Accelerator, **changes: Any) -> Trained:
     """Trains with one rule; without `evaluate_every` the selected step is the last."""
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
-    arguments = {"rules": ("train_val",), "batch_norm": "train", "record": ignore, **changes}
-    rules, batch_norm = arguments.pop("rules"), arguments.pop("batch_norm")
+    arguments = {"rules": ("train_val",), "metric": "accuracy", "batch_norm": "train", "record": ignore, **changes}
+    rules, metric, batch_norm = (arguments.pop(name) for name in ("rules", "metric", "batch_norm"))
     training = training.model_copy(update={"evaluate_every": training.evaluate_every or job.setup.steps})
     return train_model(
-        job, encoder, digits(), labels, domains, training, rules, "accuracy", batch_norm, accelerator,
+        job, encoder, digits(), labels, domains, training, rules, metric, batch_norm, accelerator,
         show=False, **arguments,
     )  # fmt: skip
 

@@ -7,18 +7,18 @@ import re
 
 import pytest
 import torch
-from bank_problems import WithDomainHead, digits, job_of, split_of, train
+from bank_problems import CLASSES, WithDomainHead, digits, job_of, split_of, train
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.data.loading.samplers import PerDomainSampler
-from xdm_ft.evaluation.metrics import metric
 from xdm_ft.features.cache import Features
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Training
 from xdm_ft.training.cached_data import CachedData, head_logits
+from xdm_ft.training.rule_images import rule_images
 
 Records = list[tuple[Job, int, dict[str, float]]]
 
@@ -78,7 +78,9 @@ def test_the_selected_state_has_the_best_recorded_metric(name: str) -> None:
             assert selected.step == next(step for step, value in course if value == best)
             rows = job.split.evaluation[split]
             logits = head_logits(data.features, rows, selected.state)
-            assert metric(name, logits, data.labels[rows], data.domains[rows]) == pytest.approx(best, abs=1e-6)
+            images = rule_images(split, rows, data.labels, data.domains, data.domains, name, CLASSES)
+            assert selected.value == best
+            assert images.value(logits) == pytest.approx(best, abs=1e-6)
 
 
 def test_xdomainmix_never_selects_its_warm_up() -> None:
@@ -87,6 +89,14 @@ def test_xdomainmix_never_selects_its_warm_up() -> None:
     assert trained.selected["train_val"].step in (39, 40)
     assert trained.mixed_steps == 2
     assert train([job_of(steps=4)])[0].mixed_steps is None
+
+
+def test_mixed_steps_are_those_taken_where_patience_ends_a_head() -> None:
+    jobs = [job_of(XDomainMix, seed=seed, steps=60, lr=lr, warmup_steps=5) for seed, lr in ((0, 0.0), (1, 0.01))]
+    results = train(jobs, Training(batch_size=8, evaluate_every=1, patience=2), metric="nll")
+    assert results[0].stopped_at == 8, "its first selectable step is 6, and none after it is better"
+    stops = [trained.stopped_at or 60 for trained in results]
+    assert stops[1] > 8 and [trained.mixed_steps for trained in results] == [stop - 5 for stop in stops]
 
 
 def test_a_state_is_whole_and_on_the_cpu() -> None:

@@ -176,3 +176,11 @@ def test_xdomainmix_with_sam_trains_a_timm_model(accelerator: Accelerator) -> No
     assert trained.selected["train_val"].step > 10
     assert recorded[40]["loss"] < 0.8 * recorded[10]["loss"]
     assert recorded[40]["without_same_partner"] < 0.5
+
+
+def test_mixed_steps_are_those_taken_where_patience_ends_the_training(accelerator: Accelerator) -> None:
+    job = make_job(lambda setup: XDomainMix(setup, warmup_steps=2), steps=10, lr=0.0, weight_decay=0.0)
+    training = Training(batch_size=4, encoder_lr=1e-30, evaluate_every=1, patience=1)
+    trained = train(job, SmallCNN(), training, accelerator, batch_norm="frozen")
+    assert trained.stopped_at == 4, "step 3 is the first that can be selected"
+    assert trained.mixed_steps == 2

@@ -86,13 +86,56 @@ def test_presets_name_settings_that_there_are():
 
 
 def test_the_edge_is_the_outer_twentieth():
-    search = Search(trials=2, space={"lr": LOG, "momentum": Distribution(choice=(0.1, 0.9))})
+    search = Search(trials=2, space={"lr": LOG})
     assert [at_the_edge(search, "lr", LOG.at(u)) for u in (0.01, 0.06, 0.5, 0.94, 0.99)] == [
         True, False, False, False, True,
     ]  # fmt: skip
     assert at_the_edge(search, "lr", 1.0) and at_the_edge(search, "lr", 1e-5), "the recipe's own value may lie outside"
-    assert not at_the_edge(search, "momentum", 0.9) and not at_the_edge(search, "weight_decay", 0.1)
+    assert not at_the_edge(search, "weight_decay", 0.1), "not searched"
     assert not at_the_edge(Search(space={"lr": LOG}), "lr", 1.0), "one trial searches nothing"
+
+
+def edges(distribution, values):
+    return [at_the_edge(Search(trials=2, space={"key": distribution}), "key", value) for value in values]
+
+
+def test_the_edge_of_whole_numbers_is_the_outermost_that_can_be_drawn():
+    batch_size = Distribution(log_uniform=(2**3, 2**5.5))
+    assert edges(batch_size, [8, 9, 20, 44, 45]) == [True, False, False, True, True]
+    assert edges(Distribution(uniform=(1.0, 8.4)), [1, 2, 7, 8]) == [True, False, False, True]
+
+
+def test_the_edge_of_a_choice_is_its_lowest_and_its_highest_number():
+    assert edges(Distribution(choice=(0.1, 0.01, 0.05)), [0.01, 0.05, 0.1, 0.001, 0.2]) == [
+        True, False, True, True, True,
+    ]  # fmt: skip
+    assert edges(Distribution(choice=(16, 32, 64)), [16, 32, 64]) == [True, False, True]
+    assert edges(Distribution(choice=(0.1,)), [0.1]) == [False], "one value is no search"
+    assert edges(Distribution(choice=("sample", "batch")), ["sample"]) == [False], "words have no order"
+    assert edges(Distribution(choice=(False, True)), [True]) == [False]
+
+
+def test_sagm_draws_what_its_code_draws():
+    """hparams_registry.py of Wang-pengfei/SAGM: `random_state.choice([0.01, 0.02, 0.05, 0.1])` for both."""
+    for preset in ("frozen", "domainbed"):
+        for key in ("sagm.rho", "sagm.alpha"):
+            assert PRESETS[preset][key].choice == (0.01, 0.02, 0.05, 0.1)
+    values = {Search(trials=60, preset="frozen").drawn(trial)["sagm.alpha"] for trial in range(1, 60)}
+    assert values == {0.01, 0.02, 0.05, 0.1}
+
+
+def test_domainnets_batches_go_to_32():
+    """hparams_registry.py of DomainBed: `int(2**r.uniform(3, 5))` for DomainNet, `int(2**r.uniform(3, 5.5))` else."""
+    search = Search(trials=30, preset="domainbed")
+    sizes = {
+        name: [search.for_data(name).drawn(trial)["batch_size"] for trial in range(1, 30)]
+        for name in ("pacs", "domainnet")
+    }
+    assert max(sizes["domainnet"]) < 2**5 < max(sizes["pacs"]) < 2**5.5
+    own = Search(trials=3, preset="domainbed", space={"batch_size": Distribution(choice=(7,))})
+    assert own.for_data("domainnet").drawn(1)["batch_size"] == 7, "a range of the recipe's own is kept"
+    assert Search(trials=3, preset="frozen").for_data("domainnet").space == {}
+    assert Search().for_data("domainnet") == Search()
 
 
 def test_drawn_settings_reach_their_block_only():

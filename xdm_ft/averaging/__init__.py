@@ -53,6 +53,39 @@ class Averaging(ABC):
     """The settings, from which every model's average starts anew."""
 
     source: str = ""
+    reads_loss: bool = True  # whether the average looks at the validation loss
 
     @abstractmethod
     def begin(self) -> Average: ...
+
+
+class Interval(Averaging):
+    """The mean of the weights after steps first…last, known beforehand. Evaluations must fall on first − 1 and last."""
+
+    reads_loss = False
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+
+    def begin(self) -> Average:
+        return _OfInterval(self.first, self.last)
+
+
+class _OfInterval(Average):
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.joined: Segment | None = None
+
+    def add(self, segment: Segment, loss: float) -> None:
+        if self.first <= segment.first and segment.last <= self.last:
+            self.joined = segment if self.joined is None else self.joined.joined(segment)
+
+    def result(self) -> Segment:
+        assert self.joined is not None, f"no segment lies between the steps {self.first} and {self.last}"
+        return self.joined
+
+    def state(self) -> dict[str, Any]:
+        return {"joined": self.joined}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.joined = None if state["joined"] is None else Segment(*state["joined"])

@@ -170,6 +170,11 @@ def worst_accuracy(predicted: Tensor, labels: Tensor, worst_of: Tensor) -> float
     return min((share for share, _ in domain_accuracies(predicted, labels, worst_of).values()), default=float("nan"))
 
 
+def is_defined(name: str, labels: Tensor, num_classes: int) -> bool:
+    """Whether a metric over images has a value on these labels [n], whatever the logits: an AUROC needs two classes."""
+    return len(labels) > 0 and (name != "auroc" or len(_scored_classes(labels.cpu().numpy(), num_classes)) > 0)
+
+
 def metric(name: str, logits: Tensor, labels: Tensor, worst_of: Tensor) -> float:
     """One metric by its name, computing nothing else; nan where it is not defined. n must not be 0.
 

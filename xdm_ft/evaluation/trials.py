@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xdm_ft.data.loading.splits import SELECTION_SPLIT
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 
 Record = Mapping[str, Any]
 
 
-def selection_value(record: Record, rule: str, metric: str) -> float | None:
-    """What the rule saw of the step that it picked; None where it picked none.
-
-    On the rule's own images, or `value` where other models told it (cross_domain).
-    """
+def selection_value(record: Record, rule: str) -> float | None:
+    """What the rule saw of the step that it picked; None where it picked none, or saw nothing that is defined."""
     selected = record["selected"].get(rule) if record["status"] == "ok" else None
-    if selected is None:
-        return None
-    if "value" in selected:
-        return float(selected["value"])
-    value = selected["metrics"][SELECTION_SPLIT[rule]][metric]
+    value = None if selected is None else selected.get("value")
     return None if value is None else float(value)
 
 
@@ -36,7 +28,7 @@ def picked_trials(records: Sequence[Record], rule: str, metric: str) -> list[Rec
         groups.setdefault((record["method"], tuple(record["test_domains"]), record["seed"]), []).append(record)
     picked = []
     for trials in groups.values():
-        values = {place: selection_value(record, rule, metric) for place, record in enumerate(trials)}
+        values = {place: selection_value(record, rule) for place, record in enumerate(trials)}
         known = {place: value for place, value in values.items() if value is not None}
         picked.append(trials[max(known, key=lambda place: sign * known[place]) if known else 0])
     return picked

@@ -19,6 +19,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.progress import progress
 from xdm_ft.recipe_blocks import MethodItem
 from xdm_ft.training import Identity, Job, Selected, Trained
+from xdm_ft.training.selection import FINAL_FIT
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -155,9 +156,10 @@ class Engines:
         return features.normalized() if job.normalized else features
 
     def _record(self, job: Job, step: int, values: dict[str, float]) -> None:
-        place = f"{job.method}/{','.join(job.test_domains)}/seed{job.seed}"
+        place = f"{job.method}/{','.join(job.test_domains) or FINAL_FIT}/seed{job.seed}"
         trial = f"-trial{job.trial}" if self.plan.recipe.search.trials > 1 else ""
-        self.directory.record_scalars(f"{place}{trial}", step, values)
+        measured = {name: value for name, value in values.items() if not name.startswith(f"{FINAL_FIT}/")}
+        self.directory.record_scalars(f"{place}{trial}", step, measured)
 
 
 def starting_weights(model: Model) -> dict[str, Tensor]:

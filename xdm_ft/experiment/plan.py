@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data.loading.derived_splits import LEFT_OUT, also_measuring, without
+from xdm_ft.data.loading.derived_splits import LEFT_OUT, all_domains, also_measuring, without
 from xdm_ft.data.loading.samplers import steps_of
 from xdm_ft.data.loading.splits import Split, rules_of, splits
 from xdm_ft.errors import UserError, did_you_mean
@@ -19,6 +20,8 @@ from xdm_ft.recipe import Recipe
 from xdm_ft.recipe_blocks import MethodItem, drawn_item, drawn_training, unfreezes_too_late
 from xdm_ft.tensors import Task
 from xdm_ft.training import Identity, Training
+from xdm_ft.training.rule_images import BY_DOMAIN, undefined_domains
+from xdm_ft.training.search import Distribution
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,28 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
                 models += _planned(recipe, item, by_seed[seed][place], seed, dataset)
     every = [split for of_seed in by_seed.values() for split in of_seed]
     notes = dict.fromkeys(note for split in every for note in split.notes)
+    notes |= dict.fromkeys([*_left_out_of_selection(recipe, dataset, every), *_draws(recipe)])
     extra = _extra_models(dataset, models) if recipe.protocol.selection == "cross_domain" else ()
+    if recipe.protocol.final_fit:
+        all_domains(dataset, unreadable)  # its faults come before any training
     return Plan(recipe, dataset, tuple(models), extra, rules_of(recipe.protocol, every), tuple(notes))
+
+
+def _left_out_of_selection(recipe: Recipe, dataset: ImageDataset, every: list[Split]) -> Iterator[str]:
+    """The training domains on whose validation images the metric is not defined, and in how many of the splits."""
+    metric, found = recipe.protocol.metric, Counter[int]()
+    labels, domains = torch.as_tensor(dataset.labels), torch.as_tensor(dataset.domains)
+    validated = [split.evaluation[BY_DOMAIN] for split in every if BY_DOMAIN in split.evaluation]
+    for rows in validated:
+        found.update(undefined_domains(rows, labels, domains, metric, len(dataset.class_names)))
+    for domain, splits_without in sorted(found.items()):
+        name, share = dataset.domain_names[domain], f"{splits_without} of {len(validated)} splits"
+        yield f"{BY_DOMAIN} leaves out {name}, where {metric} is not defined, in {share}"
+
+
+def _draws(recipe: Recipe) -> Iterator[str]:
+    if recipe.search.trials > 1:
+        yield "the same hyper-parameter draws for every held-out domain and seed (DomainBed draws anew for each seed)"
 
 
 def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[ExtraModel, ...]:
@@ -158,6 +181,18 @@ def trials_of(recipe: Recipe, item: MethodItem) -> int:
     """1 for a solver, unless its own settings are searched: those of `training` mean nothing to it."""
     searched = any(drawn_item(item, recipe.search.drawn(trial)) is not item for trial in range(recipe.search.trials))
     return 1 if item.is_solver and not searched else recipe.search.trials
+
+
+def searched(recipe: Recipe, item: MethodItem) -> Iterator[tuple[str, Distribution]]:
+    """The keys of the search that are drawn for one of the recipe's methods, `training`'s included."""
+    for key, distribution in recipe.search.distributions.items():
+        if "." not in key or drawn_item(item, {key: distribution.at(0.5)}) is not item:
+            yield key, distribution
+
+
+def drawn_value(values: Mapping[str, Any], key: str) -> Any:
+    """Of a key of the search, KEY or METHOD.KEY, in the `hparams` of a model; None where they lack it."""
+    return values.get(key, values.get(key.rpartition(".")[2]))
 
 
 def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: ImageDataset, steps: int) -> None:

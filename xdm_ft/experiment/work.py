@@ -14,20 +14,21 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.data.loading.derived_splits import LEFT_OUT, mean_course
-from xdm_ft.data.loading.splits import SELECTION_SPLIT, Split
-from xdm_ft.evaluation.metrics import metric as metric_of
+from xdm_ft.data.loading.splits import Split
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.experiment.engines import Engines, Model, starting_weights
 from xdm_ft.experiment.material import Material
-from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel, extra_models, hparams
+from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel, drawn_value, extra_models, hparams, searched
 from xdm_ft.experiment.run_directory import RunDirectory, make_prediction
 from xdm_ft.recipe_blocks import MethodItem
 from xdm_ft.tensors import Task
 from xdm_ft.training import Identity, Job, Selected, Trained
 from xdm_ft.training.class_weights import balanced
 from xdm_ft.training.interpolation import on_the_line
+from xdm_ft.training.rule_images import RuleImages, rule_images
 from xdm_ft.training.search import at_the_edge
+from xdm_ft.training.selection import split_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -181,17 +182,18 @@ class Work:
         if share is None or trained.failure is not None:
             return trained
         start, metric = starting_weights(model), self.plan.recipe.protocol.metric
+        images = {name: self.measured(name, rows) for name, rows in job.split.evaluation.items()}
 
         def evaluate(selected: Selected) -> dict[str, float]:
+            logits = {name: model.logits(selected, rows).cpu() for name, rows in job.split.evaluation.items()}
             return {
-                name: self.value(model.logits(selected, rows).cpu(), rows)
-                for name, rows in job.split.evaluation.items()
+                name: images[name].value(values) if values.isfinite().all() else math.nan
+                for name, values in logits.items()
             }
 
         picked = {}
         for rule, selected in trained.selected.items():
-            looks_at = SELECTION_SPLIT.get(rule, "train_val")
-            here = on_the_line(selected, start, share, metric, looks_at, evaluate)
+            here = on_the_line(selected, start, share, metric, split_of(rule), evaluate)
             if here is not None:
                 picked[rule] = here
             elif rule == self.plan.rules[0]:
@@ -199,11 +201,11 @@ class Work:
                 return dataclasses.replace(trained, selected={}, failure=reason)
         return dataclasses.replace(trained, selected=picked)
 
-    def value(self, logits: Tensor, rows: Tensor) -> float:
-        """The protocol's metric; nan where a logit is not finite."""
-        if not logits.isfinite().all():
-            return float("nan")
-        return metric_of(self.plan.recipe.protocol.metric, logits, self.plan.labels[rows], self.plan.worst_of[rows])
+    def measured(self, split: str, rows: Tensor) -> RuleImages:
+        """The images of a split as selection measures them in the protocol's metric."""
+        plan = self.plan
+        metric, classes = plan.recipe.protocol.metric, len(plan.dataset.class_names)
+        return rule_images(split, rows, plan.labels, plan.domains, plan.worst_of, metric, classes)
 
     def finished(self, planned: PlannedModel, trained: Trained, model: Model) -> Finished:
         """The record of results.json (DESIGN: R), its weights written, and its predictions on the test domain."""
@@ -225,14 +227,15 @@ class Work:
         predictions = []
         told: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = {}  # rules that picked the same share it
         for rule, selected in trained.selected.items():
-            if id(selected) not in told:
+            if id(selected.state) not in told:
                 scores = {name: model.logits(selected, rows).cpu() for name, rows in job.split.evaluation.items()}
                 broken = [name for name, values in scores.items() if not values.isfinite().all()]
                 if broken:
                     reason = f"the logits of {', '.join(broken)} images are not finite at the step {selected.step}"
                     return record | {"status": "failed", "reason": reason, "selected": {}}, []
-                told[id(selected)] = scores, self.selection(planned, rule, selected, scores, model)
-            scores, record["selected"][rule] = told[id(selected)]
+                told[id(selected.state)] = scores, self.selection(planned, rule, selected, scores, model)
+            scores, own = told[id(selected.state)]
+            record["selected"][rule] = own | self.value(job, rule, selected, scores)
             predictions.append(self.prediction(key, rule, job.split.evaluation["test"], scores["test"]))
         return record, predictions
 
@@ -250,8 +253,16 @@ class Work:
             weights = self.directory.save_weights(planned.key, rule, selected.state, self.metadata(selected, job))
         curve = {"curve": selected.curve} if selected.curve else {}
         own = {"step": selected.step, **selected.hparams, "weights": weights, "metrics": metrics, **curve}
-        known, flags = job.known.get(rule, {}).get(selected.step), self.flags(planned, selected)
-        return own | ({} if known is None else {"value": known}) | ({"flags": flags} if flags else {})
+        flags = self.flags(planned, selected)
+        return own | ({"flags": flags} if flags else {})
+
+    def value(self, job: Job, rule: str, selected: Selected, logits: Mapping[str, Tensor]) -> dict[str, float]:
+        """What the rule saw of its pick, as `value`; of averaged weights, which it did not see, the same on them."""
+        value = job.known[rule].get(selected.step) if rule in job.known else selected.value
+        if value is None:
+            name = split_of(rule)
+            value = self.measured(name, job.split.evaluation[name]).value(logits[name])
+        return {"value": value} if math.isfinite(value) else {}
 
     def flags(self, planned: PlannedModel, selected: Selected) -> list[str]:
         """What makes a pick doubtful: a better one may lie beyond the steps or beyond a searched range."""
@@ -259,9 +270,9 @@ class Work:
         if not planned.item.is_solver and planned.item.averaging is None and selected.step == planned.steps:
             found.append("last step picked")
         search, values = self.plan.recipe.search, hparams(self.plan.recipe, planned.item, planned.training)
-        values |= {f"{part.name}.{key}": v for part in planned.item.parts for key, v in part.kwargs().items()}
-        for key in search.distributions:
-            if at_the_edge(search, key, values.get(key)):
+        item = next(item for item in self.plan.recipe.methods if item.label == planned.item.label)
+        for key, _ in searched(self.plan.recipe, item):
+            if at_the_edge(search, key, drawn_value(values, key)):
                 found.append(f"{key} at the edge of its range")
         return found
 

@@ -127,6 +127,7 @@ class Selected:
     state: dict[str, Tensor]  # parameters and buffers on the CPU: `head.weight`, …; end to end also `encoder.…`
     hparams: dict[str, float] = field(default_factory=dict)  # what a solver varied, or how weights were averaged
     curve: list[dict[str, float | None]] = field(default_factory=list)  # α and the metric by split, where interpolated
+    value: float | None = None  # what the rule saw of it; None: nothing, as of averaged weights
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ the same head trained alone to float32 rounding.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,10 +178,9 @@ def _train_chunk(
             bar.advance(len(jobs))
             if number + 1 in due:
                 _evaluate(state, training, data, validation, number + 1, record)
-                if averages is not None and validation_loss is not None:
-                    losses = validation_loss.values(bank.main["head.weight"], bank.main["head.bias"])
-                    losses_or_none = [None if values is None else values[LOSS_SPLIT] for values in losses]
-                    averages.evaluated(number + 1, losses_or_none, ended=state.stopped_before(number + 1))
+                if averages is not None:
+                    losses = _losses_to_average_by(validation_loss, bank)
+                    averages.evaluated(number + 1, losses, ended=state.stopped_before(number + 1))
                 if state.ended:
                     break
             state.taken = number + 1
@@ -216,7 +216,15 @@ def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages |
         return None, None
     assert len(averagings) == len(jobs), "a bank has one kind of averaging"
     averages = Averages(averagings, bank.template.first_selectable_step)
-    return averages, Validation(jobs, data, (LOSS_SPLIT,), "nll")
+    return averages, Validation(jobs, data, (LOSS_SPLIT,), "nll") if averagings[0].reads_loss else None
+
+
+def _losses_to_average_by(validation: Validation | None, bank: Bank) -> list[float | None]:
+    """The validation loss of every head; None where its logits are not finite, nan where no average looks at it."""
+    if validation is None:
+        return [math.nan] * len(bank.lr)
+    values = validation.values(bank.main["head.weight"], bank.main["head.bias"])
+    return [None if of_head is None else of_head[LOSS_SPLIT] for of_head in values]
 
 
 def step(bank: Bank, batch: Batch, number: int) -> Tensors:

@@ -152,7 +152,6 @@ class ChunkState:
 
     def results(self, rules: Sequence[str]) -> list[Trained]:
         bank, averages, seconds = self.bank, self.averages, self.seconds / len(self.jobs)
-        mixed_steps = bank.template.mixed_steps(bank.steps)
         results = []
         for head, (job, selector, failure) in enumerate(zip(self.jobs, self.selectors, self.failures, strict=True)):
             failure = failure or (selector.nothing_selected() if averages is None else averages.nothing_averaged(head))
@@ -160,5 +159,6 @@ class ChunkState:
             if averages is not None and not failure:
                 selected = averages.selected(head, lambda mean, head=head: bank.state(head) | mean, rules)  # type: ignore[misc]
             picked = {} if failure else selected
+            mixed_steps = bank.template.mixed_steps(selector.stopped_at or bank.steps)
             results.append(Trained(job, picked, mixed_steps, seconds, failure, selector.course, selector.stopped_at))
         return results

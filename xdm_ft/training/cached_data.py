@@ -12,11 +12,11 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.data.loading.samplers import BatchSampler, sampler
-from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.randomness import Stream, integers
 from xdm_ft.tensors import Batch, InputPartners, Samples
 from xdm_ft.training import Job, Training
-from xdm_ft.training.selection import rows_of_rules
+from xdm_ft.training.rule_images import RuleImages, rule_images
+from xdm_ft.training.selection import rows_of_rules, split_of
 
 if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
@@ -164,8 +164,18 @@ class Validation:
         held = 4 * len(union) * data.features.width <= HELD_BYTES
         self.held = data.features[self.rows.to(data.labels.device)] if held else None  # float32 [U,K]
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        view_of = {key: _view(place[place_of[key]], rows, data) for key, rows in distinct.items()}
-        self.views = [{rule: view_of[id(rows)] for rule, rows in of_head.items()} for of_head in wanted]
+        device, worst_of = data.labels.device, data.domains if data.worst_of is None else data.worst_of
+        about = data.labels, data.domains, worst_of, metric, jobs[0].setup.task.num_classes
+        placed = {key: place[places].to(device) for key, places in place_of.items()}
+        measured: dict[tuple[int, str], RuleImages] = {}
+        for rule, rows in (own for of_head in wanted for own in of_head.items()):
+            key = id(rows), split_of(rule)
+            if key not in measured:
+                measured[key] = rule_images(key[1], rows, *about)
+        self.views = [
+            {rule: (placed[id(rows)], measured[id(rows), split_of(rule)]) for rule, rows in of_head.items()}
+            for of_head in wanted
+        ]
 
     @torch.no_grad()
     def values(self, weight: Tensor, bias: Tensor) -> list[dict[str, float] | None]:
@@ -208,13 +218,12 @@ class Validation:
         for block in self.rows[group].split(rows_at_once(self.data.features)):
             yield self.data.features[block.to(self.data.labels.device)]
 
-    def _values_of_head(
-        self, logits: Tensor, views: dict[str, tuple[Tensor, Tensor, Tensor]]
-    ) -> dict[str, float] | None:
-        own = {rule: (logits[place], labels, worst_of) for rule, (place, labels, worst_of) in views.items()}
-        if not all(torch.isfinite(values).all() for values, _, _ in own.values()):
+    def _values_of_head(self, logits: Tensor, views: dict[str, tuple[Tensor, RuleImages]]) -> dict[str, float] | None:
+        """`views`: where a rule's images are among the rows, and what is measured on them."""
+        own = {rule: logits[place] for rule, (place, _) in views.items()}
+        if not all(torch.isfinite(values).all() for values in own.values()):
             return None
-        return {rule: metric_of(self.metric, *of_rule) for rule, of_rule in own.items()}
+        return {rule: images.value(own[rule]) for rule, (_, images) in views.items()}
 
 
 def distinct_rows(looks: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,9 +236,3 @@ def distinct_rows(looks: Tensor) -> tuple[Tensor, Tensor]:
     groups = looks.new_zeros(int(group.max()) + 1 if len(group) else 0, looks.shape[1])
     groups[group] = looks
     return groups, group
-
-
-def _view(place: Tensor, rows: Tensor, data: CachedData) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a rule's rows are among the features, their labels, and what the worst domain is one of."""
-    place, rows = place.to(data.labels.device), rows.to(data.labels.device)
-    return place, data.labels[rows], (data.domains if data.worst_of is None else data.worst_of)[rows]

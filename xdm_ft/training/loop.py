@@ -103,9 +103,9 @@ def train_model(
     batches = TrainingBatches(job, training, training_images, labels, domains, accelerator)
     first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
     averages = Averages([job.averaging], first_step) if job.averaging else None
-    seen = rules if averages is None else list(dict.fromkeys([*rules, LOSS_SPLIT]))
+    seen = rules if job.averaging is None or not job.averaging.reads_loss else list(dict.fromkeys([*rules, LOSS_SPLIT]))
     groups = domains if worst_of is None else worst_of
-    validation = Validation(job, images, labels, groups, seen, metric, batches.largest_part, accelerator)
+    validation = Validation(job, images, labels, domains, groups, seen, metric, batches.largest_part, accelerator)
     selector = Selector(rules, metric, first_step, training.patience)
     optimizer = make_optimizer(inner.roles(), job, training)
     state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
@@ -120,7 +120,7 @@ def train_model(
     return Trained(
         job=job,
         selected={} if failure else selected,
-        mixed_steps=algorithm.mixed_steps(job.setup.steps),
+        mixed_steps=algorithm.mixed_steps(state.taken),
         seconds=state.seconds,
         failure=failure,
         course=selector.course,

@@ -79,11 +79,13 @@ _OF_METHODS = {
     "rsc.batch_drop": Distribution(uniform=(0.001, 0.5)),
     "fish.meta_lr": Distribution(choice=(0.05, 0.1, 0.5)),
 }
-# the values that the method's own code draws from
+# The values that the method's own code draws from; SAGM's: domainbed/hparams_registry.py of Wang-pengfei/SAGM. That
+# code does not use the ρ that it draws (algorithms.py holds it at 0.05); its default α, 0.001, is not among the draws.
 _OF_THE_PAPER = {
     "xdomainmix.p_discard": Distribution(choice=(0.2, 0.3, 0.4)),
     "sam.rho": Distribution(choice=(0.05, 0.1)),
-    "sagm.rho": Distribution(choice=(0.05, 0.1)),
+    "sagm.rho": Distribution(choice=(0.01, 0.02, 0.05, 0.1)),
+    "sagm.alpha": Distribution(choice=(0.01, 0.02, 0.05, 0.1)),
 }
 PRESETS: dict[str, dict[str, Distribution]] = {
     "none": {},
@@ -100,6 +102,11 @@ PRESETS: dict[str, dict[str, Distribution]] = {
 """`frozen`: heads on cached features. `domainbed`: DomainBed's default ranges for images that are not tiny (Gulrajani &
 Lopez-Paz 2021), lr and encoder_lr drawn as one; what else it draws (dropout,
 annealing steps) stays as the recipe has it."""
+
+OF_DATA: dict[tuple[str, str], dict[str, Distribution]] = {
+    ("domainbed", "domainnet"): {"batch_size": Distribution(log_uniform=(2**3, 2**5))}
+}
+"""(Preset, data set) → what of the preset is another range there."""
 
 TRAINING_KEYS = (
     "lr", "encoder_lr", "weight_decay", "momentum", "beta1", "beta2", "batch_size", "clip_norm", "patience",
@@ -136,6 +143,11 @@ class Search(Block):
     def distributions(self) -> dict[str, Distribution]:
         return {**PRESETS[self.preset], **self.space} if self.trials > 1 else {}
 
+    def for_data(self, name: str) -> Search:
+        """The block with the ranges that the preset has for the data set `name`, written out in `space`."""
+        own = OF_DATA.get((self.preset, name), {}) if self.trials > 1 else {}
+        return self.model_copy(update={"space": {**own, **self.space}})
+
     def quantile(self, key: str, trial: int) -> float:
         """Uniform in [0, 1), from the key's name and the trial."""
         name = crc32(key.encode())
@@ -157,12 +169,24 @@ class Search(Block):
 
 
 def at_the_edge(search: Search, key: str, value: Value | None) -> bool:
-    """Whether a drawn value lies in the outer EDGE of its continuous range: a better one may lie beyond."""
+    """Whether a drawn number lies at an end of what is searched: a better one may lie beyond.
+
+    That is the outer EDGE of a range, the outermost whole numbers of one, and the lowest and highest of several numbers
+    to choose from. Words and switches have no order.
+    """
     distribution = search.distributions.get(key)
-    if distribution is None or distribution.bounds is None or not isinstance(value, float):
+    if distribution is None or isinstance(value, bool) or not isinstance(value, int | float):
         return False
+    if distribution.choice is not None:
+        numbers = [choice for choice in distribution.choice if isinstance(choice, int | float)]
+        numbers = [number for number in numbers if not isinstance(number, bool)]
+        return len({*numbers}) > 1 and not min(numbers) < value < max(numbers)
     if distribution.log_uniform is not None and value <= 0:  # switched off, which no logarithm tells
         return False
+    assert distribution.bounds is not None
+    low, high = distribution.bounds
+    if isinstance(value, int) and not round(low) < value < round(high):  # settings that count are rounded to
+        return True
     return not EDGE <= distribution.place(value) <= 1 - EDGE
 
 

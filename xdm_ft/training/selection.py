@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,9 @@ from xdm_ft.errors import UserError
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.training import Course, Job, Selected
 
+FINAL_FIT = "final_fit"
+"""The rule whose step is known before the training begins, as `Job.known` has it; it measures nothing."""
+
 
 def evaluation_steps(steps: int, every: int | None) -> list[int]:
     """After how many steps a training of `steps` is evaluated: each `every`-th (null: a twentieth), and at the end."""
@@ -20,16 +24,24 @@ def evaluation_steps(steps: int, every: int | None) -> list[int]:
     return [*range(every, steps, every), steps]
 
 
+def split_of(rule: str) -> str:
+    """The split that a selection rule looks at; a rule that is none of the protocol's looks at the split of its name.
+
+    `cross_domain` picks a step by other models; what is then picked on that model's own images is on `train_val`.
+    """
+    return "train_val" if rule == "cross_domain" else SELECTION_SPLIT.get(rule, rule)
+
+
 def rows_of_rules(job: Job, rules: Sequence[str]) -> dict[str, Tensor]:
     """Selection rule → the rows (int64) of the split that it looks at, unless its values are known beforehand.
 
-    A rule that is none of the protocol's looks at the split of its name. Raises `UserError` where there are no rows.
+    Raises `UserError` where there are no rows.
     """
     found = {}
     for rule in rules:
         if rule in job.known:
             continue
-        name = SELECTION_SPLIT.get(rule, rule)
+        name = split_of(rule)
         rows = job.split.evaluation.get(name)
         if rows is None or len(rows) == 0:
             raise UserError(
@@ -56,7 +68,6 @@ class Selector:
     ) -> None:
         """`patience`: evaluations in a row without a better value by the first rule, after which it is told to stop."""
         self.rules, self.metric, self.first_selectable_step = tuple(rules), metric, first_selectable_step
-        self.best: dict[str, float] = {}
         self.selected: dict[str, Selected] = {}
         self.course: Course = {rule: {} for rule in self.rules}
         self.patience, self.waited = patience, 0
@@ -76,9 +87,9 @@ class Selector:
             return
         better = [rule for rule in self.rules if self._improves(rule, values[rule])]
         if better:
-            picked = Selected(step, state(), dict(hparams or {}))
-            self.selected |= dict.fromkeys(better, picked)
-            self.best |= {rule: values[rule] for rule in better}
+            weights = state()  # rules that pick the same step share them
+            for rule in better:
+                self.selected[rule] = Selected(step, weights, dict(hparams or {}), value=values[rule])
         self.waited = 0 if self.rules[0] in better else self.waited + 1
         if self.patience is not None and self.waited >= self.patience:
             self.stopped_at = step
@@ -86,26 +97,30 @@ class Selector:
     def _improves(self, rule: str, value: float) -> bool:
         if math.isnan(value):
             return False
-        if rule not in self.best:
+        best = self.selected[rule].value if rule in self.selected else None
+        if best is None:
             return True
-        return value > self.best[rule] if HIGHER_IS_BETTER[self.metric] else value < self.best[rule]
+        return value > best if HIGHER_IS_BETTER[self.metric] else value < best
 
     def state(self) -> dict[str, Any]:
-        distinct = {id(selected): selected for selected in self.selected.values()}
+        distinct = {id(selected.state): selected for selected in self.selected.values()}
         place = {key: number for number, key in enumerate(distinct)}
         return {
-            "best": self.best,
+            "values": {rule: selected.value for rule, selected in self.selected.items()},
             "waited": self.waited,
             "stopped_at": self.stopped_at,
             "course": self.course,
             "picked": [[one.step, one.state, one.hparams] for one in distinct.values()],
-            "by_rule": {rule: place[id(selected)] for rule, selected in self.selected.items()},
+            "by_rule": {rule: place[id(selected.state)] for rule, selected in self.selected.items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         picked = [Selected(*one) for one in state["picked"]]
-        self.selected = {rule: picked[number] for rule, number in state["by_rule"].items()}
-        self.best, self.course = state["best"], state["course"]
+        self.selected = {
+            rule: dataclasses.replace(picked[number], value=state["values"][rule])
+            for rule, number in state["by_rule"].items()
+        }
+        self.course = state["course"]
         self.waited, self.stopped_at = state["waited"], state["stopped_at"]
 
     def nothing_selected(self) -> str | None:

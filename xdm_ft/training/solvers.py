@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Solver
-from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.bank import head_logits
-from xdm_ft.training.selection import Selector, known_values, rows_of_rules
+from xdm_ft.training.rule_images import RuleImages, rule_images
+from xdm_ft.training.selection import Selector, known_values, rows_of_rules, split_of
 
 if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
@@ -40,7 +40,11 @@ def solve(
     worst_of = domains if worst_of is None else worst_of
     solver = job.make(job.setup)
     assert isinstance(solver, Solver)
-    watched = rows_of_rules(job, rules)
+    watched, classes = rows_of_rules(job, rules), job.setup.task.num_classes
+    images = {
+        rule: rule_images(split_of(rule), own, labels, domains, worst_of, metric, classes)
+        for rule, own in watched.items()
+    }
     selector = Selector(rules, metric, first_selectable_step=0)
     rows = torch.cat(job.split.train)
     batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
@@ -51,8 +55,7 @@ def solve(
     for candidate in solver.solve(batch.x, batch):
         state = {"head.weight": candidate.weight.cpu(), "head.bias": candidate.bias.cpu()}
         values = {
-            rule: _value(metric, head_logits(features, of_rule, state).cpu(), labels[of_rule], worst_of[of_rule])
-            for rule, of_rule in watched.items()
+            rule: _value(images[rule], head_logits(features, of_rule, state).cpu()) for rule, of_rule in watched.items()
         }
         values |= known_values(job, candidate.step)
         selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
@@ -62,6 +65,6 @@ def solve(
     )
 
 
-def _value(metric: str, logits: Tensor, labels: Tensor, worst_of: Tensor) -> float:
+def _value(images: RuleImages, logits: Tensor) -> float:
     """nan, which is never selected, where a logit is not finite."""
-    return metric_of(metric, logits, labels, worst_of) if torch.isfinite(logits).all() else math.nan
+    return images.value(logits) if torch.isfinite(logits).all() else math.nan

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from xdm_ft.data.loading.samplers import ImageRows
-from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.training import Job
 from xdm_ft.training.averages import LOSS_SPLIT
 from xdm_ft.training.passes import EndToEnd
 from xdm_ft.training.prediction import EvaluationImages, precision_of
-from xdm_ft.training.selection import rows_of_rules
+from xdm_ft.training.rule_images import RuleImages, rule_images
+from xdm_ft.training.selection import rows_of_rules, split_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -28,23 +28,31 @@ class Validation:
         job: Job,
         images: ImageRows,
         labels: Tensor,
+        domains: Tensor,
         worst_of: Tensor,
         rules: Sequence[str],
         metric: str,
         batch_size: int,
         accelerator: Accelerator,
     ) -> None:
-        self.labels, self.worst_of, self.metric = labels, worst_of, metric
+        self.metric = metric
         self.precision = precision_of(accelerator)
-        self.loss = math.nan  # on the images of LOSS_SPLIT, where they are looked at, at the last evaluation
-        self.rows = rows_of_rules(job, rules)
+        self.loss = math.nan  # of the images of LOSS_SPLIT, where they are looked at, at the last evaluation
+        watched = rows_of_rules(job, rules)
+
+        def measured(rule: str, metric: str) -> RuleImages:
+            classes = job.setup.task.num_classes
+            return rule_images(split_of(rule), watched[rule], labels, domains, worst_of, metric, classes)
+
+        self.measured = {rule: measured(rule, metric) for rule in watched}
+        self.measured_loss = measured(LOSS_SPLIT, "nll") if LOSS_SPLIT in watched else None
         self.images = {
             rule: EvaluationImages(images, rows, batch_size, accelerator, persistent=True)
-            for rule, rows in self.rows.items()
+            for rule, rows in watched.items()
         }
 
     def evaluate(self, inner: EndToEnd) -> dict[str, float] | None:
-        """Selection rule → the metric on its split; None where logits are not finite."""
+        """Selection rule → the metric's value (`RuleImages`); None where logits are not finite."""
         inner.eval()
         head = inner.algorithm.head
         values = {}
@@ -52,9 +60,8 @@ class Validation:
             logits = images.logits(inner.encoder, head.weight, head.bias, self.precision)
             if not logits.isfinite().all():
                 return None
-            rows = self.rows[rule]
-            values[rule] = metric_of(self.metric, logits, self.labels[rows], self.worst_of[rows])
-            if rule == LOSS_SPLIT:
-                self.loss = metric_of("nll", logits, self.labels[rows], self.worst_of[rows])
+            values[rule] = self.measured[rule].value(logits)
+            if rule == LOSS_SPLIT and self.measured_loss is not None:
+                self.loss = self.measured_loss.value(logits)
         inner.train()
         return values

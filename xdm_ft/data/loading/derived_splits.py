@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data.loading.splits import Protocol, Split, check_classes, independence, parts_of, usable
+from xdm_ft.data.loading.splits import Split, check_classes, usable
 
 LEFT_OUT = ("left_out_0", "left_out_1")
 """Splits of the domains that a model of `without` does not train on and is measured on."""
@@ -56,32 +56,22 @@ def _numbered(domain_of: Tensor, removed: int) -> Tensor:
     return torch.where(domain_of == removed, -1, lower)
 
 
-def all_domains(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> Split:
-    """Every domain trains, but for its validation part, on which the model can be checked (`train_val`).
+def all_domains(dataset: ImageDataset, unreadable: Collection[int] = ()) -> Split:
+    """Every labelled image of every domain trains, whatever part it was in; none is left to validate or to test.
 
-    Validation parts are those of the protocol; of an official split its validation images, of any domain.
+    Images that the data set itself puts in no part stay out. Raises `UserError` for a domain of one class only.
     """
-    readable = usable(dataset, unreadable)
-    none = np.zeros(len(dataset), dtype=bool)
-    if dataset.splits is not None:
-        is_val = readable & np.isin(dataset.splits, ("val", "train_val", "val_domain"))
-        is_train = readable & ~is_val
-    else:
-        is_train, is_val, _ = parts_of(dataset, protocol, readable, none, seed)
-    train = np.flatnonzero(is_train & readable)
+    train = np.flatnonzero(usable(dataset, unreadable))
     numbers = np.unique(dataset.domains[train])
-    check_classes(dataset, train, numbers.tolist(), " left for training (protocol.final_fit)")
+    check_classes(dataset, train, numbers.tolist(), " for protocol.final_fit, which trains on all of them")
     domain_of = np.full(len(dataset.domain_names), -1, dtype=np.int64)
     domain_of[numbers] = np.arange(len(numbers))
-    rows = np.flatnonzero(is_val & readable)
-    evaluation = {"train_val": rows} if len(rows) else {}
     return Split(
         test_domains=(),
         train_domains=tuple(dataset.domain_names[number] for number in numbers),
         train=tuple(torch.from_numpy(train[dataset.domains[train] == number]) for number in numbers),
-        evaluation={name: torch.from_numpy(part) for name, part in evaluation.items()},
+        evaluation={},
         domain_of=torch.from_numpy(domain_of),
-        notes=(independence(dataset, train, evaluation),),
     )
 
 

@@ -68,8 +68,8 @@ class Protocol(Block):
     final_fit: Annotated[
         bool,
         Field(
-            description="afterwards train the best method on all domains, to the median selected step: the model to "
-            "ship, whose estimate is the table's"
+            description="afterwards train the method of the best selection value on all labelled images of all "
+            "domains, to the median selected step: the model to ship, whose estimate is the table's"
         ),
     ] = False
 
@@ -308,7 +308,8 @@ def _gaps(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.nda
         notes.append(f"and {len(lacking) - NAMED_AT_MOST} more classes missing from a training domain")
     if "train_val" in evaluation:
         validated = set(dataset.domains[evaluation["train_val"]].tolist())
-        notes += [f"no validation image of {dataset.domain_names[d]}" for d in numbers if d not in validated]
+        without = [dataset.domain_names[d] for d in numbers if d not in validated]
+        notes += [f"no validation image of {name}, which train_val leaves out" for name in without]
     return notes
 
 

@@ -1,0 +1,82 @@
+"""The images that a selection rule looks at, and the one value of the metric that it compares."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xdm_ft.evaluation.metrics import is_defined, per_image_nll
+from xdm_ft.evaluation.metrics import metric as metric_of
+
+BY_DOMAIN = "train_val"
+"""The split whose domains count the same: DomainBed averages the accuracies of the training domains' validation parts
+(`env{i}_out_acc`, model_selection.py of Gulrajani & Lopez-Paz 2021); SWAD averages their losses. Others are pooled."""
+
+
+@dataclass(frozen=True)
+class RuleImages:
+    """n images of one split, on the device of the logits that are measured on them."""
+
+    labels: Tensor  # int64 [n]
+    worst_of: Tensor  # int64 [n]: what worst_domain_accuracy looks at, −1: left out
+    metric: str
+    parts: tuple[Tensor, ...] | None  # places of the domains' images, int64; None: all images together
+    part_of: Tensor  # int64 [n]: the number of an image's part; len(parts): in none
+
+    def value(self, logits: Tensor) -> float:
+        """The metric on logits [n,C], all finite: the unweighted mean over `parts`; nan where it is not defined."""
+        if self.parts is None:
+            return metric_of(self.metric, logits, self.labels, self.worst_of)
+        if not self.parts:
+            return math.nan
+        # fsum: the same values in another order of domains give the same mean, so that equal steps are equal
+        return math.fsum(self._of_parts(logits, self.parts)) / len(self.parts)
+
+    def _of_parts(self, logits: Tensor, parts: tuple[Tensor, ...]) -> list[float]:
+        if self.metric == "accuracy":
+            right = torch.bincount(self.part_of[logits.argmax(1) == self.labels], minlength=len(parts))
+            return [n / len(part) for n, part in zip(right.tolist(), parts, strict=False)]
+        if self.metric == "nll":
+            losses = per_image_nll(logits, self.labels)
+            return [float(losses[part.cpu().numpy()].mean()) for part in parts]
+        return [metric_of(self.metric, logits[part], self.labels[part], self.worst_of[part]) for part in parts]
+
+
+def rule_images(
+    split: str, rows: Tensor, labels: Tensor, domains: Tensor, worst_of: Tensor, metric: str, num_classes: int
+) -> RuleImages:
+    """Of the images `rows` (int64 [n]) of a split; `labels`, `domains` and `worst_of` are those of all images [N].
+
+    Which domains count is settled here, from labels alone: it is the same at every step and for every trial.
+    """
+    rows = rows.to(labels.device)
+    own, part_of = labels[rows], torch.zeros_like(rows)
+    if split != BY_DOMAIN or metric == "worst_domain_accuracy":
+        return RuleImages(own, worst_of[rows], metric, None, part_of)
+    parts = tuple(_defined_parts(rows, labels, domains, metric, num_classes)[0].values())
+    part_of += len(parts)
+    for number, part in enumerate(parts):
+        part_of[part] = number
+    return RuleImages(own, worst_of[rows], metric, parts, part_of)
+
+
+def undefined_domains(rows: Tensor, labels: Tensor, domains: Tensor, metric: str, num_classes: int) -> list[int]:
+    """The domains, by their number in the data set, on whose images of BY_DOMAIN `rows` the metric is not defined."""
+    return _defined_parts(rows, labels, domains, metric, num_classes)[1]
+
+
+def _defined_parts(
+    rows: Tensor, labels: Tensor, domains: Tensor, metric: str, num_classes: int
+) -> tuple[dict[int, Tensor], list[int]]:
+    """Domain → places of its images in `rows`, where the metric is defined; the domains where it is not."""
+    of_row, found, undefined = domains[rows], dict[int, Tensor](), list[int]()
+    for domain in of_row.unique().tolist():
+        place = (of_row == domain).nonzero()[:, 0]
+        if is_defined(metric, labels[rows[place]], num_classes):
+            found[domain] = place
+        else:
+            undefined.append(domain)
+    return found, undefined
