@@ -180,12 +180,12 @@ def test_the_command_line_sets_one_range_of_the_space() -> None:
 
 
 def test_flags_look_at_their_own_component() -> None:
-    item = {"name": "mixup+sagm", "alpha": 0.5, "sagm.alpha": 0.99}
     both = "search.space={mixup.alpha: {uniform: [0, 1]}, sagm.alpha: {uniform: [0, 1]}}"
-    recipe = recipe_with(item, overrides=("search.trials=2", both))
+    recipe = recipe_with("mixup+sagm", overrides=("search.trials=2", both))
     plan: Any = SimpleNamespace(recipe=recipe)
     nothing: Any = None
-    model = PlannedModel(recipe.methods[0], recipe.training, nothing, seed=0, trial=0, steps=1000, skipped=None)
+    item = drawn_item(recipe.methods[0], {"mixup.alpha": 0.5, "sagm.alpha": 0.99})
+    model = PlannedModel(item, recipe.training, nothing, seed=0, trial=0, steps=1000, skipped=None)
     found = Work(plan, nothing, nothing, nothing).flags(model, Selected(step=10, state={}))
     assert found == ["sagm.alpha at the edge of its range"]
 

@@ -154,7 +154,7 @@ def test_patience_and_steps_that_differ_end_no_fit_early():
 
 
 def test_swads_interval_is_the_median_one_and_no_loss_is_read():
-    found = results("methods=[{name: erm+swad, n_converge: 2, n_tolerance: 1, tolerance_ratio: 0.0}]")
+    found = results("methods=[{name: erm+swad, swad.n_converge: 2, swad.n_tolerance: 1, swad.tolerance_ratio: 0.0}]")
     final = found["final_fit"]
     picked = [run["selected"]["train_val"] for run in found["runs"]]
     assert final["averaged_from"] == median(one["averaged_from"] for one in picked)
@@ -190,7 +190,7 @@ def test_nothing_is_measured_while_it_trains(monkeypatch):
             made.append((jobs[0].test_domains, len(self.rows)))
 
     monkeypatch.setattr(bank, "Validation", Watched)
-    results("methods=[{name: erm+swad, n_converge: 1}]")
+    results("methods=[{name: erm+swad, swad.n_converge: 1}]")
     assert [rows for held_out, rows in made if not held_out] == [0]
     assert all(rows for held_out, rows in made if held_out) and any(held_out for held_out, _ in made)
 
@@ -243,12 +243,12 @@ SEARCH = (
 
 
 def test_each_searched_key_on_its_own():
-    made = recipe(SEARCH, "methods=[xdomainmix+sam, {name: sam, rho: 0.2}, linear_probe]")
+    made = recipe(SEARCH, "methods=[xdomainmix+sam, {name: sam, sam.rho: 0.2}, linear_probe]")
     mixed, sam, probe = made.methods
     picks = [
-        {"lr": 0.3, "batch_size": 9, "rho": 0.1, "discard_per": "batch", "p_discard": 0.2},
-        {"lr": 0.1, "batch_size": 2, "rho": 0.05, "discard_per": "sample", "p_discard": 0.2},
-        {"lr": 0.2, "batch_size": 4, "rho": 0.1, "discard_per": "sample", "patience": 3, "p_discard": 0.2},
+        {"lr": 0.3, "batch_size": 9, "sam.rho": 0.1, "discard_per": "batch", "p_discard": 0.2},
+        {"lr": 0.1, "batch_size": 2, "sam.rho": 0.05, "discard_per": "sample", "p_discard": 0.2},
+        {"lr": 0.2, "batch_size": 4, "sam.rho": 0.1, "discard_per": "sample", "patience": 3, "p_discard": 0.2},
     ]
     assert combined(made, mixed, picks) == {
         "lr": 0.2,
@@ -271,7 +271,7 @@ def test_trials_that_differ_between_runs_are_combined_and_said():
             picked.append(max(own, key=lambda r: r["selected"]["train_val"]["value"]))
     assert final["hparams"]["lr"] == sorted(r["hparams"]["lr"] for r in picked)[3]
     assert final["hparams"]["batch_size"] == sorted(r["hparams"]["batch_size"] for r in picked)[3]
-    assert final["hparams"]["rho"] == mode(r["hparams"]["rho"] for r in sorted(picked, key=lambda r: r["seed"]))
+    assert final["hparams"]["sam.rho"] == mode(r["hparams"]["sam.rho"] for r in sorted(picked, key=lambda r: r["seed"]))
     assert len({r["trial"] for r in picked}) > 1, "the miniature must pick different trials"
     assert "lr, batch_size: the median over the trials picked" in final["how"]
     fit = settle(plan, picked)
@@ -288,7 +288,7 @@ def test_an_interval_averages_exactly_its_steps():
         assert one.result().mean["w"] == 4.5 and one.result()[:2] == (3, 6)
 
 
-@pytest.mark.parametrize("method", ["erm", "{name: erm+swad, n_converge: 1}"])
+@pytest.mark.parametrize("method", ["erm", "{name: erm+swad, swad.n_converge: 1}"])
 def test_end_to_end_nothing_is_measured_either(method, monkeypatch):
     from xdm_ft.training import loop
     from xdm_ft.training.validation import Validation

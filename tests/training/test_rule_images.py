@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import bank_problems
 import loop_models
@@ -144,9 +144,9 @@ def losses_seen(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
     seen: list[float | None] = []
     evaluated = Averages.evaluated
 
-    def watched(self: Averages, taken: int, losses: list[float | None]) -> None:
+    def watched(self: Averages, taken: int, losses: list[float | None], **more: Any) -> None:
         seen.extend(losses)
-        evaluated(self, taken, losses)
+        evaluated(self, taken, losses, **more)
 
     monkeypatch.setattr(Averages, "evaluated", watched)
     return seen
