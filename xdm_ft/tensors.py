@@ -33,6 +33,7 @@ class Batch(NamedTuple):
     domain: Tensor  # int64 [B], 0…D−1, training domains only
     index: Tensor  # type: ignore[assignment]  # int64 [B], the sample's row in the data set: the key of every random draw
     targets: Tensor | None = None  # float [B,C], soft labels
+    partnered: Tensor | None = None  # bool [B]: whether another sample is mixed into this one; None: no method mixes
 
 
 class Importance(NamedTuple):

@@ -22,8 +22,9 @@ class LISA(ERM):
 
     With probability p_sel a batch is mixed intra-label (x_j has the class of x and another domain), else intra-domain
     (x_j has another class and the domain of x). x_j is drawn from the batch, uniformly over the valid samples; a sample
-    without one stays as it is. x are images, or features where they are cached. `cutmix` pastes a box of x_j, of 1−λ of
-    the area before it is cut off at the borders, into the image x, and λ becomes the share of x that is left.
+    without one stays as it is, and their share is logged as `without_partner`. x are images, or features where they are
+    cached. `cutmix` pastes a box of x_j, of 1−λ of the area before it is cut off at the borders, into the image x, and
+    λ becomes the share of x that is left.
 
     α = 2 is the paper's. p_sel = 1 is what its commands for domain shifts run (0.5 those for subpopulation shifts). Its
     code draws x_j from all training images, and for CutMix one box for the whole batch.
@@ -57,7 +58,7 @@ class LISA(ERM):
         valid = torch.where(is_intra_label, same_class & ~same_domain, ~same_class & same_domain)
         partner, has_partner = pick(valid, uniform(self.seed, step, Stream.INPUT_PARTNERS, batch.index))
         lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.index), self.alpha)  # [B]
-        lam = torch.where(has_partner, lam, 1.0)
+        lam, batch = torch.where(has_partner, lam, 1.0), batch._replace(partnered=has_partner)
         if self.mix == "mixup":
             return mix_up(batch, partner, lam, self.task.num_classes)
         if batch.x.ndim != 4:

@@ -21,8 +21,9 @@ class Mixup(ERM):
 
     x are images, or features where they are cached. x_j is another sample of the batch: any, by a random permutation
     of the batch (Zhang et al. 2018, whose code has one λ per batch), or one of another domain, as in DomainBed's Mixup;
-    a sample without such a partner stays as it is. α = 0.2 is DomainBed's, and the paper's range on ImageNet is 0.1 to
-    0.4. In the mean over domains a mixed sample counts for the domain of x.
+    a sample without such a partner, or that the permutation leaves in its place, stays as it is, and their share is
+    logged as `without_partner`. α = 0.2 is DomainBed's, and the paper's range on ImageNet is 0.1 to 0.4. In the mean
+    over domains a mixed sample counts for the domain of x.
     """
 
     source = "Zhang et al. 2018, mixup: Beyond Empirical Risk Minimization (ICLR); between domains: DomainBed"
@@ -44,10 +45,11 @@ class Mixup(ERM):
         lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.index), self.alpha)  # [B]
         if self.partners == "any":
             partner = torch.argsort(noise, stable=True)
+            has_partner = partner != torch.arange(len(partner), device=partner.device)
         else:
             partner, has_partner = pick(batch.domain[:, None] != batch.domain, noise)
             lam = torch.where(has_partner, lam, 1.0)
-        return mix_up(batch, partner, lam, self.task.num_classes)
+        return mix_up(batch, partner, lam, self.task.num_classes)._replace(partnered=has_partner)
 
 
 def mix_up(batch: Batch, partner: Tensor, lam: Tensor, num_classes: int) -> Batch:
