@@ -134,6 +134,41 @@ def test_a_sample_without_a_partner_stays_as_it_is(p_sel: float) -> None:
     assert torch.equal(alone.x, given.x)
 
 
+def without_partner(algorithm: ERM, given: Batch, step: int = 0) -> float:
+    mixed = mixed_by(algorithm, given, step)
+    return float(algorithm(mixed.x.flatten(1)[:, :WIDTH], mixed, step).logs["without_partner"])
+
+
+@pytest.mark.parametrize("shape", [(WIDTH,), (3, 8, 8)])
+@pytest.mark.parametrize("p_sel", [0.0, 1.0])
+def test_the_share_of_samples_without_a_partner_is_logged(p_sel: float, shape: tuple[int, ...]) -> None:
+    """Twenty classes of three samples each: many are without one of the same class in another domain."""
+    y, domain = torch.arange(ROWS) % 20, torch.arange(ROWS) // 20 * (torch.arange(ROWS) % 5 > 1)
+    given = batch(0, *shape)._replace(y=y, domain=domain)
+    alone = 0
+    for i in range(ROWS):
+        alone += not any(
+            (y[j] == y[i] and domain[j] != domain[i]) if p_sel else (y[j] != y[i] and domain[j] == domain[i])
+            for j in range(ROWS)
+        )
+    assert alone > 10 if p_sel else alone == 0
+    for mix in ["mixup"] if len(shape) == 1 else ["mixup", "cutmix"]:
+        many = Task(tuple(map(str, range(20))), TASK.domain_names)
+        found = without_partner(LISA(setup(task=many), p_sel=p_sel, mix=mix), given)
+        assert found == pytest.approx(alone / ROWS, abs=1e-6)
+
+
+def test_mixup_logs_it_too() -> None:
+    given, algorithm = batch(), Mixup(setup(), alpha=2.0)
+    own = torch.arange(ROWS)
+    in_place = [int((decoded(given, mixed_by(algorithm, given, step))[0] == own).sum()) for step in range(9)]
+    assert [round(ROWS * without_partner(algorithm, given, step)) for step in range(9)] == in_place and any(in_place)
+    between = Mixup(setup(), partner_domain="other")
+    assert without_partner(between, given) == 0
+    assert without_partner(between, given._replace(domain=torch.zeros_like(given.domain))) == 1
+    assert "without_partner" not in ERM(setup())(given.x, given, 0).logs
+
+
 def test_cutmix_wants_images() -> None:
     assert "set mix: mixup" in LISA(setup(), mix="cutmix").frozen_reason and not LISA(setup()).frozen_reason
     with pytest.raises(UserError, match="cutmix pastes pieces of images"):

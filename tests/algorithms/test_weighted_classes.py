@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from partnered import mixed
 from torch import Tensor
 from torch.func import vmap
 
-from xdm_ft.algorithms import Algorithm, Setup, domain_means, mean_loss
+from xdm_ft.algorithms import Algorithm, LossAverage, Setup, domain_means, mean_loss
 from xdm_ft.algorithms.coral import CORAL, mean_distance
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.groupdro import GroupDRO
@@ -65,7 +66,7 @@ def test_there_are_methods_to_test() -> None:
 @pytest.mark.parametrize("step", [0, LATE])
 def test_every_method_weighs_its_class_loss_and_nothing_else(name: str, step: int) -> None:
     plain, ones, weighted, scaled = (FOUND[name](setup(weight)) for weight in (None, torch.ones(4), WEIGHT, 8 * WEIGHT))
-    given = plain.on_inputs(batch(), step)
+    given = mixed(plain, batch(), step)
     losses = {
         key: algorithm(given.x, given, step)
         for key, algorithm in {"plain": plain, "ones": ones, "weighted": weighted, "scaled": scaled}.items()
@@ -97,13 +98,30 @@ def test_erm_is_torchs_weighted_cross_entropy() -> None:
     torch.testing.assert_close(domain(given.x, given, 0).total, risks(domain, given).mean())
 
 
-def test_soft_labels_weigh_the_mean_of_their_classes() -> None:
-    algorithm, given = Mixup(setup(loss_average="sample"), alpha=1.0), batch()
-    given = algorithm.on_inputs(given, 5)
+@pytest.mark.parametrize("loss_average", ["sample", "domain"])
+def test_soft_labels_weigh_every_class_by_its_own(loss_average: LossAverage) -> None:
+    """Σ w_c t_c (−log p_c) / Σ w_c t_c, over the batch or in every domain; the sums are torch's weighted ones."""
+    algorithm, given = Mixup(setup(loss_average=loss_average), alpha=1.0), batch()
+    given = mixed(algorithm, given, 5)
     assert given.targets is not None and not torch.equal(given.targets, given.targets.round())
-    ell = F.cross_entropy(algorithm.head(given.x), given.targets, reduction="none")
-    weight = (given.targets * WEIGHT).sum(1)
-    torch.testing.assert_close(algorithm(given.x, given, 5).total, (weight * ell).sum() / weight.sum())
+    logits, parts = algorithm.head(given.x), [given.domain == d for d in range(3)]
+    parts = parts if loss_average == "domain" else [torch.ones(12, dtype=torch.bool)]
+    sums = [F.cross_entropy(logits[own], given.targets[own], weight=WEIGHT, reduction="sum") for own in parts]
+    by_hand = [total / (WEIGHT * given.targets[own]).sum() for total, own in zip(sums, parts, strict=True)]
+    torch.testing.assert_close(algorithm(given.x, given, 5).total, torch.stack(by_hand).mean())
+
+
+@pytest.mark.parametrize("loss_average", ["sample", "domain"])
+def test_one_hot_labels_are_labels(loss_average: LossAverage) -> None:
+    """Samples of a class that weighs nothing included."""
+    algorithm, given = ERM(setup(loss_average=loss_average)), batch()
+    given = given._replace(y=given.y.index_fill(0, torch.tensor([2]), 3), x=given.x.requires_grad_())
+    hard, soft = given, given._replace(targets=F.one_hot(given.y, 4).float())
+    totals = [algorithm(one.x, one, 5).total for one in (hard, soft)]
+    gradients = [torch.autograd.grad(total, given.x)[0] for total in totals]
+    torch.testing.assert_close(totals[1], totals[0])
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert not gradients[1][2].any()
 
 
 def test_risks_of_domains_are_weighted() -> None:

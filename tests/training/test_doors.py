@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from bank_problems import digits as cached_digits
 from bank_problems import job_of
+from bank_problems import train as train_heads
 from loop_models import SmallCNN, digits, final_state, make_job, one_process, rows_of, train
 from partnered import mixed
 from torch import Tensor, nn
@@ -93,6 +94,26 @@ def test_the_loop_encodes_the_changed_inputs_and_both_passes_see_the_same(accele
         expected = mixed(LISA(job.setup, mix=mix), batch_of(job, training, number), number)
         for x, targets in Spy.seen[2 * number : 2 * number + 2]:
             assert torch.equal(x, expected.x) and torch.equal(targets, expected.targets)
+
+
+@pytest.mark.parametrize("method", [LISA, Mixup])
+def test_both_engines_record_the_share_of_samples_without_a_partner(
+    accelerator: Accelerator, method: type[ERM]
+) -> None:
+    """Batches of two per domain, in ten classes: most are without one of their class in another domain."""
+    recorded: list[float] = []
+    settings, training = {} if method is LISA else {"partners": "other_domain"}, Training(batch_size=2)
+
+    def keep(job: Job, step: int, values: dict[str, float]) -> None:
+        recorded.append(values["without_partner"])
+
+    jobs = [job_of(method, held_out=h, seed=h, steps=2, **settings) for h in range(2)]
+    train_heads(jobs, training, record=keep)
+    assert len(recorded) == 4
+    job = make_job(lambda setup: method(setup, **settings), steps=2)
+    train(job, SmallCNN(), training, accelerator, record=keep)
+    assert len(recorded) > 4
+    assert all(0.3 < share <= 1 for share in recorded) if method is LISA else not any(recorded)
 
 
 def test_a_loop_with_mixup_equals_one_written_out(accelerator: Accelerator) -> None:

@@ -228,7 +228,7 @@ class Algorithm(nn.Module, Method, ABC):
         return self.class_weight is None and not (pooled and self.loss_average == "domain")
 
     def sample_weight(self, batch: Batch) -> Tensor | None:
-        """What the batch's samples weigh by their class, [B]; of soft labels the mean. None: all the same."""
+        """What the batch's samples weigh by their class, [B]; of soft labels Σ_c w_c t_c. None: all the same."""
         if self.class_weight is None:
             return None
         return (

@@ -22,9 +22,9 @@ class LISA(ERM):
 
     With probability p_sel a batch is mixed intra-label (x_j has the class of x and another domain), else intra-domain
     (x_j has another class and the domain of x). x_j is drawn uniformly over the valid samples of the batch, or with
-    `partners: all` of all training images; a sample without one stays as it is. x are images, or features where they
-    are cached. `cutmix` pastes a box of x_j, of 1−λ of the area before it is cut off at the borders, into the image x,
-    and λ becomes the share of x that is left.
+    `partners: all` of all training images; a sample without one stays as it is, and their share is logged as
+    `without_partner`. x are images, or features where they are cached. `cutmix` pastes a box of x_j, of 1−λ of the area
+    before it is cut off at the borders, into the image x, and λ becomes the share of x that is left.
 
     α = 2 is the paper's. p_sel = 1 is what its commands for domain shifts run (0.5 those for subpopulation shifts). Its
     code draws x_j from all training images, and for CutMix one λ and one box for the whole batch.

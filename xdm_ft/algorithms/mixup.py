@@ -21,9 +21,10 @@ class Mixup(ERM):
 
     x are images, or features where they are cached. x_j is another sample of the batch: any, by a random permutation
     of the batch (Zhang et al. 2018, whose code has one λ per batch), or one of another domain, as in DomainBed's Mixup;
-    a sample without such a partner stays as it is. With `partners: all` x_j is any training image, or any of another
-    domain. α = 0.2 is DomainBed's, and the paper's range on ImageNet is 0.1 to 0.4. In the mean over domains a mixed
-    sample counts for the domain of x.
+    a sample without such a partner, or that the permutation leaves in its place, stays as it is, and their share is
+    logged as `without_partner`. With `partners: all` x_j is any training image, or any of another domain. α = 0.2 is
+    DomainBed's, and the paper's range on ImageNet is 0.1 to 0.4. In the mean over domains a mixed sample counts for the
+    domain of x.
     """
 
     source = "Zhang et al. 2018, mixup: Beyond Empirical Risk Minimization (ICLR); between domains: DomainBed"

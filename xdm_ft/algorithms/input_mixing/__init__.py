@@ -48,9 +48,12 @@ def draw_partners(
 
 
 def permuted(drawn: Samples, u: Tensor) -> InputPartners:
-    """Partners by a random permutation of each batch, the order of u in [0, 1), float [S,B]."""
+    """Partners by a random permutation of each batch, the order of u in [0, 1), float [S,B].
+
+    A sample that it leaves in its place has none.
+    """
     place = torch.argsort(u, dim=-1, stable=True)
-    return InputPartners(drawn.row.gather(-1, place), place, torch.ones_like(place, dtype=torch.bool))
+    return InputPartners(drawn.row.gather(-1, place), place, place != torch.arange(u.shape[-1], device=u.device))
 
 
 def pick_other(same: Tensor, other: Tensor, pool_same: Tensor, pool_other: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
