@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data.loading.splits import Protocol, Split, check_classes, independence, parts_of, usable
+from xdm_ft.data.loading.split_notes import independence
+from xdm_ft.data.loading.splits import Protocol, Split, check_classes, parts_of, usable
 
 LEFT_OUT = ("left_out_0", "left_out_1")
 """Splits of the domains that a model of `without` does not train on and is measured on."""
