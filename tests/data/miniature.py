@@ -37,11 +37,12 @@ def domainbed(root: Path, name: str, per_class: int = 4, suffix: str = ".png") -
 
 
 def camelyon17(root: Path, per_slide: int = 4) -> Path:
-    """Five slides of each hospital, all with images that train and images that validate, as in WILDS."""
+    """Five slides of three patients of each hospital, all with images that train and that validate, as in WILDS."""
     base = root / "camelyon17_v1.0"
     rows = []
     for slide in range(25):
-        center, patient, node = slide // 5, f"{slide:03}", slide % 3
+        center, node = slide // 5, slide % 3
+        patient = f"{3 * center + slide % 5 // 2:03}"
         for i in range(per_slide):
             tumor, x, y = i % 2, 100 * slide + i, 7 * i
             rows.append([len(rows), patient, node, x, y, tumor, slide, center, int(i >= per_slide - 2)])
@@ -57,7 +58,10 @@ COUNTRIES = {"USA": "Americas", "FRA": "Europe", "CHN": "Asia", "NGA": "Africa",
 
 
 def fmow(root: Path, categories: tuple[str, ...] = ("airport", "multi-unit_residential", "zoo")) -> Path:
-    """Every category in every region in a year of training, validation and test; sequestered rows between them."""
+    """Every category in every region in a year of training, validation and test; sequestered rows between them.
+
+    Every other region has one place of each category, but for 2017; all else are places of one image.
+    """
     base = root / "fmow_v1.1"
     places = [("train", 2002), ("train", 2012), ("val", 2010), ("test", 2011), ("seq", 2016)]
     places += [("val", 2014), ("test", 2016), ("test", 2017)]
@@ -67,8 +71,10 @@ def fmow(root: Path, categories: tuple[str, ...] = ("airport", "multi-unit_resid
             for c, category in enumerate(categories):
                 timestamp = f"{year}-0{1 + c}-1{region}T10:30:00Z"
                 save(base / "images" / f"rgb_img_{len(rows)}.png", c, region, len(rows), 224)
-                rows.append([split, category, country, timestamp])
-    _csv(base / "rgb_metadata.csv", ["split", "category", "country_code", "timestamp"], rows)
+                again = region % 2 == 0 and year < 2017
+                lat, lon = 10.25 + region, c - 3.5 if again else c + year / 10_000
+                rows.append([split, category, country, timestamp, lat, lon])
+    _csv(base / "rgb_metadata.csv", ["split", "category", "country_code", "timestamp", "lat", "lon"], rows)
     _csv(base / "country_code_mapping.csv", ["alpha-3", "region"], [list(pair) for pair in COUNTRIES.items()])
     (base / "RELEASE_v1.1.txt").write_text("made\n")
     return base

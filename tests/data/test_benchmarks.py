@@ -1,5 +1,6 @@
 """DomainBed's five in miniature, in their layout on disk and the variants of its names."""
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import miniature
 import numpy as np
 import pytest
+import torch
 
 from xdm_ft import components
 from xdm_ft.data.loading.splits import Protocol, splits
@@ -140,3 +142,55 @@ def test_two_folders_for_one_thing(tmp_path):
 def test_the_real_pacs_is_complete():
     data = build("pacs", PACS.parent)
     assert len(data) == 9991 and len(data.class_names) == 7
+
+
+def annotate(base, file, more=0):
+    """COCO annotations of camera traps, two frames a sequence; the last `more` images are not in them."""
+    names = sorted({path.name for path in base.rglob("*.png")})
+    images = [{"id": name, "file_name": name, "location": "38", "seq_id": f"s{i // 2}"} for i, name in enumerate(names)]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"images": images[: len(images) - more], "annotations": [], "categories": []}))
+
+
+def with_names_of_their_own(base):
+    """The names of the source: a frame's is in no other location."""
+    for number, path in enumerate(sorted(base.rglob("*.png"))):
+        path.rename(path.with_name(f"{number:04}.png"))
+
+
+@pytest.mark.parametrize("place", ["caltech_images_20210113.json", "eccv_18_annotation_files/train_annotations.json"])
+def test_sequences_of_terra_incognita_are_groups_where_annotations_tell_them(place, tmp_path):
+    base = miniature.domainbed(tmp_path, "terraincognita", per_class=12)
+    with_names_of_their_own(base)
+    assert build("terraincognita", tmp_path, counts="any").groups is None
+    annotate(base, base / place)
+    data = build("terraincognita", tmp_path, counts="any")
+    numbers = [int(Path(path).stem) for path in data.paths]
+    assert len(set(data.groups.tolist())) == 72
+    assert len(set(zip([n // 2 for n in numbers], data.groups.tolist(), strict=True))) == 72
+    for split in splits(data, Protocol(), 0):
+        train, val = torch.cat(split.train), split.evaluation["train_val"]
+        assert not set(data.groups[train]) & set(data.groups[val]) and "groups kept together" in split.notes
+    with pytest.raises(UserError, match="domainbed would divide groups"):
+        splits(data, Protocol(split_rule="domainbed"), 0)
+    alone = build("terraincognita", tmp_path, counts="any", sequences="ignore")
+    assert alone.groups is None
+    assert "images assumed independent" in splits(alone, Protocol(split_rule="domainbed"), 0)[0].notes
+
+
+def test_an_image_without_a_sequence_is_one_of_its_own(tmp_path, caplog):
+    base = miniature.domainbed(tmp_path, "terraincognita")
+    with_names_of_their_own(base)
+    annotate(base, base / "caltech_images_20210113.json", more=3)
+    data = build("terraincognita", tmp_path, counts="any")
+    assert sorted(np.bincount(data.groups).tolist())[:4] == [1, 1, 1, 1]
+    assert "3 of 48 images have no seq_id" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"images": [{"seq_id": 1}]}', '{"images": 7}'])
+def test_damaged_annotations_of_terra_incognita(text, tmp_path):
+    base = miniature.domainbed(tmp_path, "terraincognita")
+    (base / "caltech_images_20210113.json").write_text(text)
+    with pytest.raises(UserError, match=r"caltech_images_20210113\.json holds no annotations of camera traps") as fault:
+        build("terraincognita", tmp_path, counts="any")
+    assert "\n" not in str(fault.value) and "data.sequences: ignore" in str(fault.value)

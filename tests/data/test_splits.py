@@ -127,19 +127,35 @@ def test_the_splits_of_the_data_are_used() -> None:
         assert len(rows["test"]) in (449, 450)
         assert set(digits.splits[rows["test_val"]]) == {"val"}
         assert len(rows["train"]) + len(rows["train_val"]) + len(rows["test"]) == 1797
-        assert "train and validation parts as they come with the data" in split.notes
+        assert "validation parts as they come with the data" in split.notes
 
 
-def test_test_rows_of_training_domains_are_unused() -> None:
+def test_test_rows_of_training_domains_train() -> None:
     marks = ["train", "train", "val", "val", "test", "test"] * 2
     dataset = MadeUp([0, 1] * 6, [0] * 6 + [1] * 6, splits=marks)
     rows = parts(leave_one_domain_out(dataset, Protocol(), "d1", 0))
     assert {name: part.tolist() for name, part in rows.items()} == {
-        "train": [0, 1],
+        "train": [0, 1, 4, 5],
         "train_val": [2, 3],
         "test": [6, 7, 8, 9, 10, 11],
         "test_val": [8, 9],
     }
+
+
+@pytest.mark.parametrize("held_out", range(4))
+def test_all_labelled_rows_take_part_where_the_official_split_does_not_divide_each_domain(held_out: int) -> None:
+    dataset = wilds_like()
+    assert dataset.splits is not None
+    dataset.splits[[4, 44, 64]] = ""  # in no part of the official split
+    dataset.groups = np.arange(80) // 2
+    rows = parts(leave_one_domain_out(dataset, Protocol(), f"d{held_out}", 0))
+    assert np.array_equal(rows["test"], np.flatnonzero(dataset.domains == held_out))
+    together = np.concatenate([rows["train"], rows["train_val"], rows["test"]])
+    assert np.array_equal(np.sort(together), np.arange(80))
+    assert [(dataset.domains[rows["train_val"]] == d).sum() for d in range(4) if d != held_out] == [4, 4, 4]
+    assert not set(dataset.groups[rows["train"]]) & set(dataset.groups[rows["train_val"]])
+    notes = leave_one_domain_out(dataset, Protocol(), f"d{held_out}", 0).notes
+    assert "the data's own split set aside, all labelled images take part" in notes
 
 
 def wilds_like() -> MadeUp:
@@ -163,21 +179,42 @@ def test_official() -> None:
     assert [len(part) for part in split.train] == [18, 18]
 
 
-def test_official_says_which_parts_share_groups_with_training() -> None:
+def test_official_counts_the_groups_that_also_train() -> None:
     dataset = wilds_like()
     dataset.groups = np.arange(80)
-    dataset.groups[0] = dataset.groups[2]
+    dataset.groups[[0, 1]] = dataset.groups[2]  # all but two of the four validation images are groups of their own
+    dataset.groups[[60, 61, 62]] = dataset.groups[[2, 2, 3]]
     split = official(dataset, Protocol(name="official"), 0)
-    assert split.notes[0] == "train_val share groups with training"
+    assert split.notes[1] == (
+        "1 of 3 groups of train_val also train (2 of 4 images), 2 of 19 groups of test also train (3 of 20 images)"
+    )
     dataset.groups = np.arange(80)
-    assert official(dataset, Protocol(name="official"), 0).notes[0] == "groups kept together"
+    assert official(dataset, Protocol(name="official"), 0).notes[1] == "groups kept together"
+
+
+def test_whether_test_domains_are_unseen_is_told() -> None:
+    assert splits(two_domains(), Protocol(), 0)[0].tested_on == "domains never trained on"
+    dataset = wilds_like()
+    assert official(dataset, Protocol(name="official"), 0).notes[0] == "tested on domains never trained on"
+    assert dataset.splits is not None
+    dataset.splits[[4, 5]] = "test"  # of d0, which also trains
+    some = official(dataset, Protocol(name="official"), 0)
+    assert some.notes[0] == "tested on domains of which d0 is also trained on"
+    everywhere = MadeUp(np.arange(40) % 2, np.arange(40) // 20, splits=["train"] * 4 * 2 + ["val"] * 6 + ["test"] * 6
+                        + ["train"] * 8 + ["val"] * 6 + ["test"] * 6)  # fmt: skip
+    seen = official(everywhere, Protocol(name="official"), 0)
+    assert seen.notes[0] == "tested on domains that are also trained on, none of them unseen"
+    alone = MadeUp([0, 1] * 6, [0] * 12, splits=["train"] * 4 + ["val"] * 4 + ["test"] * 4)
+    assert official(alone, Protocol(name="official"), 0).notes[0] == seen.notes[0]
 
 
 def test_gaps_are_noted() -> None:
     labels = np.array([0, 1, 2] * 5 + [0, 1] * 5 + [0, 1, 2] * 5)
     dataset = MadeUp(labels, np.repeat([0, 1, 2], [15, 10, 15]))
     split = leave_one_domain_out(dataset, Protocol(), "d0", 0)
-    assert split.notes == ("images assumed independent", "no training image of c2 in d1")
+    assert split.notes == (
+        "tested on domains never trained on", "images assumed independent", "no training image of c2 in d1"
+    )  # fmt: skip
     marks = ["train"] * 15 + ["train"] * 8 + ["val"] * 2 + ["train"] * 15
     marked = MadeUp(labels, dataset.domains, splits=marks)
     assert (

@@ -4,6 +4,7 @@ import shutil
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import miniature
 import numpy as np
@@ -71,10 +72,44 @@ def test_camelyon17_is_what_wilds_reads(camelyon17):
     for row in range(len(ours)):
         image, label, metadata = theirs[row]
         assert np.array_equal(np.asarray(ours.image(row)), np.asarray(image))
-        hospital, slide = metadata[:2].tolist()
-        assert (ours.labels[row], ours.domains[row], ours.groups[row]) == (label, hospital, slide)
+        assert (ours.labels[row], ours.domains[row]) == (label, metadata[0])
         assert ours.splits[row] == names[int(theirs.split_array[row])]
     assert ours.class_names == ("normal tissue", "tumor tissue")
+
+
+def test_groups_of_camelyon17_are_patients(camelyon17):
+    ours, theirs = Camelyon17(root=camelyon17), wilds_dataset("camelyon17", camelyon17)
+    patients = [Path(path).parent.name.split("_")[1] for path in ours.shown]
+    pairs = set(zip(patients, ours.groups.tolist(), strict=True))
+    assert len(pairs) == len(set(patients)) == len(set(ours.groups.tolist())) == 15
+    assert len(set(theirs.metadata_array[:, 1].tolist())) == 25, "a patient has several slides"
+
+
+@pytest.mark.parametrize("hospital", range(5))
+def test_each_hospital_of_camelyon17_can_be_held_out(camelyon17, hospital):
+    data = Camelyon17(root=camelyon17)
+    split = splits(data, Protocol(), seed=0)[hospital]
+    assert split.test_domains == (f"hospital {hospital}",) and len(split.train_domains) == 4
+    assert torch.equal(split.evaluation["test"], torch.arange(20 * hospital, 20 * hospital + 20))
+    train, val = torch.cat(split.train), split.evaluation["train_val"]
+    assert len(train) + len(val) == 80 and len(val) == 16
+    assert not set(data.groups[train]) & set(data.groups[val]), "a patient is divided"
+    assert "groups kept together" in split.notes and "tested on domains never trained on" in split.notes
+
+
+@pytest.mark.parametrize("kind", ["region", "year"])
+def test_all_labelled_images_of_fmow_take_part_when_domains_are_held_out(fmow, kind):
+    data = Fmow(root=fmow, domains=kind)
+    assert (data.splits == "").any(), "some are in no part of the official split"
+    for split in splits(data, Protocol(), seed=0):
+        train, val = torch.cat(split.train), split.evaluation.get("train_val")
+        used = torch.cat([train, val, split.evaluation["test"]])
+        assert len(used.unique()) == len(used)
+        left_out = [int(note.split()[0]) for note in split.notes if "training images left out" in note]
+        assert len(used) + sum(left_out) == len(data)
+        assert (kind == "year" and split.test_domains != ("2017",)) == bool(left_out)
+        parts = [set(data.groups[rows]) for rows in (train, val, split.evaluation["test"])]
+        assert not parts[0] & parts[1] and not (parts[0] | parts[1]) & parts[2], "a place is divided"
 
 
 def test_camelyon17_official_split(camelyon17):
@@ -84,7 +119,8 @@ def test_camelyon17_official_split(camelyon17):
     sizes = {name: len(rows) for name, rows in split.evaluation.items()}
     assert sizes == {"train_val": 30, "val_domain": 20, "test": 20, "test_val": 4}
     assert [len(part) for part in split.train] == [10, 10, 10]
-    assert any("train_val share groups with training" in note for note in split.notes)
+    assert "tested on domains never trained on" in split.notes
+    assert "9 of 9 groups of train_val also train (30 of 30 images)" in split.notes
 
 
 @pytest.mark.parametrize("kind", ["region", "year", "region_year"])
@@ -106,6 +142,42 @@ def test_fmow_is_what_wilds_reads(fmow, kind):
     assert "multi-unit residential" in ours.class_names and len(ours.class_names) == 62
 
 
+def test_groups_of_fmow_are_places(fmow):
+    data = Fmow(root=fmow)
+    assert np.bincount(np.unique(data.groups, return_inverse=True)[1]).tolist().count(6) == 9  # six years, one place
+    assert len(set(data.groups.tolist())) == 9 + 9 + 7 * 9
+    (split,) = splits(data, Protocol(**OFFICIAL), seed=0)
+    counted = [("train_val", 18), ("val_domain", 18), ("test", 36)]
+    told = ", ".join(f"9 of {n} groups of {part} also train (9 of {n} images)" for part, n in counted)
+    assert told in split.notes
+
+
+def test_fmow_without_coordinates(tmp_path):
+    base = miniature.fmow(tmp_path)
+    table = [line.split(",") for line in (base / "rgb_metadata.csv").read_text().split("\n") if line]
+    some = [row[:4] + (["", ""] if i in (1, 7) else row[4:]) for i, row in enumerate(table)]
+    (base / "rgb_metadata.csv").write_text("\n".join(",".join(row) for row in some))
+    assert np.bincount(Fmow(root=tmp_path).groups).tolist().count(1) >= 2  # each is a place of its own
+    (base / "rgb_metadata.csv").write_text("\n".join(",".join(row[:4]) for row in table))
+    data = Fmow(root=tmp_path)
+    assert data.groups is None
+    (split,) = splits(data, Protocol(**OFFICIAL), seed=0)
+    assert "images assumed independent" in split.notes
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("region", "domains that are also trained on, none of them unseen"),
+        ("year", "domains never trained on"),
+        ("region_year", "domains never trained on"),
+    ],
+)
+def test_fmow_says_whether_its_test_domains_are_unseen(fmow, kind, told):
+    (split,) = splits(Fmow(root=fmow, domains=kind), Protocol(**OFFICIAL), seed=0)
+    assert split.tested_on == told and f"tested on {told}" in split.notes
+
+
 def test_fmow_official_split(fmow):
     (split,) = splits(Fmow(root=fmow), Protocol(**OFFICIAL, metric="worst_domain_accuracy"), seed=0)
     assert {name: len(rows) for name, rows in split.evaluation.items() if name != "test_val"} == {
@@ -124,10 +196,10 @@ def test_our_camelyon17_numbers_are_those_of_wilds_eval(camelyon17, stand_in_for
     for rows in split.evaluation.values():  # the slides of the other splits are empty groups
         logits, labels = random_logits(seed, rows, 2), torch.from_numpy(ours.labels)[rows]
         expected, _ = theirs.eval(logits.argmax(1), theirs.y_array[rows], theirs.metadata_array[rows])
-        assert expected["acc_slide:0"] == 0 or 0 in ours.groups[rows]
-        groups = torch.from_numpy(ours.groups)[rows]
-        assert metric("accuracy", logits, labels, groups) == pytest.approx(expected["acc_avg"])
-        assert metric("worst_domain_accuracy", logits, labels, groups) == pytest.approx(expected["acc_wg"])
+        slides = theirs.metadata_array[rows, 1]
+        assert expected["acc_slide:0"] == 0 or 0 in slides
+        assert metric("accuracy", logits, labels, slides) == pytest.approx(expected["acc_avg"])
+        assert metric("worst_domain_accuracy", logits, labels, slides) == pytest.approx(expected["acc_wg"])
 
 
 @pytest.mark.parametrize("kind", ["region", "year"])

@@ -68,6 +68,18 @@ def test_wilds_two(name, metric, test_domains, images, tmp_path):
     assert all("official split" in row["protocol"] for row in found["summary"])
 
 
+def test_each_hospital_of_camelyon17_in_turn(tmp_path):
+    miniature.camelyon17(tmp_path / "data")
+    found = results(tmp_path, "camelyon17", "{name: leave_one_domain_out, seeds: 1}")
+    assert [record["status"] for record in found["runs"]] == ["ok"] * 10
+    assert list(found["summary"][0]["per_test_domain"]) == [f"hospital {number}" for number in range(5)]
+    for record in found["runs"]:
+        metrics = record["selected"]["train_val"]["metrics"]
+        assert (metrics["train_val"]["n"], metrics["test"]["n"]) == (16, 20)
+    for words in ("tested on domains never trained on", "groups kept together", "all labelled images take part"):
+        assert words in found["summary"][0]["protocol"]
+
+
 @pytest.mark.parametrize("domains", ["region", "year"])
 def test_the_worst_region_of_fmow_leaves_other_out_whatever_the_domains_are(domains, tmp_path):
     miniature.fmow(tmp_path / "data")

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import numpy as np
 
-from xdm_ft.data.loading.files import ImageFiles
+from xdm_ft.data.loading.files import ImageFiles, numbered
 from xdm_ft.data.loading.wilds_release import Download, Root, open_release
 
 
 class Camelyon17(ImageFiles):
     """455,954 patches of 96 × 96 px (Bandi et al. 2018; Koh et al. 2021), domains: hospitals as WILDS numbers them.
 
-    Groups are slides. WILDS' official split: hospitals 0, 3 and 4 train, 1 validates (`val_domain`), 2 tests; the
-    validation part of the training hospitals (`train_val`, WILDS' id_val) comes from the slides that also train.
+    Groups are patients, of whom some have several slides. WILDS' official split: hospitals 0, 3 and 4 train, 1
+    validates (`val_domain`), 2 tests; the validation part of the training hospitals (`train_val`, WILDS' id_val) comes
+    from the patients that also train.
     """
 
     def __init__(self, *, root: Root = Path("data"), download: Download = False) -> None:
@@ -26,7 +27,7 @@ class Camelyon17(ImageFiles):
         self.domain_names = tuple(f"hospital {number}" for number in range(5))
         self.labels = release.y_array.numpy()
         self.domains = metadata[:, columns["hospital"]]
-        self.groups = metadata[:, columns["slide"]]
+        self.groups = numbered(release._metadata_df["patient"].tolist())[1]
         part = {"train": "train", "id_val": "train_val", "val": "val_domain", "test": "test"}
         names = {number: part[name] for name, number in release.split_dict.items()}
         self.splits = np.array([names[number] for number in release.split_array])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
 from xdm_ft.data.loading.files import ImageFiles
 from xdm_ft.data.loading.wilds_release import Download, Root, open_release
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 SPLIT_OF = {"train": "train", "id_val": "train_val", "val": "val_domain", "test": "test"}  # id_test is not used
 
@@ -20,7 +23,8 @@ class Fmow(ImageFiles):
 
     WILDS' official split by time: before 2013 trains (and `train_val`), 2013 to 2015 validates (`val_domain`), 2016
     and 2017 test. Whatever the domains, `worst_of` are the five regions: 'Other', of few images, is not one of them,
-    but it trains and counts in averages as any. Groups are unknown: WILDS reads no column that tells places apart.
+    but it trains and counts in averages as any. Groups are places, images of the same coordinates, where the metadata
+    has the columns lat and lon. The official split is by time: the same place may train and test.
     """
 
     def __init__(
@@ -50,6 +54,16 @@ class Fmow(ImageFiles):
         self.worst_of = np.where(np.array(regions)[region] == "Other", -1, region)
         parts = {number: SPLIT_OF.get(name, "") for name, number in release.split_dict.items()} | {-1: ""}
         self.splits = np.array([parts[int(number)] for number in release.split_array])
+        if {"lat", "lon"} <= set(release.metadata.columns):
+            self.groups = _places(release.metadata.loc[release.full_idxs, ["lat", "lon"]])
         self.as_published = True
         self.shown = [os.path.join(release.data_dir, "images", f"rgb_img_{i}.png") for i in release.full_idxs]
         self.paths = [os.path.abspath(path) for path in self.shown]
+
+
+def _places(coordinates: DataFrame) -> np.ndarray:
+    """A number per place, int64 [N], from the columns lat and lon; one of its own for an image without them."""
+    known = coordinates.notna().all(axis=1).to_numpy()
+    places = np.arange(len(coordinates)) + len(coordinates)
+    places[known] = np.unique(coordinates.to_numpy(np.float64)[known], axis=0, return_inverse=True)[1].reshape(-1)
+    return places

@@ -1,10 +1,30 @@
 """Terra Incognita: wild animals before four camera traps."""
 
-from xdm_ft.data.loading.benchmarks import BenchmarkFolders
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from xdm_ft.data.loading.benchmarks import BenchmarkFolders, Counts, Root
+from xdm_ft.data.loading.files import numbered
+from xdm_ft.data.loading.images import printable
+from xdm_ft.errors import UserError
+
+logger = logging.getLogger("xdm_ft")
 
 
 class TerraIncognita(BenchmarkFolders):
     """10 classes from 4 camera traps (Beery et al. 2018), under `terra_incognita/<location>/<class>/`.
+
+    Groups are sequences, the frames of one passing animal, where the annotations lie beside the locations, as the
+    source has them: `caltech_images_….json` or `eccv_18_annotation_files/` (COCO, with `seq_id`). DomainBed's script
+    deletes them in the end.
 
     Counts: DomainBed's script has made 24,330 images since its source changed, 24,788 before; papers quote the latter,
     per location as in https://github.com/khanrc/miro/issues/9.
@@ -22,3 +42,45 @@ class TerraIncognita(BenchmarkFolders):
         "Terra Incognita as DomainBed downloads it, 24,330 images": (4741, 9736, 3970, 5883),
         "Terra Incognita as DomainBed's paper has it, 24,788 images": (4879, 9767, 4020, 6122),
     }
+
+    def __init__(
+        self,
+        *,
+        root: Root,
+        counts: Counts = "published",
+        sequences: Annotated[
+            Literal["group", "ignore"],
+            Field(
+                description="group: no split divides a sequence, where annotations tell them; ignore: images are "
+                "independent, as DomainBed's split takes them"
+            ),
+        ] = "group",
+    ) -> None:
+        super().__init__(root=root, counts=counts)
+        if sequences == "group":
+            self.groups = self._sequences()
+
+    def _sequences(self) -> np.ndarray | None:
+        """A number per sequence, int64 [N]; None without annotations. An image without one is a sequence of its own."""
+        sequence_of: dict[str, str] = {}
+        for file in sorted([*self.base.glob("*.json"), *self.base.glob("eccv_18_annotation_files/*.json")]):
+            sequence_of |= _read_sequences(file)
+        names = [os.path.basename(path) for path in self.paths]
+        unknown = sum(name not in sequence_of for name in names)
+        if unknown == len(names):
+            return None
+        if unknown:
+            logger.warning("%s: %d of %d images have no seq_id", printable(self.base), unknown, len(names))
+        return numbered([sequence_of.get(name, f"of its own: {name}") for name in names])[1]
+
+
+def _read_sequences(file: Path) -> dict[str, str]:
+    """File name of an image → its sequence, of a COCO file whose images have `seq_id`."""
+    try:
+        images = json.loads(file.read_bytes())["images"]
+        return {os.path.basename(image["file_name"]): str(image["seq_id"]) for image in images if "seq_id" in image}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"data.root: {printable(file)} holds no annotations of camera traps ({type(error).__name__}: "
+            f"{printable(error)}); mend or remove it, or set data.sequences: ignore"
+        ) from error

@@ -12,19 +12,26 @@ logger = logging.getLogger("xdm_ft")
 
 def run(recipe: Recipe) -> int:
     """Trains and compares everything that the recipe lists. Returns the exit status: 0, or 1 where a model failed."""
+    from xdm_ft.experiment.data_faults import faults
     from xdm_ft.experiment.final_fit import final_fit
     from xdm_ft.experiment.machine import start, stop
     from xdm_ft.experiment.material import build_encoder, gather
     from xdm_ft.experiment.plan import make_plan, read_data
+    from xdm_ft.experiment.results import about
     from xdm_ft.experiment.run_directory import RunDirectory
     from xdm_ft.experiment.work import train_models
     from xdm_ft.report.tables import print_table
 
     accelerator = start(recipe)
     dataset = read_data(recipe)
-    make_plan(recipe, dataset)  # faults of splits, methods and weights come before any long work
+    plan = make_plan(recipe, dataset)  # faults of splits, methods and weights come before any long work
     encoder = build_encoder(recipe, recipe.protocol.seeds[0])
     with RunDirectory(recipe, accelerator) as directory:
+        if accelerator.is_main_process:
+            found = faults(plan, show=True)
+            for finding in found:
+                logger.warning("finding: %s", finding.line)
+            directory.about = about(plan, found)
         material = gather(recipe, dataset, encoder, accelerator)
         directory.trains_on(dataset, material)
         plan = make_plan(recipe, dataset, material.unreadable)

@@ -21,6 +21,10 @@ class Finding:
             return f"ok     {self.what}: {self.found}"
         return f"FAULT  {self.what}: {self.found}\n       → {self.remedy}"
 
+    @property
+    def line(self) -> str:
+        return f"{self.what}: {self.found}" + (f" → {self.remedy}" if self.remedy else "")
+
 
 def fault(what: str, error: UserError) -> Iterator[Finding]:
     """A message to the user says at its end, behind the last semicolon, what to do."""

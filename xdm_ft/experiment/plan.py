@@ -67,6 +67,13 @@ class Plan:
     notes: tuple[str, ...]  # what the protocol line says of the splits
 
     @property
+    def splits(self) -> list[Split]:
+        """Those of the first seed: other seeds draw other validation parts, and test the same images."""
+        first = self.models[0].seed
+        by_domains = {model.split.test_domains: model.split for model in self.models if model.seed == first}
+        return list(by_domains.values())
+
+    @property
     def labels(self) -> Tensor:
         return torch.as_tensor(self.dataset.labels)
 
@@ -243,9 +250,6 @@ def describe(plan: Plan) -> str:
         domains = max(len(model.split.train) for model in trained)
         batch = recipe.training.images_per_step(domains)
         lines.append(f"encoder: {passes * batch} images forward and backward, evaluations aside")
-    lines += [
-        f"skipped: {m.item.label}: {m.skipped}" for m in plan.models if m.skipped and m.seed == recipe.protocol.seeds[0]
-    ]
     return "\n".join(lines)
 
 

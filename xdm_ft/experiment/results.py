@@ -16,6 +16,7 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.summary import protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.recipe import Recipe
@@ -51,6 +52,11 @@ def inputs(dataset: ImageDataset, material: Material) -> dict[str, Any]:
     data = {"images": len(dataset), "annotations": hasher.hexdigest()}
     features = {} if material.features is None else {"features": {"key": material.features.key}}
     return {"data": data, **features}
+
+
+def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:
+    """What results.json says of the data beside their hash: whether test domains are unseen, and faults found."""
+    return {"tested_on": plan.splits[0].tested_on, "findings": [finding.line for finding in faults]}
 
 
 def summary_of(

@@ -70,6 +70,7 @@ class RunDirectory:
         self._next_write = 0.0  # of results.json, in time.monotonic()
         self.final: Record | None = None  # of the model to ship
         self.inputs: Record = {}  # what the models are trained on, for results.json
+        self.about: Record = {}  # what else it says of the data
         self._before: Record = {}  # the environment of an earlier part of this run
         self.lock = FileLock(self.path / "run.lock")
         self.writes = bool(accelerator.is_main_process)  # results.json and what else there is once
@@ -308,6 +309,7 @@ class RunDirectory:
             "schema": 1,
             "recipe": self.recipe.resolved(),
             "environment": environment(self.accelerator) | self.inputs,
+            **self.about,
             "runs": self.runs,
             "summary": self.summary,
             **({} if self.final is None else {"final_fit": self.final}),

@@ -10,6 +10,7 @@ import yaml
 from xdm_ft.blocks import Block
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.encoders.loading.prompts import warn_of_class_names
+from xdm_ft.experiment.data_faults import faults
 from xdm_ft.experiment.material import build_encoder
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.recipe import Recipe
@@ -34,6 +35,9 @@ def validate(recipe: Recipe) -> None:
             logger.warning("warning: %s", warning)
     print("# plan")
     print("\n".join(f"#   {line}" for line in [*describe(plan).splitlines(), *plan.notes]))
+    if found := faults(plan, show=True):
+        print("# findings")
+        print("\n".join(f"#   {finding.line}" for finding in found))
 
 
 def _print_own_prompts(encoder: TextEncoder, item: MethodItem, class_names: tuple[str, ...]) -> None:

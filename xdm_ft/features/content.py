@@ -11,6 +11,7 @@ import logging
 import os
 import sqlite3
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -34,6 +35,7 @@ READERS = 8  # threads: on a network disk most of the time is waiting
 READ_BYTES = 1 << 22
 FILES_PER_COMMIT = 1024  # what a kill while hashing can lose
 WAIT_SECONDS = 60.0  # for another process that writes to the index
+_EMPTY = xxhash.xxh3_128_digest(b"")
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _SCHEMA = """CREATE TABLE IF NOT EXISTS files
     (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, xxh3_128 BLOB) WITHOUT ROWID"""
@@ -59,6 +61,14 @@ class Contents:
     unreadable: dict[int, str] = field(default_factory=dict)  # row → why its bytes can not be read
     files: dict[int, tuple[str, Stamp]] = field(default_factory=dict)  # row → its file, and its state when hashed
 
+    def equal(self) -> list[list[int]]:
+        """The rows of every image that is there more than once, byte for byte. Empty files are no images."""
+        rows_of: dict[bytes, list[int]] = {}
+        for row in np.flatnonzero(self.digests.any(1)).tolist():
+            rows_of.setdefault(self.digests[row].tobytes(), []).append(row)
+        rows_of.pop(_EMPTY, None)
+        return [rows for rows in rows_of.values() if len(rows) > 1]
+
     def changed(self, rows: range) -> str | None:
         """A file of these rows that is no longer what was hashed."""
         for path, stamp in (self.files[row] for row in rows if row in self.files):
@@ -70,8 +80,11 @@ class Contents:
         return None
 
 
-def read_contents(dataset: ImageDataset, cache: Path, show: bool) -> Contents:
-    """Hashes every image of the data set, or finds its hash in `<cache>/index.sqlite`."""
+def read_contents(dataset: ImageDataset, cache: Path | None, show: bool, equal_sizes_only: bool = False) -> Contents:
+    """Hashes every image of the data set, or finds its hash in `<cache>/index.sqlite` (`cache` None: there is none).
+
+    `equal_sizes_only` leaves out files of a size that no other one has, which is enough for `Contents.equal`.
+    """
     contents = Contents(np.zeros((len(dataset), 16), dtype=np.uint8))
     for row in range(len(dataset)):
         content = dataset.content(row)
@@ -82,8 +95,12 @@ def read_contents(dataset: ImageDataset, cache: Path, show: bool) -> Contents:
             contents.files[row] = content if os.path.isabs(content) else os.path.abspath(content), _stamp(content)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
             contents.unreadable[row] = _reason(error)
+    if equal_sizes_only:
+        files_of = Counter(stamp.size for _, stamp in contents.files.values())
+        for row in [row for row, (_, stamp) in contents.files.items() if files_of[stamp.size] == 1]:
+            del contents.files[row]
     if contents.files:
-        known = _with_index(cache, partial(_find, files=contents.files))
+        known = {} if cache is None else _with_index(cache, partial(_find, files=contents.files))
         for row, digest in known.items():
             contents.digests[row] = np.frombuffer(digest, np.uint8)
         unknown = [row for row in contents.files if row not in known]
@@ -107,7 +124,7 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _hash_files(rows: list[int], contents: Contents, cache: Path, show: bool) -> None:
+def _hash_files(rows: list[int], contents: Contents, cache: Path | None, show: bool) -> None:
     """Reads and hashes the files of these rows, and adds them to the index as it goes."""
 
     def hashed(row: int) -> tuple[Stamp, bytes] | str:
@@ -129,7 +146,8 @@ def _hash_files(rows: list[int], contents: Contents, cache: Path, show: bool) ->
                     contents.digests[row] = np.frombuffer(digest, np.uint8)
                     known.append((os.fsencode(path), *stamp, digest))
                 bar.advance()
-            _with_index(cache, partial(_add, known=known))
+            if cache is not None:
+                _with_index(cache, partial(_add, known=known))
 
 
 def _hash_file(path: str) -> tuple[Stamp, bytes]:

@@ -93,8 +93,9 @@ def _how_to_read(results: Results) -> str:
     if not metrics:
         return "No model has been trained yet."
     units = [f"{m.replace('_', ' ')}{' in %' if m in IN_PERCENT else ''}" for m in metrics]
+    tested_on = f" of {results['tested_on']}" if "tested_on" in results else ""
     text = (
-        f"How to read: {', '.join(units)} on test images of domains never trained on; ± is the standard error over "
+        f"How to read: {', '.join(units)} on test images{tested_on}; ± is the standard error over "
         "seeds, held-out domains averaged within a seed: standard deviation (ddof 1) / √n. DomainBed prints it with "
         "ddof 0, which is √(1 − 1/n) of that; WILDS prints the standard deviation (ddof 1), √n times as much. "
     )

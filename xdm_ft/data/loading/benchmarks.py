@@ -20,6 +20,7 @@ from xdm_ft.errors import UserError
 
 logger = logging.getLogger("xdm_ft")
 
+Root = Annotated[Path, Field(description="folder that holds the data set's own folder, or that folder itself")]
 Counts = Annotated[
     Literal["published", "any"],
     Field(
@@ -45,13 +46,11 @@ class BenchmarkFolders(ImageFiles):
     published: ClassVar[Mapping[str, tuple[int, ...]]]
     """Edition → images per domain, in the order of the domains. The first is the one that DomainBed downloads."""
 
-    def __init__(
-        self,
-        *,
-        root: Annotated[Path, Field(description="folder that holds the data set's own folder, or that folder itself")],
-        counts: Counts = "published",
-    ) -> None:
-        base = self._find(root.expanduser())
+    base: Path
+    """The folder that holds the domains."""
+
+    def __init__(self, *, root: Root, counts: Counts = "published") -> None:
+        self.base = base = self._find(root.expanduser())
         folder_of = self._domains(base)
         images, _ = images_below(base)
         by_folder: dict[str, list[str]] = {folder: [] for folder in folder_of.values()}

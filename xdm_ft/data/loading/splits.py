@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -15,6 +15,7 @@ from xdm_ft.blocks import Block
 from xdm_ft.data import ImageDataset
 from xdm_ft.data.loading.domainbed_split import validation_rows
 from xdm_ft.data.loading.images import NAMED_AT_MOST
+from xdm_ft.data.loading.split_notes import independence, seen_or_unseen
 from xdm_ft.data.loading.stratification import validation_part
 from xdm_ft.errors import UserError, did_you_mean
 
@@ -96,6 +97,11 @@ class Split:
     domain_of: Tensor  # int64 [number of domains of the data set] → 0…D−1 of `train_domains`, −1 for the others
     notes: tuple[str, ...] = field(default=())  # what the protocol line must say of this split
 
+    @property
+    def tested_on(self) -> str:
+        """What the domains of the test images are to training: unseen, seen, or some of them."""
+        return seen_or_unseen(self.test_domains, self.train_domains)
+
 
 def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> list[Split]:
     """One split per test domain, in the order of `protocol.test_domains` (or of the data set); one in all if official.
@@ -122,10 +128,8 @@ def leave_one_domain_out(
 ) -> Split:
     """All of `test_domain` tests; the other domains train, but for their validation parts.
 
-    Validation parts are stratified by domain and class, drawn from `seed`, and divide no group; unless groups span
-    domains, a domain's part is the same whichever domain is held out. `split_rule: domainbed` draws DomainBed's.
-    A data set that comes with `splits` uses its own train and val rows instead. Source images whose group is also in
-    `test_domain` are left out.
+    All labelled images take part, those too that an official split tests or leaves out. Validation parts are as
+    `parts_of` says. Source images whose group is also in `test_domain` are left out.
     """
     if test_domain not in dataset.domain_names:
         known = list(dataset.domain_names)
@@ -138,7 +142,8 @@ def leave_one_domain_out(
         raise UserError(
             f'data: "{test_domain}" is the only domain; leave_one_domain_out needs a second one to train on'
         )
-    readable = usable(dataset, unreadable)
+    readable = np.ones(len(dataset), dtype=bool)
+    readable[list(unreadable)] = False
     is_test = readable & (dataset.domains == held_out)
     is_source = readable & (dataset.domains != held_out)
     check_classes(dataset, np.flatnonzero(readable), range(len(dataset.domain_names)))
@@ -162,7 +167,14 @@ def leave_one_domain_out(
 def parts_of(
     dataset: ImageDataset, protocol: Protocol, is_source: np.ndarray, is_test: np.ndarray, seed: int
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Which rows train and which validate, bool [N], and what the protocol line must say of it."""
+    """Which rows train and which validate, bool [N], and what the protocol line must say of it.
+
+    Validation parts are stratified by domain and class, drawn from `seed`, and divide no group; unless groups span
+    domains, a domain's part is the same whichever domain is held out. `split_rule: domainbed` draws DomainBed's. Where
+    the data set comes with validation images of its domains (its split "val"), these validate and all others train.
+    An official split that does not divide each domain is set aside: WILDS' parts are whole hospitals, or years.
+    """
+    own = _own_validation(dataset)
     if protocol.split_rule == "domainbed":
         if dataset.splits is not None:
             raise UserError("protocol.split_rule: the data comes with its own split; domainbed would ignore it")
@@ -172,18 +184,30 @@ def parts_of(
             raise UserError("protocol.split_rule: domainbed counts images in the order of folders; use stratified here")
         rows = [validation_rows(dataset.domains, protocol.val_fraction, seed)]
         how = ["validation parts as DomainBed draws them", "tested on the whole held-out domain (DomainBed: on 80%)"]
-    elif dataset.splits is not None:
-        is_val = np.isin(dataset.splits, ("val", "train_val"))
-        return dataset.splits == "train", is_val, ["train and validation parts as they come with the data"]
+    elif own is not None:
+        return ~own, own, ["validation parts as they come with the data"]
     else:
         rows = [
             _validation_part(dataset, np.flatnonzero(part), protocol.val_fraction, seed)
             for part in (is_source, is_test)
         ]
-        how = []
+        how = [] if dataset.splits is None else ["the data's own split set aside, all labelled images take part"]
     is_val = np.zeros(len(dataset), dtype=bool)
     is_val[np.concatenate(rows)] = True
     return ~is_val, is_val, how
+
+
+def _own_validation(dataset: ImageDataset) -> np.ndarray | None:
+    """The data set's own validation rows, bool [N], where each domain has others beside them to train on.
+
+    Each domain must have some, unless the split is one into train and val alone.
+    """
+    if dataset.splits is None:
+        return None
+    is_val = dataset.splits == "val"
+    every, validated, others = (set(dataset.domains[rows].tolist()) for rows in (slice(None), is_val, ~is_val))
+    divides = validated == every or set(dataset.splits.tolist()) == {"train", "val"}
+    return is_val if divides and others == every else None
 
 
 def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> Split:
@@ -222,7 +246,7 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
 
 
 def usable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
-    """Rows that decode and that the data set itself does not leave out, bool [N]."""
+    """Rows that decode and that the data set's own split does not leave out, bool [N]."""
     usable = np.ones(len(dataset), dtype=bool) if dataset.splits is None else dataset.splits != ""
     usable[list(unreadable)] = False
     return usable
@@ -279,22 +303,15 @@ def _split(
     domain_of[numbers] = np.arange(len(numbers))
     of_row = domain_of[dataset.domains[train]]
     parts = [train[of_row == d] for d in range(len(numbers))]
-    return Split(
+    split = Split(
         test_domains=test_domains,
         train_domains=train_domains,
         train=tuple(torch.from_numpy(part) for part in parts),
         evaluation={name: torch.from_numpy(rows) for name, rows in evaluation.items()},
         domain_of=torch.from_numpy(domain_of),
-        notes=(independence(dataset, train, evaluation), *notes, *_gaps(dataset, train, evaluation, numbers)),
     )
-
-
-def independence(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray]) -> str:
-    if dataset.groups is None:
-        return "images assumed independent"
-    of_training = dataset.groups[train]
-    shares = [name for name, rows in evaluation.items() if np.isin(dataset.groups[rows], of_training).any()]
-    return f"{', '.join(shares)} share groups with training" if shares else "groups kept together"
+    notes = [f"tested on {split.tested_on}", independence(dataset, train, evaluation), *notes]
+    return replace(split, notes=(*notes, *_gaps(dataset, train, evaluation, numbers)))
 
 
 def _gaps(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray], numbers: list[int]) -> list[str]:

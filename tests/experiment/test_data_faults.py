@@ -1,0 +1,245 @@
+"""Faults of the data that training passes over: `run`, `validate`, `doctor` and results.json have the same ones."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from xdm_ft.cli import main
+from xdm_ft.errors import UserError
+from xdm_ft.experiment.data_faults import faults
+from xdm_ft.experiment.plan import Plan, make_plan, read_data
+from xdm_ft.experiment.results import about
+from xdm_ft.features import content
+from xdm_ft.recipe import load
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
+RECIPE = """\
+name: small
+data: {name: folder, root: images}
+protocol: {seeds: 1}
+encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}
+methods: [erm]
+training: {steps: 2, batch_size: 4}
+features: {dir: cache, workers: 0}
+"""
+
+
+def make_images(root: Path, domains: str = "abc", classes: tuple[str, ...] = ("cat", "dog"), count: int = 4) -> Path:
+    """Images of noise, no two of them equal."""
+    noise = np.random.default_rng([ord(letter) for letter in domains + classes[0]])
+    for domain in domains:
+        for name in classes:
+            (root / domain / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = noise.integers(0, 256, (32, 32, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(root / domain / name / f"{i}.png")
+    return root
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(RECIPE)
+    return make_images(tmp_path / "images")
+
+
+@pytest.fixture
+def told(capsys, caplog, tmp_path):
+    """What the three verbs report of the data, which must be the same; → it, and the results of the run."""
+
+    def by_all(*overrides: str) -> tuple[list[str], dict]:
+        assert main(["validate", "small.yaml", *overrides]) == 0
+        _, _, printed = capsys.readouterr().out.partition("# findings\n")
+        validated = [line.removeprefix("#   ") for line in printed.splitlines()]
+        status = main(["doctor", "small.yaml", *overrides])
+        lines = capsys.readouterr().out.splitlines()
+        pairs = [(line.removeprefix("FAULT  "), lines[i + 1]) for i, line in enumerate(lines) if line[:5] == "FAULT"]
+        checked = [f"{found} {remedy.strip()}" for found, remedy in pairs]
+        assert status == (2 if checked else 0)
+        assert any("none is in training and test" in line for line in lines) == (not checked)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "xdm_ft"):
+            assert main(["run", "small.yaml", *overrides]) == 0
+        messages = [record.getMessage() for record in caplog.records]
+        logged = [message.removeprefix("finding: ") for message in messages if message.startswith("finding: ")]
+        trains = next(i for i, message in enumerate(messages) if "models" in message)
+        assert not any(message.startswith("finding: ") for message in messages[trains:])
+        results = json.loads((tmp_path / "output" / "small" / "results.json").read_text())
+        jsonschema.Draft202012Validator(SCHEMA).validate(results)
+        assert validated == checked == logged == results["findings"]
+        return logged, results
+
+    return by_all
+
+
+def found(*overrides: str) -> list[str]:
+    """What each of them reports."""
+    return [finding.line for finding in faults(planned(*overrides), show=False)]
+
+
+def planned(*overrides: str) -> Plan:
+    recipe = load("small.yaml", list(overrides))
+    return make_plan(recipe, read_data(recipe))
+
+
+def test_clean_data_have_none(images, told):
+    findings, results = told()
+    assert findings == [] and results["tested_on"] == "domains never trained on"
+    assert "tested on domains never trained on" in results["summary"][0]["protocol"]
+
+
+def test_every_fault_is_reported_by_all(images, told):
+    shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
+    shutil.copy(images / "a" / "cat" / "0.png", images / "a" / "cat" / "again.png")
+    (images / "b" / "cat").rename(images / "b" / "Cat ")
+    shutil.rmtree(images / "c")
+    findings, results = told("methods=[erm, xdomainmix, groupdro, sam]")
+    assert [line.split(": ")[0] for line in findings] == ["classes"] * 2 + ["images"] * 2 + ["methods"] * 2
+    skipped = [run for run in results["runs"] if run["status"] == "skipped"]
+    assert {run["method"] for run in skipped} == {"xdomainmix", "groupdro"}
+
+
+def test_class_names_equal_but_for_case_or_spaces(images):
+    (images / "c" / "dog").rename(images / "c" / "Dog ")
+    spelt, lacking = found()
+    assert spelt.startswith('classes: "Dog " (in c) and "dog" (in a, b) are equal but for case or spaces →')
+    assert lacking.startswith('classes: no image of "Dog " in a, b; no image of "dog" in c →')
+
+
+def test_the_same_image_in_two_domains(images):
+    shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
+    shutil.copy(images / "a" / "dog" / "3.png", images / "b" / "cat" / "twin.png")
+    (line,) = found()
+    assert line.startswith("images: 2 are in more than one domain, 2 of them in training and test, 1 of them in two cl")
+    assert "images/a/dog/2.png and images/b/dog/twin.png; images/a/dog/3.png and images/b/cat/twin.png →" in line
+
+
+def test_the_same_image_twice_in_one_domain(images):
+    for i in range(1, 4):
+        shutil.copy(images / "a" / "dog" / "0.png", images / "a" / "dog" / f"{i}.png")
+    (line,) = found()
+    assert line.startswith("images: 1 is twice or more in one domain: images/a/dog/0.png and images/a/dog/1.png →")
+
+
+def test_pairs_are_named_up_to_a_number(images):
+    for i in range(4):
+        shutil.copy(images / "a" / "dog" / f"{i}.png", images / "b" / "dog" / f"twin{i}.png")
+    (line,) = found()
+    assert line.count(" and images/") == 3 and "; and 1 more →" in line
+
+
+def test_empty_files_are_no_images(images):
+    for domain in "ab":
+        (images / domain / "dog" / "empty.png").write_bytes(b"")
+    assert found() == []
+
+
+def test_a_class_that_a_domain_lacks(images):
+    make_images(images, "ab", classes=("eel",))
+    (line,) = found()
+    assert line.startswith('classes: no image of "eel" in c →')
+
+
+def test_methods_that_are_skipped(images):
+    shutil.rmtree(images / "c")
+    assert found("methods=[erm, xdomainmix, groupdro, sam]") == [
+        f"methods: xdomainmix, groupdro are skipped (needs 2 training domains; with {held_out} held out there is 1)"
+        " → leave out of methods what is skipped, or add a domain"
+        for held_out in "ab"
+    ]
+
+
+def table(images: Path, split_of) -> None:
+    """table.csv of all images: `split_of(domain, number of the image)`."""
+    rows = [["path", "label", "domain", "split"]]
+    for path in sorted(images.rglob("*.png")):
+        label, domain = path.parent.name, path.parent.parent.name
+        rows.append([str(path), label, domain, split_of(domain, int(path.stem))])
+    with open("table.csv", "w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+OFFICIAL = ("data={name: table, file: table.csv}", "protocol={name: official, seeds: 1}")
+
+
+@pytest.mark.parametrize("domains", ["abc", "a"])
+def test_a_random_split_tests_on_seen_domains(domains, images, told):
+    for other in set("abc") - set(domains):
+        shutil.rmtree(images / other)
+    table(images, lambda domain, i: ["train", "train", "val", "test"][i])
+    findings, results = told(*OFFICIAL)
+    assert findings == [] and results["tested_on"] == "domains that are also trained on, none of them unseen"
+    assert all(f"tested on {results['tested_on']}" in row["protocol"] for row in results["summary"])
+    text = Path("output/small/results.md").read_text()
+    assert f"on test images of {results['tested_on']}" in text and "never trained on" not in text
+
+
+def test_a_split_with_some_unseen_domains_names_the_others(images):
+    table(images, lambda domain, i: "test" if domain == "c" else ["train", "train", "val", "test"][i])
+    told = about(planned(*OFFICIAL), [])["tested_on"]
+    assert told == "domains of which a, b are also trained on" and f"tested on {told}" in planned(*OFFICIAL).notes
+
+
+def test_an_official_split_that_shares_images_between_training_and_test(images):
+    shutil.copy(images / "a" / "dog" / "0.png", images / "a" / "dog" / "3.png")  # 0 trains, 3 tests
+    shutil.copy(images / "a" / "cat" / "0.png", images / "a" / "cat" / "1.png")  # both train
+    table(images, lambda domain, i: ["train", "train", "val", "test"][i])
+    (line,) = found(*OFFICIAL)
+    assert line.startswith("images: 2 are twice or more in one domain, 1 of them in training and test: ")
+
+
+def test_images_in_a_parquet_file_are_compared_too(images):
+    table = {"image": [], "label": [], "domain": []}
+    for path in sorted(images.rglob("*.png")):
+        table["image"].append(path.read_bytes())
+        table["label"].append(path.parent.name)
+        table["domain"].append(path.parent.parent.name)
+    table["image"][-1] = table["image"][0]
+    pyarrow.parquet.write_table(pyarrow.table(table), "images.parquet")
+    (line,) = found("data={name: parquet, file: images.parquet}")
+    assert line.startswith("images: 1 is in more than one domain, 1 of them in training and test, 1 of them in two cl")
+    assert "images.parquet, row 0 and images.parquet, row 23" in line
+
+
+def test_only_files_of_equal_size_are_opened(images, monkeypatch):
+    for number, path in enumerate(sorted(images.rglob("*.png"))):
+        path.write_bytes(path.read_bytes() + bytes(100 * number))  # decoders pass over what follows the image
+    shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
+    opened = []
+    original = content._hash_file
+    monkeypatch.setattr(content, "_hash_file", lambda path: opened.append(Path(path).name) or original(path))
+    assert len(found()) == 1 and sorted(opened) == ["2.png", "twin.png"]
+    opened.clear()
+    assert len(found()) == 1 and opened == [], "the index of hashes was not read"
+
+
+def test_end_to_end_no_cache_is_needed(images):
+    shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
+    Path("blocked").write_text("a file is no folder")
+    assert len(found("encoder.trainable=true", "features.dir=blocked/cache")) == 1
+    with pytest.raises(UserError, match=r"features\.dir"):
+        found("features.dir=blocked/cache")
+
+
+@pytest.mark.slow
+def test_of_several_processes_one_reports(images):
+    shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    done = subprocess.run([*launch, str(ROOT / "xdm_ft" / "run.py"), "small.yaml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("finding: images: 1 is in more than one domain") == 1

@@ -1,0 +1,167 @@
+"""Faults of the data that a run can be trained with: `run`, `validate` and `doctor` report the same ones."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.data.loading.images import NAMED_AT_MOST
+from xdm_ft.data.loading.splits import Split
+from xdm_ft.errors import UserError
+from xdm_ft.experiment.findings import Finding
+from xdm_ft.experiment.plan import Plan
+from xdm_ft.features.content import Contents, read_contents
+from xdm_ft.features.store import cache_folder
+
+if TYPE_CHECKING:
+    from xdm_ft.recipe import Recipe
+
+TESTED = ("test", "val_domain")
+"""Parts that may share no image or group with training. Validation parts of training domains blur only which step is
+picked; the protocol line counts the groups that they share."""
+
+
+def faults(plan: Plan, show: bool) -> list[Finding]:
+    """All of them. Reads and hashes image files of equal size; the others are not opened. `show`: with progress."""
+    contents = read_contents(plan.dataset, _index_folder(plan.recipe), show, equal_sizes_only=True)
+    return [*data_faults(plan.dataset, contents, plan.splits), *plan_faults(plan)]
+
+
+def _index_folder(recipe: Recipe) -> Path | None:
+    """Where hashes are kept; None where it can not be written and nothing else needs it."""
+    try:
+        return cache_folder(recipe.features)
+    except UserError:
+        if recipe.needs_features:
+            raise
+        return None
+
+
+def data_faults(dataset: ImageDataset, contents: Contents, splits: Sequence[Split]) -> Iterator[Finding]:
+    """Those of the data itself; `splits` say which of them touch the estimate."""
+    yield from classes_spelt_alike(dataset)
+    yield from lacking_classes(dataset)
+    yield from repeated_images(dataset, contents, splits)
+
+
+def plan_faults(plan: Plan) -> Iterator[Finding]:
+    """Those that data and recipe make together."""
+    yield from divided_groups(plan.dataset, plan.splits)
+    yield from skipped_methods(plan)
+
+
+def classes_spelt_alike(dataset: ImageDataset) -> Iterator[Finding]:
+    """Classes whose names are equal but for case and spaces (or for the encoding of an accent)."""
+    alike: dict[str, list[int]] = {}
+    for number, name in enumerate(dataset.class_names):
+        alike.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(number)
+    images = images_of(dataset)
+    for numbers in alike.values():
+        if len(numbers) > 1:
+            told = [f'"{dataset.class_names[c]}" (in {_named(dataset, images[c] > 0)})' for c in numbers]
+            remedy = "give them one name in the data, or names that tell them apart"
+            yield Finding("classes", f"{' and '.join(told)} are equal but for case or spaces", remedy)
+
+
+def lacking_classes(dataset: ImageDataset) -> Iterator[Finding]:
+    """Classes without an image in some domain, where the data set is not published so."""
+    images = images_of(dataset)
+    lacking = [] if dataset.as_published else np.flatnonzero((images == 0).any(1)).tolist()
+    if lacking:
+        told = [f'no image of "{dataset.class_names[c]}" in {_named(dataset, images[c] == 0)}' for c in lacking]
+        remedy = "add images, or remove such a class from the other domains"
+        yield Finding("classes", _listed(told), remedy)
+
+
+def images_of(dataset: ImageDataset) -> np.ndarray:
+    """The number of images of every class in every domain: int64 [C,D]."""
+    images = np.zeros((len(dataset.class_names), len(dataset.domain_names)), np.int64)
+    np.add.at(images, (dataset.labels, dataset.domains), 1)
+    return images
+
+
+def _named(dataset: ImageDataset, domains: np.ndarray) -> str:
+    return ", ".join(dataset.domain_names[d] for d in np.flatnonzero(domains))
+
+
+def repeated_images(dataset: ImageDataset, contents: Contents, splits: Sequence[Split]) -> Iterator[Finding]:
+    """Images that are there more than once, byte for byte: in two domains, or twice in one."""
+    across: list[list[int]] = []
+    within: list[list[int]] = []
+    for rows in contents.equal():
+        (across if len(set(dataset.domains[rows].tolist())) > 1 else within).append(rows)
+    for repeated, where in ((across, "in more than one domain"), (within, "twice or more in one domain")):
+        if not repeated:
+            continue
+        copy_of = np.full(len(dataset), -1)
+        for number, rows in enumerate(repeated):
+            copy_of[rows] = number
+        counts = [f"{n} of them in training and {part}" for part, n in _shared(splits, copy_of).items()]
+        labels = sum(len(set(dataset.labels[rows].tolist())) > 1 for rows in repeated)
+        counts += [f"{labels} of them in two classes"] if labels else []
+        pairs = _pairs(dataset, [(rows[0], _partner(dataset, rows)) for rows in repeated])
+        count = "1 is" if len(repeated) == 1 else f"{len(repeated)} are"
+        remedy = "remove one of each pair, or both where their labels differ"
+        yield Finding("images", f"{', '.join([f'{count} {where}', *counts])}: {pairs}", remedy)
+
+
+def _partner(dataset: ImageDataset, rows: Sequence[int]) -> int:
+    """The first of another domain than rows[0], else the second."""
+    return next((row for row in rows if dataset.domains[row] != dataset.domains[rows[0]]), rows[1])
+
+
+def _pairs(dataset: ImageDataset, pairs: Sequence[tuple[int, int]]) -> str:
+    return _listed([f"{dataset.name(a)} and {dataset.name(b)}" for a, b in pairs])
+
+
+def _listed(told: Sequence[str]) -> str:
+    more = [f"and {len(told) - NAMED_AT_MOST} more"] if len(told) > NAMED_AT_MOST else []
+    return "; ".join([*told[:NAMED_AT_MOST], *more])
+
+
+def _shared(splits: Iterable[Split], numbers: np.ndarray) -> dict[str, int]:
+    """Tested part → how many of the `numbers` (int64 [N], −1: none) are in it and in training, in any split."""
+    shared: dict[str, set[int]] = {}
+    for split in splits:
+        train = np.concatenate([numbers[rows.numpy()] for rows in split.train])
+        for part in TESTED:
+            tested = numbers[split.evaluation[part].numpy()] if part in split.evaluation else train[:0]
+            shared.setdefault(part, set()).update(np.intersect1d(train, tested).tolist())
+    return {part: len(found - {-1}) for part, found in shared.items() if found - {-1}}
+
+
+def divided_groups(dataset: ImageDataset, splits: Sequence[Split]) -> Iterator[Finding]:
+    """Groups that train and are tested, where the data set is not published so: only an official split has some."""
+    if dataset.groups is None or dataset.as_published:
+        return
+    for part, number in _shared(splits, dataset.groups).items():
+        pairs = [pair for split in splits for pair in _of_one_group(split, part, dataset.groups)]
+        remedy = "change the split so that a group is on one side, or correct the groups"
+        count = "1 is" if number == 1 else f"{number} are"
+        yield Finding("groups", f"{count} in training and {part}: {_pairs(dataset, pairs)}", remedy)
+
+
+def _of_one_group(split: Split, part: str, groups: np.ndarray) -> list[tuple[int, int]]:
+    """Of each group in training and in the part: a row of either."""
+    train = np.concatenate([rows.numpy() for rows in split.train])
+    tested = split.evaluation[part].numpy()
+    one, at_train = np.unique(groups[train], return_index=True)
+    other, at_test = np.unique(groups[tested], return_index=True)
+    _, i, j = np.intersect1d(one, other, return_indices=True)
+    return list(zip(train[at_train[i]].tolist(), tested[at_test[j]].tolist(), strict=True))
+
+
+def skipped_methods(plan: Plan) -> Iterator[Finding]:
+    """Methods of the recipe that can not be trained on these data, by the reason."""
+    methods: dict[str, dict[str, None]] = {}
+    for model in plan.models:
+        if model.skipped is not None:
+            methods.setdefault(model.skipped, {})[model.item.label] = None
+    for reason, labels in methods.items():
+        found = f"{', '.join(labels)} {'is' if len(labels) == 1 else 'are'} skipped ({reason})"
+        yield Finding("methods", found, "leave out of methods what is skipped, or add a domain")
