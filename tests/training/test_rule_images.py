@@ -70,6 +70,14 @@ def test_the_mean_over_domains_by_hand(name: str) -> None:
     assert name == "worst_domain_accuracy" or abs(images.value(logits[rows]) - pooled) > 1e-4
 
 
+def test_one_training_domain_is_its_own_mean() -> None:
+    labels, domains = torch.tensor([0, 1, 1, 0]), torch.tensor([2, 2, 2, 2])
+    logits, rows = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 0]]), torch.arange(4)
+    for name in METRICS:
+        value = rule_images("train_val", rows, labels, domains, domains, name, 2).value(logits)
+        assert value == metric_of(name, logits, labels, domains), name
+
+
 def test_equal_steps_are_equal_in_any_order_of_domains() -> None:
     """7/10, 1/10, 2/10 and their permutations: float sums differ by their order, the value must not."""
     domains = torch.arange(30) // 10

@@ -208,10 +208,10 @@ def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
     """What was done, in one line."""
     split, item, rule = fit.model.split, fit.model.item, recipe.protocol.selection
     official = "the official split's training, validation and test parts alike"
-    held_out = "those held out for the estimate included"
+    held_out = "the domains held out for the estimate included"
     images = sum(len(rows) for rows in split.train)
     parts = [
-        f"{item.label}, of the best mean of what {rule} saw over {runs} runs",
+        f"{item.label} has the best {recipe.protocol.metric} by {rule}, the mean over its {runs} runs",
         f"trained on all {images} labelled images of {len(split.train_domains)} domains "
         f"({', '.join(split.train_domains)}), {official if recipe.protocol.name == 'official' else held_out}",
     ]
