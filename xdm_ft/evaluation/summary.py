@@ -20,7 +20,7 @@ from xdm_ft.evaluation.versus import WithoutGroups, versus
 
 ORACLE = "(oracle: picked on the test domain)"
 _PICKED_ON = {
-    "train_val": "on validation images of the training domains",
+    "train_val": "on the validation images of the training domains, the mean over these",
     "val_domain": "on the validation domain",
     "cross_domain": "as best on training domains that extra models left out, their mean",
     "oracle": ORACLE,
