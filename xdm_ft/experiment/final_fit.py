@@ -12,7 +12,8 @@ import numpy as np
 from xdm_ft.data.loading.derived_splits import all_domains
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.trials import selection_value
-from xdm_ft.experiment.engines import Model
+from xdm_ft.experiment.engines import Model, Request
+from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan, hparams
 from xdm_ft.experiment.run_directory import RunDirectory
@@ -81,8 +82,8 @@ def final_fit(
         if model.owned:
             directory.remember(RULE, told)
 
-    work.engines.train(item, [job], (RULE,), {job.key}, keep)
-    accelerator.wait_for_everyone()
+    work.engines.train([Request(item, [job], (RULE,), {job.key}, keep)])
+    wait_for_everyone(accelerator)
     return about | directory.recall(RULE)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from xdm_ft.progress import pulse
 from xdm_ft.training.batches import MicroBatch
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def gather_statistics(module: nn.Module, steps: Iterable[list[MicroBatch]], acce
             with accelerator.autocast():
                 module(micro_batch.batch.x)
             statistics.collect(micro_batch.weight)
+            pulse.beat()
     for total in statistics.sums:
         total.copy_(accelerator.reduce(total, "sum") / taken)
     statistics.commit()

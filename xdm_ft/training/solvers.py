@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Solver
 from xdm_ft.evaluation.metrics import metric as metric_of
+from xdm_ft.progress import pulse
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.bank import head_logits
@@ -56,6 +57,7 @@ def solve(
         }
         values |= known_values(job, candidate.step)
         selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
+        pulse.beat()
     failure = selector.nothing_selected()
     return Trained(
         job, {} if failure else selector.selected, None, time.perf_counter() - started, failure, selector.course
