@@ -29,6 +29,10 @@ class Shared(dict[str, bytes]):
     def check(self, keys: list[str]) -> bool:
         return all(key in self for key in keys)
 
+    def add(self, key: str, amount: int) -> int:
+        self[key] = str(int(self.get(key, b"0")) + amount).encode()
+        return int(self[key])
+
 
 @pytest.fixture
 def three_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +78,13 @@ def test_nobody_is_heard_of_where_the_store_is_gone() -> None:
     assert [watch.look() for _ in range(3)][-1] == [0, 1]
 
 
+def test_one_rank_speaks() -> None:
+    store = Shared()
+    assert not Watch(store, 0, 2).said()
+    assert [Watch(store, rank, 2).speaks() for rank in range(2)] == [True, False]
+    assert Watch(store, 1, 2).said()
+
+
 def test_forked_workers_count_for_the_process_that_forked_them() -> None:
     before = pulse.count
     child = os.fork()
@@ -117,7 +128,7 @@ def scenario(mode: str) -> tuple[int, float, str]:
         # its launcher waits 30 seconds before it kills a process that does not answer
         pytest.param("stops", "rank 1 has made no progress", marks=pytest.mark.slow),
         # the first rank stands still too, in the same step
-        pytest.param("hangs in a step", "(all ranks have|rank 1 has) made no progress", marks=pytest.mark.slow),
+        pytest.param("hangs in a step", "all ranks have made no progress", marks=pytest.mark.slow),
     ],
 )
 def test_a_hung_rank_ends_the_run_of_two_real_processes(mode: str, said: str) -> None:

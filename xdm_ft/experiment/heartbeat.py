@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 EVERY_SECONDS = 10.0  # between looks
 SILENCE_SECONDS = 30 * 60.0  # without a heartbeat, after which a rank counts as hung
+SAID = "heartbeat/said"  # key of the store that is there once a rank has ended the run
+AGAIN = 4  # looks that must find the same
 
 
 def wait_for_everyone(accelerator: Accelerator) -> None:
@@ -29,7 +31,7 @@ def heartbeat(accelerator: Accelerator) -> Iterator[None]:
 
     A rank has a heartbeat while its work advances (`pulse`: training steps, batches of images, shards, files) and while
     it waits for the others by `wait_for_everyone`. One without for SILENCE_SECONDS ends this process, with status 1 and
-    one line from the lowest rank that has one; the launcher then ends the rest.
+    one line from the first that notices; the launcher then ends the rest.
     """
     if accelerator.num_processes == 1:
         yield
@@ -43,6 +45,10 @@ def heartbeat(accelerator: Accelerator) -> Iterator[None]:
     thread.start()
     try:
         yield
+    except BaseException:
+        if watch.said():  # what is raised here only follows from it
+            os._exit(1)
+        raise
     finally:
         ended.set()
         thread.join()
@@ -54,6 +60,7 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
+    def add(self, key: str, amount: int) -> int: ...
 
 
 class Watch:
@@ -80,21 +87,36 @@ class Watch:
         self.heard = now
         return [rank for rank, looks in enumerate(self.silent) if looks * EVERY_SECONDS >= SILENCE_SECONDS]
 
+    def speaks(self) -> bool:
+        """Whether this rank is the first to ask, or can not ask the others."""
+        try:
+            return self.store.add(SAID, 1) == 1
+        except RuntimeError:
+            return True
+
+    def said(self) -> bool:
+        """Whether a rank has said that another one hangs."""
+        try:
+            return self.store.check([SAID])
+        except RuntimeError:
+            return False
+
     def _read(self, rank: int) -> bytes:
         key = f"heartbeat/{rank}"
         return self.store.get(key) if self.store.check([key]) else b""
 
 
 def _look(watch: Watch, ended: threading.Event) -> None:
+    found = 0
     while not ended.wait(EVERY_SECONDS):
         silent = watch.look()
-        if not silent:
+        found = found + 1 if silent else 0
+        if found <= AGAIN:  # a rank that waits for a hung one in the same step falls silent at another look than that
             continue
-        alive = [rank for rank in range(len(watch.heard)) if rank not in silent]
-        if watch.rank == min(alive, default=0):
+        if watch.speaks():
             # the main thread may hang with the locks of sys.stderr
             os.write(2, f"xdm-ft: {silence(silent, len(watch.heard))}\n".encode())
-        elif ended.wait(20 * EVERY_SECONDS):  # the rank that speaks looks at another moment; its launcher ends this one
+        elif ended.wait(AGAIN * EVERY_SECONDS):  # else the launcher would blame this rank
             return
         os._exit(1)  # the main thread waits in a library, where no exception reaches it
 

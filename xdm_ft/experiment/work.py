@@ -52,7 +52,7 @@ def train_models(plan: Plan, material: Material, directory: RunDirectory, accele
         return
     count = Counter(key[0] for key in planned if key in wanted)  # a chunk of heads has models of one method
     known = work.known({key for key in planned if key[0] in count})
-    logger.info("%d models: %s", len(wanted), ", ".join(f"{label} {n}" for label, n in count.items()))
+    logger.info("%s", ", ".join(f"{label}: {n} models" for label, n in count.items()))
     work.train_planned(planned, known, wanted)
 
 
