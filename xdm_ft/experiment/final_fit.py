@@ -17,7 +17,7 @@ from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan, hparams
 from xdm_ft.experiment.run_directory import RunDirectory
-from xdm_ft.experiment.work import Work
+from xdm_ft.experiment.work import Work, restarted
 from xdm_ft.training.selection import evaluation_steps
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def final_fit(
             logits = {name: model.logits(selected, rows).cpu() for name, rows in split.evaluation.items()}
             weights = directory.save_final(selected.state, work.metadata(selected, job)) if model.owned else ""
             own = {**selected.hparams, "weights": weights, "metrics": work.metrics(split, logits)}
-            told = {"status": "ok", **own}
+            told = {"status": "ok", **own, **restarted(trained)}
         if model.owned:
             directory.remember(RULE, told)
 

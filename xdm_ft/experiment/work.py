@@ -228,8 +228,7 @@ class Work:
         if trained.stopped_at is not None:
             record["stopped_at"] = trained.stopped_at
         record["train_seconds"] = round(trained.seconds, 3)
-        if trained.restarts:
-            record["restarted"] = {"times": len(trained.restarts), "reasons": list(trained.restarts)}
+        record |= restarted(trained)
         if trained.failure is not None:
             logger.warning(
                 "%s, %s held out, seed %d: %s", job.method, ", ".join(job.test_domains), job.seed, trained.failure
@@ -292,6 +291,13 @@ class Work:
         normalized = self.material.normalize or job.normalized
         preprocessing = self.material.preprocessing.model_dump_json()
         return {"normalize": str(normalized).lower(), "preprocessing": preprocessing, "step": str(selected.step)}
+
+
+def restarted(trained: Trained) -> dict[str, Any]:
+    """What a record says of a training that could not go on where it was interrupted, and started again."""
+    if not trained.restarts:
+        return {}
+    return {"restarted": {"times": len(trained.restarts), "reasons": list(trained.restarts)}}
 
 
 def _name(job: Job) -> str:
