@@ -1,8 +1,12 @@
-"""Progress of long work on standard error: a bar with rate and time left on a terminal, sparse lines in a log."""
+"""Progress of long work on standard error: a bar with rate and time left on a terminal, sparse lines in a log.
+
+Every piece of it is also counted, so that other processes of the run can tell work that goes on from work that hangs.
+"""
 
 from __future__ import annotations
 
 import logging
+import mmap
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +14,34 @@ from contextlib import contextmanager
 
 LOG_EVERY_SECONDS = 30.0
 logger = logging.getLogger("xdm_ft")
+
+
+class Pulse:
+    """The pieces of work that this process and those forked from it have done, in memory that they share."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 8)
+        self.waits = 0  # how many `waiting` are entered
+
+    def beat(self) -> None:
+        """One more piece. Two processes at the same instant may count one: that the number moves is what matters."""
+        self._memory[:] = (self.count + 1).to_bytes(8, "little")
+
+    @property
+    def count(self) -> int:
+        return int.from_bytes(self._memory[:], "little")
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what may take any time without a piece of work here: what another process is doing, a download."""
+        self.waits += 1
+        try:
+            yield
+        finally:
+            self.waits -= 1
+
+
+pulse = Pulse()
 
 
 class Progress:
@@ -26,6 +58,7 @@ class Progress:
         self.skipped += n
 
     def advance(self, n: int = 1, note: str = "") -> None:
+        pulse.beat()
         self.done += n
         now = time.monotonic()
         if now - self.last_line >= LOG_EVERY_SECONDS:
@@ -51,6 +84,7 @@ class _Bar(Progress):
         self.bar.n += n
 
     def advance(self, n: int = 1, note: str = "") -> None:
+        pulse.beat()
         self.bar.set_postfix_str(note, refresh=False)
         self.bar.update(n)
 

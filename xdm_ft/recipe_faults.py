@@ -53,8 +53,8 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
     if protocol.name == "official" and protocol.split_rule != "stratified":
         faults.add(("protocol", "split_rule"), "the official split decides what validates; leave it out")
     if not recipe.trainable:
-        for key, idle in (("mixed_precision", "no"), ("accumulation", 1)):
-            if getattr(training, key) != idle:
+        for key, idle in (("mixed_precision", (None, "no")), ("accumulation", (1,))):
+            if getattr(training, key) not in idle:
                 problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
                 faults.add(("training", key), problem)
     if training.steps is not None and training.schedule.warmup_steps >= training.steps:

@@ -142,9 +142,9 @@ def test_an_interrupted_cross_domain_measures_nothing_twice(monkeypatch):
     with monkeypatch.context() as patch:
         train = Engines.train
 
-        def watched(self, item, jobs, rules, wanted, keep):
-            asked.append(rules[0])
-            return train(self, item, jobs, rules, wanted, keep)
+        def watched(self, requests):
+            asked.extend(request.rules[0] for request in requests)
+            return train(self, requests)
 
         patch.setattr(Engines, "train", watched)
         resumed = results(*again)

@@ -153,5 +153,10 @@ def test_two_processes_interrupted_and_gone_on_with_by_one(whole: tuple[Path, Pa
     assert run.text().count("xdm-ft: interrupted; saved: ") == 1
     one = Run(recipe, tmp_path / "out")
     assert one.end() == 0, one.text()
-    assert "was written for other settings (processes was 2, is 1); this training starts again" in one.text()
-    assert outcome(tmp_path / "out") == outcome(alone)
+    assert one.text().count("was written for other settings (processes was 2, is 1); this training starts again") == 1
+    (results, files), (expected, expected_files) = outcome(tmp_path / "out"), outcome(alone)
+    again = [run.pop("restarted") for run in results["runs"] if "restarted" in run]
+    assert results.pop("checksum") != expected.pop("checksum")
+    reason = "its checkpoint was written for other settings (processes was 2, is 1)"
+    assert again == [{"times": 1, "reasons": [reason]}]
+    assert (results, files) == (expected, expected_files)

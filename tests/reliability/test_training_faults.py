@@ -9,8 +9,12 @@ from pathlib import Path
 
 import miniature
 import pytest
+import torch
 
 from xdm_ft.cli import main
+from xdm_ft.experiment import engines
+from xdm_ft.training.allocator import running_out_named
+from xdm_ft.training.passes import Passes
 
 RECIPE = """\
 name: small
@@ -64,3 +68,51 @@ def test_a_validation_part_that_is_empty_is_told(here: Path) -> None:
     assert main(["run", "small.yaml", "methods=[erm]"]) == 0
     protocol = results()["summary"][0]["protocol"]
     assert "no validation image of photo" in protocol and "no training image of elephant in photo" in protocol
+
+
+def one_line(text: str) -> str:
+    [line] = [line for line in text.splitlines() if line.startswith("xdm-ft:")]
+    assert "Traceback" not in text, text
+    return line
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_heads_that_do_not_fit_the_memory(
+    cores: int, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "cores", lambda: cores)
+    assert main(["run", "small.yaml", "methods=[erm,irm]", "training.batch_size=1000000000000"]) == 2
+    line = one_line(capfd.readouterr().err)
+    assert re.search("(erm|irm), one head: does not fit the memory of this machine; lower training.batch_size", line)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        None,
+        RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
+    ],
+)
+def test_a_model_that_does_not_fit_the_memory(
+    error: Exception | None, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def runs_out(*arguments: object) -> None:
+        torch.empty(1 << 50)  # the real thing
+        raise AssertionError
+
+    def raises(*arguments: object) -> None:
+        assert error is not None
+        raise error
+
+    monkeypatch.setattr(Passes, "run", runs_out if error is None else raises)
+    assert main(["run", "small.yaml", "methods=[erm]", "encoder.trainable=true"]) == 2
+    line = one_line(capfd.readouterr().err)
+    assert "erm, sketch held out, seed 0: does not fit " in line
+    assert line.endswith("; lower training.batch_size or raise training.accumulation")
+
+
+def test_another_error_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), running_out_named("erm", "lower it"):
+        raise RuntimeError("shapes do not match")

@@ -138,3 +138,19 @@ def test_after_something_dear_it_is_due_sooner(monkeypatch: pytest.MonkeyPatch) 
     assert not pace.is_due(event=True)
     now += 2.0
     assert pace.is_due()
+
+
+def test_it_counts_how_often_its_training_started_again(tmp_path: Path) -> None:
+    Checkpoint(tmp_path / "c", ABOUT, Pace()).save(lambda: {"n": 1})
+    reasons = []
+    for processes in (1, 2, 2, 1):
+        own = Checkpoint(tmp_path / "c", ABOUT, Pace())
+        fits = own.load({"processes": processes}) is not None
+        reasons.append(own.restarts)
+        own.save(lambda: {"n": 2})
+        assert fits == (processes == 2 and len(reasons) == 3)
+    assert [len(found) for found in reasons] == [1, 2, 2, 3], "one that goes on knows of those before"
+    assert reasons[-1][-2:] == [
+        "its checkpoint was written for other settings (processes was 1, is 2)",
+        "its checkpoint was written for other settings (processes was 2, is 1)",
+    ]

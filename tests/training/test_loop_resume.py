@@ -22,7 +22,7 @@ from xdm_ft.averaging.swad import SWAD
 from xdm_ft.interrupt import Interrupted
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Training
-from xdm_ft.training.checkpoint import read
+from xdm_ft.training.checkpoint import read, write
 
 STEPS = 6
 EVERY_OTHER = Training(batch_size=4, evaluate_every=2, encoder_lr=0.01, schedule=Schedule(name="cosine"))
@@ -143,3 +143,15 @@ def test_a_checkpoint_of_something_else_is_named_and_not_used(
     key = {"encoder": "weights", "split": "data", "setting": "recipe.lr was 1, is 2"}[other]
     [message] = caplog.messages
     assert f"written for other settings ({key}" in message and "starts again" in message
+
+
+def test_what_started_again_says_so(accelerator: Accelerator, tmp_path: Path) -> None:
+    job, training, arguments = CASES["adam, domain head, buffers"]
+    path = tmp_path / "c.safetensors"
+    with pytest.raises(Killed):
+        train(job, SmallCNN(), training, accelerator, checkpoint=Cut(path, 2), **arguments)
+    state, about = read(path)
+    write(path, state, about | {"processes": 2})
+    again = train(job, SmallCNN(), training, accelerator, checkpoint=Cut(path), **arguments)
+    assert again.restarts == ("its checkpoint was written for other settings (processes was 2, is 1)",)
+    assert_same(again, train(job, SmallCNN(), training, accelerator, **arguments))

@@ -14,33 +14,38 @@ def run(recipe: Recipe) -> int:
     """Trains and compares everything that the recipe lists. Returns the exit status: 0, or 1 where a model failed."""
     from xdm_ft.experiment.data_faults import faults
     from xdm_ft.experiment.final_fit import final_fit
-    from xdm_ft.experiment.machine import start, stop
+    from xdm_ft.experiment.heartbeat import heartbeat
+    from xdm_ft.experiment.machine import as_launched, start, stop
     from xdm_ft.experiment.material import build_encoder, gather
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.results import about
     from xdm_ft.experiment.run_directory import RunDirectory
     from xdm_ft.experiment.work import train_models
+    from xdm_ft.progress import pulse
     from xdm_ft.report.tables import print_table
 
+    recipe = as_launched(recipe)
     accelerator = start(recipe)
-    dataset = read_data(recipe)
-    plan = make_plan(recipe, dataset)  # faults of splits, methods and weights come before any long work
-    encoder = build_encoder(recipe, recipe.protocol.seeds[0])
-    with RunDirectory(recipe, accelerator) as directory:
-        if accelerator.is_main_process:
-            found = faults(plan, show=True)
-            for finding in found:
-                logger.warning("finding: %s", finding.line)
-            directory.about = about(plan, found)
-        material = gather(recipe, dataset, encoder, accelerator)
-        directory.trains_on(dataset, material)
-        plan = make_plan(recipe, dataset, material.unreadable)
-        train_models(plan, material, directory, accelerator)
-        results = directory.finish(plan, material)
-        final = None
-        if recipe.protocol.final_fit:
-            final = final_fit(plan, material, directory, accelerator, results)
-        results = directory.complete(final)
+    with heartbeat(accelerator):
+        with pulse.waiting():  # what is downloaded takes as long as it takes
+            dataset = read_data(recipe)
+            plan = make_plan(recipe, dataset)  # faults of splits, methods and weights come before any long work
+            encoder = build_encoder(recipe, recipe.protocol.seeds[0])
+        with RunDirectory(recipe, accelerator) as directory:
+            if accelerator.is_main_process:
+                found = faults(plan, show=True)
+                for finding in found:
+                    logger.warning("finding: %s", finding.line)
+                directory.about = about(plan, found)
+            material = gather(recipe, dataset, encoder, accelerator)
+            directory.trains_on(dataset, material)
+            plan = make_plan(recipe, dataset, material.unreadable)
+            train_models(plan, material, directory, accelerator)
+            results = directory.finish(plan, material)
+            final = None
+            if recipe.protocol.final_fit:
+                final = final_fit(plan, material, directory, accelerator, results)
+            results = directory.complete(final)
     status = 1 if any(record["status"] == "failed" for record in [*results["runs"], *([final] if final else [])]) else 0
     if accelerator.is_main_process:
         print_table(results)
@@ -53,15 +58,19 @@ def run(recipe: Recipe) -> int:
 def fill_cache(recipe: Recipe) -> None:
     """Extracts the features that the recipe needs and stops."""
     from xdm_ft.errors import UserError
+    from xdm_ft.experiment.heartbeat import heartbeat
     from xdm_ft.experiment.machine import start, stop
     from xdm_ft.experiment.material import build_encoder, gather
     from xdm_ft.experiment.plan import read_data
+    from xdm_ft.progress import pulse
 
     if not recipe.needs_features:
         raise UserError(f"{recipe.name}: trains its encoder end to end, no method of it uses cached features")
     accelerator = start(recipe)
-    encoder = build_encoder(recipe, recipe.protocol.seeds[0])
-    material = gather(recipe, read_data(recipe), encoder, accelerator)
+    with heartbeat(accelerator):
+        with pulse.waiting():
+            encoder, dataset = build_encoder(recipe, recipe.protocol.seeds[0]), read_data(recipe)
+        material = gather(recipe, dataset, encoder, accelerator)
     features = material.features
     assert features is not None
     logger.info("%d features of width %d, %d of them extracted now", len(features), features.width, features.extracted)

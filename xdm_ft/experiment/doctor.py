@@ -50,7 +50,7 @@ def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
         yield from fault("recipe", error)
         return
     yield Finding("recipe", f"{recipe.name}, {len(recipe.methods)} methods")
-    yield from precision(recipe)
+    yield from _guarded("precision", lambda: precision(recipe))
     yield from _guarded("cache", lambda: cache_disk(recipe.features))
     yield from _guarded("recipe's own", lambda: of_recipe(recipe))
 
@@ -131,10 +131,12 @@ def compiled_code() -> Iterator[Finding]:
 
 
 def precision(recipe: Recipe) -> Iterator[Finding]:
-    """Whether this machine computes in what the recipe asks for."""
+    """Whether this machine computes in what the recipe asks for. Raises `UserError` where the launcher contradicts."""
     import torch
 
-    asked, cuda = recipe.training.mixed_precision, torch.cuda.is_available()
+    from xdm_ft.experiment.machine import as_launched
+
+    asked, cuda = as_launched(recipe).training.mixed_precision, torch.cuda.is_available()
     if asked == "fp16" and not cuda:
         yield Finding("precision", "fp16 needs a GPU, and there is none", "set training.mixed_precision: bf16 or no")
     elif asked == "bf16" and cuda and not torch.cuda.is_bf16_supported():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
+from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.machine import cores, local_processes
 from xdm_ft.experiment.material import Material, build_encoder
 from xdm_ft.experiment.plan import Plan
@@ -19,6 +20,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.progress import progress
 from xdm_ft.recipe_blocks import MethodItem
 from xdm_ft.training import Identity, Job, Selected, Trained
+from xdm_ft.training.allocator import running_out_named
 from xdm_ft.training.selection import FINAL_FIT
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from xdm_ft.encoders import Encoder
 
+SOLVER_PASSES = 100  # of a solver over its training images, to order it among heads (linear_probe; others take fewer)
 Logits = Callable[[Selected, Tensor], Tensor]  # (what a rule selected, rows) → float32 logits [n,C]
 
 
@@ -38,6 +41,24 @@ class Model(NamedTuple):
     encoder: Encoder | None = None  # as it was before training, where it was trained too
 
 
+class Request(NamedTuple):
+    """Models of one method to train."""
+
+    item: MethodItem
+    jobs: Sequence[Job]  # all that may share a chunk of heads, the unwanted ones too
+    rules: Sequence[str]  # what selection goes by
+    wanted: Collection[Identity]
+    keep: Callable[[Model], None]  # called with each wanted model, where it was trained
+
+
+class Piece(NamedTuple):
+    """What one process trains at a time: a chunk of heads, or one model of a solver."""
+
+    request: Request
+    jobs: Sequence[Job]
+    images: int  # that pass forward and backward through its heads: what it costs
+
+
 @dataclasses.dataclass(frozen=True)
 class Engines:
     plan: Plan
@@ -45,110 +66,134 @@ class Engines:
     directory: RunDirectory
     accelerator: Accelerator
 
-    def train(
-        self,
-        item: MethodItem,
-        jobs: Sequence[Job],
-        rules: Sequence[str],
-        wanted: Collection[Identity],
-        keep: Callable[[Model], None],
-    ) -> None:
-        """Trains the wanted ones of all jobs of one method; `keep` is called with each model, where it was trained.
+    def train(self, requests: Sequence[Request]) -> None:
+        """Trains the wanted models of all requests.
 
-        What is not trained end to end the processes share out, and on a CPU each of them to its cores.
+        What is not trained end to end comes first, in one queue, the longest piece first: the processes take pieces
+        from it, and on a CPU each of them for all of its cores. Who trains a piece changes no number of it.
         """
-        if self.plan.recipe.trainable and not item.is_solver:
-            for model in self._end_to_end([job for job in jobs if job.key in wanted], rules):
-                keep(model)
+        apart, together = list[Request](), list[Request]()
+        for request in requests:
+            (together if self.plan.recipe.trainable and not request.item.is_solver else apart).append(request)
+        self._share_out([piece for request in apart for piece in self._pieces(request)])
+        if together:
+            wait_for_everyone(self.accelerator)  # another one may still be at its last piece
+        for request in together:
+            self._end_to_end([job for job in request.jobs if job.key in request.wanted], request)
+
+    def _pieces(self, request: Request) -> Iterator[Piece]:
+        """Those with a wanted model. A chunk of heads is then trained whole, as numbers depend on it to rounding."""
+        from xdm_ft.training.bank import chunks
+
+        training, item = self.plan.recipe.training, request.item
+        parts = [[job] for job in request.jobs] if item.is_solver else chunks(request.jobs, training)
+        for jobs in parts:
+            if not any(job.key in request.wanted for job in jobs):
+                continue
+            setup, pools = jobs[0].setup, jobs[0].split.train
+            if item.is_solver:
+                images = SOLVER_PASSES * sum(map(len, pools))
+            else:
+                batch = jobs[0].own(training).images_per_step(len(pools))
+                images = len(jobs) * batch * item.gradient_evaluations(setup.steps, len(pools))
+            yield Piece(request, jobs, images)
+
+    def _share_out(self, pieces: Sequence[Piece]) -> None:
+        """Every process takes the longest piece that none has taken yet, until none is left."""
+        if not pieces:
             return
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        here = 1 if self.accelerator.device.type != "cpu" else max(1, cores() // local_processes())
+        queue = sorted(pieces, key=lambda piece: -piece.images)
+        processes = 1 if self.accelerator.device.type != "cpu" else max(1, cores() // local_processes())
 
         def share(number: int) -> None:
             self.directory.begin(number)
-            process = rank * here + number, ranks * here
-            if not item.is_solver:
-                trained = self._banked(jobs, rules, wanted, process)
-            else:
-                trained = self._solved([job for job in jobs if job.key in wanted][process[0] :: process[1]], rules)
-            for model in trained:
-                keep(model)
+            for place, (request, jobs, _) in enumerate(queue, start=1):
+                if self.directory.take(jobs, request.rules):
+                    show = number == 0 and self.accelerator.is_main_process
+                    train = self._solved if request.item.is_solver else self._banked
+                    train(jobs, request, f" ({place} of {len(queue)})", show)
 
-        share_out(share, here)
+        share_out(share, min(processes, len(queue)))
 
-    def _banked(
-        self, jobs: Sequence[Job], rules: Sequence[str], wanted: Collection[Identity], process: tuple[int, int]
-    ) -> Iterator[Model]:
-        """All jobs of a method together, on cached features."""
+    def _banked(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> None:
+        """A chunk of heads, on cached features."""
         from xdm_ft.training.bank import head_logits, train_bank
 
         plan, features = self.plan, self._features_of(jobs[0])
         logits = _logits_of(features, head_logits)
-        for trained in train_bank(
-            jobs,
-            features,
-            plan.labels,
-            plan.domains,
-            plan.recipe.training,
-            rules,
-            plan.recipe.protocol.metric,
-            record=self._record,
-            show=process[0] == 0,
-            worst_of=plan.worst_of,
-            wanted=wanted,
-            process=process,
-            checkpoint=partial(self.directory.checkpoint, rules=rules),
-        ):
-            yield Model(trained, logits, owned=True)
+        together = f"{len(jobs)} heads together" if len(jobs) > 1 else "one head"
+        with running_out_named(f"{jobs[0].method}, {together}", "lower training.batch_size"):
+            for trained in train_bank(
+                jobs,
+                features,
+                plan.labels,
+                plan.domains,
+                plan.recipe.training,
+                request.rules,
+                plan.recipe.protocol.metric,
+                record=self._record,
+                show=show,
+                worst_of=plan.worst_of,
+                place=place,
+                checkpoint=partial(self.directory.checkpoint, rules=request.rules),
+            ):
+                if trained.job.key in request.wanted:
+                    request.keep(Model(trained, logits, owned=True))
 
-    def _solved(self, jobs: Sequence[Job], rules: Sequence[str]) -> Iterator[Model]:
-        """Methods that find their head without gradient steps."""
+    def _solved(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> None:
+        """A model of a method that finds its head without gradient steps."""
         from xdm_ft.training.bank import head_logits
         from xdm_ft.training.solvers import solve
 
-        if not jobs:
-            return
-        plan, metric = self.plan, self.plan.recipe.protocol.metric
-        with progress(jobs[0].method, len(jobs), "models", self.accelerator.is_main_process) as bar:
-            for job in jobs:
-                features = self._features_of(job)
-                trained = solve(job, features, plan.labels, plan.domains, rules, metric, plan.worst_of)
-                yield Model(trained, _logits_of(features, head_logits), owned=True)
-                bar.advance()
+        plan, metric, [job] = self.plan, self.plan.recipe.protocol.metric, jobs
+        features = self._features_of(job)
+        remedy = "it needs all training features at once; train on fewer images or free some memory"
+        with (
+            running_out_named(f"{job.method}, {', '.join(job.test_domains)} held out", remedy),
+            progress(f"{job.method}{place}", 1, "models", show) as bar,
+        ):
+            trained = solve(job, features, plan.labels, plan.domains, request.rules, metric, plan.worst_of)
+            request.keep(Model(trained, _logits_of(features, head_logits), owned=True))
+            bar.advance()
 
-    def _end_to_end(self, jobs: Sequence[Job], rules: Sequence[str]) -> Iterator[Model]:
+    def _end_to_end(self, jobs: Sequence[Job], request: Request) -> None:
         """One model after another, its encoder trained too."""
+        for job in jobs:
+            name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
+            with running_out_named(name, "lower training.batch_size or raise training.accumulation"):
+                self._one_end_to_end(job, request)
+
+    def _one_end_to_end(self, job: Job, request: Request) -> None:
         from xdm_ft.training.loop import predict, train_model
 
         plan, training = self.plan, self.plan.recipe.training
-        for job in jobs:
-            encoder = build_encoder(plan.recipe, job.seed)
-            job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, width=encoder.width))
-            checkpoint = self.directory.checkpoint([job], rules, writes=self.accelerator.is_main_process)
-            trained = train_model(
-                job,
-                encoder,
-                plan.dataset,
-                plan.labels,
-                plan.domains,
-                training,
-                rules,
-                plan.recipe.protocol.metric,
-                plan.recipe.encoder_common.batch_norm,
-                self.accelerator,
-                record=self._record,
-                show=self.accelerator.is_main_process,
-                unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
-                augmentation=plan.recipe.train_augmentation,
-                worst_of=plan.worst_of,
-                checkpoint=checkpoint,
-            )
+        encoder = build_encoder(plan.recipe, job.seed)
+        job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, width=encoder.width))
+        checkpoint = self.directory.checkpoint([job], request.rules, writes=self.accelerator.is_main_process)
+        trained = train_model(
+            job,
+            encoder,
+            plan.dataset,
+            plan.labels,
+            plan.domains,
+            training,
+            request.rules,
+            plan.recipe.protocol.metric,
+            plan.recipe.encoder_common.batch_norm,
+            self.accelerator,
+            record=self._record,
+            show=self.accelerator.is_main_process,
+            unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
+            augmentation=plan.recipe.train_augmentation,
+            worst_of=plan.worst_of,
+            checkpoint=checkpoint,
+        )
 
-            def logits(selected: Selected, rows: Tensor, encoder: Encoder = encoder) -> Tensor:
-                return predict(encoder, selected.state, plan.dataset, rows, self.accelerator, training.batch_size)
+        def logits(selected: Selected, rows: Tensor) -> Tensor:
+            return predict(encoder, selected.state, plan.dataset, rows, self.accelerator, training.batch_size)
 
-            yield Model(trained, logits, self.accelerator.is_main_process, encoder)
-            checkpoint.remove()  # whoever asks for the next model has kept this one
+        request.keep(Model(trained, logits, self.accelerator.is_main_process, encoder))
+        checkpoint.remove()
 
     def _features_of(self, job: Job) -> Features:
         features = self.material.features

@@ -18,11 +18,12 @@ from xdm_ft.averaging import Interval
 from xdm_ft.data.loading.derived_splits import all_domains
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.trials import picked_trials, selection_value
-from xdm_ft.experiment.engines import Model, starting_weights
+from xdm_ft.experiment.engines import Model, Request, starting_weights
+from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
 from xdm_ft.experiment.run_directory import RunDirectory, identity
-from xdm_ft.experiment.work import Work
+from xdm_ft.experiment.work import Work, restarted
 from xdm_ft.recipe import Recipe
 from xdm_ft.recipe_blocks import MethodItem, drawn_item, drawn_training
 from xdm_ft.training import Job, Selected
@@ -89,8 +90,8 @@ def final_fit(
         if model.owned:
             directory.remember(FINAL_FIT, _told(work, fit, model))
 
-    work.engines.train(fit.model.item, [job], (FINAL_FIT,), {job.key}, keep)
-    accelerator.wait_for_everyone()
+    work.engines.train([Request(fit.model.item, [job], (FINAL_FIT,), {job.key}, keep)])
+    wait_for_everyone(accelerator)
     return about | directory.recall(FINAL_FIT)
 
 
@@ -101,7 +102,7 @@ def _told(work: Work, fit: Fit, model: Model) -> dict[str, Any]:
         selected = fit.kept(model)
         if all(value.isfinite().all() for value in selected.state.values()):
             weights = work.directory.save_final(selected.state, work.metadata(selected, model.trained.job))
-            return {"status": "ok", **selected.hparams, "weights": weights}
+            return {"status": "ok", **selected.hparams, "weights": weights, **restarted(model.trained)}
         failure = f"the weights are not finite after step {selected.step}"
     return {"status": "failed", "reason": failure}
 

@@ -1,15 +1,21 @@
-"""Processes, threads and devices of one run."""
+"""Processes, threads, devices and precision of one run."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from xdm_ft.errors import UserError
 from xdm_ft.recipe import Recipe
+from xdm_ft.training import Precision
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+logger = logging.getLogger("xdm_ft")
 
 
 def cores() -> int:
@@ -22,19 +28,72 @@ def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def as_launched(recipe: Recipe) -> Recipe:
+    """The recipe with the precision that it trains in: its own, else the launcher's, else float32.
+
+    A run directory keeps it, as every other setting that changes numbers. Raises `UserError` where the launcher asks
+    for another one than the recipe, or for one that the recipe can not have. `accelerate launch` always passes one on,
+    `no` where it was not asked for any: what the recipe says then holds.
+    """
+    own, launched = recipe.training.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    asked = f"accelerate launch --mixed_precision {launched} (or ACCELERATE_MIXED_PRECISION)"
+    if launched != "no" and own is not None and own != launched:
+        raise UserError(f"{recipe.name}: training.mixed_precision: {own}, but {asked}; leave one of them out")
+    if launched not in get_args(Precision):
+        raise UserError(f"{recipe.name}: {asked} is not supported; use bf16, fp16 or no")
+    sharp = [item.label for item in recipe.methods if item.sharpness is not None]
+    if recipe.trainable and launched == "fp16" and sharp:
+        problem = f"fp16 scales the loss, which falsifies the second pass of {sharp[0]}"
+        raise UserError(f"{recipe.name}: {asked}: {problem}; use bf16 or no")
+    if not recipe.trainable and launched != "no":
+        logger.warning("%s changes nothing, as the encoder is frozen; features.precision does", asked)
+        launched = "no"
+    precision = launched if own is None else own
+    return dataclasses.replace(recipe, training=recipe.training.model_copy(update={"mixed_precision": precision}))
+
+
 def start(recipe: Recipe) -> Accelerator:
-    """The accelerator of this process. Threads are cores // processes on this machine: `accelerate launch` sets one."""
+    """The accelerator of this process. Threads are cores // processes on this machine: `accelerate launch` sets one.
+
+    Raises `UserError` where the launcher was asked for GPUs and there is none.
+    """
     import torch
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
+    _refuse_missing_gpus()
     accelerator = Accelerator(
-        mixed_precision=recipe.training.mixed_precision,
-        # other ranks wait at barriers while the main one trains heads; the default of 10 to 30 minutes is too short
+        mixed_precision=recipe.training.mixed_precision or "no",
+        # other ranks wait at barriers while one trains heads; `heartbeat` finds one that hangs
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))],
     )
     torch.set_num_threads(max(1, cores() // local_processes()))
     return accelerator
+
+
+def _refuse_missing_gpus() -> None:
+    """Raises `UserError` where the launcher was asked for GPUs and torch sees none.
+
+    Accelerate would train on the CPU without a word; of several processes each would take itself for the only one.
+    """
+    import torch
+
+    if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "on", "t"):
+        return
+    if torch.accelerator.is_available():
+        return
+    visible, processes = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ.get("WORLD_SIZE", "1")
+    if visible not in ("", "-1", "NoDevFiles"):
+        what = f"GPU {visible} is asked for (accelerate launch --gpu_ids, or CUDA_VISIBLE_DEVICES)"
+        remedy = "leave it out"
+    elif processes != "1":
+        what, remedy = f"{processes} processes are launched for GPUs", "launch one"
+    else:
+        return
+    raise UserError(
+        f"accelerate: {what}, and torch {torch.__version__} sees none; {remedy}, or set ACCELERATE_USE_CPU=1 to train "
+        "on the CPU"
+    )
 
 
 def stop(accelerator: Accelerator) -> None:

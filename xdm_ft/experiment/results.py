@@ -40,6 +40,7 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
         "device": accelerator.device.type,
         "processes": accelerator.num_processes,
         "threads": torch.get_num_threads(),
+        "mixed_precision": accelerator.mixed_precision,
         "versions": {name: importlib.metadata.version(name) for name in LIBRARIES},
     }
 

@@ -38,11 +38,10 @@ def retrain(run_directory: str, method: str, held_out: str, seed: int, trial: in
             planned = {key: planned[key]} | _twin(planned[key], len(planned))
         with RunDirectory(recipe, accelerator) as directory:
             work = Work(plan, material, directory, accelerator)
-            item = planned[key].item
-            known = work.known(item, planned.keys())
+            known = work.known(planned.keys())
             if alone:
                 known = dict.fromkeys(planned, known.get(key, {}))
-            work.train_planned(item, planned, known, {key})
+            work.train_planned(planned, known, {key})
             (again,) = (run for run in directory.remembered_runs().values() if identity(run) == key)
             told = _compared(folder, recorded, directory.path, again)
         stop(accelerator)

@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -14,38 +14,36 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
-import xxhash
-import yaml
 from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xdm_ft import __version__
 from xdm_ft.atomic import order_metadata, replace_file, replace_text, sweep
 from xdm_ft.data import ImageDataset
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.results import INPUTS, environment, inputs, summary_of
-from xdm_ft.experiment.same_recipe import comparable, refuse_other_recipe
+from xdm_ft.experiment.run_state import RunState
+from xdm_ft.experiment.same_recipe import refuse_other_recipe
 from xdm_ft.experiment.sealed import (
     Damaged,
     check_tensors,
     read_arrays,
     read_results,
-    read_value,
     seal_results,
     write_arrays,
-    write_value,
 )
+from xdm_ft.progress import pulse
 from xdm_ft.recipe import Recipe
-from xdm_ft.training.checkpoint import Checkpoint, Pace, differences
+from xdm_ft.training.checkpoint import differences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from xdm_ft.experiment.material import Material
     from xdm_ft.experiment.plan import Plan
-    from xdm_ft.training import Identity, Job
+    from xdm_ft.training import Identity
 
 Record = dict[str, Any]
 logger = logging.getLogger("xdm_ft")
@@ -58,12 +56,12 @@ def identity(record: Mapping[str, Any]) -> Identity:
     return record["method"], tuple(record["test_domains"]), record["seed"], record["trial"]
 
 
-class RunDirectory:
+class RunDirectory(RunState):
     """`<output.dir>/<name>/`. Only the main process writes; every process knows which models are done."""
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator) -> None:
-        self.recipe, self.accelerator = recipe, accelerator
-        self.path = Path(recipe.output.dir) / recipe.name
+        super().__init__(Path(recipe.output.dir) / recipe.name, recipe)
+        self.accelerator = accelerator
         self.runs: list[Record] = []
         self.summary: list[Record] = []
         self._own: dict[Identity, Record] = {}  # of the models that this process trained
@@ -76,14 +74,14 @@ class RunDirectory:
         self.writes = bool(accelerator.is_main_process)  # results.json and what else there is once
         self._process = str(accelerator.process_index)
         self._writer: Any = None
-        self._pace = Pace()
 
     def __enter__(self) -> RunDirectory:
         if self.writes:
-            self._claim()
-        self.accelerator.wait_for_everyone()
+            self._lock()
+            self.forget_taken()
+        wait_for_everyone(self.accelerator)
         self.runs = self._finished_runs()
-        self.accelerator.wait_for_everyone()
+        wait_for_everyone(self.accelerator)
         return self
 
     def __exit__(
@@ -93,7 +91,7 @@ class RunDirectory:
             self._writer.close()
         self.lock.release()
 
-    def _claim(self) -> None:
+    def _lock(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock.acquire(blocking=False)
@@ -147,12 +145,6 @@ class RunDirectory:
         if self.writes and not self._before:
             self._write_results()
 
-    def _read_state(self, path: Path, why: str) -> Any:
-        try:
-            return read_value(path)
-        except Damaged as error:
-            raise UserError(f"{path}: is damaged ({error}); delete it {why}") from error
-
     def _is_whole(self, run: Record) -> bool:
         """Whether it is the record of a trained model, and all of its files are there and sound."""
         files = [self._predictions_path(identity(run))]
@@ -160,6 +152,7 @@ class RunDirectory:
         return run["status"] == "ok" and all(self._is_sound(file) for file in dict.fromkeys(files))
 
     def _is_sound(self, file: Path) -> bool:
+        pulse.beat()
         if not file.is_file():
             return False
         try:
@@ -175,32 +168,6 @@ class RunDirectory:
         if number:
             self._writer, self.writes = None, False
             self._process = f"{self._process}.{number}"
-
-    def checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
-        """Of one training, of one model or of several together, until the run is complete."""
-        import torch
-
-        keys = [[*job.key, job.setup.steps] for job in jobs]
-        about = {
-            "recipe": comparable(yaml.safe_load(self.recipe.as_yaml())),
-            "models": json.loads(json.dumps([keys, list(rules)])),
-            "xdm_ft": __version__,
-            "torch": torch.__version__,
-        }
-        name = f"{quote(jobs[0].method, safe='+ ')}-{xxhash.xxh3_64_hexdigest(json.dumps(about['models']).encode())}"
-        return Checkpoint(self.path / "state" / "checkpoints" / f"{name}.safetensors", about, self._pace, writes)
-
-    def recall(self, name: str) -> Any:
-        """What was remembered under a name; None where nothing was."""
-        path = self._state_path(name)
-        return self._read_state(path, "to measure it again") if path.exists() else None
-
-    def remember(self, name: str, value: Any) -> None:
-        """Keeps what an interrupted run would otherwise have to do again, until the run is complete."""
-        write_value(self._state_path(name), value)
-
-    def _state_path(self, name: str) -> Path:
-        return self.path / "state" / Path(*(quote(part, safe="+ ,") for part in f"{name}.json".split("/")))
 
     @property
     def done(self) -> set[Identity]:
@@ -269,7 +236,7 @@ class RunDirectory:
 
     def finish(self, plan: Plan, material: Material) -> dict[str, Any]:
         """Writes results.json with its summary, in the recipe's order. Returns the results, in every process."""
-        self.accelerator.wait_for_everyone()
+        wait_for_everyone(self.accelerator)
         if self.writes:
             order = {model.key: place for place, model in enumerate(plan.models)}
             trained = {identity(run): run for run in self.runs} | self.remembered_runs()
@@ -278,7 +245,7 @@ class RunDirectory:
             )
             self.summary = summary_of(plan, material, self.runs, partial(self._prediction, plan.dataset))
             self._write_results()
-        self.accelerator.wait_for_everyone()
+        wait_for_everyone(self.accelerator)
         results: dict[str, Any] = json.loads((self.path / "results.json").read_text(encoding="utf-8"))
         return results
 
@@ -295,6 +262,7 @@ class RunDirectory:
         return results
 
     def _prediction(self, dataset: ImageDataset, record: Mapping[str, Any], rule: str) -> Prediction:
+        pulse.beat()
         key = identity(record)
         path = self._predictions_path(key)
         try:

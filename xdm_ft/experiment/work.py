@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +19,11 @@ from xdm_ft.data.loading.derived_splits import LEFT_OUT, mean_course
 from xdm_ft.data.loading.splits import Split
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.experiment.engines import Engines, Model, starting_weights
+from xdm_ft.experiment.engines import Engines, Model, Request, starting_weights
+from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel, drawn_value, extra_models, hparams, searched
 from xdm_ft.experiment.run_directory import RunDirectory, make_prediction
-from xdm_ft.recipe_blocks import MethodItem
 from xdm_ft.tensors import Task
 from xdm_ft.training import Identity, Job, Selected, Trained
 from xdm_ft.training.class_weights import balanced
@@ -41,22 +43,18 @@ Known = Mapping[str, Mapping[int, float]]
 def train_models(plan: Plan, material: Material, directory: RunDirectory, accelerator: Accelerator) -> None:
     """Trains every model that the run directory lacks, and adds its record and its predictions to it."""
     work = Work(plan, material, directory, accelerator)
-    done = directory.done
-    if plan.extra:
-        logger.info("%s", extra_models(plan))
-    for item in plan.recipe.methods:
-        models = [model for model in plan.models if model.item.label == item.label]
-        if accelerator.is_main_process:
-            for model in models:
-                if model.skipped:
-                    directory.add(_skipped(plan, model), [])
-        planned = {model.key: model for model in models if not model.skipped}
-        wanted = planned.keys() - done
-        if not wanted:
-            continue
-        known = work.known(item, planned.keys())
-        logger.info("%s: %d models", item.label, len(wanted))
-        work.train_planned(item, planned, known, wanted)
+    if accelerator.is_main_process:
+        for model in plan.models:
+            if model.skipped:
+                directory.add(_skipped(plan, model), [])
+    planned = {model.key: model for model in plan.models if not model.skipped}
+    wanted = planned.keys() - directory.done
+    if not wanted:
+        return
+    count = Counter(key[0] for key in planned if key in wanted)  # a chunk of heads has models of one method
+    known = work.known({key for key in planned if key[0] in count})
+    logger.info("%s", ", ".join(f"{label}: {n} models" for label, n in count.items()))
+    work.train_planned(planned, known, wanted)
 
 
 def _skipped(plan: Plan, model: PlannedModel) -> dict[str, Any]:
@@ -86,20 +84,33 @@ class Work:
 
     def train_planned(
         self,
-        item: MethodItem,
         planned: Mapping[Identity, PlannedModel],
         known: Mapping[Identity, Known],
         wanted: Collection[Identity],
     ) -> None:
-        """The wanted ones of all planned models of one method."""
-        jobs = [self.job(model, known.get(key, {})) for key, model in planned.items()]
+        """Trains the wanted ones of the planned models, in the chunks that all of them make."""
 
         def keep(model: Model) -> None:
             finished = self.finished(planned[model.trained.job.key], self.interpolated(model), model)
             if model.owned:
                 self.directory.add(*finished)
 
-        self.engines.train(item, jobs, self.plan.rules, wanted, keep)
+        of_method: dict[str, list[PlannedModel]] = {}
+        for model in planned.values():
+            of_method.setdefault(model.item.label, []).append(model)
+        self.engines.train(
+            [
+                Request(
+                    models[0].item,
+                    [self.job(model, known.get(model.key, {})) for model in models],
+                    self.plan.rules,
+                    wanted,
+                    keep,
+                )
+                for models in of_method.values()
+                if any(model.key in wanted for model in models)
+            ]
+        )
 
     def job(self, model: PlannedModel | ExtraModel, known: Known) -> Job:
         recipe, item, split, training = self.plan.recipe, model.item, model.split, model.training
@@ -136,43 +147,43 @@ class Work:
             return None
         return balanced(self.plan.labels[torch.cat(split.train)], len(self.plan.dataset.class_names))
 
-    def known(self, item: MethodItem, wanted: Collection[Identity]) -> dict[Identity, Known]:
+    def known(self, wanted: Collection[Identity]) -> dict[Identity, Known]:
         """What `cross_domain` needs of each wanted model: its extra models' metric by step, measured now or before."""
-        extra = [m for m in self.plan.extra if m.item.label == item.label and any(key in wanted for key in m.serves)]
+        extra = [model for model in self.plan.extra if any(key in wanted for key in model.serves)]
         if not extra:
             return {}
+        logger.info("%s", extra_models(self.plan))
         jobs = [self.job(model, {}) for model in extra]
         missing = {job.key for job in jobs if self.directory.recall(_name(job)) is None}
-        self.accelerator.wait_for_everyone()  # all know what is missing before one of them adds to it
-        if missing:
-            logger.info("%s: %d extra models for cross_domain", item.label, len(missing))
-        for parts in dict.fromkeys(tuple(model.split.evaluation) for model in extra):
-            self._measure(item, [job for job in jobs if tuple(job.split.evaluation) == parts], parts, missing)
-        self.accelerator.wait_for_everyone()
+        wait_for_everyone(self.accelerator)  # all know what is missing before one of them adds to it
+        alike: dict[tuple[str, tuple[str, ...]], list[tuple[ExtraModel, Job]]] = {}
+        for model, job in zip(extra, jobs, strict=True):
+            alike.setdefault((job.method, tuple(job.split.evaluation)), []).append((model, job))
+        requests = [
+            Request(models[0][0].item, [job for _, job in models], parts, missing, partial(self._measure, parts))
+            for (_, parts), models in alike.items()
+            if any(job.key in missing for _, job in models)
+        ]
+        if requests:
+            logger.info("%d extra models for cross_domain", len(missing))
+        self.engines.train(requests)
+        wait_for_everyone(self.accelerator)
         courses: dict[Identity, list[Mapping[int, float]]] = {}
-        for model in extra:
-            course = self.directory.recall(_name(self.job(model, {})))
+        for model, job in zip(extra, jobs, strict=True):
+            course = self.directory.recall(_name(job))
             for part, key in zip(LEFT_OUT, model.serves, strict=False):
                 courses.setdefault(key, []).append({int(step): value for step, value in course[part].items()})
         return {key: {"cross_domain": mean_course(measured)} for key, measured in courses.items()}
 
-    def _measure(
-        self, item: MethodItem, jobs: Sequence[Job], parts: Sequence[str], missing: Collection[Identity]
-    ) -> None:
-        """Trains the missing ones of these extra models; remembers left-out part → steps → metric, where defined."""
-        if not any(job.key in missing for job in jobs):
-            return
-
-        def keep(model: Model) -> None:
-            trained, job = model.trained, model.trained.job
-            if trained.failure is not None:
-                logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
-            if model.owned:
-                course = {} if trained.failure else trained.course
-                defined = {part: {s: v for s, v in course.get(part, {}).items() if math.isfinite(v)} for part in parts}
-                self.directory.remember(_name(job), defined)
-
-        self.engines.train(item, jobs, parts, missing, keep)
+    def _measure(self, parts: Sequence[str], model: Model) -> None:
+        """Remembers of an extra model: left-out part → steps → metric, where defined."""
+        trained, job = model.trained, model.trained.job
+        if trained.failure is not None:
+            logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
+        if model.owned:
+            course = {} if trained.failure else trained.course
+            defined = {part: {s: v for s, v in course.get(part, {}).items() if math.isfinite(v)} for part in parts}
+            self.directory.remember(_name(job), defined)
 
     def interpolated(self, model: Model) -> Trained:
         """Where its method asks for it, the model on the line from the weights that it started from."""
@@ -219,6 +230,7 @@ class Work:
         if trained.stopped_at is not None:
             record["stopped_at"] = trained.stopped_at
         record["train_seconds"] = round(trained.seconds, 3)
+        record |= restarted(trained)
         if trained.failure is not None:
             logger.warning(
                 "%s, %s held out, seed %d: %s", job.method, ", ".join(job.test_domains), job.seed, trained.failure
@@ -289,6 +301,13 @@ class Work:
         normalized = self.material.normalize or job.normalized
         preprocessing = self.material.preprocessing.model_dump_json()
         return {"normalize": str(normalized).lower(), "preprocessing": preprocessing, "step": str(selected.step)}
+
+
+def restarted(trained: Trained) -> dict[str, Any]:
+    """What a record says of a training that could not go on where it was interrupted, and started again."""
+    if not trained.restarts:
+        return {}
+    return {"restarted": {"times": len(trained.restarts), "reasons": list(trained.restarts)}}
 
 
 def _name(job: Job) -> str:

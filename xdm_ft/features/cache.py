@@ -25,7 +25,7 @@ from xdm_ft.features.ingredients import ingredients, key_of
 from xdm_ft.features.shards import Grid
 from xdm_ft.features.store import Entry, cache_folder
 from xdm_ft.features.views import View, views_of
-from xdm_ft.progress import progress
+from xdm_ft.progress import progress, pulse
 
 logger = logging.getLogger("xdm_ft")
 
@@ -121,6 +121,7 @@ def _table(shards: Sequence[Tensor], rows: int, device: torch.device) -> Tensor:
     table = torch.empty(rows, shards[0].shape[1], dtype=torch.float32, device=device)
     for part, shard in zip(table.split([len(shard) for shard in shards]), shards, strict=True):
         part.copy_(shard)
+        pulse.beat()
     return table
 
 
@@ -221,7 +222,8 @@ def _compute(extraction: Extraction, missing: list[int], show: bool) -> int:
                 if not said:
                     logger.info("features: waiting for another process to compute %d images", entry.images(left))
                 said = True
-                time.sleep(WAIT_SECONDS)
+                with pulse.waiting():
+                    time.sleep(WAIT_SECONDS)
             missing = left
     return extracted
 

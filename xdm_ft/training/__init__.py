@@ -16,6 +16,9 @@ from xdm_ft.data.loading.samplers import SamplerName
 from xdm_ft.data.loading.splits import Split
 from xdm_ft.sharpness import Sharpness
 
+Precision = Literal["no", "bf16", "fp16"]
+"""What a trainable encoder computes in; no: float32."""
+
 
 class Schedule(Block):
     """The learning rate over the steps, as a factor of `lr` and `encoder_lr`."""
@@ -53,8 +56,12 @@ class Training(Block):
     ] = None
     accumulation: Annotated[int, Field(ge=1, description="micro-batches per step (end to end only)")] = 1
     mixed_precision: Annotated[
-        Literal["no", "bf16", "fp16"], Field(description="autocast of a trainable encoder (end to end only)")
-    ] = "no"
+        Precision | None,
+        Field(
+            description="autocast of a trainable encoder (end to end only); null: what `accelerate launch "
+            "--mixed_precision` says, else no"
+        ),
+    ] = None
     evaluate_every: Annotated[
         int | None, Field(ge=1, description="steps between evaluations; null: a twentieth of the steps")
     ] = None
@@ -141,3 +148,4 @@ class Trained:
     failure: str | None = None  # why there is no model, e.g. a NaN loss at a step
     course: Course = field(default_factory=dict)  # what the rules looked at
     stopped_at: int | None = None  # steps after which patience ended; None where it did not
+    restarts: tuple[str, ...] = ()  # why the training started again, each time that it did

@@ -1,10 +1,17 @@
-"""What the C library's allocator does with memory that training has freed."""
+"""Memory: what the C library's allocator does with what training has freed, and what a user reads where it runs out."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+
+import torch
+
+from xdm_ft.errors import UserError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes, glibc's limit
@@ -23,3 +30,26 @@ def keep_freed_memory() -> None:
     if hasattr(c_library, "mallopt"):  # musl has none
         c_library.mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
         c_library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextmanager
+def running_out_named(what: str, remedy: str) -> Iterator[None]:
+    """Around training: memory that runs out, the machine's or a device's, becomes a `UserError` of one line."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        place = _exhausted(error)
+        if place is None:
+            raise
+        raise UserError(f"{what}: does not fit {place}; {remedy}") from error
+
+
+def _exhausted(error: MemoryError | RuntimeError) -> str | None:
+    """The memory that has run out; None where the error is another one. torch has a type for devices' memory only."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the memory of the GPU"
+    if isinstance(error, MemoryError) or re.search(r"DefaultCPUAllocator.*tried to allocate", str(error)):
+        return "the memory of this machine"
+    if re.search(r"DataLoader worker.*(killed by signal|exited unexpectedly)", str(error)):
+        return "the memory or /dev/shm of this machine, of which a process that decodes images died"
+    return None

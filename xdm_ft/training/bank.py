@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from xdm_ft.interrupt import deferred, stop_requested
 from xdm_ft.progress import Progress, progress
 from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.tensors import Batch, Losses
-from xdm_ft.training import Identity, Job, Schedule, Trained, Training
+from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.allocator import keep_freed_memory
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.bank_state import ChunkState
@@ -83,14 +83,11 @@ def train_bank(
     record: Record,
     show: bool,
     worst_of: Tensor | None = None,
-    wanted: Collection[Identity] | None = None,
-    process: tuple[int, int] = (0, 1),
+    place: str = "",
     checkpoint: Callable[[Sequence[Job]], Checkpoint] | None = None,
 ) -> Iterator[Trained]:
-    """Trains the jobs, chunk by chunk; results come in the order of `chunks`.
+    """Trains the jobs, chunk by chunk; results come in the order of `chunks`. `place` is said of each in its progress.
 
-    Of `wanted` alone (None: of all) there are results. A chunk that has one of them is trained whole, as its numbers
-    depend on its heads to rounding. Of several processes, `process` (number, count), each takes its share of chunks.
     With `checkpoint`, that of a chunk, an interrupted chunk goes on where it was saved, on a CPU bit for bit as if
     nothing had been; a signal to stop then raises `Interrupted` after the step.
 
@@ -106,14 +103,10 @@ def train_bank(
     device = features.device
     groups = None if worst_of is None else worst_of.to(device)
     data = CachedData(features, labels.to(device), domains.to(device), groups)
-    missing = [chunk for chunk in chunks(jobs, training) if wanted is None or any(job.key in wanted for job in chunk)]
-    own = missing[process[0] :: process[1]]
-    with progress(jobs[0].method, sum(job.setup.steps for chunk in own for job in chunk), "head-steps", show) as bar:
-        for chunk in own:
+    with progress(f"{jobs[0].method}{place}", sum(job.setup.steps for job in jobs), "head-steps", show) as bar:
+        for chunk in chunks(jobs, training):
             kept = checkpoint(chunk) if checkpoint is not None else None
-            for trained in _train_chunk(chunk, data, chunk[0].own(training), rules, metric, record, bar, kept):
-                if wanted is None or trained.job.key in wanted:
-                    yield trained
+            yield from _train_chunk(chunk, data, chunk[0].own(training), rules, metric, record, bar, kept)
             if kept is not None:
                 kept.remove()  # whoever asks for the next model has kept these
 

@@ -78,6 +78,7 @@ class ChunkState:
     taken: int = 0  # steps, with the evaluations after them
     started: float = field(default_factory=time.perf_counter)
     before: float = 0.0  # seconds that interrupted processes have trained it
+    restarts: tuple[str, ...] = ()  # why it started again, each time that it did
 
     @property
     def ended(self) -> bool:
@@ -135,6 +136,7 @@ class ChunkState:
                 "weights": digest({**bank.main, **bank.auxiliary, **bank.buffers}),
             }
         )
+        self.restarts = tuple(checkpoint.restarts)
         if saved is not None:
             self.load_state(saved)
             logger.info("%s: goes on after %d of %d steps", self._name, self.taken, bank.steps)
@@ -158,7 +160,9 @@ class ChunkState:
             selected = selector.selected
             if averages is not None and not failure:
                 selected = averages.selected(head, lambda mean, head=head: bank.state(head) | mean, rules)  # type: ignore[misc]
-            picked = {} if failure else selected
-            mixed_steps = bank.template.mixed_steps(selector.stopped_at or bank.steps)
-            results.append(Trained(job, picked, mixed_steps, seconds, failure, selector.course, selector.stopped_at))
+            picked, stopped_at = {} if failure else selected, selector.stopped_at
+            mixed_steps = bank.template.mixed_steps(stopped_at or bank.steps)
+            results.append(
+                Trained(job, picked, mixed_steps, seconds, failure, selector.course, stopped_at, self.restarts)
+            )
         return results

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from xdm_ft.progress import pulse
 from xdm_ft.training.batches import StepBatch
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def gather_statistics(module: nn.Module, steps: Iterable[StepBatch], accelerator
             with accelerator.autocast():
                 module(part.x)
             statistics.collect(batch.weight(number))
+            pulse.beat()
     for total in statistics.sums:
         total.copy_(accelerator.reduce(total, "sum") / taken)
     statistics.commit()

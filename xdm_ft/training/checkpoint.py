@@ -25,6 +25,7 @@ State = dict[str, Any]
 EVERY_SECONDS = 20.0  # between savings, so that a run which is killed every minute advances …
 EVENT_SECONDS = 5.0  # … and after something dear, such as an evaluation
 SHARE = 0.01  # of the time that saving may take, which makes both longer
+RESTARTS = "restarts"  # key under which a file keeps why its training started again before
 
 
 class Damaged(Exception):
@@ -55,6 +56,7 @@ class Checkpoint:
     def __init__(self, path: Path, about: Mapping[str, Any], pace: Pace, writes: bool = True) -> None:
         """`about` is whatever else would change the numbers, as JSON has it. `writes`: this process does."""
         self.path, self.about, self.pace, self.writes = path, dict(about), pace, writes
+        self.restarts: list[str] = []  # why the training has started again, each time that it did
 
     def load(self, own: Mapping[str, Any]) -> State | None:
         """The state that was saved last. None where there is none that fits, with a line in the log that says why.
@@ -69,6 +71,7 @@ class Checkpoint:
         except Damaged as error:
             self._refuse(f"is damaged ({error})")
             return None
+        self.restarts = about.pop(RESTARTS, [])
         changed = differences(about, self.about)
         if changed:
             named = ", ".join(f"{key} was {_at(about, key)}, is {_at(self.about, key)}" for key in changed[:3])
@@ -77,6 +80,7 @@ class Checkpoint:
         return state
 
     def _refuse(self, why: str) -> None:
+        self.restarts.append(f"its checkpoint {why}")
         if self.writes:
             logger.warning("%s: %s; this training starts again", self.path, why)
 
@@ -87,7 +91,7 @@ class Checkpoint:
     def save(self, state: Callable[[], State]) -> None:
         if self.writes:
             started = time.monotonic()
-            write(self.path, state(), self.about)
+            write(self.path, state(), self.about | {RESTARTS: self.restarts})
             self.pace.saved(time.monotonic() - started)
 
     def remove(self) -> None:

@@ -125,6 +125,7 @@ def train_model(
         failure=failure,
         course=selector.course,
         stopped_at=selector.stopped_at,
+        restarts=() if checkpoint is None else tuple(checkpoint.restarts),
     )
 
 

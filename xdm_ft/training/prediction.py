@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,13 @@ from xdm_ft.data.loading.samplers import ImageRows
 from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.interrupt import Interrupted, stop_requested, surviving
+from xdm_ft.progress import pulse
+from xdm_ft.training import Precision
 from xdm_ft.training.batches import worker_count
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Precision = Literal["no", "bf16", "fp16"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -66,6 +67,7 @@ class EvaluationImages:
                 z = encoder(x.to(device, non_blocking=True))  # [b,K]
             logits[done : done + len(x)] = F.linear(z.float(), weight, bias)
             done += len(x)
+            pulse.beat()
         if self.accelerator.reduce(torch.tensor(float(stop_requested()), device=device), "sum") > 0:
             raise Interrupted
         gathered: Tensor = self.accelerator.gather(logits)

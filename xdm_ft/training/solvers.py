@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Solver
+from xdm_ft.progress import pulse
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.bank import head_logits
@@ -59,6 +60,7 @@ def solve(
         }
         values |= known_values(job, candidate.step)
         selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
+        pulse.beat()
     failure = selector.nothing_selected()
     return Trained(
         job, {} if failure else selector.selected, None, time.perf_counter() - started, failure, selector.course

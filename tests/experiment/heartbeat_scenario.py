@@ -1,0 +1,33 @@
+"""Two ranks, of which the second does what the argument says while the first waits for it."""
+
+import os
+import signal
+import sys
+import time
+
+if __name__ == "__main__":
+    import torch
+    from accelerate import Accelerator
+
+    from xdm_ft.experiment import heartbeat
+    from xdm_ft.progress import pulse
+    from xdm_ft.training.loop import shut_down
+
+    heartbeat.EVERY_SECONDS, heartbeat.SILENCE_SECONDS = 0.2, 4.0
+    mode, accelerator = sys.argv[1], Accelerator()
+    accelerator.wait_for_everyone()
+    with heartbeat.heartbeat(accelerator):
+        print("begins", flush=True)
+        if accelerator.process_index == 1:
+            if mode == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if mode != "works":
+                time.sleep(600)
+            for _ in range(35):
+                time.sleep(0.2)
+                pulse.beat()
+        if mode == "hangs in a step":
+            accelerator.reduce(torch.ones(1))
+        heartbeat.wait_for_everyone(accelerator)
+    print("done", flush=True)
+    shut_down(accelerator)

@@ -1,0 +1,103 @@
+"""What is trained apart is one queue over all methods, which the processes of a run share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import miniature
+import pytest
+
+from xdm_ft.experiment import engines, run
+from xdm_ft.experiment.run_directory import RunDirectory
+from xdm_ft.experiment.run_state import RunState
+from xdm_ft.recipe import Recipe, load
+
+SMALL = """\
+name: small
+data: {name: pacs, root: data, counts: any}
+protocol: {name: leave_one_domain_out, test_domains: [sketch, photo], seeds: 1}
+encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}
+features: {dir: cache, workers: 0}
+methods: [erm, vrex, fish, sam, linear_probe]
+training: {steps: 6, batch_size: 2, evaluate_every: 3}
+"""
+# a step takes as many gradients as there are training domains for fish, two for sam and one for the others
+HEADS = ["erm", "vrex", "fish", "sam"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    miniature.domainbed(Path("data"), "pacs")
+    Path("small.yaml").write_text(SMALL)
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load("small.yaml", list(overrides))
+
+
+def run_on(cores: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """results.json, and for each model in the order in which it was kept by some process: which one, and its method."""
+    monkeypatch.setattr(engines, "cores", lambda: cores)
+    log, add = Path("log"), RunDirectory.add
+    log.write_text("")
+
+    def noted(self: RunDirectory, record: dict[str, Any], predictions: Any) -> None:
+        with log.open("a") as file:
+            file.write(json.dumps({"process": os.getpid(), "method": record["method"]}) + "\n")
+        time.sleep(0.1)  # long enough for the others to take the next piece
+        add(self, record, predictions)
+
+    made = recipe(*overrides)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "add", noted)
+        assert run(made) == 0
+    results = json.loads((Path(made.output.dir) / made.name / "results.json").read_text())
+    return results, [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    files = sorted((folder / "models").rglob("*.safetensors"))
+    assert files
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def test_small_methods_are_shared_out_and_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, alone = run_on(1, monkeypatch, "output.dir=alone")
+    _, shared = run_on(3, monkeypatch, "output.dir=shared")
+    assert len(alone) == len(shared) == 10, "every model once"
+    of_heads = {kept["method"]: kept["process"] for kept in shared if kept["method"] in HEADS}
+    assert len(of_heads) == len(HEADS)
+    assert len(set(of_heads.values())) > 1, "each method is one chunk, and one process did not train them all"
+    assert hashes(Path("alone/small")) == hashes(Path("shared/small"))
+
+
+def test_the_longest_piece_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, kept = run_on(1, monkeypatch)
+    order = list(dict.fromkeys(one["method"] for one in kept))
+    assert order == ["linear_probe", "fish", "sam", "erm", "vrex"], "equal ones as the recipe has them"
+
+
+def test_extra_models_come_before_those_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    results, _ = run_on(3, monkeypatch, "protocol.selection=cross_domain", "methods=[erm,fish,linear_probe]")
+    assert all("cross_domain" in record["selected"] for record in results["runs"])
+    assert len(results["runs"]) == 6
+
+
+def test_a_piece_is_taken_once_until_the_run_begins_again(tmp_path: Path) -> None:
+    class Job:
+        method, key = "erm", ("erm", ("sketch",), 0, 0)
+
+        class setup:
+            steps = 5
+
+    state, other = RunState(tmp_path, recipe()), RunState(tmp_path, recipe())
+    assert state.take([Job()], ["train_val"]) and not other.take([Job()], ["train_val"])  # type: ignore[list-item]
+    assert other.take([Job()], ["cross_domain"]), "other rules, as extra models have them"  # type: ignore[list-item]
+    state.forget_taken()
+    assert other.take([Job()], ["train_val"])  # type: ignore[list-item]
