@@ -323,9 +323,9 @@ LINE: dict[str, Any] = {
 def test_protocol_line() -> None:
     assert protocol_line(**LINE) == (
         "pacs (9,991 images, 4 domains); each domain held out in turn; images assumed independent; step picked by "
-        "balanced accuracy on the validation images of the training domains, the mean over these; test balanced accuracy; no augmentation; "
-        "1 hyper-parameter draw; ± is the standard error over seeds (ddof 1), held-out domains averaged within "
-        "a seed"
+        "balanced accuracy on the validation images of the training domains, the mean over these; test balanced "
+        "accuracy; no augmentation; 1 hyper-parameter draw; ± is the standard error over seeds (ddof 1), held-out "
+        "domains averaged within a seed"
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from xdm_ft.cli import main
 from xdm_ft.experiment.run_directory import RunDirectory
+from xdm_ft.experiment.sealed import seal_results
 
 RECIPE = """\
 name: small
@@ -220,12 +221,27 @@ def test_data_that_have_changed_are_refused(damaged: Callable[[str], Path], caps
     folder = damaged("interrupted")
     new = next((folder / "data").glob("**/sketch/dog")) / "more.png"
     miniature.save(new, 0, 3, 99)
+    capsys.readouterr()
     try:
         assert main(["run", str(folder / "small.yaml")]) == 2
     finally:
         new.unlink()
     told = capsys.readouterr().err
     assert "have changed since this run was begun (data.images" in told and "Traceback" not in told
+
+
+def test_results_of_an_earlier_version_are_refused(
+    damaged: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What selection compared meant something else."""
+    folder = damaged("finished")
+    path = folder / "out/small/results.json"
+    results = json.loads(path.read_text())
+    del results["findings"]
+    path.write_text(json.dumps(results | {"checksum": seal_results(results)}))
+    assert main(["run", str(folder / "small.yaml")]) == 2
+    told = capsys.readouterr().err
+    assert "was written by an earlier version" in told and "Traceback" not in told
 
 
 def test_what_the_run_was_trained_on_is_in_its_results(finished: Path) -> None:

@@ -114,6 +114,11 @@ class RunDirectory(RunState):
                 results = read_results(path)
             except Damaged as error:
                 raise UserError(f"{path}: is damaged ({error}); delete it to train its models again") from error
+            if "findings" not in results:
+                raise UserError(
+                    f"{path}: was written by an earlier version, which selected by other values (train_val pooled "
+                    "images); set another name or output.dir"
+                )
             runs, final, self._before = results["runs"], results.get("final_fit"), results["environment"]
             if final is not None and "weights" in final and self._is_sound(self.path / final["weights"]):
                 self.final = final
