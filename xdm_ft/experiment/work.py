@@ -152,7 +152,6 @@ class Work:
         extra = [model for model in self.plan.extra if any(key in wanted for key in model.serves)]
         if not extra:
             return {}
-        logger.info("%s", extra_models(self.plan))
         jobs = [self.job(model, {}) for model in extra]
         missing = {job.key for job in jobs if self.directory.recall(_name(job)) is None}
         wait_for_everyone(self.accelerator)  # all know what is missing before one of them adds to it
@@ -165,7 +164,7 @@ class Work:
             if any(job.key in missing for _, job in models)
         ]
         if requests:
-            logger.info("%d extra models for cross_domain", len(missing))
+            logger.info("%s; %d are missing", extra_models(self.plan), len(missing))
         self.engines.train(requests)
         wait_for_everyone(self.accelerator)
         courses: dict[Identity, list[Mapping[int, float]]] = {}
