@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data.loading.splits import Split, check_classes, usable
+from xdm_ft.data.loading.splits import Split, check_classes
 
 LEFT_OUT = ("left_out_0", "left_out_1")
 """Splits of the domains that a model of `without` does not train on and is measured on."""
@@ -59,9 +59,9 @@ def _numbered(domain_of: Tensor, removed: int) -> Tensor:
 def all_domains(dataset: ImageDataset, unreadable: Collection[int] = ()) -> Split:
     """Every labelled image of every domain trains, whatever part it was in; none is left to validate or to test.
 
-    Images that the data set itself puts in no part stay out. Raises `UserError` for a domain of one class only.
+    Raises `UserError` for a domain of one class only.
     """
-    train = np.flatnonzero(usable(dataset, unreadable))
+    train = np.setdiff1d(np.arange(len(dataset)), list(unreadable))
     numbers = np.unique(dataset.domains[train])
     check_classes(dataset, train, numbers.tolist(), " for protocol.final_fit, which trains on all of them")
     domain_of = np.full(len(dataset.domain_names), -1, dtype=np.int64)
