@@ -133,7 +133,7 @@ def test_draws_are_functions_of_seed_step_place_and_sample(method: type[Algorith
     assert torch.equal(once, noise_of(method, "one", 0, 0, given, x))
     for other in (("two", 0, 0), ("one", 1, 0), ("one", 0, 1)):
         assert not torch.allclose(once, noise_of(method, *other, given, x))
-    moved = given._replace(index=given.index + 1)
+    moved = given._replace(place=given.place + 1)
     assert not torch.allclose(once, noise_of(method, "one", 0, 0, moved, x))
 
 
