@@ -268,3 +268,6 @@ def test_methods_that_can_not_see_the_whole_batch_are_refused(
     with pytest.raises(UserError, match="use partners: global"):
         load("all_methods_end_to_end", local)
     load("all_methods_end_to_end", [*local, "training.loss_average=sample"])
+    searched = "search={trials: 9, space: {xdomainmix.partners: {choice: [global, local]}}}"
+    with pytest.raises(UserError, match="of xdomainmix: partners: local takes the loss of each part"):
+        load("all_methods_end_to_end", [*overrides, "training.sampler=pooled", "methods=[xdomainmix]", searched])

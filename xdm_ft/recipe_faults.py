@@ -7,7 +7,7 @@ import sys
 
 from pydantic import ValidationError
 
-from xdm_ft.algorithms import Algorithm, Setup, Solver
+from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.recipe_blocks import MethodItem, Recipe, drawn_item, drawn_training, text_faults, unfreezes_too_late
@@ -114,19 +114,36 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
     for trial in range(search.trials):
         try:
             drawn_training(recipe.training, search.drawn(trial))
-            for item in items:
-                drawn_item(item, search.drawn(trial))
+            drawn = [drawn_item(item, search.drawn(trial)) for item in items]
         except ValidationError as error:
             fault = error.errors()[0]
             problem = f"trial {trial} draws {'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}"
             faults.add(("search", "space"), problem)
             return
+        for item in drawn:
+            if item in items or item.is_solver:
+                continue
+            try:
+                reason = _parts_reason(_built(item, recipe), recipe)
+            except UserError as error:
+                reason = str(error)
+            if reason:
+                faults.add(("search", "space"), f"trial {trial} of {item.label}: {reason}")
+                return
 
 
-def _parts_reason(algorithm: Algorithm | Solver, recipe: Recipe) -> str:
+def _built(item: MethodItem, recipe: Recipe) -> Algorithm:
+    """The method on two classes, two domains and two features, enough for it to check its own settings."""
+    steps, task = recipe.training.steps or sys.maxsize, Task(("a", "b"), ("a", "b"))
+    setup = Setup(task, width=2, steps=steps, seed=0, loss_average=recipe.training.loss_average)
+    algorithm: Algorithm = item.algorithm.build(setup)
+    return algorithm
+
+
+def _parts_reason(algorithm: Algorithm, recipe: Recipe) -> str:
     """Why the method can not train on batches that are cut into parts; "" where it can, or where none are."""
     training, processes = recipe.training, int(os.environ.get("WORLD_SIZE", "1"))
-    if not isinstance(algorithm, Algorithm) or not recipe.trainable or processes * training.accumulation == 1:
+    if not recipe.trainable or processes * training.accumulation == 1:
         return ""
     adds_up = training.class_weights == "none" and algorithm.parts_add_up(training.sampler == "pooled")
     if algorithm.loss_over == "part" and not adds_up:
@@ -142,16 +159,8 @@ def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe, ha
         problem = f"fp16 scales the loss, which falsifies the second pass of {item.sharpness.name}"
         faults.add(("training", "mixed_precision"), f"{problem}; use bf16 or no with {item.label}")
     if not item.is_solver:
-        # two classes, two domains and two features are enough for the algorithm to check its own settings
-        setup = Setup(
-            Task(("a", "b"), ("a", "b")),
-            width=2,
-            steps=recipe.training.steps or sys.maxsize,
-            seed=0,
-            loss_average=recipe.training.loss_average,
-        )
         try:
-            algorithm = item.algorithm.build(setup)
+            algorithm = _built(item, recipe)
         except UserError as error:
             faults.add(key, str(error))
         else:

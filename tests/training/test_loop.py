@@ -18,6 +18,7 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.data.loading.images import UnreadableImage
 from xdm_ft.data.loading.samplers import ImageRows
 from xdm_ft.data.loading.transforms import evaluation_transform, training_transform
+from xdm_ft.encoders.timm import Timm
 from xdm_ft.errors import UserError
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.sharpness.sam import SAM
@@ -348,12 +349,16 @@ def test_every_micro_batch_has_its_share_of_every_domain(parts: int) -> None:
 
 
 class Overflows(ERM):
-    """A loss that is not finite at some steps, as in half precision."""
+    """A loss, or only its gradient, that is not finite at some steps, as in half precision."""
 
     at: tuple[int, ...] = ()
+    gradient_alone = False
 
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
         losses = super().loss(z, batch, step)
+        if step in self.at and self.gradient_alone:
+            losses.total.register_hook(lambda gradient: gradient * float("inf"))
+            return losses
         return losses._replace(total=losses.total * (float("inf") if step in self.at else 1.0))
 
 
@@ -361,8 +366,8 @@ def test_a_step_that_overflows_is_the_gradient_scaler_s_to_skip(accelerator: Acc
     """Neither weights nor batch-norm statistics move; without a scaler, or where it can not help, the model fails."""
     training = Training(batch_size=8, optimizer="sgd", encoder_lr=0.003, clip_norm=0.5)
 
-    def trained(at: tuple[int, ...], steps: int, scaled: bool) -> Trained:
-        make = type("At", (Overflows,), {"at": at})
+    def trained(at: tuple[int, ...], steps: int, scaled: bool, gradient_alone: bool = False) -> Trained:
+        make = type("At", (Overflows,), {"at": at, "gradient_alone": gradient_alone})
         accelerator.scaler = torch.amp.GradScaler("cpu") if scaled else None
         return train(make_job(make, steps=steps), SmallCNN(), training, accelerator)
 
@@ -372,7 +377,10 @@ def test_a_step_that_overflows_is_the_gradient_scaler_s_to_skip(accelerator: Acc
         assert torch.equal(final_state(skipped)[name], value), name
     assert trained((2,), 5, scaled=True).failure is None
     always = trained(tuple(range(60)), 60, scaled=True)
-    assert "at step 33 of 60" in str(always.failure)
+    assert "the loss is inf at step 33 of 60" in str(always.failure)
+    assert trained((2,), 5, scaled=True, gradient_alone=True).failure is None
+    always = trained(tuple(range(60)), 60, scaled=True, gradient_alone=True)
+    assert "gradients are not finite at step 33 of 60" in str(always.failure)
 
 
 @pytest.mark.parametrize(
@@ -391,6 +399,15 @@ def test_batch_norm_of_parts_of_a_batch_is_said(
     assert synchronised(inner, processes, accumulation, torch.device("cpu")) is inner
     assert [says in line for line in caplog.messages] == ([True] if says else [])
     assert all("batch_norm: frozen" in line and "\n" not in line for line in caplog.messages)
+
+
+def test_synchronised_layers_keep_the_activation_inside_them() -> None:
+    encoder = Timm(model="densenet121", kwargs={"growth_rate": 8, "block_config": [1, 1, 1, 1]})
+    inner, x = EndToEnd(encoder, ERM(make_job(width=encoder.width).setup), "train").train(), torch.randn(2, 3, 64, 64)
+    before = inner.eval().encoder(x).detach()
+    inner = synchronised(inner.train(), 2, 1, torch.device("cuda"))
+    assert sum(isinstance(layer, torch.nn.SyncBatchNorm) for layer in inner.modules()) > 5
+    assert torch.equal(inner.eval().encoder(x), before)
 
 
 def test_batch_norm_is_synchronised_on_gpus() -> None:

@@ -17,6 +17,7 @@ from xdm_ft.algorithms import Candidate, LossAverage, Setup, mean_loss
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.zero_shot import ZeroShot
 from xdm_ft.features.cache import Features
+from xdm_ft.progress import pulse
 from xdm_ft.tensors import Batch, Task
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.cached_data import CachedData, head_logits
@@ -196,3 +197,11 @@ def test_validation_logits_that_are_not_finite_are_never_selected() -> None:
     trained = solved(job, CachedData(Features([z]), data.labels, data.domains))
     assert trained.selected == {}
     assert trained.failure is not None and "train_val" in trained.failure and "oracle" not in trained.failure
+
+
+def test_a_long_search_shows_that_it_goes_on() -> None:
+    """Other processes end a run whose work stands still: every evaluation counts, not every candidate alone."""
+    probe, z, batch = problem()
+    before = pulse.count
+    candidates = list(probe.solve(z, batch))
+    assert pulse.count - before > 3 * len(candidates) > 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from xdm_ft.components import find, names
 from xdm_ft.data.loading.samplers import ImageRows
 from xdm_ft.data.loading.transforms import evaluation_transform
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Batch, Losses
+from xdm_ft.tensors import Batch
 from xdm_ft.training import Training
 from xdm_ft.training.batches import TrainingBatches
 from xdm_ft.training.passes import EndToEnd, Passes
@@ -42,28 +43,30 @@ STEP = 7  # of 10: after the warm-up of XDomainMix and the annealing of IRM
 BATCH = {"per_domain": 7, "pooled": 22}  # neither divides by 4
 
 
-def with_setup(cls: type[Algorithm], pooled: bool, class_weights: bool) -> Callable[[Setup], Algorithm]:
-    """The method, its steps taken by the whole batch or, of Fish, by one domain after the other."""
-
+def with_setup(
+    cls: Callable[..., Algorithm], loss_average: Literal["domain", "sample"] = "domain", class_weights: bool = False
+) -> Callable[[Setup], Algorithm]:
     def make(setup: Setup) -> Algorithm:
         weight = torch.linspace(0.5, 2, setup.task.num_classes) if class_weights else None
         text = torch.randn(setup.task.num_classes, setup.width, generator=torch.Generator().manual_seed(1))
-        return cls(Setup(setup.task, setup.width, 10, setup.seed, "domain", text_weight=text, class_weight=weight))
+        return cls(Setup(setup.task, setup.width, 10, setup.seed, loss_average, text_weight=text, class_weight=weight))
 
     return make
 
 
 def cases() -> dict[str, tuple[Callable[[Setup], Algorithm], str, SAM | None]]:
-    found = {}
+    """Every method on batches per domain, and on pooled ones with class weights or with the mean over samples."""
+    found: dict[str, tuple[Callable[[Setup], Algorithm], str, SAM | None]] = {}
     for (name, cls), sharpness in product(ALGORITHMS.items(), (None, SAM(rho=0.1))):
-        for kind in ("per_domain", "pooled"):
-            if name in REFUSED or (kind == "pooled" and cls.pooled_reason):
-                continue
-            make = with_setup(cls, kind == "pooled", class_weights=kind == "pooled")
-            found[f"{name} {kind}{' sam' if sharpness else ''}"] = make, kind, sharpness
+        if name in REFUSED:
+            continue
+        behind = " sam" if sharpness else ""
+        found[f"{name}{behind} per domain"] = with_setup(cls), "per_domain", sharpness
+        if not cls.pooled_reason:
+            found[f"{name}{behind} weighted"] = with_setup(cls, class_weights=True), "pooled", sharpness
+            found[f"{name}{behind} by sample"] = with_setup(cls, "sample"), "pooled", sharpness
     for cls in (LISA, Mixup):
-        make = with_setup(partial(cls, partners="all"), False, False)  # type: ignore[arg-type]
-        found[f"{cls.__name__} all"] = make, "per_domain", None
+        found[f"{cls.__name__} all"] = with_setup(partial(cls, partners="all")), "per_domain", None
     return found
 
 
@@ -144,7 +147,7 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 def test_there_are_methods_to_test() -> None:
-    assert len(cases()) > 3 * (len(ALGORITHMS) - len(REFUSED))
+    assert len(cases()) > 5 * (len(ALGORITHMS) - len(REFUSED))
 
 
 @pytest.mark.parametrize("case", cases())
@@ -185,27 +188,20 @@ def test_features_are_encoded_once_more_only_where_samples_are_compared() -> Non
             assert calls == [6, 6] * passes_of_encoder
 
 
-def test_a_row_that_is_twice_in_a_batch_gets_two_draws() -> None:
-    drawn = []
-
-    class Spy(LISA):
-        def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-            drawn.append(batch)
-            return super().loss(z, batch, step)
-
-    with one_process() as accelerator:
-        job = make_job(Spy, steps=4)
-        inner = EndToEnd(SmallCNN(), job.make(job.setup), "frozen").train()
-        passes = Passes(accelerator.prepare(inner), inner, accelerator, None, job.seed, False)
-        for step in range(4):
-            passes.run(step_batch(job, Training(batch_size=60), accelerator, step), step)
-    twice = 0
-    for batch in drawn:
+def test_a_row_that_is_twice_in_a_batch_gets_two_draws(accelerator: Accelerator) -> None:
+    """λ of LISA: mixed with one and the same partner, two copies of a row differ."""
+    job = make_job(LISA, steps=4)
+    algorithm, twice = LISA(job.setup), 0
+    for step in range(4):
+        batch = step_batch(job, Training(batch_size=60), accelerator, step).parts[0]
+        everyone = torch.ones_like(batch.y, dtype=torch.bool)
+        same = batch._replace(partner=torch.zeros_like(batch.x), has_partner=everyone)
+        mixed = algorithm.on_inputs(same, step).x
         order = batch.index.argsort()
-        same = (batch.index[order][1:] == batch.index[order][:-1]).nonzero()[:, 0]
-        twice += len(same)
-        weights = batch.targets.amax(1)[order] if batch.targets is not None else torch.zeros(0)
-        assert len(weights) and not torch.equal(batch.place[order][same], batch.place[order][same + 1])
+        for one, other in zip(order[:-1].tolist(), order[1:].tolist(), strict=True):
+            if batch.index[one] == batch.index[other]:
+                assert torch.equal(batch.x[one], batch.x[other]) and not torch.equal(mixed[one], mixed[other])
+                twice += 1
     assert twice > 10
 
 

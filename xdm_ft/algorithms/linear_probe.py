@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Candidate, Setup, Solver, mean_loss
+from xdm_ft.progress import pulse
 from xdm_ft.tensors import Batch
 
 MOST_ITERATIONS = 2000
@@ -130,6 +131,7 @@ class _Problem:
         return torch.from_numpy(v).to(self.x.device).view(-1, self.x.shape[1]) @ self.inverse  # [C,K+1]
 
     def value_and_gradient(self, v: np.ndarray) -> tuple[float, np.ndarray]:
+        pulse.beat()  # a candidate can take many of these, each of them long
         coefficients = self.coefficients(v)
         log_probability = self._logits(coefficients).log_softmax(0)  # [C,n]
         true = F.one_hot(self.y, len(coefficients)).T

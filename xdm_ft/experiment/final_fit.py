@@ -1,7 +1,8 @@
 """The model to ship: the method that selection liked best, trained on all images, with what selection settled on.
 
 Nothing is chosen in this fit, and no image is left that could: the method, its hyper-parameters, the step and whatever
-else validation picked come from the runs behind the estimate.
+else validation picked come from the runs behind the estimate. The schedule is that of the planned steps, all of which
+are taken, also where an earlier one is kept.
 """
 
 from __future__ import annotations

@@ -82,7 +82,9 @@ def synchronised(module: Module, processes: int, accumulation: int, device: torc
         return module
     reasons = []
     if processes > 1 and device.type == "cuda":
-        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        from timm.layers import convert_sync_batchnorm  # torch's drops the activation inside timm's BatchNormAct2d
+
+        module = convert_sync_batchnorm(module)
     elif processes > 1:
         reasons.append(f"{processes} processes (torch has no SyncBatchNorm on {device.type})")
     if accumulation > 1:

@@ -45,6 +45,7 @@ from xdm_ft.training.validation import Validation
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
 
 __all__ = ["predict", "shut_down", "train_model"]
 
@@ -198,12 +199,12 @@ def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]]
                 group["lr"] = group["initial_lr"] * factor
 
             losses = _step(passes, batch, optimizer, run.training.clip_norm, step)
-            if not math.isfinite(losses.loss):
-                state.skipped += 1
-                if state.accelerator.scaler is None or state.skipped > MOST_SKIPPED:
-                    return _failure(f"the loss is {losses.loss}", run, step + 1)
-            else:
-                state.skipped = 0
+            finite = math.isfinite(losses.loss)
+            state.skipped = 0 if finite and not optimizer.step_was_skipped else state.skipped + 1
+            if state.skipped > (0 if state.accelerator.scaler is None else MOST_SKIPPED):
+                what = "gradients are not finite" if finite else f"the loss is {losses.loss}"
+                return _failure(what, run, step + 1)
+            if finite:
                 state.course.add(losses)
             if state.averages is not None:
                 trained = passes.roles.main | passes.roles.auxiliary
@@ -323,7 +324,9 @@ def make_optimizer(roles: Roles, job: Job, training: Training) -> Optimizer:
 
 
 @contextmanager
-def _prepared(inner: EndToEnd, optimizer: Optimizer, accelerator: Accelerator) -> Iterator[tuple[nn.Module, Optimizer]]:
+def _prepared(
+    inner: EndToEnd, optimizer: Optimizer, accelerator: Accelerator
+) -> Iterator[tuple[nn.Module, AcceleratedOptimizer]]:
     prepared = accelerator.prepare(inner, optimizer)
     try:
         yield prepared

@@ -60,7 +60,7 @@ class LoopState:
     taken: int = 0  # steps
     evaluated: bool = True  # whether the evaluation after them, if one is due, is done
     started: float = field(default_factory=time.perf_counter)
-    skipped: int = 0  # steps in a row without a finite loss, which the gradient scaler skips
+    skipped: int = 0  # steps in a row without a finite loss or gradient, which the gradient scaler skips
     before: float = 0.0  # seconds that interrupted processes have trained it
 
     def __post_init__(self) -> None:
