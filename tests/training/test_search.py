@@ -110,6 +110,7 @@ def test_the_edge_of_a_choice_is_its_lowest_and_its_highest_number():
         True, False, True, True, True,
     ]  # fmt: skip
     assert edges(Distribution(choice=(16, 32, 64)), [16, 32, 64]) == [True, False, True]
+    assert edges(Distribution(choice=(0.05, 0.1)), [0.05, 0.1]) == [False, False], "of two each is an end"
     assert edges(Distribution(choice=(0.1,)), [0.1]) == [False], "one value is no search"
     assert edges(Distribution(choice=("sample", "batch")), ["sample"]) == [False], "words have no order"
     assert edges(Distribution(choice=(False, True)), [True]) == [False]

@@ -171,8 +171,8 @@ class Search(Block):
 def at_the_edge(search: Search, key: str, value: Value | None) -> bool:
     """Whether a drawn number lies at an end of what is searched: a better one may lie beyond.
 
-    That is the outer EDGE of a range, the outermost whole numbers of one, and the lowest and highest of several numbers
-    to choose from. Words and switches have no order.
+    That is the outer EDGE of a range, the outermost whole numbers of one, and the lowest and highest of three or more
+    numbers to choose from: of two each is an end. Words and switches have no order.
     """
     distribution = search.distributions.get(key)
     if distribution is None or isinstance(value, bool) or not isinstance(value, int | float):
@@ -180,7 +180,7 @@ def at_the_edge(search: Search, key: str, value: Value | None) -> bool:
     if distribution.choice is not None:
         numbers = [choice for choice in distribution.choice if isinstance(choice, int | float)]
         numbers = [number for number in numbers if not isinstance(number, bool)]
-        return len({*numbers}) > 1 and not min(numbers) < value < max(numbers)
+        return len({*numbers}) > 2 and not min(numbers) < value < max(numbers)
     if distribution.log_uniform is not None and value <= 0:  # switched off, which no logarithm tells
         return False
     assert distribution.bounds is not None
