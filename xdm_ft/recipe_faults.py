@@ -44,7 +44,7 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
     if protocol.name == "official" and protocol.test_domains is not None:
         faults.add(("protocol", "test_domains"), "only leave_one_domain_out chooses test domains; leave it out")
     if protocol.final_fit and protocol.selection == "oracle":
-        faults.add(("protocol", "final_fit"), "ships a model with its estimate, and what oracle tells is none")
+        faults.add(("protocol", "final_fit"), "needs an unbiased estimate; selection: oracle has none, use train_val")
     unfreeze_at = recipe.encoder_common.unfreeze_at
     if unfreeze_at and not recipe.trainable:
         faults.add(("encoder", "unfreeze_at"), "has no meaning with a frozen encoder; leave it out, or set trainable")

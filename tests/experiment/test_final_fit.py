@@ -1,13 +1,12 @@
 """The model that is shipped: chosen by what selection saw, trained on all images, nothing chosen in the fit."""
 
 import json
-from importlib.resources import files
+from functools import partial
 from pathlib import Path
 
-import jsonschema
-import miniature
 import numpy as np
 import pytest
+import small_runs
 import torch
 from safetensors.torch import load_file
 
@@ -20,40 +19,13 @@ from xdm_ft.experiment.final_fit import best, combined, median, mode, selection_
 from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.material import build_encoder, gather
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.recipe import load
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job
 from xdm_ft.training.bank import train_bank
 
-RECIPE = """\
-name: final
-data: {name: pacs, root: data, counts: any}
-protocol: {name: leave_one_domain_out, selection: train_val, seeds: 1, val_fraction: 0.4, final_fit: true}
-encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}
-features: {dir: cache, workers: 0}
-methods: [erm, {name: xdomainmix, warmup_steps: 2}]
-training: {steps: 10, batch_size: 4, evaluate_every: 2, optimizer: sgd, lr: 0.05}
-"""
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    miniature.domainbed(tmp_path / "data", "pacs")
-
-
-def recipe(*overrides):
-    Path("final.yaml").write_text(RECIPE)
-    return load("final.yaml", list(overrides))
-
-
-def results(*overrides):
-    made = recipe(*overrides)
-    assert run(made) == 0
-    found = json.loads((Path(made.output.dir) / made.name / "results.json").read_text())
-    schema = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator(schema).validate(found)
-    return found
+pytestmark = pytest.mark.usefixtures("small_pacs")
+SHIPS = "name=final", "protocol.final_fit=true"
+recipe, results = partial(small_runs.recipe, *SHIPS), partial(small_runs.results, *SHIPS)
 
 
 def weights_of(found):
@@ -308,5 +280,5 @@ def test_end_to_end_nothing_is_measured_either(method, monkeypatch):
 
 
 def test_no_model_is_shipped_on_an_estimate_of_oracle():
-    with pytest.raises(UserError, match=r"protocol\.final_fit: ships a model with its estimate"):
+    with pytest.raises(UserError, match=r"protocol\.final_fit: needs an unbiased estimate"):
         recipe("protocol.selection=oracle")

@@ -9,7 +9,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
-import miniature
 import pytest
 
 from xdm_ft.cli import main
@@ -19,6 +18,7 @@ from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import hparams, make_plan, read_data
 from xdm_ft.recipe import load
 
+pytestmark = pytest.mark.usefixtures("small_pacs")
 RECIPE = """\
 name: search
 data: {name: pacs, root: data, counts: any}
@@ -39,18 +39,12 @@ def naive_value(record, rule):
     return record["selected"][rule]["value"]
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    miniature.domainbed(tmp_path / "data", "pacs")
-
-
 def recipe(*overrides):
     Path("search.yaml").write_text(RECIPE)
     return load("search.yaml", list(overrides))
 
 
-def test_every_trial_is_kept_and_selection_picks_one(here):
+def test_every_trial_is_kept_and_selection_picks_one():
     made = recipe()
     assert run(made) == 0
     found = json.loads(Path("output/search/results.json").read_text())
@@ -93,7 +87,7 @@ def test_every_trial_is_kept_and_selection_picks_one(here):
         )
 
 
-def test_a_search_end_to_end_trains_its_trials_one_after_another(here):
+def test_a_search_end_to_end_trains_its_trials_one_after_another():
     made = recipe(
         "encoder.trainable=true", "methods=[erm]", "search={trials: 2, preset: domainbed}", "protocol.seeds=1",
         "protocol.final_fit=false", "training.steps=2", "training.batch_size=2",
@@ -106,7 +100,7 @@ def test_a_search_end_to_end_trains_its_trials_one_after_another(here):
     assert lr == encoder_lr
 
 
-def test_doubtful_picks_are_flagged(here):
+def test_doubtful_picks_are_flagged():
     assert run(recipe("methods=[erm]", "training.lr=0.2", "training.evaluate_every=6", "search.space={}")) == 0
     found = json.loads(Path("output/search/results.json").read_text())
     own = next(r for r in found["runs"] if r["trial"] == 0)
@@ -140,7 +134,7 @@ def test_a_faulty_search_is_refused_before_any_data_is_read(overrides, message, 
         recipe(*overrides)
 
 
-def test_the_resolved_recipe_draws_the_same(here):
+def test_the_resolved_recipe_draws_the_same():
     made = recipe()
     Path("resolved.yaml").write_text(made.as_yaml())
     again = load("resolved.yaml", [])
@@ -151,7 +145,7 @@ def test_the_resolved_recipe_draws_the_same(here):
     assert len({m.item.block for m in plans[0] if m.item.label == "rsc"}) == 3
 
 
-def test_settings_of_averaging_are_searched(here):
+def test_settings_of_averaging_are_searched():
     """Trials of one chunk differ in nothing else, and each has the average of its own settings."""
     space = "search={trials: 4, space: {swad.n_converge: {choice: [1, 2, 3]}}}"
     short = "training.steps=8", "training.lr=0.3", "protocol.test_domains=[photo]", "protocol.final_fit=false"
@@ -164,7 +158,7 @@ def test_settings_of_averaging_are_searched(here):
 
 
 @pytest.mark.slow
-def test_processes_share_the_heads_and_give_the_very_same_results(here):
+def test_processes_share_the_heads_and_give_the_very_same_results():
     assert run(recipe("protocol.selection=cross_domain")) == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [files("xdm_ft").joinpath("run.py"), "search.yaml", "protocol.selection=cross_domain", "output.dir=two"]
@@ -184,7 +178,7 @@ def without_times(value):
     return [without_times(inner) for inner in value] if isinstance(value, list) else value
 
 
-def test_any_model_of_a_search_can_be_trained_again(here, capsys):
+def test_any_model_of_a_search_can_be_trained_again(capsys):
     assert run(recipe("protocol.selection=cross_domain", "methods=[erm, rsc]", "protocol.final_fit=false")) == 0
     capsys.readouterr()
     for method, trial in (("erm", "2"), ("rsc", "1")):
@@ -200,7 +194,7 @@ def test_any_model_of_a_search_can_be_trained_again(here, capsys):
     assert main(["retrain", "output", "erm", "sketch", "1"]) == 2
 
 
-def test_failed_trials_are_told_beside_the_ones_that_were_picked(here):
+def test_failed_trials_are_told_beside_the_ones_that_were_picked():
     overrides = ("methods=[erm]", "search={trials: 2, space: {lr: {choice: [1.0e+30]}}}", "training.optimizer=sgd")
     assert run(recipe(*overrides)) == 1
     found = json.loads(Path("output/search/results.json").read_text())

@@ -4,11 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
-import miniature
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_runs import recipe, results
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
@@ -20,37 +20,11 @@ from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.material import build_encoder, gather
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.run_directory import RunDirectory
-from xdm_ft.recipe import load
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job
 from xdm_ft.training.bank import train_bank
 
-RECIPE = """\
-name: rules
-data: {name: pacs, root: data, counts: any}
-protocol: {name: leave_one_domain_out, selection: train_val, seeds: 1, val_fraction: 0.4}
-encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}
-features: {dir: cache, workers: 0}
-methods: [erm, {name: xdomainmix, warmup_steps: 2}]
-training: {steps: 10, batch_size: 4, evaluate_every: 2, optimizer: sgd, lr: 0.05}
-"""
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    miniature.domainbed(tmp_path / "data", "pacs")
-
-
-def recipe(*overrides):
-    Path("rules.yaml").write_text(RECIPE)
-    return load("rules.yaml", list(overrides))
-
-
-def results(*overrides):
-    made = recipe(*overrides)
-    assert run(made) == 0
-    return json.loads((made_path(made) / "results.json").read_text())
+pytestmark = pytest.mark.usefixtures("small_pacs")
 
 
 def made_path(made):
@@ -90,7 +64,7 @@ def test_each_rule_keeps_its_own_weights_and_the_value_that_it_saw():
     ]  # fmt: skip
     assert apart, "the miniature must make the rules differ somewhere"
     for selected in apart:
-        weights = [load_file(f"output/rules/{selected[rule]['weights']}") for rule in ("train_val", "oracle")]
+        weights = [load_file(f"output/small/{selected[rule]['weights']}") for rule in ("train_val", "oracle")]
         assert not torch.equal(weights[0]["head.weight"], weights[1]["head.weight"])
 
 

@@ -72,7 +72,9 @@ class XDomainMix(Algorithm):
         ] = "other_class_other_domain",
         partners: Annotated[
             Literal["local", "global"],
-            Field(description="x_i and x_j are of the whole batch, or of the part that a process or micro-batch has"),
+            Field(
+                description="x_i and x_j come from the whole batch (global) or a process's or micro-batch's part (local)"
+            ),
         ] = "global",
         domain_head_augmented: Annotated[
             bool, Field(description="train d on z̃ too, with λ-weighted soft domain labels and binary cross-entropy")

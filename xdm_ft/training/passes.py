@@ -28,7 +28,7 @@ Tensors = dict[str, Tensor]
 
 
 class EndToEnd(nn.Module):
-    """Encoder and algorithm as one module, so that one wrapper holds all weights. Called it encodes.
+    """Encoder and algorithm as one module, so that one wrapper holds all weights. The forward pass encodes.
 
     `batch_norm: frozen` keeps batch-norm layers in eval mode while training: they normalise by their running
     statistics, which stay what they were, and their weights and biases train on (DomainBed's choice).
