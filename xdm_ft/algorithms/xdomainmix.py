@@ -72,9 +72,7 @@ class XDomainMix(Algorithm):
         ] = "other_class_other_domain",
         partners: Annotated[
             Literal["local", "global"],
-            Field(
-                description="x_i and x_j come from the whole batch (global) or a process's or micro-batch's part (local)"
-            ),
+            Field(description="global: x_i, x_j from the whole batch; local: from one process's or micro-batch's part"),
         ] = "global",
         domain_head_augmented: Annotated[
             bool, Field(description="train d on z̃ too, with λ-weighted soft domain labels and binary cross-entropy")
