@@ -17,8 +17,8 @@ class SWAD(Averaging):
     """θ_SWAD = 1/(t_e − t_s + 1) Σ_{t=t_s…t_e} θ_t, over every step of the valley of the validation loss E.
 
     With E_k the k-th evaluation, N_s = n_converge, N_e = n_tolerance and r = 1 + tolerance_ratio. An evaluation stands
-    for the steps since the one before it. E is the cross-entropy on validation images, the mean over the training domains.
-    Defaults are the paper's.
+    for the steps since the one before it. E is the cross-entropy on validation images, the mean over the training
+    domains. Defaults are the paper's.
 
     *Start*: s is the first k with E_k = min(E_k … E_{k+N_s−1}), and the threshold l = r mean(E_k … E_{k+N_s−1}). Where
     N_e > N_s up to N_e − N_s − 1 evaluations before s count too: those from which on every evaluation, and the one
