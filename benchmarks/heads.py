@@ -36,13 +36,14 @@ from torch import nn
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.data.loading.splits import Split
 from xdm_ft.features.cache import Features
+from xdm_ft.protocol.splits import Split
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job, Training
-from xdm_ft.training.allocator import keep_freed_memory
-from xdm_ft.training.bank import chunk_heads, stack, step
-from xdm_ft.training.cached_data import CachedData, batches
+from xdm_ft.training.bank.cached_data import CachedData, batches
+from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank.train import chunk_heads
+from xdm_ft.training.memory import keep_freed_memory
 from xdm_ft.xdomainmix import one_pass
 
 IMAGES = 10_000

@@ -27,15 +27,15 @@ from torch import Tensor
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.data.loading.splits import Split
 from xdm_ft.features import cache
 from xdm_ft.features.cache import Features
 from xdm_ft.features.shards import Grid, encode, open_shard
 from xdm_ft.features.store import shard_name
+from xdm_ft.protocol.splits import Split
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank import CHUNK_HEADS, train_bank
-from xdm_ft.training.cached_data import Validation
+from xdm_ft.training.bank.cached_data import Validation
+from xdm_ft.training.bank.train import CHUNK_HEADS, train_bank
 
 DOMAINS, CLASSES, KEY = 4, 10, "0" * 32
 METHODS = {"erm": ERM, "xdomainmix": XDomainMix}

@@ -53,8 +53,8 @@ from xdm_ft.evaluation.jackknife import effective_number, group_sizes, without_e
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.run_directory import PREDICTIONS, identity, make_prediction
-from xdm_ft.experiment.sealed import read_arrays, read_results
-from xdm_ft.recipe import load
+from xdm_ft.recipe.read import load
+from xdm_ft.storage.checksummed import read_arrays, read_results
 
 DRAWS = 2000  # of the bootstrap of the rule before
 SLIDES = np.array([30_000, 16_000, 12_000, 9_000, 7_000, 5_000, 3_000, 1_500, 1_000, 554])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xdm_ft import components
+from xdm_ft.recipe import components
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "xdm_ft").rglob("*.py"))
@@ -31,10 +31,10 @@ def test_no_junk_drawers():
 
 def settings() -> list[str]:
     """Every key of every block and component."""
-    from xdm_ft import recipe
+    from xdm_ft.recipe import read
 
     keys = set()
-    for model in (*recipe.BLOCKS.values(), *(common for _, common in recipe.COMPONENTS.values()), recipe.MethodCommon):
+    for model in (*read.BLOCKS.values(), *(common for _, common in read.COMPONENTS.values()), read.MethodCommon):
         keys |= set(model.model_fields)
     for folder in components.FOLDERS.values():
         for name in components.names(folder):

@@ -19,14 +19,14 @@ GOES_ON = ("run", "features")  # verbs that keep what they have done when a sign
 
 def _run(arguments: argparse.Namespace) -> int:
     from xdm_ft.experiment import run
-    from xdm_ft.recipe import load
+    from xdm_ft.recipe.read import load
 
     return run(load(arguments.recipe, arguments.overrides))
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from xdm_ft.experiment.validation import validate
-    from xdm_ft.recipe import load
+    from xdm_ft.commands.validate import validate
+    from xdm_ft.recipe.read import load
 
     validate(load(arguments.recipe, arguments.overrides))
     return 0
@@ -34,28 +34,28 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 def _features(arguments: argparse.Namespace) -> int:
     from xdm_ft.experiment import fill_cache
-    from xdm_ft.recipe import load
+    from xdm_ft.recipe.read import load
 
     fill_cache(load(arguments.recipe, arguments.overrides))
     return 0
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from xdm_ft.experiment.listing import listing
+    from xdm_ft.commands.ls import listing
 
     print(listing(arguments.what))
     return 0
 
 
 def _cp(arguments: argparse.Namespace) -> int:
-    from xdm_ft.recipe_text import copy_recipe
+    from xdm_ft.recipe.text import copy_recipe
 
     print(f"wrote {copy_recipe(arguments.recipe, arguments.file)}")
     return 0
 
 
 def _cache(arguments: argparse.Namespace) -> int:
-    from xdm_ft.experiment.caching import list_cache, prune_cache, verify_cache
+    from xdm_ft.commands.cache import list_cache, prune_cache, verify_cache
 
     if arguments.action == "prune":
         print(prune_cache(arguments.dir, arguments.unused_days, arguments.max_size, arguments.unreferenced))
@@ -65,7 +65,7 @@ def _cache(arguments: argparse.Namespace) -> int:
 
 
 def _retrain(arguments: argparse.Namespace) -> int:
-    from xdm_ft.experiment.retrain import retrain
+    from xdm_ft.commands.retrain import retrain
 
     model = arguments.method, arguments.test_domain, arguments.seed, arguments.trial
     print(retrain(arguments.run_dir, *model, arguments.alone))
@@ -73,7 +73,7 @@ def _retrain(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from xdm_ft.experiment.doctor import doctor
+    from xdm_ft.commands.doctor import doctor
 
     return doctor(arguments.recipe, arguments.overrides)
 

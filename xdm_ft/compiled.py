@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from xdm_ft.atomic import replace_file
 from xdm_ft.errors import UserError
+from xdm_ft.storage.atomic import replace_file
 
 COMPILERS = ("cc", "gcc", "clang")  # the first that there is, unless the environment variable CC names one
 # no contraction: a product and a sum round twice on every processor, as in torch

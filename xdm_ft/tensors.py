@@ -39,6 +39,18 @@ class Batch(NamedTuple):
     partner_y: Tensor | None = None  # int64 [B]
     has_partner: Tensor | None = None  # bool [B]
 
+    def fields(self) -> dict[str, Tensor]:
+        """Those that are not None, by name: `torch.func.vmap` maps no None."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+    def block(self, number: int, blocks: int, axis: int = 0) -> Batch:
+        """One of the equal blocks, a domain each, that a per-domain batch and its parts consist of.
+
+        `axis` is that of the samples: 1 in a bank, where the axis of the heads comes before it.
+        """
+        size = self.y.shape[axis] // blocks
+        return Batch(**{name: value.narrow(axis, number * size, size) for name, value in self.fields().items()})
+
 
 class Samples(NamedTuple):
     """Samples without their images."""

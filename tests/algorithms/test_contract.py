@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver
-from xdm_ft.components import find, names
+from xdm_ft.recipe.components import find, names
 from xdm_ft.tensors import Batch, Losses, Task
 
 METHODS = {name: find("algorithms", name) for name in names("algorithms")}

@@ -14,7 +14,7 @@ from torch.func import stack_module_state
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.tensors import Batch
-from xdm_ft.training.inputs import fields_of, on_inputs
+from xdm_ft.training.bank.inputs import on_inputs
 
 FIELDS = ("x", "y", "domain", "index", "place")
 CHANGES_INPUTS = [name for name in ALGORITHMS if METHODS[name].on_inputs is not Algorithm.on_inputs]
@@ -23,7 +23,7 @@ HAS_UPDATE = [name for name in ALGORITHMS if METHODS[name].update is not Algorit
 
 
 def same(one: Batch, other: Batch) -> bool:
-    two = fields_of(one), fields_of(other)
+    two = one.fields(), other.fields()
     return two[0].keys() == two[1].keys() and all(torch.equal(value, two[1][name]) for name, value in two[0].items())
 
 
@@ -63,13 +63,13 @@ def test_inputs_keep_their_shape_and_whose_they_are(name: str) -> None:
 def test_inputs_of_one_head_are_the_same_alone_and_among_24(name: str) -> None:
     heads = [METHODS[name](setup(seed)) for seed in range(24)]
     batches = [partnered(head, toy(seed), 5) for seed, head in enumerate(heads)]
-    names = fields_of(batches[0])
-    stacked = Batch(**{name: torch.stack([fields_of(batch)[name] for batch in batches]) for name in names})
+    names = batches[0].fields()
+    stacked = Batch(**{name: torch.stack([batch.fields()[name] for batch in batches]) for name in names})
     _, buffers = stack_module_state(heads)
-    together = fields_of(on_inputs(heads[0], buffers, stacked, 5))
+    together = on_inputs(heads[0], buffers, stacked, 5).fields()
     differ = False
     for place, (head, batch) in enumerate(zip(heads, batches, strict=True)):
-        alone = fields_of(head.on_inputs(batch, 5))
+        alone = head.on_inputs(batch, 5).fields()
         assert alone.keys() == together.keys()
         differ = differ or not torch.equal(alone["x"], batch.x)
         for key, value in alone.items():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.algorithms.input_mixing import draw_partners, pick_other
+from xdm_ft.algorithms._input_mixing import draw_partners, pick_other
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.tensors import InputPartners, Samples, Task

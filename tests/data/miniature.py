@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from xdm_ft import components
+from xdm_ft.recipe import components
 
 CLASSES = {
     "pacs": ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person"),

@@ -11,7 +11,7 @@ import pytest
 from made_up import MadeUp
 from PIL import Image
 
-from xdm_ft.data.loading.images import (
+from xdm_ft.data._images import (
     UnreadableImage,
     decode,
     extensions,

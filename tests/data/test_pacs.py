@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from xdm_ft.data.folder import Folder
-from xdm_ft.data.loading.splits import Protocol, splits
+from xdm_ft.protocol.splits import Protocol, splits
 
 PACS = Path(__file__).resolve().parents[2] / ".." / "shared" / "assets" / "pacs"
 pytestmark = pytest.mark.skipif(not PACS.is_dir(), reason="no PACS images in ../shared/assets/pacs")

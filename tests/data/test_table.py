@@ -7,10 +7,10 @@ import pandas
 import pytest
 from PIL import Image
 
-from xdm_ft.components import find, settings_model
-from xdm_ft.data.loading.splits import Protocol, splits
 from xdm_ft.data.table import Table
 from xdm_ft.errors import UserError
+from xdm_ft.protocol.splits import Protocol, splits
+from xdm_ft.recipe.components import find, settings_model
 
 NAMES = ("a.png", "b.png", "c d.png", "sub/e.png")
 

@@ -7,7 +7,7 @@ import timm.data
 import torch
 from PIL import Image
 
-from xdm_ft.data.loading.transforms import (
+from xdm_ft.data._transforms import (
     Preprocessing,
     PreprocessingOverrides,
     evaluation_transform,

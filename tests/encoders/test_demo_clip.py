@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 
 from xdm_ft.data.digits import Digits
+from xdm_ft.encoders._clip_source import DEMO
 from xdm_ft.encoders.demo import train as script
-from xdm_ft.encoders.loading.clip_source import DEMO
 from xdm_ft.encoders.open_clip import OpenClip
 
 WEIGHTS = DEMO / "demo_clip.safetensors"

@@ -23,8 +23,8 @@ from xdm_ft.errors import UserError
 from xdm_ft.experiment.data_faults import faults
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.results import about
-from xdm_ft.features import content
-from xdm_ft.recipe import load
+from xdm_ft.features import file_hashes
+from xdm_ft.recipe.read import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
@@ -221,8 +221,8 @@ def test_only_files_of_equal_size_are_opened(images, monkeypatch):
         path.write_bytes(path.read_bytes() + bytes(100 * number))  # decoders pass over what follows the image
     shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
     opened = []
-    original = content._hash_file
-    monkeypatch.setattr(content, "_hash_file", lambda path: opened.append(Path(path).name) or original(path))
+    original = file_hashes._hash_file
+    monkeypatch.setattr(file_hashes, "_hash_file", lambda path: opened.append(Path(path).name) or original(path))
     assert len(found()) == 1 and sorted(opened) == ["2.png", "twin.png"]
     opened.clear()
     assert len(found()) == 1 and opened == [], "the index of hashes was not read"

@@ -12,16 +12,16 @@ from safetensors.torch import load_file
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.averaging import Interval, Segment
-from xdm_ft.data.loading.derived_splits import all_domains
 from xdm_ft.errors import UserError
 from xdm_ft.experiment import run
 from xdm_ft.experiment.final_fit import best, combined, median, mode, selection_values, settle
 from xdm_ft.experiment.machine import start
-from xdm_ft.experiment.material import build_encoder, gather
 from xdm_ft.experiment.plan import make_plan, read_data
+from xdm_ft.experiment.prepared import build_encoder, prepare
+from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job
-from xdm_ft.training.bank import train_bank
+from xdm_ft.training.bank.train import train_bank
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 SHIPS = "name=final", "protocol.final_fit=true"
@@ -35,12 +35,12 @@ def weights_of(found):
 def naive_training(made, item, known, rules=("r",), steps=10):
     """The bank on all images of all domains, by hand."""
     dataset, accelerator = read_data(made), start(made)
-    material = gather(made, dataset, build_encoder(made, 0), accelerator)
+    prepared = prepare(made, dataset, build_encoder(made, 0), accelerator)
     plan, split = make_plan(made, dataset), all_domains(dataset)
-    setup = Setup(Task(dataset.class_names, split.train_domains), width=material.features.width, steps=steps, seed=0)
+    setup = Setup(Task(dataset.class_names, split.train_domains), width=prepared.features.width, steps=steps, seed=0)
     job = Job("x", (), 0, 0, split, setup, item.algorithm.build, None, made.training.lr, 0.0, known=known)
     arguments = (plan.labels, plan.domains, made.training, rules, "accuracy")
-    (trained,) = train_bank([job], material.features, *arguments, record=lambda *_: None, show=False)
+    (trained,) = train_bank([job], prepared.features, *arguments, record=lambda *_: None, show=False)
     return trained
 
 
@@ -151,8 +151,8 @@ def test_the_linear_probe_is_the_median_strength():
 
 def test_nothing_is_measured_while_it_trains(monkeypatch):
     """Neither a metric nor a loss: the validation of the fit has no images."""
-    from xdm_ft.training import bank
-    from xdm_ft.training.cached_data import Validation
+    from xdm_ft.training.bank import train as bank
+    from xdm_ft.training.bank.cached_data import Validation
 
     made = []
 
@@ -262,8 +262,8 @@ def test_an_interval_averages_exactly_its_steps():
 
 @pytest.mark.parametrize("method", ["erm", "{name: erm+swad, swad.n_converge: 1}"])
 def test_end_to_end_nothing_is_measured_either(method, monkeypatch):
-    from xdm_ft.training import loop
-    from xdm_ft.training.validation import Validation
+    from xdm_ft.training.end_to_end import train as loop
+    from xdm_ft.training.end_to_end.validation import Validation
 
     made = []
 

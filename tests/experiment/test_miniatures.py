@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 
 from xdm_ft.data.fmow import Fmow
 from xdm_ft.experiment import run
-from xdm_ft.recipe import check
-from xdm_ft.recipe_text import parse
+from xdm_ft.recipe.read import check
+from xdm_ft.recipe.text import parse
 
 RECIPE = """\
 name: small

@@ -15,7 +15,7 @@ import pytest
 from xdm_ft.experiment import engines, run
 from xdm_ft.experiment.run_directory import RunDirectory
 from xdm_ft.experiment.run_state import RunState
-from xdm_ft.recipe import Recipe, load
+from xdm_ft.recipe.read import Recipe, load
 
 SMALL = """\
 name: small

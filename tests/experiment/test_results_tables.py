@@ -9,8 +9,8 @@ import pytest
 
 from xdm_ft.evaluation.conventions import DOMAINBED, WILDS
 from xdm_ft.experiment import run
-from xdm_ft.recipe import check
-from xdm_ft.recipe_text import parse
+from xdm_ft.recipe.read import check
+from xdm_ft.recipe.text import parse
 
 SCHEMA = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
 RECIPE = """\

@@ -12,17 +12,17 @@ from small_runs import recipe, results
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.data.loading.derived_splits import LEFT_OUT, mean_course, without
-from xdm_ft.data.loading.splits import splits
 from xdm_ft.experiment import run
 from xdm_ft.experiment.engines import Engines
 from xdm_ft.experiment.machine import start
-from xdm_ft.experiment.material import build_encoder, gather
 from xdm_ft.experiment.plan import make_plan, read_data
+from xdm_ft.experiment.prepared import build_encoder, prepare
 from xdm_ft.experiment.run_directory import RunDirectory
+from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course, without
+from xdm_ft.protocol.splits import splits
 from xdm_ft.tensors import Task
 from xdm_ft.training import Job
-from xdm_ft.training.bank import train_bank
+from xdm_ft.training.bank.train import train_bank
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 
@@ -74,7 +74,7 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
     assert run(made) == 0
     found = json.loads((made_path(made) / "results.json").read_text())
     dataset, accelerator = read_data(made), start(made)
-    material = gather(made, dataset, build_encoder(made, 0), accelerator)
+    prepared = prepare(made, dataset, build_encoder(made, 0), accelerator)
     plan = make_plan(made, dataset)
     assert len(plan.extra) == 6, "4 domains make 6 pairs, each trained once"
 
@@ -83,10 +83,10 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
         split = without(dataset, full, left_out)
         assert dataset.domain_names.index(left_out) not in dataset.domains[torch.cat(split.train)]
         task = Task(dataset.class_names, split.train_domains)
-        setup = Setup(task, width=material.features.width, steps=10, seed=0)
+        setup = Setup(task, width=prepared.features.width, steps=10, seed=0)
         job = Job("erm", (held_out,), 0, 0, split, setup, ERM, None, lr=0.05, weight_decay=0.0)
         arguments = (plan.labels, plan.domains, made.training, LEFT_OUT[:1], "accuracy")
-        (trained,) = train_bank([job], material.features, *arguments, record=lambda *_: None, show=False)
+        (trained,) = train_bank([job], prepared.features, *arguments, record=lambda *_: None, show=False)
         return trained.course[LEFT_OUT[0]]
 
     for record in found["runs"]:

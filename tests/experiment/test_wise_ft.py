@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from xdm_ft.recipe import check
-from xdm_ft.recipe_text import parse
+from xdm_ft.recipe.read import check
+from xdm_ft.recipe.text import parse
 
 TINY = {
     "embed_dim": 24,

@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data.loading.images import decode
-from xdm_ft.data.loading.transforms import Preprocessing
+from xdm_ft.data._images import decode
+from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import FeatureSettings, shards
 from xdm_ft.features.cache import Features, extract

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from cache_scenario import WIDTH, Pixels, Tiny, features_of
 from torch import Tensor
 
-from xdm_ft.data.loading.transforms import evaluation_transform
+from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.errors import UserError
-from xdm_ft.features import FeatureSettings, cache, ingredients
+from xdm_ft.features import FeatureSettings, cache, cache_key
 from xdm_ft.features.cache import Features
 from xdm_ft.features.shards import AT_MOST, Grid
 from xdm_ft.features.store import cache_folder, read_manifest
@@ -92,10 +92,10 @@ def test_each_ingredient_is_part_of_the_key(ingredient: str, tmp_path: Path) -> 
 def test_versions_are_part_of_the_key(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = features_of(Pixels(3), tmp_path)
     if library in ("torchvision", "timm"):
-        monkeypatch.setattr(ingredients, "version", lambda name: "0.0" if name == library else version(name))
+        monkeypatch.setattr(cache_key, "version", lambda name: "0.0" if name == library else version(name))
     else:
-        monkeypatch.setattr(ingredients, library, SimpleNamespace(**vars(getattr(ingredients, library))))
-        monkeypatch.setattr(getattr(ingredients, library), "__version__", "0.0")
+        monkeypatch.setattr(cache_key, library, SimpleNamespace(**vars(getattr(cache_key, library))))
+        monkeypatch.setattr(getattr(cache_key, library), "__version__", "0.0")
     assert features_of(Pixels(3), tmp_path).key != base.key
 
 
@@ -116,8 +116,8 @@ def test_weights_digest_sees_everything(name: str) -> None:
     other = torch.nn.Module()
     changed = {"type": torch.zeros(4, dtype=torch.int32), "shape": torch.zeros(2, 2), "bytes": -torch.zeros(4)}
     other.register_buffer("b" if name == "name" else "a", changed.get(name, torch.zeros(4)))
-    assert ingredients.weights_digest(module) == ingredients.weights_digest(module)
-    assert ingredients.weights_digest(module) != ingredients.weights_digest(other)
+    assert cache_key.weights_digest(module) == cache_key.weights_digest(module)
+    assert cache_key.weights_digest(module) != cache_key.weights_digest(other)
 
 
 @pytest.mark.parametrize("settings", [{"batch_size": 7}, {"workers": 2}], ids=str)

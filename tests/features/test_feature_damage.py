@@ -13,10 +13,10 @@ import pytest
 import torch
 from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write_images
 
-from xdm_ft import atomic
 from xdm_ft.errors import UserError
 from xdm_ft.features import store
 from xdm_ft.features.cache import Features
+from xdm_ft.storage import atomic
 
 ROWS = torch.arange(70)
 

@@ -9,12 +9,12 @@ import torch
 from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write_images
 from torch import Tensor
 
+from xdm_ft.commands.cache import list_cache, verify_cache
 from xdm_ft.data import Augmentation
-from xdm_ft.data.loading.transforms import training_transform
-from xdm_ft.experiment.caching import list_cache, verify_cache
+from xdm_ft.data._transforms import training_transform
 from xdm_ft.features import cache, store, views
 from xdm_ft.features.cache import Features
-from xdm_ft.features.upkeep import entries, prune, verify
+from xdm_ft.features.maintenance import entries, prune, verify
 from xdm_ft.randomness import Stream, bits
 
 N = 70  # three shards of each view

@@ -19,14 +19,14 @@ import yaml
 from safetensors.torch import save_file
 from sklearn.utils import Bunch
 
-from xdm_ft import components
 from xdm_ft.algorithms import Setup
+from xdm_ft.commands.ls import listing
+from xdm_ft.commands.validate import validate
 from xdm_ft.experiment import run
-from xdm_ft.experiment.listing import listing
 from xdm_ft.experiment.plan import read_data
-from xdm_ft.experiment.validation import validate
-from xdm_ft.recipe import Recipe, load
-from xdm_ft.recipe_text import recipe_folder
+from xdm_ft.recipe import components
+from xdm_ft.recipe.read import Recipe, load
+from xdm_ft.recipe.text import recipe_folder
 from xdm_ft.tensors import Task
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,8 @@ from typing import Any
 if __name__ == "__main__":
     from xdm_ft.cli import main
     from xdm_ft.experiment import heartbeat
-    from xdm_ft.training import bank, loop
+    from xdm_ft.training.bank import train as bank
+    from xdm_ft.training.end_to_end import train as loop
 
     heartbeat.EVERY_SECONDS, heartbeat.SILENCE_SECONDS = 0.5, float(sys.argv[1])
     steps = 0

@@ -10,7 +10,7 @@ if __name__ == "__main__":
     os.sched_setaffinity(0, random.sample(available, min(int(sys.argv[1]), len(available))))
 
     from xdm_ft.cli import main
-    from xdm_ft.training import checkpoint
+    from xdm_ft.storage import checkpoint
 
     checkpoint.EVERY_SECONDS = checkpoint.EVENT_SECONDS = 0.0
     checkpoint.SHARE = math.inf

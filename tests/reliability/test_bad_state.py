@@ -14,7 +14,7 @@ import pytest
 
 from xdm_ft.cli import main
 from xdm_ft.experiment.run_directory import RunDirectory
-from xdm_ft.experiment.sealed import seal_results
+from xdm_ft.storage.checksummed import seal_results
 
 RECIPE = """\
 name: small

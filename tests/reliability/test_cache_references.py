@@ -9,7 +9,7 @@ import miniature
 import pytest
 
 from xdm_ft.cli import main
-from xdm_ft.experiment.sealed import seal_results
+from xdm_ft.storage.checksummed import seal_results
 
 RECIPE = """\
 name: {name}

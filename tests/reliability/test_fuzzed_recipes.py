@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
-from xdm_ft.recipe import Recipe, check, load
-from xdm_ft.recipe_text import parse, recipe_folder
+from xdm_ft.recipe.read import Recipe, check, load
+from xdm_ft.recipe.text import parse, recipe_folder
 
 NAMES = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
 PACKAGED = {name: yaml.safe_load((recipe_folder() / f"{name}.yaml").read_text()) for name in NAMES}

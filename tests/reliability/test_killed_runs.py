@@ -13,7 +13,7 @@ import psutil
 import pytest
 from real_runs import Run, bank, end_to_end, leftovers, outcome
 
-from xdm_ft.training.checkpoint import read
+from xdm_ft.storage.checkpoint import read
 
 pytestmark = pytest.mark.slow
 CHECKPOINTS = "state/checkpoints/*.safetensors"

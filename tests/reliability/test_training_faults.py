@@ -13,8 +13,8 @@ import torch
 
 from xdm_ft.cli import main
 from xdm_ft.experiment import engines
-from xdm_ft.training.allocator import running_out_named
-from xdm_ft.training.passes import Passes
+from xdm_ft.training.end_to_end.gradients import Passes
+from xdm_ft.training.memory import running_out_named
 
 RECIPE = """\
 name: small

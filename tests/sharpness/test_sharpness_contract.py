@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.func import vmap
 
-from xdm_ft.components import find, names
+from xdm_ft.recipe.components import find, names
 from xdm_ft.sharpness import Sharpness
 
 NAMES = names("sharpness")

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver, linear_head
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.data.loading.splits import Split
 from xdm_ft.features.cache import Features
+from xdm_ft.protocol.splits import Split
 from xdm_ft.randomness import Stream
 from xdm_ft.sharpness import Sharpness
+from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.tensors import Batch, Losses, Task
 from xdm_ft.training import Job, Trained, Training
-from xdm_ft.training.bank import train_bank
-from xdm_ft.training.cached_data import CachedData
-from xdm_ft.training.checkpoint import Checkpoint
+from xdm_ft.training.bank.cached_data import CachedData
+from xdm_ft.training.bank.train import train_bank
 
 DOMAINS, CLASSES, WIDTH = 4, 10, 96
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from xdm_ft.storage.checkpoint import Checkpoint, Pace, State
 from xdm_ft.training import Trained
-from xdm_ft.training.checkpoint import Checkpoint, Pace, State
 
 
 class Killed(Exception):

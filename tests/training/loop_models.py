@@ -15,17 +15,18 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup, linear_head
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.data._image_rows import ImageRows
+from xdm_ft.data._transforms import Preprocessing, evaluation_transform
 from xdm_ft.data.digits import Digits
-from xdm_ft.data.loading.samplers import ImageRows, sampler
-from xdm_ft.data.loading.splits import Split
-from xdm_ft.data.loading.transforms import Preprocessing, evaluation_transform
 from xdm_ft.encoders import Encoder
+from xdm_ft.protocol.samplers import sampler
+from xdm_ft.protocol.splits import Split
 from xdm_ft.randomness import Stream
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.tensors import Batch, Losses, Task
 from xdm_ft.training import Job, Trained, Training
-from xdm_ft.training.batches import StepBatch, TrainingBatches
-from xdm_ft.training.loop import train_model
+from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
+from xdm_ft.training.end_to_end.train import train_model
 
 TRAIN_DOMAINS, TRAIN_ROWS, VAL_ROWS = 3, 60, 40  # per domain
 

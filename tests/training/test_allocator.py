@@ -6,7 +6,7 @@ import resource
 import pytest
 import torch
 
-from xdm_ft.training.allocator import keep_freed_memory
+from xdm_ft.training.memory import keep_freed_memory
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is told")

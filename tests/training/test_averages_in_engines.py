@@ -17,13 +17,14 @@ from torch import Tensor
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.averaging import Segment
 from xdm_ft.averaging.swad import SWAD
-from xdm_ft.data.loading.samplers import ImageRows
-from xdm_ft.data.loading.transforms import evaluation_transform
+from xdm_ft.data._image_rows import ImageRows
+from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.training import Job, Training
 from xdm_ft.training.averages import LOSS_SPLIT
-from xdm_ft.training.bank import chunks, stack, step
-from xdm_ft.training.cached_data import batches, head_logits
+from xdm_ft.training.bank.cached_data import batches, head_logits
+from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank.train import chunks
 
 ANY_VALLEY = SWAD(n_converge=1, tolerance_ratio=100.0)  # averages everything
 

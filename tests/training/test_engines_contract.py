@@ -15,17 +15,18 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.components import find, names
-from xdm_ft.data.loading.samplers import ImageRows, PerDomainSampler
-from xdm_ft.data.loading.transforms import evaluation_transform
+from xdm_ft.data._image_rows import ImageRows
+from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.features.cache import Features
+from xdm_ft.protocol.samplers import PerDomainSampler
+from xdm_ft.recipe.components import find, names
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank import stack, step, train_bank
-from xdm_ft.training.inputs import fields_of
-from xdm_ft.training.passes import EndToEnd, Passes
+from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank.train import train_bank
+from xdm_ft.training.end_to_end.gradients import EndToEnd, Passes
 
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
 ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}
@@ -161,7 +162,7 @@ def test_a_second_pass_moves_no_buffer_again_in_the_bank(make: type[Algorithm], 
         job = job_of(make, sharpness=used)
         bank, batch = stack([job], Training(batch_size=4), torch.device("cpu")), batch_of(job)
         cached = partnered(job.make(job.setup), batch._replace(x=table()[batch.index]), number)
-        step(bank, Batch(**{name: field[None] for name, field in fields_of(cached).items()}), number)
+        step(bank, Batch(**{name: field[None] for name, field in cached.fields().items()}), number)
         buffers.append(bank.buffers)
     assert make is not Counts or buffers[0]["count"] == 1
     assert all(torch.equal(value, buffers[1][name]) for name, value in buffers[0].items())

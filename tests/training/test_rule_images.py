@@ -20,12 +20,12 @@ from torch import Tensor
 
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.averaging.swad import SWAD
-from xdm_ft.data.loading.splits import Metric, Split
 from xdm_ft.evaluation.metrics import metric as metric_of
+from xdm_ft.protocol.splits import Metric, Split
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import Averages
-from xdm_ft.training.cached_data import CachedData, head_logits
-from xdm_ft.training.prediction import predict
+from xdm_ft.training.bank.cached_data import CachedData, head_logits
+from xdm_ft.training.end_to_end.prediction import predict
 from xdm_ft.training.rule_images import rule_images, undefined_domains
 from xdm_ft.training.solvers import solve
 

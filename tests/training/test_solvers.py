@@ -20,7 +20,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.progress import pulse
 from xdm_ft.tensors import Batch, Task
 from xdm_ft.training import Job, Trained
-from xdm_ft.training.cached_data import CachedData, head_logits
+from xdm_ft.training.bank.cached_data import CachedData, head_logits
 from xdm_ft.training.class_weights import balanced
 from xdm_ft.training.solvers import solve
 

@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms._input_mixing import PartnerSource, draw_partners
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.algorithms.input_mixing import PartnerSource, draw_partners
 from xdm_ft.algorithms.mixup import mix_up, mixed_labels, partners_of
 from xdm_ft.errors import UserError
 from xdm_ft.randomness import Stream, beta, uniform

@@ -10,8 +10,8 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms._input_mixing import PartnerSource, draw_partners, permuted
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.algorithms.input_mixing import PartnerSource, draw_partners, permuted
 from xdm_ft.randomness import Stream, beta, uniform
 from xdm_ft.tensors import Batch, InputPartners, Samples
 

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 Augmentation = Literal["none", "domainbed"]
-"""Random changes of training images, see `xdm_ft.data.loading.transforms.training_transform`."""
+"""Random changes of training images, see `xdm_ft.data._transforms.training_transform`."""
 
 
 class ImageDataset(ABC):

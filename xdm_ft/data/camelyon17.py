@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from xdm_ft.data.loading.files import ImageFiles, numbered
-from xdm_ft.data.loading.wilds_release import Download, Root, open_release
+from xdm_ft.data._files import ImageFiles, numbered
+from xdm_ft.data._wilds_release import Download, Root, open_release
 
 
 class Camelyon17(ImageFiles):

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data.loading.stratification import validation_part
+from xdm_ft.data._stratification import validation_part
 from xdm_ft.randomness import Stream, bits, integers
 
 SIDE = 32  # px

@@ -1,6 +1,6 @@
 """DomainNet: 345 kinds of things in six styles."""
 
-from xdm_ft.data.loading.benchmarks import BenchmarkFolders
+from xdm_ft.data._benchmarks import BenchmarkFolders
 
 
 class DomainNet(BenchmarkFolders):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.data.loading.files import ImageFiles
-from xdm_ft.data.loading.wilds_release import Download, Root, open_release
+from xdm_ft.data._files import ImageFiles
+from xdm_ft.data._wilds_release import Download, Root, open_release
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xdm_ft.data.loading.files import GroupPattern, ImageFiles, groups_of, numbered
-from xdm_ft.data.loading.images import printable
-from xdm_ft.data.loading.trees import images_below, is_image
+from xdm_ft.data._files import GroupPattern, ImageFiles, groups_of, numbered
+from xdm_ft.data._images import printable
+from xdm_ft.data._trees import images_below, is_image
 from xdm_ft.errors import UserError
 
 

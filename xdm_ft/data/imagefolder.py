@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xdm_ft.data.loading.image_tables import Columns, ImageTable, load
-from xdm_ft.data.loading.images import printable
+from xdm_ft.data._image_tables import Columns, ImageTable, load
+from xdm_ft.data._images import printable
 from xdm_ft.errors import UserError
 
 FROM_FOLDERS = Columns(domain=None)  # imagefolder itself knows classes and splits, no domains

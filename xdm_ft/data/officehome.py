@@ -1,6 +1,6 @@
 """Office-Home: things of office and home, drawn, cut out, on sale and at home."""
 
-from xdm_ft.data.loading.benchmarks import BenchmarkFolders
+from xdm_ft.data._benchmarks import BenchmarkFolders
 
 
 class OfficeHome(BenchmarkFolders):

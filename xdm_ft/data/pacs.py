@@ -1,6 +1,6 @@
 """PACS: photographs, art, cartoons and sketches."""
 
-from xdm_ft.data.loading.benchmarks import BenchmarkFolders
+from xdm_ft.data._benchmarks import BenchmarkFolders
 
 
 class Pacs(BenchmarkFolders):

@@ -11,8 +11,8 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.data.loading.files import GroupPattern, ImageFiles, groups_of, numbered
-from xdm_ft.data.loading.images import NAMED_AT_MOST, printable
+from xdm_ft.data._files import GroupPattern, ImageFiles, groups_of, numbered
+from xdm_ft.data._images import NAMED_AT_MOST, printable
 from xdm_ft.errors import UserError, did_you_mean
 
 NEEDED = ("path", "label", "domain")

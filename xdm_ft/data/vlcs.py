@@ -1,6 +1,6 @@
 """VLCS: photographs of four older data sets."""
 
-from xdm_ft.data.loading.benchmarks import BenchmarkFolders
+from xdm_ft.data._benchmarks import BenchmarkFolders
 
 
 class Vlcs(BenchmarkFolders):

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from xdm_ft.data.loading.transforms import Preprocessing
+from xdm_ft.data._transforms import Preprocessing
 
 
 class Encoder(nn.Module, ABC):

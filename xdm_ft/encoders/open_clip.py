@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.data.loading.transforms import Preprocessing, PreprocessingOverrides
+from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder, TextEncoder
-from xdm_ft.encoders.loading.arguments import refuse_reserved, wrong_kwargs
-from xdm_ft.encoders.loading.clip_source import ClipSource, resolve
-from xdm_ft.encoders.loading.downloads import download_fault, not_downloaded
-from xdm_ft.encoders.loading.files import mismatch, read_weights
-from xdm_ft.encoders.loading.places import Places, timm_places
-from xdm_ft.encoders.loading.probe import measured_width
-from xdm_ft.encoders.loading.prompts import DEFAULT_PROMPTS, Prompts, check_templates, fill, in_words, spelled_out
-from xdm_ft.encoders.loading.versions import versions
+from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
+from xdm_ft.encoders._clip_source import ClipSource, resolve
+from xdm_ft.encoders._downloads import download_fault, not_downloaded
+from xdm_ft.encoders._files import mismatch, read_weights
+from xdm_ft.encoders._probe import measured_width
+from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, Prompts, check_templates, fill, in_words, spelled_out
+from xdm_ft.encoders._stage_names import Places, timm_places
+from xdm_ft.encoders._versions import versions
 from xdm_ft.errors import UserError
 
 logger = logging.getLogger("xdm_ft")

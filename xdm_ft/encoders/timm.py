@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from xdm_ft.data.loading.transforms import Preprocessing, PreprocessingOverrides
+from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder
-from xdm_ft.encoders.loading.arguments import refuse_reserved, wrong_kwargs
-from xdm_ft.encoders.loading.corpora import corpus
-from xdm_ft.encoders.loading.downloads import download_fault, not_downloaded
-from xdm_ft.encoders.loading.files import is_file_name, mismatch, read_weights
-from xdm_ft.encoders.loading.places import timm_places
-from xdm_ft.encoders.loading.probe import measured_width
-from xdm_ft.encoders.loading.versions import versions
+from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
+from xdm_ft.encoders._corpora import corpus
+from xdm_ft.encoders._downloads import download_fault, not_downloaded
+from xdm_ft.encoders._files import is_file_name, mismatch, read_weights
+from xdm_ft.encoders._probe import measured_width
+from xdm_ft.encoders._stage_names import timm_places
+from xdm_ft.encoders._versions import versions
 from xdm_ft.errors import UserError, did_you_mean
 
 logger = logging.getLogger("xdm_ft")

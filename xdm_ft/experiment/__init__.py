@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from xdm_ft.recipe import Recipe
+from xdm_ft.recipe.read import Recipe
 
 logger = logging.getLogger("xdm_ft")
 
@@ -16,11 +16,11 @@ def run(recipe: Recipe) -> int:
     from xdm_ft.experiment.final_fit import final_fit
     from xdm_ft.experiment.heartbeat import heartbeat
     from xdm_ft.experiment.machine import as_launched, start, stop
-    from xdm_ft.experiment.material import build_encoder, gather
     from xdm_ft.experiment.plan import make_plan, read_data
+    from xdm_ft.experiment.prepared import build_encoder, prepare
+    from xdm_ft.experiment.records import train_models
     from xdm_ft.experiment.results import about
     from xdm_ft.experiment.run_directory import RunDirectory
-    from xdm_ft.experiment.work import train_models
     from xdm_ft.progress import pulse
     from xdm_ft.report.tables import print_table
 
@@ -37,14 +37,14 @@ def run(recipe: Recipe) -> int:
                 for finding in found:
                     logger.warning("finding: %s", finding.line)
                 directory.about = about(plan, found)
-            material = gather(recipe, dataset, encoder, accelerator)
-            directory.trains_on(dataset, material)
-            plan = make_plan(recipe, dataset, material.unreadable)
-            train_models(plan, material, directory, accelerator)
-            results = directory.finish(plan, material)
+            prepared = prepare(recipe, dataset, encoder, accelerator)
+            directory.trains_on(dataset, prepared)
+            plan = make_plan(recipe, dataset, prepared.unreadable)
+            train_models(plan, prepared, directory, accelerator)
+            results = directory.finish(plan, prepared)
             final = None
             if recipe.protocol.final_fit:
-                final = final_fit(plan, material, directory, accelerator, results)
+                final = final_fit(plan, prepared, directory, accelerator, results)
             results = directory.complete(final)
     status = 1 if any(record["status"] == "failed" for record in [*results["runs"], *([final] if final else [])]) else 0
     if accelerator.is_main_process:
@@ -60,8 +60,8 @@ def fill_cache(recipe: Recipe) -> None:
     from xdm_ft.errors import UserError
     from xdm_ft.experiment.heartbeat import heartbeat
     from xdm_ft.experiment.machine import start, stop
-    from xdm_ft.experiment.material import build_encoder, gather
     from xdm_ft.experiment.plan import read_data
+    from xdm_ft.experiment.prepared import build_encoder, prepare
     from xdm_ft.progress import pulse
 
     if not recipe.needs_features:
@@ -70,8 +70,8 @@ def fill_cache(recipe: Recipe) -> None:
     with heartbeat(accelerator):
         with pulse.waiting():
             encoder, dataset = build_encoder(recipe, recipe.protocol.seeds[0]), read_data(recipe)
-        material = gather(recipe, dataset, encoder, accelerator)
-    features = material.features
+        prepared = prepare(recipe, dataset, encoder, accelerator)
+    features = prepared.features
     assert features is not None
     logger.info("%d features of width %d, %d of them extracted now", len(features), features.width, features.extracted)
     stop(accelerator)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data.loading.images import NAMED_AT_MOST
-from xdm_ft.data.loading.splits import Split
+from xdm_ft.data._images import NAMED_AT_MOST
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.plan import Plan
-from xdm_ft.features.content import Contents, read_contents
+from xdm_ft.features.file_hashes import Contents, read_contents
 from xdm_ft.features.store import cache_folder
+from xdm_ft.protocol.splits import Split
 
 if TYPE_CHECKING:
-    from xdm_ft.recipe import Recipe
+    from xdm_ft.recipe.read import Recipe
 
 TESTED = ("test", "val_domain")
 """Parts that may share no image or group with training. Validation parts of training domains blur only which step is

@@ -12,15 +12,15 @@ from torch import Tensor
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.machine import cores, local_processes
-from xdm_ft.experiment.material import Material, build_encoder
+from xdm_ft.experiment.parallel import share_out
 from xdm_ft.experiment.plan import Plan
+from xdm_ft.experiment.prepared import Prepared, build_encoder
 from xdm_ft.experiment.run_directory import RunDirectory
-from xdm_ft.experiment.team import share_out
 from xdm_ft.features.cache import Features
 from xdm_ft.progress import progress
-from xdm_ft.recipe_blocks import MethodItem
+from xdm_ft.recipe.blocks import MethodItem
 from xdm_ft.training import Identity, Job, Selected, Trained
-from xdm_ft.training.allocator import running_out_named
+from xdm_ft.training.memory import running_out_named
 from xdm_ft.training.selection import FINAL_FIT
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Engines:
     plan: Plan
-    material: Material
+    prepared: Prepared
     directory: RunDirectory
     accelerator: Accelerator
 
@@ -83,7 +83,7 @@ class Engines:
 
     def _pieces(self, request: Request) -> Iterator[Piece]:
         """Those with a wanted model. A chunk of heads is then trained whole, as numbers depend on it to rounding."""
-        from xdm_ft.training.bank import chunks
+        from xdm_ft.training.bank.train import chunks
 
         training, item = self.plan.recipe.training, request.item
         parts = [[job] for job in request.jobs] if item.is_solver else chunks(request.jobs, training)
@@ -117,7 +117,8 @@ class Engines:
 
     def _banked(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> None:
         """A chunk of heads, on cached features."""
-        from xdm_ft.training.bank import head_logits, train_bank
+        from xdm_ft.training.bank.cached_data import head_logits
+        from xdm_ft.training.bank.train import train_bank
 
         plan, features = self.plan, self._features_of(jobs[0])
         logits = _logits_of(features, head_logits)
@@ -142,7 +143,7 @@ class Engines:
 
     def _solved(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> None:
         """A model of a method that finds its head without gradient steps."""
-        from xdm_ft.training.bank import head_logits
+        from xdm_ft.training.bank.cached_data import head_logits
         from xdm_ft.training.solvers import solve
 
         plan, metric, [job] = self.plan, self.plan.recipe.protocol.metric, jobs
@@ -164,7 +165,7 @@ class Engines:
                 self._one_end_to_end(job, request)
 
     def _one_end_to_end(self, job: Job, request: Request) -> None:
-        from xdm_ft.training.loop import predict, train_model
+        from xdm_ft.training.end_to_end.train import predict, train_model
 
         plan, training = self.plan, self.plan.recipe.training
         encoder = build_encoder(plan.recipe, job.seed)
@@ -196,7 +197,7 @@ class Engines:
         checkpoint.remove()
 
     def _features_of(self, job: Job) -> Features:
-        features = self.material.features
+        features = self.prepared.features
         assert features is not None, "the plan gathers features for every method that reads them"
         return features.normalized() if job.normalized else features
 

@@ -16,20 +16,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.averaging import Interval
-from xdm_ft.data.loading.derived_splits import all_domains
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.trials import picked_trials, selection_value
 from xdm_ft.experiment.engines import Model, Request, starting_weights
 from xdm_ft.experiment.heartbeat import wait_for_everyone
-from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
+from xdm_ft.experiment.prepared import Prepared
+from xdm_ft.experiment.records import Work, restarted
 from xdm_ft.experiment.run_directory import RunDirectory, identity
-from xdm_ft.experiment.work import Work, restarted
-from xdm_ft.recipe import Recipe
-from xdm_ft.recipe_blocks import MethodItem, drawn_item, drawn_training
+from xdm_ft.protocol.derived_splits import all_domains
+from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training
+from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.search import Value
 from xdm_ft.training import Job, Selected
 from xdm_ft.training.interpolation import interpolate
-from xdm_ft.training.search import Value
 from xdm_ft.training.selection import FINAL_FIT
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Fit:
 
 
 def final_fit(
-    plan: Plan, material: Material, directory: RunDirectory, accelerator: Accelerator, results: Mapping[str, Any]
+    plan: Plan, prepared: Prepared, directory: RunDirectory, accelerator: Accelerator, results: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """What results.json says of the model that is shipped; None where no method has an estimate."""
     protocol = plan.recipe.protocol
@@ -78,13 +78,13 @@ def final_fit(
     picked = picked_trials(
         [run for run in results["runs"] if run["method"] == label], protocol.selection, protocol.metric
     )
-    fit = settle(plan, picked, material.unreadable)
+    fit = settle(plan, picked, prepared.unreadable)
     about = _about(plan, fit, row, values)
     before = directory.final
     if before is not None and {key: before.get(key) for key in about} == about and before["status"] == "ok":
         return before
     logger.info("final_fit: %s", fit.how)
-    work = Work(plan, material, directory, accelerator)
+    work = Work(plan, prepared, directory, accelerator)
     job = fit.job(work)
 
     def keep(model: Model) -> None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
 from xdm_ft.errors import UserError
-from xdm_ft.recipe import Recipe
+from xdm_ft.recipe.read import Recipe
 from xdm_ft.training import Precision
 
 if TYPE_CHECKING:
@@ -97,6 +97,6 @@ def _refuse_missing_gpus() -> None:
 
 
 def stop(accelerator: Accelerator) -> None:
-    from xdm_ft.training.loop import shut_down
+    from xdm_ft.training.end_to_end.train import shut_down
 
     shut_down(accelerator)

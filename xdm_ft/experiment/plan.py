@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data.loading.derived_splits import LEFT_OUT, all_domains, also_measuring, without
-from xdm_ft.data.loading.samplers import steps_of
-from xdm_ft.data.loading.splits import Split, rules_of, splits
 from xdm_ft.errors import UserError, did_you_mean
-from xdm_ft.recipe import Recipe
-from xdm_ft.recipe_blocks import MethodItem, drawn_item, drawn_training, unfreezes_too_late
+from xdm_ft.protocol.derived_splits import LEFT_OUT, all_domains, also_measuring, without
+from xdm_ft.protocol.samplers import steps_of
+from xdm_ft.protocol.splits import Split, rules_of, splits
+from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training, unfreezes_too_late
+from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.search import Distribution
 from xdm_ft.tensors import Task
 from xdm_ft.training import Identity, Training
 from xdm_ft.training.rule_images import BY_DOMAIN, undefined_domains
-from xdm_ft.training.search import Distribution
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,15 @@ from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.summary import protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.findings import Finding
-from xdm_ft.experiment.material import Material
 from xdm_ft.experiment.plan import Plan
-from xdm_ft.recipe import Recipe
+from xdm_ft.experiment.prepared import Prepared
+from xdm_ft.recipe.read import Recipe
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Record = Mapping[str, Any]
-INPUTS = ("data", "features")  # keys of the environment that a run must find again when it goes on
 LIBRARIES = ("xdm_ft", "torch", "torchvision", "timm", "open_clip_torch", "accelerate", "numpy", "pillow")
 
 
@@ -45,13 +44,13 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def inputs(dataset: ImageDataset, material: Material) -> dict[str, Any]:
+def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
     """What models are trained on: the data's annotations by a hash, cached features by their key."""
     hasher = xxhash.xxh3_64(json.dumps([dataset.class_names, dataset.domain_names]).encode())
     for values in (dataset.labels, dataset.domains, dataset.groups, dataset.splits):
         hasher.update(b"-" if values is None else json.dumps(np.asarray(values).tolist()).encode())
     data = {"images": len(dataset), "annotations": hasher.hexdigest()}
-    features = {} if material.features is None else {"features": {"key": material.features.key}}
+    features = {} if prepared.features is None else {"features": {"key": prepared.features.key}}
     return {"data": data, **features}
 
 
@@ -61,7 +60,7 @@ def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:
 
 
 def summary_of(
-    plan: Plan, material: Material, runs: Sequence[Record], prediction_of: Callable[[Record, str], Prediction]
+    plan: Plan, prepared: Prepared, runs: Sequence[Record], prediction_of: Callable[[Record, str], Prediction]
 ) -> list[dict[str, Any]]:
     """One row per selection rule and method, in the recipe's order; differences are to the recipe's plain ERM.
 
@@ -83,7 +82,7 @@ def summary_of(
             methods=[item.label for item in methods],
             rules=[rule],
             metric=metric,
-            protocol_line=lambda rule: _protocol_line(plan, material, rule),
+            protocol_line=lambda rule: _protocol_line(plan, prepared, rule),
             reference=plain[0] if plain else "erm",
             convention=BENCHMARKS[benchmark].convention if benchmark else None,
         )
@@ -118,13 +117,13 @@ def _augmentation(recipe: Recipe) -> str:
     return words
 
 
-def _protocol_line(plan: Plan, material: Material, rule: str) -> str:
+def _protocol_line(plan: Plan, prepared: Prepared, rule: str) -> str:
     recipe, dataset = plan.recipe, plan.dataset
     split = "official split" if recipe.protocol.name == "official" else "leave one domain out"
-    notes = [*plan.notes, f"encoder {material.pretraining}, {'trained end to end' if recipe.trainable else 'frozen'}"]
+    notes = [*plan.notes, f"encoder {prepared.pretraining}, {'trained end to end' if recipe.trainable else 'frozen'}"]
     notes.append(f"training loss averaged by {recipe.training.loss_average}")
-    if material.unreadable:
-        notes.append(f"{len(material.unreadable)} unreadable images left out")
+    if prepared.unreadable:
+        notes.append(f"{len(prepared.unreadable)} unreadable images left out")
     return protocol_line(
         data=f"{recipe.data.name}, {len(dataset)} images, {len(dataset.class_names)} classes, "
         f"{len(dataset.domain_names)} domains",

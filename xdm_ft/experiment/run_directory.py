@@ -18,15 +18,19 @@ from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xdm_ft.atomic import order_metadata, replace_file, replace_text, sweep
 from xdm_ft.data import ImageDataset
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.experiment.heartbeat import wait_for_everyone
-from xdm_ft.experiment.results import INPUTS, environment, inputs, summary_of
+from xdm_ft.experiment.results import environment, inputs, summary_of
 from xdm_ft.experiment.run_state import RunState
 from xdm_ft.experiment.same_recipe import refuse_other_recipe
-from xdm_ft.experiment.sealed import (
+from xdm_ft.progress import pulse
+from xdm_ft.recipe.read import Recipe
+from xdm_ft.storage.atomic import order_metadata, replace_file, replace_text, sweep
+from xdm_ft.storage.checkpoint import differences
+from xdm_ft.storage.checksummed import (
+    INPUTS,
     Damaged,
     check_tensors,
     read_arrays,
@@ -34,15 +38,12 @@ from xdm_ft.experiment.sealed import (
     seal_results,
     write_arrays,
 )
-from xdm_ft.progress import pulse
-from xdm_ft.recipe import Recipe
-from xdm_ft.training.checkpoint import differences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from xdm_ft.experiment.material import Material
     from xdm_ft.experiment.plan import Plan
+    from xdm_ft.experiment.prepared import Prepared
     from xdm_ft.training import Identity
 
 Record = dict[str, Any]
@@ -133,12 +134,12 @@ class RunDirectory(RunState):
         )
         return {identity(run): run for run in records}
 
-    def trains_on(self, dataset: ImageDataset, material: Material) -> None:
+    def trains_on(self, dataset: ImageDataset, prepared: Prepared) -> None:
         """Notes what the models are trained on, at once, so that a run tells which cached features it needs.
 
         Raises `UserError` where it is not what an earlier part of this run was trained on.
         """
-        self.inputs = inputs(dataset, material)
+        self.inputs = inputs(dataset, prepared)
         changed = differences({key: self._before[key] for key in INPUTS if key in self._before}, self.inputs)
         if self._before and changed:
             what = {"data": "labels, domains or splits of the data", "features": "images, weights or libraries"}
@@ -239,7 +240,7 @@ class RunDirectory(RunState):
             ended = time.monotonic()
             self._next_write = ended + (ended - started) / WRITING_SHARE
 
-    def finish(self, plan: Plan, material: Material) -> dict[str, Any]:
+    def finish(self, plan: Plan, prepared: Prepared) -> dict[str, Any]:
         """Writes results.json with its summary, in the recipe's order. Returns the results, in every process."""
         wait_for_everyone(self.accelerator)
         if self.writes:
@@ -248,7 +249,7 @@ class RunDirectory(RunState):
             self.runs = sorted(
                 (run for key, run in trained.items() if key in order), key=lambda run: order[identity(run)]
             )
-            self.summary = summary_of(plan, material, self.runs, partial(self._prediction, plan.dataset))
+            self.summary = summary_of(plan, prepared, self.runs, partial(self._prediction, plan.dataset))
             self._write_results()
         wait_for_everyone(self.accelerator)
         results: dict[str, Any] = json.loads((self.path / "results.json").read_text(encoding="utf-8"))

@@ -15,9 +15,9 @@ import yaml
 from xdm_ft import __version__
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.same_recipe import comparable
-from xdm_ft.experiment.sealed import Damaged, read_value, write_value
-from xdm_ft.recipe import Recipe
-from xdm_ft.training.checkpoint import Checkpoint, Pace
+from xdm_ft.recipe.read import Recipe
+from xdm_ft.storage.checkpoint import Checkpoint, Pace
+from xdm_ft.storage.checksummed import Damaged, read_value, write_value
 
 if TYPE_CHECKING:
     from xdm_ft.training import Job

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from xdm_ft.errors import UserError
-from xdm_ft.recipe import Recipe
-from xdm_ft.training.checkpoint import differences
+from xdm_ft.recipe.read import Recipe
+from xdm_ft.storage.checkpoint import differences
 
 
 def refuse_other_recipe(written: Path, recipe: Recipe) -> None:

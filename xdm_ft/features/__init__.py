@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xdm_ft.blocks import Block
+from xdm_ft.settings import Block
 
 Precision = Literal["fp32", "bf16"]
 

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xdm_ft.data import Augmentation, ImageDataset
-from xdm_ft.data.loading.images import unreadable_message
+from xdm_ft.data._images import unreadable_message
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.content import Contents, read_contents
+from xdm_ft.features.cache_key import ingredients, key_of
+from xdm_ft.features.file_hashes import Contents, read_contents
 from xdm_ft.features.forward import STORED, Extraction, frozen_copy
-from xdm_ft.features.ingredients import ingredients, key_of
 from xdm_ft.features.shards import Grid
 from xdm_ft.features.store import Entry, cache_folder
 from xdm_ft.features.views import View, views_of

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data.loading.images import UnreadableImage, unreadable_message
+from xdm_ft.data._images import UnreadableImage, unreadable_message
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings, Precision
-from xdm_ft.features.content import Contents
+from xdm_ft.features.file_hashes import Contents
 from xdm_ft.features.store import Entry
 from xdm_ft.features.views import View, ViewTransform
 from xdm_ft.progress import Progress

@@ -34,10 +34,10 @@ import xxhash
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from xdm_ft.atomic import replace_file, replace_text
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.shards import Damaged, Grid, Shard, encode, open_shard
+from xdm_ft.storage.atomic import replace_file, replace_text
 
 logger = logging.getLogger("xdm_ft")
 

@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 from xdm_ft.data import Augmentation
-from xdm_ft.data.loading.transforms import Preprocessing, drawing_from, evaluation_transform, training_transform
+from xdm_ft.data._transforms import Preprocessing, drawing_from, evaluation_transform, training_transform
 from xdm_ft.randomness import Stream, bits
 
 SEED = 0  # of the augmentations: every run draws the same views, so that they are cached once

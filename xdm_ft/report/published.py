@@ -15,10 +15,10 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xdm_ft.evaluation.conventions import DOMAINBED, WILDS, Convention
-from xdm_ft.report.sheets import ORACLE, Results, Sheet, Summary, items, own_rule, with_spread
+from xdm_ft.report.table_rows import ORACLE, Results, Sheet, Summary, items, own_rule, with_spread
 
 if TYPE_CHECKING:
-    from xdm_ft.data.loading.benchmarks import BenchmarkFolders
+    from xdm_ft.data._benchmarks import BenchmarkFolders
 
 SOURCE = "Liu et al. 2024 (IJCAI)"
 FROZEN = "ViT-B/16 CLIP, frozen encoder"

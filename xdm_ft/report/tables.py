@@ -12,7 +12,7 @@ from typing import Any
 
 from xdm_ft.evaluation.comparison import SEEDS
 from xdm_ft.report.published import published_sheets
-from xdm_ft.report.sheets import IN_PERCENT, Results, Sheet, groups, sheet
+from xdm_ft.report.table_rows import IN_PERCENT, Results, Sheet, groups, sheet
 
 MINIMUM_WIDTH = 100  # columns of a table that does not go to a terminal
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
 from xdm_ft.averaging import Averaging
-from xdm_ft.blocks import Block
-from xdm_ft.data.loading.samplers import SamplerName
-from xdm_ft.data.loading.splits import Split
+from xdm_ft.protocol.samplers import SamplerName
+from xdm_ft.protocol.splits import Split
+from xdm_ft.settings import Block
 from xdm_ft.sharpness import Sharpness
 
 Precision = Literal["no", "bf16", "fp16"]

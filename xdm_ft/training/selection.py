@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from xdm_ft.data.loading.splits import SELECTION_SPLIT
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.protocol.splits import SELECTION_SPLIT
 from xdm_ft.training import Course, Job, Selected
 
 FINAL_FIT = "final_fit"

@@ -14,7 +14,7 @@ from xdm_ft.algorithms import Solver
 from xdm_ft.progress import pulse
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Job, Trained
-from xdm_ft.training.bank import head_logits
+from xdm_ft.training.bank.cached_data import head_logits
 from xdm_ft.training.rule_images import RuleImages, rule_images
 from xdm_ft.training.selection import Selector, known_values, rows_of_rules, split_of
 

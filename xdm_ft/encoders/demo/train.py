@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data.loading.transforms import evaluation_transform
-from xdm_ft.encoders.loading.clip_source import DEMO
+from xdm_ft.data._transforms import evaluation_transform
+from xdm_ft.encoders._clip_source import DEMO
 from xdm_ft.progress import progress
 
 HELD_OUT = "blurred"

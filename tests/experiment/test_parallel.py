@@ -1,0 +1,118 @@
+"""Work shared out between forked processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from xdm_ft.errors import UserError
+from xdm_ft.experiment.parallel import share_out
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_each_share_runs_once_on_one_thread(processes, tmp_path):
+    before = torch.get_num_threads()
+
+    def work(number):
+        (tmp_path / f"{number}").write_text(f"{os.getpid()} {torch.get_num_threads()}")
+
+    share_out(work, processes)
+    told = [(tmp_path / f"{number}").read_text().split() for number in range(processes)]
+    assert len({pid for pid, _ in told}) == processes and told[0][0] == str(os.getpid())
+    assert all(threads == "1" for _, threads in told)
+    assert torch.get_num_threads() == before
+
+
+def test_gradients_can_be_taken_in_every_process(tmp_path):
+    weight = torch.ones(3, requires_grad=True)
+    (weight * 2).sum().backward()  # the forked ones inherit an engine that has run
+
+    def work(number):
+        (gradient,) = torch.autograd.grad((weight * number).sum(), weight)
+        torch.save(gradient, tmp_path / f"{number}.pt")
+
+    share_out(work, 2)
+    assert torch.equal(torch.load(tmp_path / "1.pt"), torch.ones(3))
+
+
+def test_a_users_mistake_in_another_process_is_raised_here():
+    def work(number):
+        if number == 1:
+            raise UserError("file.png: is broken; mend it")
+
+    with pytest.raises(UserError, match=r"file\.png: is broken"):
+        share_out(work, 2)
+
+
+def test_a_fault_in_another_process_is_raised_here(capfd):
+    def work(number):
+        if number == 1:
+            raise ZeroDivisionError("ours")
+
+    with pytest.raises(RuntimeError, match="failed with status 1"):
+        share_out(work, 2)
+    assert "ZeroDivisionError: ours" in capfd.readouterr().err
+
+
+def test_a_killed_process_is_told_of():
+    def work(number):
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(UserError, match=r"was killed \(SIGKILL"):
+        share_out(work, 2)
+
+
+def test_a_fault_here_ends_the_others(tmp_path):
+    def work(number):
+        if number == 0:
+            while not (tmp_path / "pid").exists():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        (tmp_path / "part").write_text(str(os.getpid()))
+        (tmp_path / "part").rename(tmp_path / "pid")
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        share_out(work, 2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+ORPHAN = """
+import os, pathlib, sys, time
+from xdm_ft.experiment.parallel import share_out
+folder = pathlib.Path(sys.argv[1])
+def work(number):
+    (folder / f"part{number}").write_text(str(os.getpid()))
+    (folder / f"part{number}").rename(folder / f"pid{number}")
+    time.sleep(60)
+share_out(work, 2)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parents' deaths are told to children on Linux only")
+def test_no_process_outlives_the_one_that_forked_it(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path)])
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"pid{number}").exists() for number in range(2)):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    child = int((tmp_path / "pid1").read_text())
+    while is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

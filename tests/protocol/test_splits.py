@@ -1,0 +1,266 @@
+"""The protocol's splits: what trains, what selects, what tests."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up import MadeUp
+
+from xdm_ft.data.digits import Digits
+from xdm_ft.errors import UserError
+from xdm_ft.protocol.splits import Protocol, Split, leave_one_domain_out, official, splits
+
+
+def parts(split: Split) -> dict[str, np.ndarray]:
+    evaluation = {name: rows.numpy() for name, rows in split.evaluation.items()}
+    return {"train": torch.cat(split.train).numpy(), **evaluation}
+
+
+@st.composite
+def datasets(draw: st.DrawFn, with_groups: bool) -> MadeUp:
+    """Two to four domains of two to four classes, every domain with at least two classes of at least two images."""
+    num_domains, num_classes = draw(st.integers(2, 4)), draw(st.integers(2, 4))
+    cells = [(d, c) for d in range(num_domains) for c in range(num_classes)]
+    sizes = [draw(st.integers(2 if c < 2 else 0, 9)) for _, c in cells]
+    sizes[num_classes - 1] = max(sizes[num_classes - 1], 1)  # the last class exists
+    table = np.array([cell for cell, size in zip(cells, sizes, strict=True) for _ in range(size)])
+    table = table[draw(st.permutations(range(len(table))))]
+    groups = None
+    if with_groups:
+        groups = np.array(draw(st.lists(st.integers(0, 60), min_size=len(table), max_size=len(table))))
+        groups = groups * num_domains + table[:, 0]
+    return MadeUp(table[:, 1], table[:, 0], groups)
+
+
+@given(dataset=datasets(with_groups=False), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_leave_one_domain_out(dataset: MadeUp, seed: int) -> None:
+    found = splits(dataset, Protocol(), seed)
+    assert [split.test_domains for split in found] == [(name,) for name in dataset.domain_names]
+    for held_out, split in enumerate(found):
+        rows = parts(split)
+        assert np.array_equal(rows["test"], np.flatnonzero(dataset.domains == held_out))
+        assert np.isin(rows["test_val"], rows["test"]).all()
+        together = np.concatenate([rows["train"], rows["train_val"], rows["test"]])
+        assert np.array_equal(np.sort(together), np.arange(len(dataset)))  # no overlap, nothing lost
+        assert split.train_domains == tuple(n for d, n in enumerate(dataset.domain_names) if d != held_out)
+        for name, part in zip(split.train_domains, split.train, strict=True):
+            d = dataset.domain_names.index(name)
+            assert (dataset.domains[part] == d).all()
+            assert split.domain_of[d] == split.train_domains.index(name)
+            assert set(dataset.labels[part]) == set(dataset.labels[dataset.domains == d])  # every class is kept
+            for c in range(len(dataset.class_names)):
+                n = ((dataset.domains == d) & (dataset.labels == c)).sum()
+                val = ((dataset.domains[rows["train_val"]] == d) & (dataset.labels[rows["train_val"]] == c)).sum()
+                assert val == (0 if n < 2 else max(1, round(0.2 * n)))
+        assert split.domain_of[held_out] == -1
+
+
+@given(dataset=datasets(with_groups=True), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_no_split_divides_a_group(dataset: MadeUp, seed: int) -> None:
+    assert dataset.groups is not None
+    for name in dataset.domain_names:
+        try:
+            split = leave_one_domain_out(dataset, Protocol(selection="train_val"), name, seed)
+        except UserError as error:  # all images of a stratum may be in one group
+            assert "needs train_val images" in str(error)
+            continue
+        rows = parts(split)
+        train, val = set(dataset.groups[rows["train"]]), set(dataset.groups[rows["train_val"]])
+        assert not train & val
+        assert "groups kept together" in split.notes
+        for d, part in zip(split.train_domains, split.train, strict=True):
+            of_domain = dataset.domains == dataset.domain_names.index(d)
+            assert set(dataset.labels[part]) == set(dataset.labels[of_domain])
+
+
+def two_domains(n: int = 40) -> MadeUp:
+    return MadeUp(np.arange(n) % 2, np.arange(n) // (n // 2))
+
+
+def test_the_same_seed_gives_the_same_split_and_another_another() -> None:
+    dataset = two_domains()
+    one, same, other = (parts(leave_one_domain_out(dataset, Protocol(), "d1", seed)) for seed in (3, 3, 4))
+    assert all(np.array_equal(one[name], same[name]) for name in one)
+    assert not np.array_equal(one["train_val"], other["train_val"])
+
+
+def test_a_validation_part_is_the_same_whichever_domain_is_held_out() -> None:
+    dataset = MadeUp(np.arange(90) % 3, np.arange(90) // 30)
+    first, second = (parts(split) for split in splits(dataset, Protocol(test_domains=("d0", "d1")), seed=0))
+    of_third = [rows[dataset.domains[rows] == 2] for rows in (first["train_val"], second["train_val"])]
+    assert np.array_equal(*of_third)
+
+
+def test_unreadable_rows_are_in_no_part() -> None:
+    dataset = two_domains()
+    unreadable = {0, 7, 25, 39}
+    for split in splits(dataset, Protocol(), 0, unreadable):
+        assert not unreadable & set(np.concatenate(list(parts(split).values())).tolist())
+
+
+def test_source_images_of_a_held_out_group_are_left_out() -> None:
+    dataset = two_domains()
+    dataset.groups = np.arange(40)
+    dataset.groups[[0, 1, 2]] = 30  # three images of d0 show a patient of d1
+    split = leave_one_domain_out(dataset, Protocol(), "d1", 0)
+    assert not {0, 1, 2} & set(np.concatenate([parts(split)["train"], parts(split)["train_val"]]).tolist())
+    assert "3 training images left out whose group is also in d1" in split.notes
+
+
+def test_groups_numbered_anew_in_each_domain_are_explained() -> None:
+    dataset = two_domains()
+    dataset.groups = np.arange(40) % 20
+    with pytest.raises(UserError, match="no image left for training with d1 held out; if groups are numbered anew"):
+        leave_one_domain_out(dataset, Protocol(), "d1", 0)
+
+
+def test_the_splits_of_the_data_are_used() -> None:
+    digits = Digits()
+    assert digits.splits is not None
+    for split in splits(digits, Protocol(val_fraction=0.5), seed=1):
+        rows = parts(split)
+        assert set(digits.splits[rows["train"]]) == {"train"}
+        assert set(digits.splits[rows["train_val"]]) == {"val"}
+        assert len(rows["test"]) in (449, 450)
+        assert set(digits.splits[rows["test_val"]]) == {"val"}
+        assert len(rows["train"]) + len(rows["train_val"]) + len(rows["test"]) == 1797
+        assert "validation parts as they come with the data" in split.notes
+
+
+def test_test_rows_of_training_domains_train() -> None:
+    marks = ["train", "train", "val", "val", "test", "test"] * 2
+    dataset = MadeUp([0, 1] * 6, [0] * 6 + [1] * 6, splits=marks)
+    rows = parts(leave_one_domain_out(dataset, Protocol(), "d1", 0))
+    assert {name: part.tolist() for name, part in rows.items()} == {
+        "train": [0, 1, 4, 5],
+        "train_val": [2, 3],
+        "test": [6, 7, 8, 9, 10, 11],
+        "test_val": [8, 9],
+    }
+
+
+@pytest.mark.parametrize("held_out", range(4))
+def test_all_labelled_rows_take_part_where_the_official_split_does_not_divide_each_domain(held_out: int) -> None:
+    dataset = wilds_like()
+    assert dataset.splits is not None
+    dataset.splits[[4, 44, 64]] = ""  # in no part of the official split
+    dataset.groups = np.arange(80) // 2
+    rows = parts(leave_one_domain_out(dataset, Protocol(), f"d{held_out}", 0))
+    assert np.array_equal(rows["test"], np.flatnonzero(dataset.domains == held_out))
+    together = np.concatenate([rows["train"], rows["train_val"], rows["test"]])
+    assert np.array_equal(np.sort(together), np.arange(80))
+    assert [(dataset.domains[rows["train_val"]] == d).sum() for d in range(4) if d != held_out] == [4, 4, 4]
+    assert not set(dataset.groups[rows["train"]]) & set(dataset.groups[rows["train_val"]])
+    notes = leave_one_domain_out(dataset, Protocol(), f"d{held_out}", 0).notes
+    assert "the data's own split set aside, all labelled images take part" in notes
+
+
+def wilds_like() -> MadeUp:
+    """d0 and d1 train and validate, d2 validates, d3 tests; two classes, 10 images of each."""
+    domains = np.repeat(np.arange(4), 20)
+    marks = np.array(["train", "train", "val", "test"])[domains]
+    marks[[0, 1, 20, 21]] = "val"
+    return MadeUp(np.arange(80) % 2, domains, splits=marks.tolist())
+
+
+def test_official() -> None:
+    (split,) = splits(wilds_like(), Protocol(name="official", selection="val_domain"), seed=0)
+    rows = parts(split)
+    assert (split.test_domains, split.train_domains) == (("d3",), ("d0", "d1"))
+    assert split.domain_of.tolist() == [0, 1, -1, -1]
+    assert rows["train_val"].tolist() == [0, 1, 20, 21]
+    assert rows["val_domain"].tolist() == list(range(40, 60))
+    assert rows["test"].tolist() == list(range(60, 80))
+    assert len(rows["test_val"]) == 4
+    assert np.isin(rows["test_val"], rows["test"]).all()
+    assert [len(part) for part in split.train] == [18, 18]
+
+
+def test_official_counts_the_groups_that_also_train() -> None:
+    dataset = wilds_like()
+    dataset.groups = np.arange(80)
+    dataset.groups[[0, 1]] = dataset.groups[2]  # all but two of the four validation images are groups of their own
+    dataset.groups[[60, 61, 62]] = dataset.groups[[2, 2, 3]]
+    split = official(dataset, Protocol(name="official"), 0)
+    assert split.notes[1] == (
+        "1 of 3 groups of train_val also train (2 of 4 images), 2 of 19 groups of test also train (3 of 20 images)"
+    )
+    dataset.groups = np.arange(80)
+    assert official(dataset, Protocol(name="official"), 0).notes[1] == "groups kept together"
+
+
+def test_whether_test_domains_are_unseen_is_told() -> None:
+    assert splits(two_domains(), Protocol(), 0)[0].tested_on == "domains never trained on"
+    dataset = wilds_like()
+    assert official(dataset, Protocol(name="official"), 0).notes[0] == "tested on domains never trained on"
+    assert dataset.splits is not None
+    dataset.splits[[4, 5]] = "test"  # of d0, which also trains
+    some = official(dataset, Protocol(name="official"), 0)
+    assert some.notes[0] == "tested on domains of which d0 is also trained on"
+    everywhere = MadeUp(np.arange(40) % 2, np.arange(40) // 20, splits=["train"] * 4 * 2 + ["val"] * 6 + ["test"] * 6
+                        + ["train"] * 8 + ["val"] * 6 + ["test"] * 6)  # fmt: skip
+    seen = official(everywhere, Protocol(name="official"), 0)
+    assert seen.notes[0] == "tested on domains that are also trained on, none of them unseen"
+    alone = MadeUp([0, 1] * 6, [0] * 12, splits=["train"] * 4 + ["val"] * 4 + ["test"] * 4)
+    assert official(alone, Protocol(name="official"), 0).notes[0] == seen.notes[0]
+
+
+def test_gaps_are_noted() -> None:
+    labels = np.array([0, 1, 2] * 5 + [0, 1] * 5 + [0, 1, 2] * 5)
+    dataset = MadeUp(labels, np.repeat([0, 1, 2], [15, 10, 15]))
+    split = leave_one_domain_out(dataset, Protocol(), "d0", 0)
+    assert split.notes == (
+        "tested on domains never trained on", "images assumed independent", "no training image of c2 in d1"
+    )  # fmt: skip
+    marks = ["train"] * 15 + ["train"] * 8 + ["val"] * 2 + ["train"] * 15
+    marked = MadeUp(labels, dataset.domains, splits=marks)
+    assert (
+        "no validation image of d2, which train_val leaves out"
+        in leave_one_domain_out(marked, Protocol(), "d0", 0).notes
+    )
+
+
+def fault(dataset: MadeUp, protocol: Protocol, unreadable: tuple[int, ...] = ()) -> str:
+    with pytest.raises(UserError) as caught:
+        splits(dataset, protocol, 0, unreadable)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_faults_are_one_clear_line() -> None:
+    dataset = two_domains()
+    assert 'no domain "d3"' in fault(dataset, Protocol(test_domains=("d3",)))
+    assert "did you mean" in fault(dataset, Protocol(test_domains=("d01",)))
+    assert "names a domain twice: d0, d0" in fault(dataset, Protocol(test_domains=("d0", "d0")))
+    assert "val_domain needs val_domain images" in fault(dataset, Protocol(selection="val_domain"))
+    assert "possible here: train_val, oracle" in fault(dataset, Protocol(selection="val_domain"))
+    assert "comes with a split" in fault(dataset, Protocol(name="official"))
+    assert "official split decides" in fault(wilds_like(), Protocol(name="official", test_domains=("d3",)))
+    assert "is the only domain" in fault(MadeUp([0, 1], [0, 0]), Protocol())
+
+
+def test_a_domain_of_one_class_is_refused() -> None:
+    labels, domains = [0, 1, 0, 1, 0, 0], [0, 0, 1, 1, 2, 2]
+    message = fault(MadeUp(labels, domains), Protocol())
+    assert 'the domain "d2" has images of one class only ("c0")' in message
+    whole = MadeUp([*labels, 1], [*domains, 2])
+    assert 'the domain "d2" has images of one class only ("c0")' in fault(whole, Protocol(), unreadable=(6,))
+    assert 'the domain "d2" has no image' in fault(whole, Protocol(), unreadable=(4, 5, 6))
+
+
+def test_official_needs_training_and_test_images() -> None:
+    for part in ("train", "test"):
+        dataset = wilds_like()
+        assert dataset.splits is not None
+        dataset.splits[dataset.splits == part] = "val"
+        assert f'no image whose split is "{part}"' in fault(dataset, Protocol(name="official"))
+
+
+def test_groups_too_large_for_a_validation_part_are_explained() -> None:
+    dataset = MadeUp(np.arange(40) % 2, np.arange(40) // 20, groups=np.arange(40) // 10)  # two groups per domain
+    assert "a group may be too large for val_fraction 0.2" in fault(dataset, Protocol())
+    split = leave_one_domain_out(dataset, Protocol(val_fraction=0.4), "d1", 0)
+    assert len(parts(split)["train_val"]) == 10

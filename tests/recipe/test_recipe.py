@@ -1,0 +1,273 @@
+"""Strict recipes: every fault at once, each with its place."""
+
+import pytest
+import yaml
+
+from xdm_ft.algorithms import Algorithm
+from xdm_ft.errors import UserError
+from xdm_ft.recipe import components
+from xdm_ft.recipe.read import check, load, split_name
+from xdm_ft.recipe.text import apply_override, parse
+
+GOOD = """\
+name: good
+data: {name: digits}
+encoder: {name: timm, model: resnet10t}
+methods: [erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]
+training: {steps: 10}
+"""
+
+
+def faults(text: str, *overrides: str) -> list[str]:
+    recipe = parse(text, "r.yaml")
+    for override in overrides:
+        apply_override(recipe, override)
+    with pytest.raises(UserError) as fault:
+        check(recipe)
+    return str(fault.value).split("\n")
+
+
+def test_a_good_recipe_and_its_defaults():
+    recipe = check(parse(GOOD, "r.yaml"))
+    assert [item.label for item in recipe.methods] == ["erm", "sam", "less"]
+    assert recipe.methods[1].sharpness.name == "sam" and recipe.methods[1].algorithm.name == "erm"
+    assert recipe.methods[2].algorithm.kwargs()["p_discard"] == 0.3
+    assert recipe.protocol.seeds == (0, 1, 2)
+    assert not recipe.trainable and recipe.needs_features
+
+
+def test_the_resolved_recipe_is_a_recipe_and_resolves_to_itself():
+    once = check(parse(GOOD, "r.yaml")).as_yaml()
+    again = check(parse(once, "resolved.yaml")).as_yaml()
+    assert once == again
+    assert yaml.safe_load(once)["training"]["momentum"] == 0.9
+
+
+def test_all_faults_at_once_each_with_its_line():
+    text = GOOD.replace("steps: 10", "stepps: 10, lr: fast").replace("model: resnet10t", "modell: a") + "extra: 1\n"
+    found = faults(text)
+    assert 'r.yaml:5: training.stepps: unknown key; did you mean "steps"?' in found
+    assert any(f.startswith("r.yaml:5: training.lr: input should be a valid number") and "'fast'" in f for f in found)
+    assert 'r.yaml:3: encoder.modell: unknown key; did you mean "model"?' in found
+    assert "r.yaml:3: encoder.model: is needed" in found
+    assert any(f.startswith("r.yaml:6: extra: unknown key") for f in found)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("name: good", "name: a/b", "r.yaml:1: name: a recipe needs a name"),
+        ("name: good\n", "", "r.yaml: name: a recipe needs a name"),
+        ("name: digits", "name: digit", 'r.yaml:2: data.name: no "digit" in data; did you mean "digits"?'),
+        ("{name: digits}", "digits", "r.yaml:2: data: needs a name"),
+        ("[erm, sam", "[ern, sam", 'r.yaml:4: methods.0.name: no "ern" in algorithms; did you mean "erm"?'),
+        (
+            "[erm, sam",
+            "[erm+samm, sam",
+            'r.yaml:4: methods.0.name: no "samm" in sharpness or averaging; did you mean "sam"?',
+        ),
+        ("[erm, sam", "[erm+swad+swad, sam", "methods.0.name: +swad and +swad do not go together; keep one"),
+        ("resnet10t", "resnet10t, unfreeze_at: 5", "encoder.unfreeze_at: has no meaning with a frozen encoder"),
+        (
+            "resnet10t",
+            "resnet10t, trainable: true, unfreeze_at: 10",
+            "r.yaml:3: encoder.unfreeze_at: 10 leaves the encoder untrained in 10 training steps",
+        ),
+        ("[erm, sam", "[erm, erm", 'r.yaml:4: methods.1: two methods are called "erm"'),
+        ("[erm, sam", "[linear_probe+sam, sam", "linear_probe is not trained by gradient steps"),
+        ("[erm, sam", "[3, sam", "r.yaml:4: methods.0: a method is a name"),
+        ("p_discard: 0.3", "p_discard: 2", "methods.2.p_discard: input should be less than or equal to 1, given 2"),
+        ("p_discard: 0.3", "p_discardd: 0", 'methods.2.p_discardd: unknown key; did you mean "p_discard"?'),
+        (
+            "[erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]",
+            "erm",
+            "r.yaml:4: methods: a recipe needs a list",
+        ),
+        ("{steps: 10}", "{}", "r.yaml:5: training.steps: give steps or epochs"),
+        ("{steps: 10}", "{steps: 10, epochs: 2, sampler: pooled}", "both steps and epochs are given"),
+        ("{steps: 10}", "{epochs: 2}", "r.yaml:5: training.epochs: an epoch needs sampler: pooled; per_domain draws"),
+        ("{steps: 10}", "{epochs: 2, sampler: class_balanced}", "an epoch needs sampler: pooled; class_balanced draws"),
+        (
+            "name: digits",
+            "name: digits, train_augmentation: domainbed",
+            "r.yaml:2: data.train_augmentation: has no meaning with a frozen encoder",
+        ),
+        ("name: digits", "name: digits, train_augmentation: wilds", "data.train_augmentation: input should be 'none'"),
+        ("{steps: 10}", "[1]", "r.yaml:5: training: must be a block of keys"),
+        ("{steps: 10}", "{steps: 10, mixed_precision: bf16}", "has no meaning with a frozen encoder"),
+        (
+            "training: {steps",
+            "protocol: {name: official, split_rule: domainbed}\ntraining: {steps",
+            "protocol.split_rule: the",
+        ),
+        ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves nothing"),
+        ("[erm, sam", "[zero_shot, sam", "methods.0: zero_shot needs an encoder with a text side"),
+        ("p_discard: 0.3", "head_init: zero_shot", "methods.2.head_init: zero_shot needs an encoder with a text side"),
+    ],
+)
+def test_each_fault(old, new, expected):
+    assert old in GOOD
+    assert any(expected in fault for fault in faults(GOOD.replace(old, new, 1))), faults(GOOD.replace(old, new, 1))
+
+
+def test_fp16_with_sam_is_refused_and_without_it_is_not():
+    end_to_end = GOOD.replace("model: resnet10t", "model: resnet10t, trainable: true")
+    found = faults(end_to_end, "training.mixed_precision=fp16")
+    assert found == [
+        "command line: training.mixed_precision: fp16 scales the loss, which falsifies the second pass of sam; "
+        "use bf16 or no with sam"
+    ]
+    recipe = parse(end_to_end, "r.yaml")
+    apply_override(recipe, "training.mixed_precision=fp16")
+    apply_override(recipe, "methods=[erm]")
+    assert check(recipe).training.mixed_precision == "fp16"
+
+
+def test_a_method_without_effect_on_cached_features_is_refused_there_and_not_end_to_end():
+    text = GOOD.replace("methods: [erm, sam,", "methods: [coral, coral+sam, linear_probe,")
+    found = faults(text)
+    assert len(found) == 2
+    assert found[0].startswith("r.yaml:4: methods.0: coral: its penalty is on the features") and "use erm" in found[0]
+    assert "coral+sam" in found[1]
+    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
+
+
+def test_what_works_inside_the_encoder_or_on_images_is_refused_on_cached_features():
+    text = GOOD.replace(
+        "[erm, sam,", "[mixstyle, dsu+sam, {name: lisa, mix: cutmix}, {name: lisa, label: on_features},"
+    )
+    found = faults(text)
+    assert [line.split(": ")[1:3] for line in found] == [
+        ["methods.0", "mixstyle"], ["methods.1", "dsu+sam"], ["methods.2", "lisa"]
+    ]  # fmt: skip
+    assert all("encoder.trainable: true" in line for line in found)
+    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
+
+
+def test_methods_on_pooled_batches_and_with_epochs():
+    """Their settings are checked where the number of steps is not known yet; inner steps by domain are refused."""
+    found = {name: components.find("algorithms", name) for name in components.names("algorithms")}
+    algorithms = [name for name, cls in found.items() if issubclass(cls, Algorithm) and not cls.needs_text]
+    assert len(algorithms) > 10
+    text = GOOD.replace("steps: 10", "epochs: 2, sampler: pooled").replace("resnet10t", "resnet10t, trainable: true")
+    refused = faults(text.replace("[erm, sam,", f"[{', '.join(algorithms)}, fish+sam,"))
+    assert [line.split(": ")[2] for line in refused] == ["fish", "fish+sam"]
+    assert all("set training.sampler: per_domain" in line for line in refused)
+
+
+def test_head_init_zero_shot_needs_normalised_features():
+    text = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
+    text = text.replace("p_discard: 0.3", "head_init: zero_shot")
+    assert any("set encoder.normalize: true" in fault for fault in faults(text))
+    recipe = parse(text, "r.yaml")
+    apply_override(recipe, "encoder.normalize=true")
+    assert check(recipe).methods[2].head_init == "zero_shot"
+
+
+def test_wise_ft_starts_from_the_text_or_is_refused():
+    wise = GOOD.replace("[erm, sam,", "[wise_ft, sam,")
+    without_text = [fault for fault in faults(wise) if "methods.0" in fault]
+    assert len(without_text) == 1 and "wise_ft needs an encoder with a text side" in without_text[0]
+    clip = wise.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
+    assert faults(clip) == [
+        "r.yaml:4: methods.0: wise_ft starts from class embeddings, which fit L2-normalised features; "
+        "set encoder.normalize: true, or normalize: true of this method"
+    ]
+    normalised = clip.replace("weights: demo", "weights: demo, normalize: true")
+    assert check(parse(normalised, "r.yaml")).methods[0].head_init == "zero_shot"
+    random = normalised.replace("wise_ft", "{name: wise_ft, head_init: random}")
+    assert "leave head_init out" in faults(random)[0]
+    assert "methods.0.alpha" in faults(normalised.replace("wise_ft", "{name: wise_ft, alpha: 1.5}"))[0]
+
+
+def test_a_method_reads_normalised_features_where_they_are_cached():
+    clip = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
+    text = clip.replace("[erm, sam,", "[{name: wise_ft, normalize: true}, {name: linear_probe, normalize: true},")
+    assert [item.reads_normalized for item in check(parse(text, "r.yaml")).methods] == [True, True, False]
+    [fault] = faults(text, "encoder.trainable=true")
+    assert fault.startswith("r.yaml:4: methods.0.normalize: is for cached features")
+
+
+def test_prompts_of_a_method_are_for_class_embeddings():
+    clip = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
+    text = clip.replace("[erm, sam,", "[{name: zero_shot, prompts: openai_imagenet}, {name: erm, prompts: [a]},")
+    assert [fault.split(": ")[1] for fault in faults(text)] == ["methods.1.prompts"]
+    good = text.replace("prompts: [a]", "prompts: ['a {}', openai_imagenet]")
+    assert faults(good) == [
+        "r.yaml:4: methods.1.prompts: erm reads no class embeddings; leave it out, or set head_init: zero_shot"
+    ]
+    good = good.replace("name: erm,", "name: erm, head_init: zero_shot, normalize: true,")
+    found = [item.block.prompts for item in check(parse(good, "r.yaml")).methods]
+    assert found == [("openai_imagenet",), ("a {}", "openai_imagenet"), None]
+
+
+def test_amsgrad_is_adams():
+    assert check(parse(GOOD.replace("steps: 10", "steps: 10, amsgrad: true"), "r.yaml")).training.amsgrad
+    [fault] = faults(GOOD.replace("steps: 10", "steps: 10, amsgrad: true, optimizer: sgd"))
+    assert "training.amsgrad: is a variant of adam and adamw" in fault
+
+
+def test_another_component_from_the_command_line_drops_the_keys_of_the_former():
+    text = GOOD.replace(
+        "{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo, prompts: ['a {}']}"
+    )
+    recipe = parse(text, "r.yaml")
+    apply_override(recipe, "encoder.name=timm")
+    apply_override(recipe, "encoder.model=resnet10t")
+    assert "prompts" not in check(recipe).resolved()["encoder"]
+    assert any("encoder.prompts: unknown key" in f for f in faults(text, "encoder.name=timm", "encoder.prompts=[a]"))
+
+
+def test_numbers_written_as_yaml_text_are_numbers():
+    assert check(parse(GOOD.replace("steps: 10", "steps: 10, lr: 1e-3"), "r.yaml")).training.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("erm", ("erm", [])),
+        ("sam", ("erm", ["sam"])),
+        ("a+sam", ("a", ["sam"])),
+        ("sam+swad", ("erm", ["sam", "swad"])),
+        ("a+swad+sam", ("a", ["swad", "sam"])),
+    ],
+)
+def test_method_names(name, parts):
+    assert split_name(name) == parts
+
+
+def test_sharpness_and_averaging_have_their_settings_in_the_item():
+    text = GOOD.replace("[erm, sam,", "[{name: erm+sam+swad, sam.rho: 0.1, swad.n_converge: 2}, swad,")
+    first, second, _ = check(parse(text, "r.yaml")).methods
+    assert first.sharpness.build().rho == 0.1 and first.averaging.build().n_converge == 2
+    assert second.sharpness is None and second.averaging.kwargs() == {
+        "n_converge": 3, "n_tolerance": 6, "tolerance_ratio": 0.3,
+    }  # fmt: skip
+
+
+def test_a_recipe_whose_data_are_not_there_says_so(tmp_path):
+    recipe = load("clip_camelyon", [f"data.root={tmp_path}"])
+    with pytest.raises(UserError, match=r"data.root: .*camelyon17_v1.0 does not exist; set data.download: true"):
+        recipe.data.build()
+
+
+@pytest.mark.parametrize("environment, accumulation", [({}, 2), ({"WORLD_SIZE": "2"}, 1)])
+def test_methods_that_can_not_see_the_whole_batch_are_refused(
+    environment: dict[str, str], accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line each, with micro-batches and under a launcher; in one process without accumulation all train."""
+    overrides = ["protocol.seeds=1", f"training.accumulation={accumulation}"]
+    load("all_methods_end_to_end", ["protocol.seeds=1"])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError) as caught:
+        load("all_methods_end_to_end", overrides)
+    assert len(str(caught.value).splitlines()) == 2
+    assert "mixstyle: it mixes the styles" in str(caught.value) and "dsu: it measures" in str(caught.value)
+    local = [*overrides, "training.sampler=pooled", "methods=[{name: xdomainmix, partners: local}]"]
+    with pytest.raises(UserError, match="use partners: global"):
+        load("all_methods_end_to_end", local)
+    load("all_methods_end_to_end", [*local, "training.loss_average=sample"])
+    searched = "search={trials: 9, space: {xdomainmix.partners: {choice: [global, local]}}}"
+    with pytest.raises(UserError, match="of xdomainmix: partners: local takes the loss of each part"):
+        load("all_methods_end_to_end", [*overrides, "training.sampler=pooled", "methods=[xdomainmix]", searched])

@@ -1,0 +1,146 @@
+"""The draws of a search."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.recipe.blocks import drawn_training
+from xdm_ft.recipe.components import settings_model
+from xdm_ft.recipe.search import PRESETS, TRAINING_KEYS, Distribution, Search, at_the_edge, settings_of
+from xdm_ft.training import Training
+
+LOG = Distribution(log_uniform=(1e-4, 1e-1))
+
+
+@given(st.floats(0, 1, exclude_max=True))
+def test_values_lie_in_their_range_and_place_is_the_inverse(u):
+    for distribution in (LOG, Distribution(uniform=(-2.0, 3.0))):
+        low, high = distribution.bounds
+        value = distribution.at(u)
+        assert low * (1 - 1e-12) <= value <= high if low > 0 else low <= value <= high
+        assert distribution.place(value) == pytest.approx(u, abs=1e-9)
+
+
+def test_half_of_a_logarithmic_range_is_its_geometric_mean():
+    assert LOG.at(0.5) == pytest.approx(math.sqrt(1e-4 * 1e-1))
+    assert Distribution(uniform=(1.0, 3.0)).at(0.25) == 1.5
+    assert [Distribution(choice=(1, 2, 3)).at(u) for u in (0.0, 0.34, 0.99)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"uniform": (1, 2), "choice": (1,)}, {"uniform": (2, 1)}, {"log_uniform": (0, 1)}, {"choice": ()}]
+)
+def test_a_distribution_is_one_of_three_and_whole(wrong):
+    with pytest.raises(ValidationError):
+        Distribution(**wrong)
+
+
+RECORDED_LR = (0.0007320725238040829, 0.0013377889245160012)  # of trials 1 and 2: the same on every machine
+
+
+def test_a_trials_draw_is_a_constant():
+    search = Search(trials=3, preset="frozen")
+    assert search.drawn(0) == {}
+    assert search.drawn(1)["lr"] == pytest.approx(RECORDED_LR[0], rel=1e-6)
+    assert search.drawn(2)["lr"] == pytest.approx(RECORDED_LR[1], rel=1e-6)
+    assert search.drawn(2) == Search(trials=9, preset="frozen").drawn(2), "nor does it depend on how many there are"
+
+
+def test_other_keys_in_the_space_change_no_draw():
+    plain, more = (Search(trials=5, preset="frozen", space=space) for space in ({}, {"momentum": LOG}))
+    assert all(more.drawn(trial).items() >= plain.drawn(trial).items() for trial in range(5))
+
+
+@pytest.mark.parametrize("sampler", ["random", "sobol"])
+def test_draws_fill_the_range(sampler):
+    search = Search(trials=65, space={"lr": LOG}, sampler=sampler)
+    quantiles = sorted(LOG.place(search.drawn(trial)["lr"]) for trial in range(1, 65))
+    farthest = max(abs(q - (i + 0.5) / 64) for i, q in enumerate(quantiles))
+    assert farthest < (0.02 if sampler == "sobol" else 0.2)  # Kolmogorov-Smirnov at 1 in 100
+
+
+def test_domainbed_has_one_learning_rate_for_encoder_and_head():
+    search = Search(trials=4, preset="domainbed")
+    for trial in range(1, 4):
+        drawn = search.drawn(trial)
+        assert drawn["lr"] == drawn["encoder_lr"] and 1e-5 <= drawn["lr"] <= 10**-3.5
+    apart = Search(trials=4, preset="domainbed", space={"lr": LOG})
+    assert apart.drawn(1)["lr"] != apart.drawn(1)["encoder_lr"]
+
+
+def test_presets_name_settings_that_there_are():
+    from xdm_ft.recipe import components
+
+    for preset in PRESETS.values():
+        for key in preset:
+            component, _, name = key.rpartition(".")
+            if not component:
+                assert name in TRAINING_KEYS
+                continue
+            folder = "sharpness" if component in components.names("sharpness") else "algorithms"
+            assert name in settings_model(components.find(folder, component)).model_fields, key
+
+
+def test_the_edge_is_the_outer_twentieth():
+    search = Search(trials=2, space={"lr": LOG})
+    assert [at_the_edge(search, "lr", LOG.at(u)) for u in (0.01, 0.06, 0.5, 0.94, 0.99)] == [
+        True, False, False, False, True,
+    ]  # fmt: skip
+    assert at_the_edge(search, "lr", 1.0) and at_the_edge(search, "lr", 1e-5), "the recipe's own value may lie outside"
+    assert not at_the_edge(search, "weight_decay", 0.1), "not searched"
+    assert not at_the_edge(Search(space={"lr": LOG}), "lr", 1.0), "one trial searches nothing"
+
+
+def edges(distribution, values):
+    return [at_the_edge(Search(trials=2, space={"key": distribution}), "key", value) for value in values]
+
+
+def test_the_edge_of_whole_numbers_is_the_outermost_that_can_be_drawn():
+    batch_size = Distribution(log_uniform=(2**3, 2**5.5))
+    assert edges(batch_size, [8, 9, 20, 44, 45]) == [True, False, False, True, True]
+    assert edges(Distribution(uniform=(1.0, 8.4)), [1, 2, 7, 8]) == [True, False, False, True]
+
+
+def test_the_edge_of_a_choice_is_its_lowest_and_its_highest_number():
+    assert edges(Distribution(choice=(0.1, 0.01, 0.05)), [0.01, 0.05, 0.1, 0.001, 0.2]) == [
+        True, False, True, True, True,
+    ]  # fmt: skip
+    assert edges(Distribution(choice=(16, 32, 64)), [16, 32, 64]) == [True, False, True]
+    assert edges(Distribution(choice=(0.05, 0.1)), [0.05, 0.1]) == [False, False], "of two each is an end"
+    assert edges(Distribution(choice=(0.1,)), [0.1]) == [False], "one value is no search"
+    assert edges(Distribution(choice=("sample", "batch")), ["sample"]) == [False], "words have no order"
+    assert edges(Distribution(choice=(False, True)), [True]) == [False]
+
+
+def test_sagm_draws_what_its_code_draws():
+    """hparams_registry.py of Wang-pengfei/SAGM: `random_state.choice([0.01, 0.02, 0.05, 0.1])` for both."""
+    for preset in ("frozen", "domainbed"):
+        for key in ("sagm.rho", "sagm.alpha"):
+            assert PRESETS[preset][key].choice == (0.01, 0.02, 0.05, 0.1)
+    values = {Search(trials=60, preset="frozen").drawn(trial)["sagm.alpha"] for trial in range(1, 60)}
+    assert values == {0.01, 0.02, 0.05, 0.1}
+
+
+def test_domainnets_batches_go_to_32():
+    """hparams_registry.py of DomainBed: `int(2**r.uniform(3, 5))` for DomainNet, `int(2**r.uniform(3, 5.5))` else."""
+    search = Search(trials=30, preset="domainbed")
+    sizes = {
+        name: [search.for_data(name).drawn(trial)["batch_size"] for trial in range(1, 30)]
+        for name in ("pacs", "domainnet")
+    }
+    assert max(sizes["domainnet"]) < 2**5 < max(sizes["pacs"]) < 2**5.5
+    own = Search(trials=3, preset="domainbed", space={"batch_size": Distribution(choice=(7,))})
+    assert own.for_data("domainnet").drawn(1)["batch_size"] == 7, "a range of the recipe's own is kept"
+    assert Search(trials=3, preset="frozen").for_data("domainnet").space == {}
+    assert Search().for_data("domainnet") == Search()
+
+
+def test_drawn_settings_reach_their_block_only():
+    drawn = {"lr": 0.5, "weight_decay": 0.25, "sam.rho": 0.1}
+    training = drawn_training(Training(steps=3), drawn)
+    assert (training.lr, training.weight_decay, training.steps) == (0.5, 0.25, 3)
+    assert settings_of(drawn, "sam") == {"rho": 0.1} and settings_of(drawn, ERM.__name__) == {}

@@ -1,0 +1,85 @@
+"""`xdm-ft cache`: what the feature cache holds, whether it is whole, and clearing it."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from xdm_ft.errors import UserError
+from xdm_ft.features import FeatureSettings
+from xdm_ft.features.maintenance import Cached, entries, prune, verify
+from xdm_ft.features.store import cache_folder
+from xdm_ft.storage.checksummed import Damaged, read_results
+
+GIGABYTE = 10**9
+
+
+def cache_folder_of(folder: str | None) -> Path:
+    return cache_folder(FeatureSettings(dir=None if folder is None else Path(folder)))
+
+
+def list_cache(folder: str | None) -> str:
+    """A line per entry: key, size, last use, what it holds."""
+    cache = cache_folder_of(folder)
+    lines = [_line(entry) for entry in entries(cache)]
+    return "\n".join(lines or [f"{cache}: nothing is cached"])
+
+
+def verify_cache(folder: str | None) -> str:
+    """Reads every file of the cache. Raises `UserError` with a line for each damaged or missing one."""
+    cache = cache_folder_of(folder)
+    found = entries(cache)
+    faults = [f"{cache / entry.key}: {fault}" for entry in found for fault in verify(cache, entry.key)]
+    if faults:
+        raise UserError("\n".join([*faults, "a run that uses these features computes the damaged parts again"]))
+    return f"{cache}: {len(found)} sets of features, all whole"
+
+
+def prune_cache(
+    folder: str | None, unused_days: float | None, max_gigabytes: float | None, runs: Sequence[str] | None = None
+) -> str:
+    """Removes what was not used for so many days and what no run below the folders `runs` was trained on, then the
+    longest unused down to the size."""
+    if unused_days is None and max_gigabytes is None and not runs:
+        raise UserError("cache prune: say what may go: --unused-days N, --unreferenced DIR, --max-size GB, or several")
+    for name, value in (("--unused-days", unused_days), ("--max-size", max_gigabytes)):
+        if value is not None and not 0 <= value < math.inf:
+            raise UserError(f"cache prune: {name} {value}: must be a number of at least 0")
+    max_bytes = None if max_gigabytes is None else int(max_gigabytes * GIGABYTE)
+    referenced = referenced_by(runs) if runs else None
+    removed = prune(cache_folder_of(folder), unused_days=unused_days, max_bytes=max_bytes, referenced=referenced)
+    freed = sum(entry.bytes for entry in removed) / GIGABYTE
+    return "\n".join([*(_line(entry) for entry in removed), f"{len(removed)} removed, {freed:.3f} GB freed"])
+
+
+def referenced_by(folders: Sequence[str]) -> set[str]:
+    """The keys of the features that the runs in these folders, at any depth, were trained on.
+
+    Raises `UserError` where a folder holds no run and where a run does not tell: nothing may go by mistake.
+    """
+    keys = set()
+    for folder in map(Path, folders):
+        found = sorted(folder.rglob("results.json"))
+        if not found:
+            raise UserError(f"cache prune: {folder} holds no run (no results.json); name a run directory or its parent")
+        for path in found:
+            try:
+                features = read_results(path)["environment"].get("features")
+            except Damaged as error:
+                raise UserError(f"cache prune: {path}: is damaged ({error}); delete it if it is of no use") from error
+            keys |= {features["key"]} if features else set()
+    return keys
+
+
+def _line(entry: Cached) -> str:
+    used = datetime.datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
+    manifest = entry.manifest
+    what = "being written, or its manifest is damaged"
+    if manifest is not None:
+        encoder = manifest["encoder"]
+        what = f"{encoder['component']} {encoder['model']}, {manifest['data']['images']} images"
+        if "view" in manifest:
+            what += f", view {manifest['view']['number']} of {manifest['view']['augmentation']}"
+    return f"{entry.key}  {entry.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}"

@@ -1,0 +1,89 @@
+"""What `doctor` says of the data: found, counts, broken images, and the faults that a run reports too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterator
+from typing import TYPE_CHECKING
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.data._images import scan
+from xdm_ft.errors import UserError
+from xdm_ft.experiment.data_faults import data_faults, images_of, plan_faults
+from xdm_ft.experiment.findings import Finding, fault
+from xdm_ft.experiment.machine import cores
+from xdm_ft.experiment.plan import Plan, make_plan, read_data
+from xdm_ft.features.file_hashes import read_contents
+from xdm_ft.features.store import cache_folder
+
+if TYPE_CHECKING:
+    from xdm_ft.features.file_hashes import Contents
+    from xdm_ft.recipe.read import Recipe
+
+Checked = Generator[Finding, None, tuple[ImageDataset, "Contents"] | None]
+
+
+def check_data(recipe: Recipe) -> Checked:
+    """→ the data and a hash of every image, or None where the data can not be read at all."""
+    dataset: ImageDataset | None
+    try:
+        dataset = read_data(recipe)
+    except UserError as error:
+        yield from fault("data", error)
+        dataset = _in_any_number(recipe)
+    if dataset is None:
+        return None
+    yield Finding("data", f"{len(dataset)} images, {len(dataset.domain_names)} domains, images per class and domain:")
+    yield from counts(dataset)
+    unreadable = scan(dataset, cores())
+    yield from broken(dataset, unreadable)
+    plan = yield from planned(recipe, dataset)
+    if plan is not None and unreadable:
+        yield from planned(recipe, dataset, unreadable)
+    contents = read_contents(dataset, cache_folder(recipe.features), show=True)
+    found = list(data_faults(dataset, contents, plan.splits if plan else ()))
+    if plan is not None:
+        found += plan_faults(plan)
+    yield from found or [Finding("images and groups", "none is there twice, none is in training and test")]
+    return dataset, contents
+
+
+def _in_any_number(recipe: Recipe) -> ImageDataset | None:
+    """A known data set that is short can still be looked through for its other faults."""
+    settings = recipe.data.kwargs()
+    if settings.get("counts") != "published":
+        return None
+    try:
+        dataset: ImageDataset = recipe.data.cls(**(settings | {"counts": "any"}))
+    except UserError:  # it was told already, in stricter words
+        return None
+    return dataset
+
+
+def counts(dataset: ImageDataset) -> Iterator[Finding]:
+    """A line per class, its images in each domain."""
+    images = images_of(dataset)
+    yield Finding("domains", ", ".join(f"{d} {n}" for d, n in zip(dataset.domain_names, images.sum(0), strict=True)))
+    for name, row in zip(dataset.class_names, images, strict=True):
+        yield Finding(f"class {name}", " ".join(map(str, row)))
+
+
+def broken(dataset: ImageDataset, unreadable: dict[int, str]) -> Iterator[Finding]:
+    if not unreadable:
+        yield Finding("images", "all decode")
+    for row, reason in unreadable.items():
+        yield Finding(
+            "image",
+            f"{dataset.name(row)} does not decode: {reason}",
+            "mend or remove it, or set data.on_bad_image: skip",
+        )
+
+
+def planned(
+    recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int] = ()
+) -> Generator[Finding, None, Plan | None]:
+    """→ the plan, or None where it can not be made."""
+    try:
+        return make_plan(recipe, dataset, unreadable)
+    except UserError as error:
+        yield from fault("plan", error)
+        return None

@@ -1,0 +1,193 @@
+"""`xdm-ft doctor`: what a run needs, checked one by one, with a remedy for each fault."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xdm_ft.errors import UserError
+from xdm_ft.experiment.findings import Finding, fault
+from xdm_ft.features import FeatureSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from xdm_ft.data import ImageDataset
+    from xdm_ft.encoders import Encoder
+    from xdm_ft.features.file_hashes import Contents
+    from xdm_ft.recipe.read import Recipe
+
+MODULES = ("torchvision", "timm", "open_clip", "accelerate", "datasets", "wilds", "sklearn", "safetensors", "PIL")
+GIGABYTE = 1e9
+
+
+def doctor(recipe: str | None, overrides: list[str]) -> int:
+    """Prints findings as they come. Returns the exit status: 2 where one is a fault."""
+    faults = 0
+    for finding in _findings(recipe, overrides):
+        print(finding, flush=True)
+        faults += finding.remedy is not None
+    print("no faults" if not faults else f"{faults} fault{'s' if faults > 1 else ''}, each with its remedy (→)")
+    return 2 if faults else 0
+
+
+def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
+    from xdm_ft.recipe.read import load
+
+    yield from installation()
+    yield from devices()
+    if name is None:
+        yield from _guarded("cache", lambda: cache_disk(FeatureSettings()))
+        return
+    try:
+        recipe = load(name, overrides)
+    except UserError as error:
+        yield from fault("recipe", error)
+        return
+    yield Finding("recipe", f"{recipe.name}, {len(recipe.methods)} methods")
+    yield from _guarded("precision", lambda: precision(recipe))
+    yield from _guarded("cache", lambda: cache_disk(recipe.features))
+    yield from _guarded("recipe's own", lambda: of_recipe(recipe))
+
+
+def _guarded(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """A check that can not go on ends in a fault of its own; the next ones still run."""
+    try:
+        yield from check()
+    except UserError as error:
+        yield from fault(what, error)
+
+
+def installation() -> Iterator[Finding]:
+    """Python, every library that the package declares with its version, and whether the heavy ones import."""
+    from packaging.requirements import Requirement
+
+    yield Finding("python", sys.version.split()[0])
+    installed, wrong = [], 0
+    for line in importlib.metadata.requires("xdm_ft") or []:
+        needed = Requirement(line)
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(needed.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "missing"
+        if version == "missing" or not needed.specifier.contains(version, prereleases=True):
+            wrong += 1
+            yield Finding("library", f"{needed.name} is {version}", f"pip install '{needed.name}{needed.specifier}'")
+        installed.append(f"{needed.name} {version}")
+    if not wrong:
+        yield Finding("libraries", ", ".join(installed))
+    for module in MODULES:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a broken binary can raise anything while it is imported
+            problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            yield Finding("library", f"{module} does not import ({problem})", "install it again")
+
+
+def devices() -> Iterator[Finding]:
+    """Processors, memory, GPUs and the precisions that each computes in."""
+    import psutil
+    import torch
+
+    from xdm_ft.experiment.machine import cores
+
+    memory = psutil.virtual_memory()
+    free, total = memory.available / GIGABYTE, memory.total / GIGABYTE
+    yield Finding("processor", f"{cores()} cores, {free:.1f} of {total:.1f} GB free; float32 and bf16, no fp16")
+    yield from compiled_code()
+    for number in range(torch.cuda.device_count()):
+        left, whole = (size / GIGABYTE for size in torch.cuda.mem_get_info(number))
+        with torch.cuda.device(number):
+            precisions = "float32, fp16 and bf16" if torch.cuda.is_bf16_supported() else "float32 and fp16, no bf16"
+        name = torch.cuda.get_device_name(number)
+        yield Finding(f"GPU {number}", f"{name}, {left:.1f} of {whole:.1f} GB free; {precisions}")
+    if Path("/proc/driver/nvidia/version").exists() and not torch.cuda.is_available():
+        yield Finding(
+            "GPU",
+            f"an NVIDIA driver is installed, but torch {torch.__version__} sees no GPU",
+            "install torch built for CUDA (https://pytorch.org), or make the GPU visible (CUDA_VISIBLE_DEVICES)",
+        )
+
+
+def compiled_code() -> Iterator[Finding]:
+    """Whether the package's C code compiles: nothing needs it, but heads on cached features train faster with it."""
+    from xdm_ft.compiled import NotCompiled, compiled
+    from xdm_ft.training.bank.optimizers import SOURCE as OPTIMIZERS
+    from xdm_ft.xdomainmix.kernel import SOURCE as KERNEL
+
+    try:
+        folder = {compiled(source).parent for source in (KERNEL, OPTIMIZERS)}.pop()
+    except (NotCompiled, OSError, UserError) as error:
+        yield Finding("compiled code", f"none ({error}); PyTorch computes the same, more slowly")
+    else:
+        yield Finding("compiled code", f"in {folder}")
+
+
+def precision(recipe: Recipe) -> Iterator[Finding]:
+    """Whether this machine computes in what the recipe asks for. Raises `UserError` where the launcher contradicts."""
+    import torch
+
+    from xdm_ft.experiment.machine import as_launched
+
+    asked, cuda = as_launched(recipe).training.mixed_precision, torch.cuda.is_available()
+    if asked == "fp16" and not cuda:
+        yield Finding("precision", "fp16 needs a GPU, and there is none", "set training.mixed_precision: bf16 or no")
+    elif asked == "bf16" and cuda and not torch.cuda.is_bf16_supported():
+        yield Finding("precision", "this GPU has no bf16", "set training.mixed_precision: fp16 or no")
+    else:
+        yield Finding("precision", f"training in {'float32' if asked == 'no' else asked}")
+
+
+def cache_disk(settings: FeatureSettings) -> Iterator[Finding]:
+    from xdm_ft.features.store import cache_folder
+
+    folder = cache_folder(settings)
+    yield Finding("cache", f"{folder}, {shutil.disk_usage(folder).free / GIGABYTE:.1f} GB free on its disk")
+
+
+def of_recipe(recipe: Recipe) -> Iterator[Finding]:
+    """Weights, data, and the space that their features need."""
+    from xdm_ft.commands.data_check import check_data
+    from xdm_ft.experiment.prepared import build_encoder
+    from xdm_ft.features.cache_key import weights_digest
+
+    encoder = None
+    try:
+        encoder = build_encoder(recipe, recipe.protocol.seeds[0])
+    except UserError as error:
+        yield from fault("weights", error)
+    else:
+        size = sum(tensor.nbytes for tensor in encoder.state_dict().values())
+        number = sum(tensor.numel() for tensor in encoder.state_dict().values())
+        about = f"{encoder.pretraining}; {number:,} numbers, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
+        yield Finding("weights", f"{about}; {encoder.width} features")
+    checked = yield from check_data(recipe)
+    if checked is not None and encoder is not None and recipe.needs_features:
+        yield from _guarded("cache", lambda: features_space(recipe, encoder, *checked))
+
+
+def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, contents: Contents) -> Iterator[Finding]:
+    """Whether the features that are not cached yet fit on the disk. Raises `UserError` where they do not."""
+    from xdm_ft.features.cache import cached_sets
+
+    sets = cached_sets(encoder, dataset, contents, recipe.features, recipe.train_augmentation, _device())
+    missing = sum(cached.entry.images(cached.entry.missing()) for cached in sets)
+    needed = sum(cached.entry.needed for cached in sets)
+    sets[0].entry.require_space(needed - sets[0].entry.needed)
+    passes = f" in {len(sets)} passes" if len(sets) > 1 else ""
+    images = len(sets) * len(dataset)
+    yield Finding("features", f"{images - missing} of {images} cached{passes}, {needed / 1e6:,.1f} MB more are needed")
+
+
+def _device() -> torch.device:
+    """The one that Accelerate takes."""
+    from accelerate import PartialState
+
+    return PartialState().device

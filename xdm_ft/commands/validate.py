@@ -1,0 +1,84 @@
+"""`xdm-ft validate`: the resolved recipe with the meaning of every key, the exact prompts and the plan."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import yaml
+
+from xdm_ft.encoders import TextEncoder
+from xdm_ft.encoders._prompts import warn_of_class_names
+from xdm_ft.experiment.data_faults import faults
+from xdm_ft.experiment.plan import describe, make_plan, read_data
+from xdm_ft.experiment.prepared import build_encoder
+from xdm_ft.recipe.blocks import MethodItem
+from xdm_ft.recipe.read import Recipe
+from xdm_ft.settings import Block
+
+logger = logging.getLogger("xdm_ft")
+MEANING_COLUMN = 44
+
+
+def validate(recipe: Recipe) -> None:
+    """Prints to standard output; raises `UserError` where data, weights or recipe do not fit."""
+    dataset = read_data(recipe)
+    plan = make_plan(recipe, dataset)
+    encoder = build_encoder(recipe, recipe.protocol.seeds[0])
+    print(resolved_with_meanings(recipe))
+    if isinstance(encoder, TextEncoder):
+        print("# prompts, exactly as the text encoder sees them")
+        print("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(dataset.class_names)))
+        for item in recipe.methods:
+            _print_own_prompts(encoder, item, dataset.class_names)
+        for warning in warn_of_class_names(dataset.class_names):
+            logger.warning("warning: %s", warning)
+    print("# plan")
+    print("\n".join(f"#   {line}" for line in [*describe(plan).splitlines(), *plan.notes]))
+    if found := faults(plan, show=True):
+        print("# findings")
+        print("\n".join(f"#   {finding.line}" for finding in found))
+
+
+def _print_own_prompts(encoder: TextEncoder, item: MethodItem, class_names: tuple[str, ...]) -> None:
+    """Those of a method that has some; in full for the first class alone, as they may be 80."""
+    if item.block.prompts is None:
+        return
+    print(f"# prompts of {item.label}, so for each class")
+    print("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(class_names[:1], item.block.prompts)))
+
+
+def resolved_with_meanings(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, each key with its meaning behind it; valid as a recipe itself."""
+    blocks: dict[str, Block] = {
+        "data": recipe.data.block,
+        "protocol": recipe.protocol,
+        "encoder": recipe.encoder.block,
+        "features": recipe.features,
+        "training": recipe.training,
+        "search": recipe.search,
+        "output": recipe.output,
+    }
+    lines = [f"name: {_value(recipe.name)}"]
+    for name, block in blocks.items():
+        lines += [f"{name}:", *_commented(block, "  ")]
+    lines.append("methods:")
+    for item in recipe.methods:
+        first, *rest = _commented(item.block, "    ")
+        lines += [f"  - {first.lstrip()}", *rest]
+    return "\n".join(lines)
+
+
+def _commented(block: Block, indent: str) -> list[str]:
+    """`key: value  # meaning`, blocks within blocks in YAML's flow style."""
+    values = block.model_dump(mode="json")
+    lines = []
+    for name, field in type(block).model_fields.items():
+        line = f"{indent}{name}: {_value(values[name])}"
+        lines.append(f"{line:<{MEANING_COLUMN}}  # {field.description}" if field.description else line)
+    return lines
+
+
+def _value(value: Any) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"), sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")

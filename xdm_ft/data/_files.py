@@ -1,0 +1,69 @@
+"""Data sets whose images are files, and the groups that their paths tell."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from PIL import Image
+from pydantic import AfterValidator, Field
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.data._images import decode, printable
+from xdm_ft.errors import UserError
+
+
+def _regular_expression(pattern: str | None) -> str | None:
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ValueError(f"no regular expression: {error}") from None
+    return pattern
+
+
+GroupPattern = Annotated[
+    str | None,
+    AfterValidator(_regular_expression),
+    Field(
+        description="regular expression on an image's path; what it matches, or what its parentheses capture, is the "
+        "image's group: patient, slide, sequence. No split divides a group; null: images are independent"
+    ),
+]
+
+
+class ImageFiles(ImageDataset):
+    """Row i is the file `paths[i]` (absolute); `shown[i]` is the path as its user knows it."""
+
+    paths: list[str]
+    shown: list[str]
+
+    def image(self, row: int) -> Image.Image:
+        return decode(Path(self.paths[row]), self.name(row))
+
+    def name(self, row: int) -> str:
+        return printable(self.shown[row])
+
+    def content(self, row: int) -> str:
+        return self.paths[row]
+
+
+def numbered(values: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
+    """The distinct values, sorted, and the number of each value in that order (int64 [N])."""
+    names = sorted(set(values))
+    number = {name: i for i, name in enumerate(names)}
+    return tuple(printable(name) for name in names), np.fromiter((number[v] for v in values), np.int64, len(values))
+
+
+def groups_of(paths: list[str], pattern: str) -> np.ndarray:
+    """The group of every path, numbered (int64 [N]). Raises `UserError` where one has no match."""
+    expression = re.compile(pattern)
+    matches = [expression.search(path) for path in paths]
+    without = [path for path, match in zip(paths, matches, strict=True) if match is None]
+    if without:
+        raise UserError(
+            f'data.group: "{pattern}" matches nothing in {len(without)} of {len(paths)} paths, '
+            f"the first: {printable(without[0])}; every image needs a group"
+        )
+    return numbered(["\0".join(m.groups("")) if m.re.groups else m[0] for m in matches if m is not None])[1]

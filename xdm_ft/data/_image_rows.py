@@ -1,0 +1,53 @@
+"""Rows → image tensors, for a DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.data._images import UndecodableInLoader, UnreadableImage, unreadable_message
+from xdm_ft.data._transforms import drawing_from
+
+
+class ImageRows(Dataset[tuple[Tensor, int]]):
+    """Item `row` is (transformed image float [3,H,W], row): feed it rows through a sampler or a batch sampler.
+
+    Raises `UserError` that names the image where one does not decode, also out of DataLoader workers.
+    """
+
+    def __init__(self, dataset: ImageDataset, transform: Callable[[Image.Image], Tensor]) -> None:
+        self.dataset, self.transform = dataset, transform
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        row = int(row)
+        try:
+            image = self.dataset.image(row)
+        except UnreadableImage as error:
+            raise UndecodableInLoader(unreadable_message({row: error.reason}, self.dataset)) from error
+        return self.transform(image), row
+
+
+class DrawnRows(Dataset[tuple[Tensor, int]]):
+    """Item (row, seed) is that of `images` at `row`, whose transform draws from torch's generator seeded with `seed`.
+
+    So an image depends on its key alone, whoever reads it and whatever was read before. torch's global generator is
+    left as it was.
+    """
+
+    def __init__(self, images: ImageRows) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+        row, seed = key
+        with drawing_from(seed):
+            return self.images[row]

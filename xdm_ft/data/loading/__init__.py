@@ -1,1 +1,0 @@
-"""From rows of a data set to batches: decoding, transforms, splits and samplers."""

@@ -1,1 +1,0 @@
-"""What the encoders share: weight files read safely, downloads, corpora, the activation guard, the measured width."""

@@ -1,0 +1,85 @@
+"""What the work reads: the encoder, its cached features, its text side, and which images can not be read."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.data._images import scan, unreadable_message
+from xdm_ft.data._transforms import Preprocessing
+from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.errors import UserError
+from xdm_ft.experiment.machine import cores
+from xdm_ft.features.cache import Features, extract
+from xdm_ft.recipe.read import Recipe
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger("xdm_ft")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    pretraining: str  # of the encoder, for the protocol line
+    normalize: bool  # its features are L2-normalised
+    preprocessing: Preprocessing  # of its images
+    features: Features | None
+    text_weights: dict[tuple[str, ...] | None, Tensor]
+    """Prompts of a method → float32 [C,K]: class embeddings × logit scale. None: the encoder's prompts."""
+    unreadable: dict[int, str]  # row → why the image does not decode
+
+
+def build_encoder(recipe: Recipe, seed: int) -> Encoder:
+    """A fresh encoder; where its weights are random they depend on the seed only."""
+    from accelerate.utils import set_seed
+
+    set_seed(seed)
+    encoder: Encoder = recipe.encoder.build()
+    return encoder
+
+
+def prepare(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator: Accelerator) -> Prepared:
+    """Extracts, or finds in the cache, what the recipe's methods need."""
+    features = None
+    on_bad_image = recipe.data_common.on_bad_image
+    if recipe.needs_features:
+        features = extract(
+            encoder,
+            dataset,
+            recipe.features,
+            on_bad_image=on_bad_image,
+            device=accelerator.device,
+            show=accelerator.is_main_process,
+            augmentation=recipe.train_augmentation,
+        )
+        unreadable = features.unreadable
+    else:
+        unreadable = _scanned(recipe, dataset, on_bad_image)
+    if unreadable:
+        logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
+    weights = text_weights(recipe, encoder, dataset.class_names)
+    return Prepared(encoder.pretraining, encoder.normalize, encoder.preprocessing, features, weights, unreadable)
+
+
+def text_weights(
+    recipe: Recipe, encoder: Encoder, class_names: tuple[str, ...]
+) -> dict[tuple[str, ...] | None, Tensor]:
+    """As `Prepared.text_weights`, for the methods that read some."""
+    weights: dict[tuple[str, ...] | None, Tensor] = {}
+    for prompts in dict.fromkeys(item.block.prompts for item in recipe.methods if item.reads_text):
+        assert isinstance(encoder, TextEncoder), "the recipe's check refuses an encoder without a text side"
+        weights[prompts] = encoder.logit_scale * encoder.text_embeddings(class_names, prompts)
+    return weights
+
+
+def _scanned(recipe: Recipe, dataset: ImageDataset, on_bad_image: str) -> dict[int, str]:
+    """End to end, a broken image would otherwise be met in the middle of a training."""
+    unreadable = scan(dataset, cores())
+    if unreadable and on_bad_image == "error":
+        raise UserError(unreadable_message(unreadable, dataset))
+    return unreadable

@@ -1,0 +1,208 @@
+"""What the images hold: a hash of each one's bytes, indexed so that a warm start opens no image.
+
+A file is taken to be unchanged while its path, size, time of modification and time of status change (ctime, which can
+not be set back) are those in the index. A moved or touched file is hashed again and has the same hash. Where a file
+system keeps no ctime, a change that restores both size and time of modification goes unseen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import stat
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import xxhash
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.data._images import OF_THE_MACHINE
+from xdm_ft.errors import UserError
+from xdm_ft.progress import progress
+
+logger = logging.getLogger("xdm_ft")
+T = TypeVar("T")
+
+READERS = 8  # threads: on a network disk most of the time is waiting
+READ_BYTES = 1 << 22
+FILES_PER_COMMIT = 1024  # what a kill while hashing can lose
+WAIT_SECONDS = 60.0  # for another process that writes to the index
+_EMPTY = xxhash.xxh3_128_digest(b"")
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_SCHEMA = """CREATE TABLE IF NOT EXISTS files
+    (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, xxh3_128 BLOB) WITHOUT ROWID"""
+
+
+class Stamp(NamedTuple):
+    """What tells that a file has changed."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Content of N images."""
+
+    digests: np.ndarray  # uint8 [N,16]: xxh3_128 of the bytes; zeros where they can not be read
+    unreadable: dict[int, str] = field(default_factory=dict)  # row → why its bytes can not be read
+    files: dict[int, tuple[str, Stamp]] = field(default_factory=dict)  # row → its file, and its state when hashed
+
+    def equal(self) -> list[list[int]]:
+        """The rows of every image that is there more than once, byte for byte. Empty files are no images."""
+        rows_of: dict[bytes, list[int]] = {}
+        for row in np.flatnonzero(self.digests.any(1)).tolist():
+            rows_of.setdefault(self.digests[row].tobytes(), []).append(row)
+        rows_of.pop(_EMPTY, None)
+        return [rows for rows in rows_of.values() if len(rows) > 1]
+
+    def changed(self, rows: range) -> str | None:
+        """A file of these rows that is no longer what was hashed."""
+        for path, stamp in (self.files[row] for row in rows if row in self.files):
+            try:
+                if Stamp.of(os.stat(path)) != stamp:
+                    return path
+            except OSError:
+                return path
+        return None
+
+
+def read_contents(dataset: ImageDataset, cache: Path | None, show: bool, equal_sizes_only: bool = False) -> Contents:
+    """Hashes every image of the data set, or finds its hash in `<cache>/index.sqlite` (`cache` None: there is none).
+
+    `equal_sizes_only` leaves out files of a size that no other one has, which is enough for `Contents.equal`.
+    """
+    contents = Contents(np.zeros((len(dataset), 16), dtype=np.uint8))
+    for row in range(len(dataset)):
+        content = dataset.content(row)
+        if isinstance(content, bytes):
+            contents.digests[row] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
+            continue
+        try:
+            contents.files[row] = content if os.path.isabs(content) else os.path.abspath(content), _stamp(content)
+        except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+            contents.unreadable[row] = _reason(error)
+    if equal_sizes_only:
+        files_of = Counter(stamp.size for _, stamp in contents.files.values())
+        for row in [row for row, (_, stamp) in contents.files.items() if files_of[stamp.size] == 1]:
+            del contents.files[row]
+    if contents.files:
+        known = {} if cache is None else _with_index(cache, partial(_find, files=contents.files))
+        for row, digest in known.items():
+            contents.digests[row] = np.frombuffer(digest, np.uint8)
+        unknown = [row for row in contents.files if row not in known]
+        if unknown:
+            _hash_files(unknown, contents, cache, show)
+    return contents
+
+
+def _stamp(path: str) -> Stamp:
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("not a regular file")  # opening a pipe would wait for ever
+    return Stamp.of(status)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError):
+        if error.errno in OF_THE_MACHINE:
+            raise error
+        return error.strerror or str(error)
+    return str(error)
+
+
+def _hash_files(rows: list[int], contents: Contents, cache: Path | None, show: bool) -> None:
+    """Reads and hashes the files of these rows, and adds them to the index as it goes."""
+
+    def hashed(row: int) -> tuple[Stamp, bytes] | str:
+        try:
+            return _hash_file(contents.files[row][0])
+        except OSError as error:
+            return _reason(error)
+
+    with ThreadPoolExecutor(READERS) as pool, progress("hashing", len(rows), "images", show) as bar:
+        for first in range(0, len(rows), FILES_PER_COMMIT):
+            some, known = rows[first : first + FILES_PER_COMMIT], []
+            for row, result in zip(some, pool.map(hashed, some), strict=True):
+                path, _ = contents.files.pop(row)
+                if isinstance(result, str):
+                    contents.unreadable[row] = result
+                else:
+                    stamp, digest = result
+                    contents.files[row] = path, stamp
+                    contents.digests[row] = np.frombuffer(digest, np.uint8)
+                    known.append((os.fsencode(path), *stamp, digest))
+                bar.advance()
+            if cache is not None:
+                _with_index(cache, partial(_add, known=known))
+
+
+def _hash_file(path: str) -> tuple[Stamp, bytes]:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        before = Stamp.of(os.fstat(file.fileno()))
+        while chunk := file.read(READ_BYTES):
+            digest.update(chunk)
+        if Stamp.of(os.fstat(file.fileno())) != before:
+            raise UserError(f"{path}: is being written to; run again when the data are complete")
+    return before, digest.digest()
+
+
+def _find(index: sqlite3.Connection, files: Mapping[int, tuple[str, Stamp]]) -> dict[int, bytes]:
+    """Row → hash, for files that are as the index knows them."""
+    index.execute("CREATE TEMP TABLE wanted (row INTEGER PRIMARY KEY, path BLOB, size, mtime_ns, ctime_ns)")
+    wanted = ((row, os.fsencode(path), *stamp) for row, (path, stamp) in files.items())
+    index.executemany("INSERT INTO wanted VALUES (?, ?, ?, ?, ?)", wanted)
+    return dict(
+        index.execute(
+            "SELECT row, xxh3_128 FROM wanted CROSS JOIN files USING (path, size, mtime_ns, ctime_ns)"
+            " WHERE length(xxh3_128) = 16"
+        )
+    )
+
+
+def _add(index: sqlite3.Connection, known: list[tuple[bytes, int, int, int, bytes]]) -> None:
+    index.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", known)
+
+
+def _with_index(cache: Path, work: Callable[[sqlite3.Connection], T]) -> T:
+    """`work` in one transaction on the index. A damaged index is thrown away: it only saves time."""
+    path = cache / "index.sqlite"
+    try:
+        return _transaction(path, work)
+    except sqlite3.DatabaseError as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+        if code == sqlite3.SQLITE_FULL:
+            raise UserError(f"{path}: the disk is full; make room, or set features.dir to another disk") from error
+        if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+            raise UserError(f"{path}: can not be written ({error}); mend it, or set features.dir") from error
+        if code not in _DAMAGED:
+            raise
+        logger.warning("%s is damaged (%s): hashing the images again", path, error)
+        for suffix in ("", "-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        return _transaction(path, work)
+
+
+def _transaction(path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
+    # opened anew each time: a connection must not be carried into forked DataLoader workers
+    path.touch(mode=0o600)
+    with closing(sqlite3.connect(path, timeout=WAIT_SECONDS)) as index:
+        index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait for each other
+        index.execute("PRAGMA temp_store = MEMORY")
+        with index:
+            index.execute(_SCHEMA)
+            return work(index)

@@ -1,0 +1,1 @@
+"""Who is held out: splits, their parts and groups, and samplers."""

@@ -1,0 +1,128 @@
+"""Which rows are in which batch, as a function of seed and step; and rows → image tensors for a DataLoader."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from xdm_ft.errors import UserError
+from xdm_ft.randomness import Stream, integers, permutation
+
+SamplerName = Literal["per_domain", "class_balanced", "pooled"]
+
+
+class BatchSampler(ABC):
+    """Rows of every batch. A pure function of seed and step: it can start anywhere and has no state to save."""
+
+    batch: int  # rows per step
+
+    @abstractmethod
+    def indices(self, first: int, last: int) -> Tensor:
+        """The rows of steps first…last−1: int64 [last − first, batch]."""
+
+
+class PerDomainSampler(BatchSampler):
+    """`batch_size` rows from each of D pools at every step, domain after domain.
+
+    Rows are drawn uniformly with replacement, as in DomainBed's infinite loaders (Gulrajani & Lopez-Paz 2021).
+    """
+
+    def __init__(self, pools: Sequence[Tensor], batch_size: int, seed: int) -> None:
+        _refuse_empty(pools)
+        self.batch, self.seed = batch_size * len(pools), seed
+        self.rows = torch.cat(list(pools))
+        sizes = torch.tensor([len(pool) for pool in pools])
+        self.size = sizes.repeat_interleave(batch_size)  # [batch]: size of the pool that each place draws from
+        self.start = (sizes.cumsum(0) - sizes).repeat_interleave(batch_size)  # [batch]: where it begins in `rows`
+
+    def indices(self, first: int, last: int) -> Tensor:
+        steps = torch.arange(first, last)[:, None]  # [S,1]
+        place = torch.arange(self.batch)[None]  # [1,batch]
+        return self.rows[self.start + integers(self.seed, steps, Stream.BATCH, place, self.size)]  # [S,batch]
+
+
+class ClassBalancedSampler(BatchSampler):
+    """`batch_size` rows from each of D pools at every step, domain after domain, its classes alike.
+
+    Each is drawn in two steps, with replacement: a class uniformly among those that the pool has, then a row of that
+    class uniformly.
+    """
+
+    def __init__(self, pools: Sequence[Tensor], batch_size: int, seed: int, labels: Tensor) -> None:
+        """`labels` int64 [N] are those of all rows, by their number."""
+        _refuse_empty(pools)
+        self.batch, self.seed = batch_size * len(pools), seed
+        ordered = [pool[labels[pool].argsort(stable=True)] for pool in pools]
+        self.rows = torch.cat(ordered)
+        sizes = [labels[rows].unique_consecutive(return_counts=True)[1] for rows in ordered]
+        self.size = torch.cat(sizes)  # of every class of every pool
+        self.start = self.size.cumsum(0) - self.size  # where it begins in `rows`
+        classes = torch.tensor([len(of_pool) for of_pool in sizes])
+        self.classes = classes.repeat_interleave(batch_size)  # [batch]: number of classes that each place draws from
+        self.first = (classes.cumsum(0) - classes).repeat_interleave(batch_size)  # [batch]: the first of them
+
+    def indices(self, first: int, last: int) -> Tensor:
+        steps = torch.arange(first, last)[:, None]  # [S,1]
+        place = torch.arange(self.batch)[None]  # [1,batch]
+        drawn = self.first + integers(self.seed, steps, Stream.BATCH_CLASS, place, self.classes)  # [S,batch]
+        return self.rows[self.start[drawn] + integers(self.seed, steps, Stream.BATCH, place, self.size[drawn])]
+
+
+class PooledSampler(BatchSampler):
+    """`batch_size` rows from all pools together, by successive seeded permutations.
+
+    Every row comes once per epoch; a batch may straddle two epochs, and no row is left over.
+    """
+
+    def __init__(self, pools: Sequence[Tensor], batch_size: int, seed: int) -> None:
+        _refuse_empty(pools)
+        self.batch, self.seed = batch_size, seed
+        self.rows = torch.cat(list(pools))
+        # only a memory of what is recomputed at will: callers ask for neighbouring steps, which share an epoch
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def _permutation(self, epoch: int) -> Tensor:
+        order = self.rows[permutation(self.seed, epoch, Stream.PERMUTATION, len(self.rows))]
+        return order.int() if int(order.max()) < 1 << 31 else order  # half the memory
+
+    def indices(self, first: int, last: int) -> Tensor:
+        n, begin, end = len(self.rows), first * self.batch, last * self.batch
+        pieces = [
+            self._order(epoch)[max(begin - epoch * n, 0) : end - epoch * n]
+            for epoch in range(begin // n, -(-end // n))
+        ]  # fmt: skip
+        return torch.cat([self.rows[:0], *(piece.long() for piece in pieces)]).view(
+            last - first, self.batch
+        )  # [S,batch]
+
+
+def _refuse_empty(pools: Sequence[Tensor]) -> None:
+    if not pools or any(len(pool) == 0 for pool in pools):
+        raise ValueError("a sampler needs at least one pool, and a row in each of them")
+
+
+def sampler(name: SamplerName, pools: Sequence[Tensor], batch_size: int, seed: int, labels: Tensor) -> BatchSampler:
+    """The sampler that `training.sampler` names, over one pool of rows (int64) per training domain.
+
+    `labels` int64 [N] are those of all rows, by their number.
+    """
+    if name == "class_balanced":
+        return ClassBalancedSampler(pools, batch_size, seed, labels.cpu())
+    return {"per_domain": PerDomainSampler, "pooled": PooledSampler}[name](pools, batch_size, seed)
+
+
+def steps_of(steps: int | None, epochs: float | None, rows: int, batch: int) -> int:
+    """The number of training steps: `steps`, or as many as `epochs` passes over `rows` rows need (rounded up)."""
+    if (steps is None) == (epochs is None):
+        raise UserError("training: give either steps or epochs")
+    if steps is not None:
+        return steps
+    # decimal, as typed: in binary 0.7 epochs of 10 rows are a little more than 7
+    return math.ceil(Fraction(str(epochs)) * rows / batch)

@@ -1,0 +1,337 @@
+"""Which images train, which select, which test: the protocol's splits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.data._images import NAMED_AT_MOST
+from xdm_ft.data._stratification import validation_part
+from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.protocol.domainbed_split import validation_rows
+from xdm_ft.protocol.split_notes import independence, seen_or_unseen
+from xdm_ft.settings import Block
+
+Rule = Literal["train_val", "val_domain", "cross_domain", "oracle"]
+SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_domain", "oracle": "test_val"}
+"""Selection rule → the split whose metric it looks at. `oracle` looks at a part of the test domain: cheating.
+`cross_domain` looks at other models (`derived_splits.without`)."""
+
+MOST_SEEDS = 10_000
+Metric = Literal["accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "nll", "ece"]
+
+
+class Protocol(Block):
+    """How performance on an unseen domain is estimated."""
+
+    name: Annotated[
+        Literal["leave_one_domain_out", "official"],
+        Field(description="leave_one_domain_out: each test domain in turn; official: the split of the data set"),
+    ] = "leave_one_domain_out"
+    test_domains: Annotated[
+        tuple[str, ...] | None,
+        Field(description="domains held out in turn; null: all (leave_one_domain_out only)", min_length=1),
+    ] = None
+    split_rule: Annotated[
+        Literal["stratified", "domainbed"],
+        Field(
+            description="how validation parts are drawn: stratified by class, groups kept together; or exactly "
+            "DomainBed's, whose trial seed is the seed (leave_one_domain_out only)"
+        ),
+    ] = "stratified"
+    val_fraction: Annotated[
+        float, Field(gt=0, lt=1, description="fraction of each training domain kept for validation")
+    ] = 0.2
+    selection: Annotated[
+        Rule,
+        Field(
+            description="which images pick the step, and the headline: train_val, validation parts of the training "
+            "domains; val_domain, the official validation domain; cross_domain, each training domain under a model "
+            "trained without it (extra models); oracle, a part of the test domain (cheating). All but cross_domain "
+            "are reported beside it where the data allows"
+        ),
+    ] = "train_val"
+    metric: Annotated[Metric, Field(description="metric that selects the step, and the headline of the tables")] = (
+        "accuracy"
+    )
+    seeds: Annotated[tuple[int, ...], Field(min_length=1, description="a count n (seeds 0…n−1) or a list of seeds")] = (
+        0,
+        1,
+        2,
+    )
+    final_fit: Annotated[
+        bool,
+        Field(
+            description="afterwards train the method of the best selection value on all labelled images of all "
+            "domains, to the median selected step: the model to ship, whose estimate is the table's"
+        ),
+    ] = False
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _count_to_list(cls, value: object) -> object:
+        if isinstance(value, int) and not isinstance(value, bool):
+            if value < 1:
+                raise ValueError("at least 1 seed is needed")
+            if value > MOST_SEEDS:
+                raise ValueError(f"at most {MOST_SEEDS} seeds")
+            return tuple(range(value))
+        return value
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of one model: what it trains on and what it is evaluated on. Row numbers are those of the data set."""
+
+    test_domains: tuple[str, ...]
+    train_domains: tuple[str, ...]  # names, in the order of `Batch.domain`
+    train: tuple[Tensor, ...]  # int64 rows, one tensor per training domain
+    evaluation: dict[str, Tensor]  # split name (train_val | val_domain | test | test_val) → int64 rows
+    domain_of: Tensor  # int64 [number of domains of the data set] → 0…D−1 of `train_domains`, −1 for the others
+    notes: tuple[str, ...] = field(default=())  # what the protocol line must say of this split
+
+    @property
+    def tested_on(self) -> str:
+        """What the domains of the test images are to training: unseen, seen, or some of them."""
+        return seen_or_unseen(self.test_domains, self.train_domains)
+
+
+def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> list[Split]:
+    """One split per test domain, in the order of `protocol.test_domains` (or of the data set); one in all if official.
+
+    `unreadable` rows are in no part. Raises `UserError` where the data does not bear the protocol.
+    """
+    if protocol.name == "official":
+        return [official(dataset, protocol, seed, unreadable)]
+    held_out = protocol.test_domains or dataset.domain_names
+    if len(set(held_out)) < len(held_out):
+        raise UserError(f"protocol.test_domains: names a domain twice: {', '.join(held_out)}")
+    return [leave_one_domain_out(dataset, protocol, name, seed, unreadable) for name in held_out]
+
+
+def rules_of(protocol: Protocol, planned: Iterable[Split]) -> tuple[str, ...]:
+    """The recipe's selection rule, then the others that every split bears."""
+    parts = set.intersection(*(set(split.evaluation) for split in planned))
+    others = [rule for rule, name in SELECTION_SPLIT.items() if name in parts]
+    return tuple(dict.fromkeys([protocol.selection, *others]))
+
+
+def leave_one_domain_out(
+    dataset: ImageDataset, protocol: Protocol, test_domain: str, seed: int, unreadable: Collection[int] = ()
+) -> Split:
+    """All of `test_domain` tests; the other domains train, but for their validation parts.
+
+    All labelled images take part, those too that an official split tests or leaves out. Validation parts are as
+    `parts_of` says. Source images whose group is also in `test_domain` are left out.
+    """
+    if test_domain not in dataset.domain_names:
+        known = list(dataset.domain_names)
+        raise UserError(
+            f'protocol.test_domains: no domain "{test_domain}" in the data{did_you_mean(test_domain, known)}'
+        )
+    held_out = dataset.domain_names.index(test_domain)
+    train_domains = tuple(name for name in dataset.domain_names if name != test_domain)
+    if not train_domains:
+        raise UserError(
+            f'data: "{test_domain}" is the only domain; leave_one_domain_out needs a second one to train on'
+        )
+    readable = np.ones(len(dataset), dtype=bool)
+    readable[list(unreadable)] = False
+    is_test = readable & (dataset.domains == held_out)
+    is_source = readable & (dataset.domains != held_out)
+    check_classes(dataset, np.flatnonzero(readable), range(len(dataset.domain_names)))
+
+    notes = []
+    if dataset.groups is not None:
+        shared = is_source & np.isin(dataset.groups, dataset.groups[is_test])
+        if shared.any():
+            is_source &= ~shared
+            notes.append(f"{shared.sum()} training images left out whose group is also in {test_domain}")
+    is_train, is_val, how = parts_of(dataset, protocol, is_source, is_test, seed)
+    evaluation = {
+        "train_val": np.flatnonzero(is_val & is_source),
+        "test": np.flatnonzero(is_test),
+        "test_val": np.flatnonzero(is_val & is_test),
+    }
+    train = np.flatnonzero(is_train & is_source)
+    return _split(dataset, protocol, (test_domain,), train_domains, train, evaluation, notes + how)
+
+
+def parts_of(
+    dataset: ImageDataset, protocol: Protocol, is_source: np.ndarray, is_test: np.ndarray, seed: int
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Which rows train and which validate, bool [N], and what the protocol line must say of it.
+
+    Validation parts are stratified by domain and class, drawn from `seed`, and divide no group; unless groups span
+    domains, a domain's part is the same whichever domain is held out. `split_rule: domainbed` draws DomainBed's. Where
+    the data set comes with validation images of its domains (its split "val"), these validate and all others train.
+    An official split that does not divide each domain is set aside: WILDS' parts are whole hospitals, or years.
+    """
+    own = _own_validation(dataset)
+    if protocol.split_rule == "domainbed":
+        if dataset.splits is not None:
+            raise UserError("protocol.split_rule: the data comes with its own split; domainbed would ignore it")
+        if dataset.groups is not None:
+            raise UserError("protocol.split_rule: domainbed would divide groups; use stratified, or leave groups out")
+        if not dataset.folder_order:
+            raise UserError("protocol.split_rule: domainbed counts images in the order of folders; use stratified here")
+        rows = [validation_rows(dataset.domains, protocol.val_fraction, seed)]
+        how = ["validation parts as DomainBed draws them", "tested on the whole held-out domain (DomainBed: on 80%)"]
+    elif own is not None:
+        return ~own, own, ["validation parts as they come with the data"]
+    else:
+        rows = [
+            _validation_part(dataset, np.flatnonzero(part), protocol.val_fraction, seed)
+            for part in (is_source, is_test)
+        ]
+        how = [] if dataset.splits is None else ["the data's own split set aside, all labelled images take part"]
+    is_val = np.zeros(len(dataset), dtype=bool)
+    is_val[np.concatenate(rows)] = True
+    return ~is_val, is_val, how
+
+
+def _own_validation(dataset: ImageDataset) -> np.ndarray | None:
+    """The data set's own validation rows, bool [N], where each domain has others beside them to train on.
+
+    Each domain must have some, unless the split is one into train and val alone.
+    """
+    if dataset.splits is None:
+        return None
+    is_val = dataset.splits == "val"
+    every, validated, others = (set(dataset.domains[rows].tolist()) for rows in (slice(None), is_val, ~is_val))
+    divides = validated == every or set(dataset.splits.tolist()) == {"train", "val"}
+    return is_val if divides and others == every else None
+
+
+def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> Split:
+    """The split of the data itself. Its val rows are `train_val` where their domain also trains, else `val_domain`.
+
+    A data set that tells the two apart itself has the word. `test_val`, which only the oracle rule looks at, is a
+    stratified part of the test rows drawn from `seed`.
+    """
+    if dataset.splits is None:
+        raise UserError(
+            "protocol.name: official needs data that comes with a split (a table: with a column split); "
+            "use leave_one_domain_out"
+        )
+    if protocol.test_domains is not None:
+        raise UserError("protocol.test_domains: the official split decides what is tested; leave it out")
+    if protocol.split_rule != "stratified":
+        raise UserError("protocol.split_rule: the official split decides what validates; leave it out")
+    readable = usable(dataset, unreadable)
+    train, val, test = (np.flatnonzero(readable & (dataset.splits == part)) for part in ("train", "val", "test"))
+    for part, rows in (("train", train), ("test", test)):
+        if len(rows) == 0:
+            raise UserError(f'protocol.name: official: the data holds no image whose split is "{part}"')
+    trains = np.isin(np.arange(len(dataset.domain_names)), dataset.domains[train])  # bool [domains]
+    of_training_domain = np.zeros(len(dataset), dtype=bool)
+    of_training_domain[val] = trains[dataset.domains[val]]
+    says = {part: readable & (dataset.splits == part) for part in ("val", "train_val", "val_domain")}
+    evaluation = {
+        "train_val": np.flatnonzero(says["train_val"] | (says["val"] & of_training_domain)),
+        "val_domain": np.flatnonzero(says["val_domain"] | (says["val"] & ~of_training_domain)),
+        "test": test,
+        "test_val": _validation_part(dataset, test, protocol.val_fraction, seed),
+    }
+    names = np.array(dataset.domain_names)
+    test_domains = tuple(names[np.unique(dataset.domains[test])].tolist())
+    return _split(dataset, protocol, test_domains, tuple(names[trains].tolist()), train, evaluation, [])
+
+
+def usable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
+    """Rows that decode and that the data set's own split does not leave out, bool [N]."""
+    usable = np.ones(len(dataset), dtype=bool) if dataset.splits is None else dataset.splits != ""
+    usable[list(unreadable)] = False
+    return usable
+
+
+def check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int], where: str = "") -> None:
+    """Refuses a domain with no image among `rows`, or of one class only: the domain would tell the class."""
+    count = _images(dataset, rows)
+    for domain in domains:
+        present = np.flatnonzero(count[domain])
+        if len(present) < 2:
+            only = f'images of one class only ("{dataset.class_names[present[0]]}")' if len(present) else "no image"
+            raise UserError(
+                f'data: the domain "{dataset.domain_names[domain]}" has {only}{where}; add some, or remove the domain'
+            )
+
+
+def _images(dataset: ImageDataset, rows: np.ndarray) -> np.ndarray:
+    """The number of images of every class in every domain: int64 [domains, classes]."""
+    num_domains, num_classes = len(dataset.domain_names), len(dataset.class_names)
+    stratum = dataset.domains[rows] * num_classes + dataset.labels[rows]
+    return np.bincount(stratum, minlength=num_domains * num_classes).reshape(num_domains, num_classes)
+
+
+def _split(
+    dataset: ImageDataset,
+    protocol: Protocol,
+    test_domains: tuple[str, ...],
+    train_domains: tuple[str, ...],
+    train: np.ndarray,
+    evaluation: dict[str, np.ndarray],
+    notes: list[str],
+) -> Split:
+    evaluation = {name: rows for name, rows in evaluation.items() if len(rows)}
+    held_out = ", ".join(test_domains)
+    grouped = dataset.groups is not None
+    numbers = [dataset.domain_names.index(name) for name in train_domains]
+    anew = "; if groups are numbered anew in each domain, data.group must capture the domain too" if grouped else ""
+    check_classes(dataset, train, numbers, f" left for training with {held_out} held out{anew}")
+    if protocol.selection == "cross_domain" and len(train_domains) < 2:
+        raise UserError(
+            f"protocol.selection: cross_domain leaves out one training domain at a time; with {held_out} held out "
+            f"there is only {train_domains[0]}"
+        )
+    needed = SELECTION_SPLIT.get(protocol.selection)
+    if needed is not None and needed not in evaluation:
+        able = [rule for rule, name in SELECTION_SPLIT.items() if name in evaluation]
+        raise UserError(
+            f"protocol.selection: {protocol.selection} needs {needed} images; none with {held_out} held out"
+            + (f" (a group may be too large for val_fraction {protocol.val_fraction})" if grouped else "")
+            + f"; possible here: {', '.join(able) or 'none'}"
+        )
+    domain_of = np.full(len(dataset.domain_names), -1, dtype=np.int64)
+    domain_of[numbers] = np.arange(len(numbers))
+    of_row = domain_of[dataset.domains[train]]
+    parts = [train[of_row == d] for d in range(len(numbers))]
+    split = Split(
+        test_domains=test_domains,
+        train_domains=train_domains,
+        train=tuple(torch.from_numpy(part) for part in parts),
+        evaluation={name: torch.from_numpy(rows) for name, rows in evaluation.items()},
+        domain_of=torch.from_numpy(domain_of),
+    )
+    notes = [f"tested on {split.tested_on}", independence(dataset, train, evaluation), *notes]
+    return replace(split, notes=(*notes, *_gaps(dataset, train, evaluation, numbers)))
+
+
+def _gaps(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray], numbers: list[int]) -> list[str]:
+    """What a training domain (of these `numbers`) lacks: classes, or validation images."""
+    lacking = [
+        f"no training image of {dataset.class_names[c]} in {dataset.domain_names[numbers[d]]}"
+        for d, c in np.argwhere(_images(dataset, train)[numbers] == 0).tolist()
+    ]
+    notes = lacking[:NAMED_AT_MOST]
+    if len(lacking) > NAMED_AT_MOST:
+        notes.append(f"and {len(lacking) - NAMED_AT_MOST} more classes missing from a training domain")
+    if "train_val" in evaluation:
+        validated = set(dataset.domains[evaluation["train_val"]].tolist())
+        without = [dataset.domain_names[d] for d in numbers if d not in validated]
+        notes += [f"no validation image of {name}, which train_val leaves out" for name in without]
+    return notes
+
+
+def _validation_part(dataset: ImageDataset, rows: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Stratified by domain and class."""
+    stratum = dataset.domains[rows] * len(dataset.class_names) + dataset.labels[rows]
+    group = None if dataset.groups is None else dataset.groups[rows]
+    return validation_part(rows, stratum, group, fraction, seed)

@@ -1,0 +1,237 @@
+"""YAML → typed, frozen settings. All faults are found at once, before any data is read."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from xdm_ft.algorithms import Algorithm
+from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.features import FeatureSettings
+from xdm_ft.protocol.splits import Protocol
+from xdm_ft.recipe import components
+from xdm_ft.recipe.blocks import (
+    Component,
+    DataCommon,
+    EncoderCommon,
+    MethodCommon,
+    MethodItem,
+    Output,
+    Recipe,
+)
+from xdm_ft.recipe.faults import Faults, check_together
+from xdm_ft.recipe.search import Search
+from xdm_ft.recipe.text import Key, RecipeText, dotted, read_recipe
+from xdm_ft.settings import Block
+from xdm_ft.training import Training
+
+logger = logging.getLogger("xdm_ft")
+
+
+LONGEST = 120  # characters of a value that a message repeats
+BLOCKS: dict[str, type[Block]] = {
+    "protocol": Protocol,
+    "features": FeatureSettings,
+    "training": Training,
+    "search": Search,
+    "output": Output,
+}
+COMPONENTS: dict[str, tuple[str, type[Block]]] = {"data": ("data", DataCommon), "encoder": ("encoders", EncoderCommon)}
+KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "search", "output"]
+
+
+def load(name: str, overrides: list[str] | None = None) -> Recipe:
+    """The checked recipe. Raises `UserError` with one line per fault."""
+    return check(read_recipe(name, overrides or []))
+
+
+def check(text: RecipeText) -> Recipe:
+    faults = Faults(text)
+    values = _spread(faults)
+    for key in values:
+        if key not in KEYS:
+            faults.add((key,), f"unknown key{did_you_mean(key, KEYS)}")
+    name = values.get("name")
+    if not isinstance(name, str) or not name or set(name) & set("/\\\0") or name in (".", ".."):
+        faults.add(("name",), "a recipe needs a name, a text without slashes; it names the run directory")
+    found: dict[str, Any] = {}
+    for block, (folder, common) in COMPONENTS.items():
+        found[block] = _component(faults, (block,), folder, common, values.get(block))
+    for block, model in BLOCKS.items():
+        found[block] = _block(faults, (block,), model, values.get(block, {}))
+    found["methods"] = _methods(faults, values.get("methods"))
+    faults.raise_if_any()
+    found["search"] = found["search"].for_data(found["data"].name)
+    recipe = Recipe(name=str(name), **found)
+    check_together(faults, recipe)
+    faults.raise_if_any()
+    augmented = recipe.data.block.model_copy(update={"train_augmentation": recipe.train_augmentation})
+    return replace(recipe, data=replace(recipe.data, block=augmented))
+
+
+def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block | None:
+    if not isinstance(values, dict):
+        faults.add(key, f"must be a block of keys, not {type(values).__name__}")
+        return None
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        known = list(components.describe(model))
+        for fault in error.errors():
+            place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
+            faults.add((*key, *place), _sentence(dict(fault), place, known))
+        return None
+
+
+def _sentence(fault: dict[str, Any], place: Key, known: list[str]) -> str:
+    if fault["type"] == "extra_forbidden":
+        if len(place) > 1:
+            return "unknown key"
+        prefixed = [key for key in known if key.endswith(f".{place[0]}")]
+        return "unknown key" + (f"; write {' or '.join(prefixed)}" if prefixed else did_you_mean(str(place[0]), known))
+    if fault["type"] == "missing":
+        return "is needed"
+    message = fault["msg"].removeprefix("Value error, ")
+    given = repr(fault["input"])
+    return f"{message[0].lower()}{message[1:]}, given {given if len(given) <= LONGEST else f'{given[:LONGEST]}…'}"
+
+
+def _named(faults: Faults, key: Key, folder: str, name: Any) -> type[Any] | None:
+    try:
+        return components.find(folder, str(name))
+    except UserError as error:
+        faults.add((*key, "name"), str(error))
+        return None
+
+
+def _component(faults: Faults, key: Key, folder: str, common: type[Block], values: Any) -> Component | None:
+    if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+        faults.add(key, f"needs a name; known: {', '.join(components.names(folder))}")
+        return None
+    cls = _named(faults, key, folder, values["name"])
+    if cls is None:
+        return None
+    model = components.settings_model(cls, common)
+    block = _block(faults, key, model, _without_leftovers(faults.text, key, model, values))
+    own = tuple(field for field in model.model_fields if field not in common.model_fields)
+    return Component(values["name"], cls, block, own) if block is not None else None
+
+
+def _without_leftovers(text: RecipeText, key: Key, model: type[Block], values: dict[str, Any]) -> dict[str, Any]:
+    """Where the command line names another component, the file's keys that only the former one knows are dropped."""
+    if (*key, "name") not in text.overridden:
+        return values
+    kept = {k: v for k, v in values.items() if k in model.model_fields or (*key, k) in text.overridden}
+    for dropped in values.keys() - kept.keys():
+        logger.info("%s: %s.%s does not apply to %s and is left out", text.origin, dotted(key), dropped, values["name"])
+    return kept
+
+
+def _spread(faults: Faults) -> dict[str, Any]:
+    """The recipe's values, with `METHOD.KEY=VALUE` of the command line in every item of `methods` that has METHOD."""
+    text, folder_of = faults.text, components.method_parts()
+    assigned = {key[0] for key in text.overridden if key[:1] not in text.lines} & folder_of.keys()
+    values = {key: value for key, value in text.values.items() if key not in assigned}
+    if not isinstance(values.get("methods"), list):
+        return values
+    items = values["methods"] = list(values["methods"])
+    for name in sorted(map(str, assigned)):
+        settings, places = text.values[name], [i for i, item in enumerate(items) if name in _parts_of(item)]
+        if not isinstance(settings, dict):
+            faults.add((name,), f"has keys of its own; write {name}.KEY=VALUE")
+        elif not places:
+            faults.add((name, *list(settings)[:1]), f"no item of methods has {name}; add it to one, or leave this out")
+        else:
+            own = {
+                key if folder_of[name] == "algorithms" else f"{name}.{key}": value for key, value in settings.items()
+            }
+            for i in places:
+                items[i] = ({"name": items[i]} if isinstance(items[i], str) else items[i]) | own
+                text.overridden |= {("methods", i, key) for key in own}
+    return values
+
+
+def _parts_of(item: Any) -> list[str]:
+    """The names of the components of an item of `methods`, as it is written."""
+    name = item.get("name") if isinstance(item, dict) else item
+    if not isinstance(name, str):
+        return []
+    first, behind = split_name(name)
+    return [first, *behind]
+
+
+def _methods(faults: Faults, values: Any) -> tuple[MethodItem, ...]:
+    if not isinstance(values, list) or not values:
+        faults.add(("methods",), "a recipe needs a list of at least one method, e.g. [erm, xdomainmix]")
+        return ()
+    items = [_method(faults, ("methods", i), value) for i, value in enumerate(values)]
+    labels = dict[str, int]()
+    for i, item in enumerate(items):
+        if item is not None and labels.setdefault(item.label, i) != i:
+            faults.add(
+                ("methods", i), f'two methods are called "{item.label}" in results; give one a label: of its own'
+            )
+    return tuple(item for item in items if item is not None)
+
+
+def split_name(name: str) -> tuple[str, list[str]]:
+    """`xdomainmix+sam+swad` → (xdomainmix, [sam, swad]); what goes behind a method, alone (`sam`), goes behind erm."""
+    first, *behind = name.split("+")
+    alone = first not in components.names("algorithms") and any(first in components.names(f) for f in components.BEHIND)
+    return ("erm", [first, *behind]) if alone else (first, behind)
+
+
+def _method(faults: Faults, key: Key, value: Any) -> MethodItem | None:
+    values = {"name": value} if isinstance(value, str) else value
+    if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+        faults.add(key, "a method is a name, or a block with a name: and settings")
+        return None
+    algorithm_name, behind = split_name(values["name"])
+    cls = _named(faults, key, "algorithms", algorithm_name)
+    added = _behind(faults, key, behind)
+    if cls is None or added is None:
+        return None
+    if added and not issubclass(cls, Algorithm):
+        faults.add((*key, "name"), f"{algorithm_name} is not trained by gradient steps, so +{behind[0]} has no meaning")
+        return None
+    model = components.settings_model(cls, MethodCommon)
+    for name, part in added.values():
+        model = components.settings_model(part, model, prefix=f"{name}.")
+    if cls.needs_text and issubclass(cls, Algorithm):
+        values = {"head_init": "zero_shot", **values}
+    block = _block(faults, key, model, values)
+    if not isinstance(block, MethodCommon):
+        return None
+    parts = {
+        folder: Component(name, part, block, tuple(components.settings_model(part).model_fields), prefix=f"{name}.")
+        for folder, (name, part) in added.items()
+    }
+    return MethodItem(
+        label=block.label or block.name,
+        head_init=block.head_init,
+        algorithm=Component(algorithm_name, cls, block, tuple(components.settings_model(cls).model_fields)),
+        sharpness=parts.get("sharpness"),
+        averaging=parts.get("averaging"),
+        block=block,
+    )
+
+
+def _behind(faults: Faults, key: Key, names: list[str]) -> dict[str, tuple[str, type[Any]]] | None:
+    """Folder → name and class of what stands behind the algorithm's name; None where it is faulty."""
+    known = {name: folder for folder in components.BEHIND for name in components.names(folder)}
+    found: dict[str, tuple[str, type[Any]]] = {}
+    for name in names:
+        folder = known.get(name)
+        if folder is None:
+            faults.add(
+                (*key, "name"), f'no "{name}" in {" or ".join(components.BEHIND)}{did_you_mean(name, list(known))}'
+            )
+            return None
+        if folder in found:
+            faults.add((*key, "name"), f"+{found[folder][0]} and +{name} do not go together; keep one")
+            return None
+        found[folder] = (name, components.find(folder, name))
+    return found

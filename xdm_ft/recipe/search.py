@@ -1,0 +1,195 @@
+"""Hyper-parameters that are searched: where each one lies, and the draw of every trial.
+
+A draw is a function of the trial and the key alone: the same on every machine, for every method, held-out domain and
+seed, so that common hyper-parameters are drawn identically for all methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal
+from zlib import crc32
+
+import torch
+from pydantic import Field, model_validator
+
+from xdm_ft.randomness import Stream, uniform
+from xdm_ft.settings import Block
+
+Value = float | int | str | bool
+Bounds = tuple[float, float]
+EDGE = 0.05  # of a range, on either side
+
+
+class Distribution(Block):
+    """Where a hyper-parameter is drawn from: exactly one of the three."""
+
+    log_uniform: Annotated[Bounds | None, Field(description="[low, high], uniform in the logarithm")] = None
+    uniform: Annotated[Bounds | None, Field(description="[low, high]")] = None
+    choice: Annotated[tuple[Value, ...] | None, Field(min_length=1, description="values, each as likely")] = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Distribution:
+        given = [name for name in ("log_uniform", "uniform", "choice") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError("give exactly one of log_uniform, uniform, choice")
+        bounds = self.log_uniform or self.uniform
+        if bounds is not None and not (math.isfinite(bounds[0]) and bounds[0] < bounds[1] < math.inf):
+            raise ValueError("low must be below high")
+        if self.log_uniform is not None and self.log_uniform[0] <= 0:
+            raise ValueError("log_uniform needs a low above 0")
+        return self
+
+    @property
+    def bounds(self) -> Bounds | None:
+        return self.log_uniform or self.uniform
+
+    def at(self, u: float) -> Value:
+        """The value at the quantile u in [0, 1)."""
+        if self.choice is not None:
+            return self.choice[int(u * len(self.choice))]
+        assert self.bounds is not None
+        low, high = self.bounds
+        if self.log_uniform is not None:
+            return math.exp(math.log(low) + u * (math.log(high) - math.log(low)))
+        return low + u * (high - low)
+
+    def place(self, value: float) -> float:
+        """The quantile of a value: 0 at the low end, 1 at the high one."""
+        assert self.bounds is not None
+        low, high = self.bounds
+        if self.log_uniform is not None:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return (value - low) / (high - low)
+
+
+def _powers(low: float, high: float) -> Distribution:
+    return Distribution(log_uniform=(10**low, 10**high))
+
+
+# DomainBed's ranges of what its methods add (hparams_registry.py, `_hparams`), under the names that they have here
+_OF_METHODS = {
+    "irm.penalty_weight": _powers(-1, 5),
+    "vrex.penalty_weight": _powers(-1, 5),
+    "mixup.alpha": _powers(-1, 1),
+    "groupdro.eta": _powers(-3, -1),
+    "coral.gamma": _powers(-1, 1),
+    "rsc.feature_drop": Distribution(uniform=(0.001, 0.5)),
+    "rsc.batch_drop": Distribution(uniform=(0.001, 0.5)),
+    "fish.meta_lr": Distribution(choice=(0.05, 0.1, 0.5)),
+}
+# The values that the method's own code draws from; SAGM's: domainbed/hparams_registry.py of Wang-pengfei/SAGM. That
+# code does not use the ρ that it draws (algorithms.py holds it at 0.05); its default α, 0.001, is not among the draws.
+_OF_THE_PAPER = {
+    "xdomainmix.p_discard": Distribution(choice=(0.2, 0.3, 0.4)),
+    "sam.rho": Distribution(choice=(0.05, 0.1)),
+    "sagm.rho": Distribution(choice=(0.01, 0.02, 0.05, 0.1)),
+    "sagm.alpha": Distribution(choice=(0.01, 0.02, 0.05, 0.1)),
+}
+PRESETS: dict[str, dict[str, Distribution]] = {
+    "none": {},
+    "frozen": {"lr": _powers(-4, -1), "weight_decay": _powers(-6, -2), **_OF_METHODS, **_OF_THE_PAPER},
+    "domainbed": {
+        "encoder_lr": _powers(-5, -3.5),
+        "lr": _powers(-5, -3.5),
+        "weight_decay": _powers(-6, -2),
+        "batch_size": Distribution(log_uniform=(2**3, 2**5.5)),
+        **_OF_METHODS,
+        **_OF_THE_PAPER,
+    },
+}
+"""`frozen`: heads on cached features. `domainbed`: DomainBed's default ranges for images that are not tiny (Gulrajani &
+Lopez-Paz 2021), lr and encoder_lr drawn as one; what else it draws (dropout,
+annealing steps) stays as the recipe has it."""
+
+OF_DATA: dict[tuple[str, str], dict[str, Distribution]] = {
+    ("domainbed", "domainnet"): {"batch_size": Distribution(log_uniform=(2**3, 2**5))}
+}
+"""(Preset, data set) → what of the preset is another range there."""
+
+TRAINING_KEYS = (
+    "lr", "encoder_lr", "weight_decay", "momentum", "beta1", "beta2", "batch_size", "clip_norm", "patience",
+)  # fmt: skip
+"""Keys of `training` that may differ from model to model."""
+
+
+class Search(Block):
+    """Random search: trials of every method × held-out domain × seed, of which the selection rule picks one."""
+
+    trials: Annotated[
+        int,
+        Field(
+            ge=1, le=10_000, description="draws of hyper-parameters; the first is the recipe's own values, 1: no search"
+        ),
+    ] = 1
+    preset: Annotated[
+        Literal["none", "frozen", "domainbed"],
+        Field(description="ranges to begin with: frozen, for heads on cached features; domainbed, its defaults"),
+    ] = "none"
+    space: Annotated[
+        dict[str, Distribution],
+        Field(
+            description="KEY or METHOD.KEY → {log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}; "
+            f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset and goes before it. "
+            "A setting that an item of methods changes from its default is not searched"
+        ),
+    ] = {}
+    sampler: Annotated[
+        Literal["random", "sobol"], Field(description="independent draws, or a scrambled Sobol sequence (more even)")
+    ] = "random"
+
+    @property
+    def distributions(self) -> dict[str, Distribution]:
+        return {**PRESETS[self.preset], **self.space} if self.trials > 1 else {}
+
+    def for_data(self, name: str) -> Search:
+        """The block with the ranges that the preset has for the data set `name`, written out in `space`."""
+        own = OF_DATA.get((self.preset, name), {}) if self.trials > 1 else {}
+        return self.model_copy(update={"space": {**own, **self.space}})
+
+    def quantile(self, key: str, trial: int) -> float:
+        """Uniform in [0, 1), from the key's name and the trial."""
+        name = crc32(key.encode())
+        if self.sampler == "random":
+            return float(uniform(name, trial, Stream.SEARCH, 0))
+        points = torch.quasirandom.SobolEngine(1, scramble=True, seed=name).draw(trial, dtype=torch.float64)
+        return min(float(points[-1, 0]), 1 - 2**-30)
+
+    def drawn(self, trial: int) -> dict[str, Value]:
+        """Key → value in a trial, 0…trials−1. Trial 0 draws nothing: it has the recipe's own values."""
+        if trial == 0:
+            return {}
+        # lr and encoder_lr go together in the ranges of whole networks: one learning rate for both, as DomainBed has it
+        one = {"encoder_lr": "lr"} if self.preset == "domainbed" and not {"lr", "encoder_lr"} & {*self.space} else {}
+        return {
+            key: distribution.at(self.quantile(one.get(key, key), trial))
+            for key, distribution in self.distributions.items()
+        }
+
+
+def at_the_edge(search: Search, key: str, value: Value | None) -> bool:
+    """Whether a drawn number lies at an end of what is searched: a better one may lie beyond.
+
+    That is the outer EDGE of a range, the outermost whole numbers of one, and the lowest and highest of three or more
+    numbers to choose from: of two each is an end. Words and switches have no order.
+    """
+    distribution = search.distributions.get(key)
+    if distribution is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if distribution.choice is not None:
+        numbers = [choice for choice in distribution.choice if isinstance(choice, int | float)]
+        numbers = [number for number in numbers if not isinstance(number, bool)]
+        return len({*numbers}) > 2 and not min(numbers) < value < max(numbers)
+    if distribution.log_uniform is not None and value <= 0:  # switched off, which no logarithm tells
+        return False
+    assert distribution.bounds is not None
+    low, high = distribution.bounds
+    if isinstance(value, int) and not round(low) < value < round(high):  # settings that count are rounded to
+        return True
+    return not EDGE <= distribution.place(value) <= 1 - EDGE
+
+
+def settings_of(values: Mapping[str, Value], component: str) -> dict[str, Value]:
+    """The drawn keys of one component, `METHOD.KEY` → KEY."""
+    return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{component}.")}

@@ -1,0 +1,182 @@
+"""A recipe's text: YAML with line numbers, overrides from the command line, and where the packaged recipes are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xdm_ft.errors import UserError, printable
+from xdm_ft.recipe import components
+
+DEEPEST = 50  # brackets in brackets; PyYAML's time grows with the square of it
+Key = tuple[str | int, ...]  # ("methods", 2, "p_discard")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as PyYAML has it, but `1e-3` is the number that it is in YAML 1.2."""
+
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
+        if self.flow_level >= DEEPEST:
+            problem = f"more than {DEEPEST} brackets in one another"
+            raise yaml.scanner.ScannerError(problem=problem, problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def dotted(key: Key) -> str:
+    return ".".join(str(part) for part in key)
+
+
+@dataclass
+class RecipeText:
+    """A recipe as plain dicts and lists, and where each of its keys was written."""
+
+    origin: str  # the file, for messages
+    values: dict[str, Any]
+    lines: dict[Key, int]
+    overridden: set[Key]
+
+    def where(self, key: Key) -> str:
+        """`file:line`, or `command line`, of the key or of the nearest block around it."""
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.overridden:
+                return "command line"
+            if key[:end] in self.lines:
+                return f"{self.origin}:{self.lines[key[:end]]}"
+        return self.origin
+
+
+def recipe_folder() -> Path:
+    """The recipes that come with the package: beside its modules when installed, beside the package in a clone."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def find_recipe(name: str) -> Path:
+    """A file, or the name of a packaged recipe, with or without `.yaml`."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    packaged = recipe_folder() / f"{path.name.removesuffix('.yaml')}.yaml"
+    if path.parent in (Path("."), Path("recipes")) and packaged.is_file():
+        return packaged
+    raise UserError(f"{printable(name)}: no such recipe; `xdm-ft ls recipes` lists those that come with the package")
+
+
+def read_recipe(name: str, overrides: list[str]) -> RecipeText:
+    path = find_recipe(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(printable(f"{path}: can not be read as UTF-8 text: {error}")) from error
+    recipe = parse(text, str(path))
+    for override in overrides:
+        apply_override(recipe, override)
+    return recipe
+
+
+def parse(text: str, origin: str) -> RecipeText:
+    """YAML text → plain values with the line of every key. Aliases, duplicate keys and Python tags are refused."""
+    recipe = RecipeText(origin, {}, {}, set())
+    values = _read(text, recipe)
+    if not isinstance(values, dict | None):
+        raise UserError(f"{origin}: a recipe is a mapping of keys to values, not a {type(values).__name__}")
+    recipe.values = values or {}
+    return recipe
+
+
+def _read(text: str, recipe: RecipeText) -> Any:
+    """The YAML value of a text; the lines of its keys go into `recipe`."""
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return None if node is None else _plain(node, (), loader, recipe, set())
+    except yaml.YAMLError as error:
+        raise UserError(_yaml_fault(recipe.origin, error)) from error
+    except (ValueError, RecursionError, OverflowError) as error:  # dates out of range, nesting without end
+        raise UserError(printable(f"{recipe.origin}: not valid YAML: {type(error).__name__}: {error}")) from error
+
+
+def _yaml_fault(origin: str, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f"{origin}:{mark.line + 1}" if mark else origin
+    problem = getattr(error, "problem", None) or str(error)
+    return printable(f"{place}: not valid YAML: {' '.join(problem.split())}")
+
+
+def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+
+def _plain(node: yaml.Node, key: Key, loader: _Loader, recipe: RecipeText, seen: set[int]) -> Any:
+    if id(node) in seen:
+        raise _fault(node, "aliases (*name) are not supported in recipes")
+    seen.add(id(node))
+    recipe.lines[key] = node.start_mark.line + 1
+    if isinstance(node, yaml.CollectionNode) and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+        raise _fault(node, f"the tag {node.tag} is not supported in recipes")
+    if isinstance(node, yaml.MappingNode):
+        mapping: dict[str, Any] = {}
+        for name_node, value_node in node.value:
+            name = loader.construct_object(name_node)
+            if not isinstance(name, str):
+                raise _fault(name_node, f"the key {name!r} is not a text")
+            if name in mapping:
+                raise _fault(name_node, f'the key "{name}" is written twice')
+            mapping[name] = _plain(value_node, (*key, name), loader, recipe, seen)
+            recipe.lines[(*key, name)] = name_node.start_mark.line + 1
+        return mapping
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, (*key, i), loader, recipe, seen) for i, item in enumerate(node.value)]
+    return loader.construct_object(node)
+
+
+def apply_override(recipe: RecipeText, override: str) -> None:
+    """`dotted.key=VALUE`, the value read as YAML. Overriding training.steps clears epochs, and the reverse.
+
+    In `search.space.METHOD.KEY=…`, METHOD.KEY is one key of the space.
+    """
+    name, equals, text = override.partition("=")
+    if not equals or not all(name.split(".")):
+        raise UserError(printable(f'command line: "{override}" is not an override; write key.sub=value'))
+    parts = name.split(".")
+    if parts[:2] == ["search", "space"] and len(parts) > 3 and parts[2] in components.method_parts():
+        parts[2:4] = [f"{parts[2]}.{parts[3]}"]
+    key: Key = tuple(parts)
+    value = _read(text, RecipeText(f'command line: "{override}"', {}, {}, set()))
+    block = recipe.values
+    for end, part in enumerate(key[:-1], start=1):
+        if block.get(str(part)) is None:
+            block[str(part)] = {}
+        if not isinstance(block[str(part)], dict):
+            problem = f"{dotted(key[:end])} is not a block of keys"
+            raise UserError(printable(f'command line: "{override}": {problem}'))
+        block = block[str(part)]
+    block[str(key[-1])] = value
+    recipe.overridden.add(key)
+    other = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}.get((str(key[0]), str(key[-1])))
+    if other and len(key) == 2 and ("training", other) not in recipe.overridden:
+        block.pop(other, None)
+
+
+def copy_recipe(name: str, target: str) -> Path:
+    """Copies a recipe to a file (or into a folder) that must not exist yet."""
+    source, path = find_recipe(name), Path(target)
+    path = path / source.name if path.is_dir() else path
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError as error:
+        raise UserError(f"{path}: exists already; choose another name") from error
+    except OSError as error:
+        raise UserError(f"{path}: can not be written: {error.strerror}") from error
+    return path

@@ -1,0 +1,1 @@
+"""What survives a kill: atomic and checksummed files, checkpoints."""

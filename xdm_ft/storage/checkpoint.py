@@ -1,0 +1,175 @@
+"""The state of a training that is not finished, kept on disk so that an interrupted one goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from xdm_ft.storage.atomic import replace_file
+
+logger = logging.getLogger("xdm_ft")
+
+State = dict[str, Any]
+"""Tensors, numbers, text and None, in lists and dicts with keys of text or whole numbers. Tuples come back as lists."""
+
+EVERY_SECONDS = 20.0  # between savings, so that a run which is killed every minute advances …
+EVENT_SECONDS = 5.0  # … and after something dear, such as an evaluation
+SHARE = 0.01  # of the time that saving may take, which makes both longer
+RESTARTS = "restarts"  # key under which a file keeps why its training started again before
+
+
+class Damaged(Exception):
+    """A file that is not what was written. Its text says what was found."""
+
+
+class Pace:
+    """When to save, for all trainings of a process one after the other.
+
+    The next saving is not before 1 / SHARE times as long as the last one took. How long the first one takes is not
+    known, and it does not wait.
+    """
+
+    def __init__(self) -> None:
+        self.last, self.duration = time.monotonic(), 0.0
+
+    def is_due(self, event: bool = False) -> bool:
+        wait = max(EVENT_SECONDS if event else EVERY_SECONDS, self.duration / SHARE)
+        return time.monotonic() - self.last >= wait
+
+    def saved(self, duration: float) -> None:
+        self.last, self.duration = time.monotonic(), duration
+
+
+class Checkpoint:
+    """The file of one training. What it was written for must be what it is read for, or the training starts again."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any], pace: Pace, writes: bool = True) -> None:
+        """`about` is whatever else would change the numbers, as JSON has it. `writes`: this process does."""
+        self.path, self.about, self.pace, self.writes = path, dict(about), pace, writes
+        self.restarts: list[str] = []  # why the training has started again, each time that it did
+
+    def load(self, own: Mapping[str, Any]) -> State | None:
+        """The state that was saved last. None where there is none that fits, with a line in the log that says why.
+
+        `own` is what the engine adds to what the checkpoint is about.
+        """
+        self.about |= own
+        if not self.path.exists():
+            return None
+        try:
+            state, about = read(self.path)
+        except Damaged as error:
+            self._refuse(f"is damaged ({error})")
+            return None
+        self.restarts = about.pop(RESTARTS, [])
+        changed = differences(about, self.about)
+        if changed:
+            named = ", ".join(f"{key} was {_at(about, key)}, is {_at(self.about, key)}" for key in changed[:3])
+            self._refuse(f"was written for other settings ({named})")
+            return None
+        return state
+
+    def _refuse(self, why: str) -> None:
+        self.restarts.append(f"its checkpoint {why}")
+        if self.writes:
+            logger.warning("%s: %s; this training starts again", self.path, why)
+
+    def save_if_due(self, state: Callable[[], State], event: bool = False) -> None:
+        if self.writes and self.pace.is_due(event):
+            self.save(state)
+
+    def save(self, state: Callable[[], State]) -> None:
+        if self.writes:
+            started = time.monotonic()
+            write(self.path, state(), self.about | {RESTARTS: self.restarts})
+            self.pace.saved(time.monotonic() - started)
+
+    def remove(self) -> None:
+        """Once the training's results are kept."""
+        if self.writes:
+            self.path.unlink(missing_ok=True)
+
+
+def write(path: Path, state: State, about: Mapping[str, Any]) -> None:
+    """Atomically: an earlier file stays until this one is whole."""
+    found: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
+    header = json.dumps([_packed(state, found), about])
+    tensors = {str(place): tensor.detach().cpu().contiguous() for place, tensor in found.values()}
+    metadata = {"header": header, "digest": digest(tensors, header)}
+    replace_file(path, lambda temporary: save_file(tensors, temporary, metadata))
+
+
+def read(path: Path) -> tuple[State, dict[str, Any]]:
+    """The state and what it was written for. Raises `Damaged`."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name).clone() for name in sorted(file.keys(), key=int)}
+    except (SafetensorError, ValueError, UnicodeDecodeError) as error:
+        raise Damaged(f"not a whole safetensors file: {error}") from error
+    header = metadata.get("header", "")
+    if metadata.get("digest") != digest(tensors, header):
+        raise Damaged("the checksum differs")
+    state, about = json.loads(header)
+    return _unpacked(state, list(tensors.values())), about
+
+
+def digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
+    """xxh3 of everything in them."""
+    hasher = xxhash.xxh3_64(text.encode())
+    for name, tensor in tensors.items():
+        hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return str(hasher.hexdigest())
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    return digest({str(place): tensor for place, tensor in enumerate(tensors)})
+
+
+def differences(before: Any, now: Any, key: str = "") -> list[str]:
+    """The dotted keys of nested dicts whose values differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = [*now, *(name for name in before if name not in now)]
+        dot = f"{key}." if key else ""
+        return [d for name in names for d in differences(before.get(name), now.get(name), f"{dot}{name}")]
+    return [] if before == now else [key]
+
+
+def _at(value: Any, key: str) -> Any:
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _packed(value: Any, found: dict[tuple[Any, ...], tuple[int, Tensor]]) -> Any:
+    """As JSON has it, tensors by their number among those found. One that is there twice is kept once."""
+    if isinstance(value, Tensor):
+        same = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        return {"tensor": found.setdefault(same, (len(found), value))[0]}
+    if isinstance(value, Mapping):
+        return {"items": [[key, _packed(of_key, found)] for key, of_key in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_packed(element, found) for element in value]
+    assert value is None or isinstance(value, bool | int | float | str), f"{type(value)} can not be saved"
+    return value
+
+
+def _unpacked(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, dict) and "tensor" in value:
+        return tensors[value["tensor"]]
+    if isinstance(value, dict):
+        return {key: _unpacked(of_key, tensors) for key, of_key in value["items"]}
+    if isinstance(value, list):
+        return [_unpacked(element, tensors) for element in value]
+    return value

@@ -1,0 +1,36 @@
+"""What the heads of a bank train on in place of their own batches."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from xdm_ft.algorithms import Algorithm
+from xdm_ft.tensors import Batch
+
+Tensors = dict[str, Tensor]
+
+
+def on_inputs(template: Algorithm, buffers: Tensors, batch: Batch, number: int) -> Batch:
+    """`Algorithm.on_inputs` of every head; `buffers` and the fields of `batch` are [H,…]."""
+    if type(template).on_inputs is Algorithm.on_inputs:
+        return batch
+    inputs = _Inputs(template)
+
+    def of_one_head(own: Tensors, fields: Tensors) -> Tensors:
+        changed: Tensors = functional_call(inputs, own, (fields, number))
+        return changed
+
+    own = {f"algorithm.{name}": value for name, value in buffers.items()}
+    return Batch(**vmap(of_one_head)(own, batch.fields()))
+
+
+class _Inputs(nn.Module):
+    """As a module of its own, which is all that `functional_call` can call."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        super().__init__()
+        self.algorithm = algorithm
+
+    def forward(self, fields: Tensors, number: int) -> Tensors:
+        return self.algorithm.on_inputs(Batch(**fields), number).fields()

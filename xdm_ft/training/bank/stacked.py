@@ -1,0 +1,153 @@
+"""Models of one method, stacked, and one step of all of them.
+
+Everything of H models is stacked to [H,…]: parameters, buffers, batches, learning rates. A step of all of them is one
+call of the algorithm's loss under `torch.func.vmap`. Heads never touch each other: head h of a bank equals the same
+head trained alone to float32 rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, stack_module_state, vmap
+
+from xdm_ft.algorithms import Algorithm
+from xdm_ft.sharpness import Sharpness, Tensors
+from xdm_ft.tensors import Batch, Losses
+from xdm_ft.training import Job, Schedule, Training
+from xdm_ft.training.bank.inputs import on_inputs
+from xdm_ft.training.bank.optimizers import Optimizer, clip, make_optimizer
+from xdm_ft.training.schedule import learning_rate_factor
+
+
+@dataclass
+class Bank:
+    """H models of one method, stacked: every tensor is [H,…]."""
+
+    template: Algorithm  # lends its code; its own parameters are never used
+    main: Tensors  # parameters that `Losses.total` trains
+    auxiliary: Tensors  # parameters that `Losses.auxiliary` trains
+    buffers: Tensors
+    lr: Tensor
+    optimizer: Optimizer
+    sharpness: Sharpness | None
+    rho: Tensor  # of `sharpness`
+    clip_norm: float | None
+    schedule: Schedule
+    steps: int
+
+    def state(self, head: int) -> Tensors:
+        """Parameters and buffers of one model, on the CPU."""
+        stacked = {**self.main, **self.auxiliary, **self.buffers}
+        return {name: values[head].detach().to("cpu", copy=True) for name, values in stacked.items()}
+
+
+def step(bank: Bank, batch: Batch, number: int) -> Tensors:
+    """One step of every head on its own batch ([H,B,…]), `number` counted from 0.
+
+    Returns the scalars before the step, each [H]: `loss`, `auxiliary_loss` where there is one, the algorithm's logs;
+    their means where the algorithm takes several steps of the optimizer.
+    """
+    taken: list[Tensors] = []
+
+    def inner_step(domain: int | None) -> None:
+        part = batch if domain is None else batch.block(domain, bank.template.task.num_domains, axis=1)
+        taken.append(_inner_step(bank, part, number))
+
+    bank.template.update(bank.main | bank.auxiliary, inner_step, number)
+    if len(taken) == 1:
+        return taken[0]
+    return {name: torch.stack([scalars[name] for scalars in taken]).mean(0) for name in taken[0]}
+
+
+def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
+    """One step of the optimizer on `batch`; the scalars before it."""
+    batch = on_inputs(bank.template, bank.buffers, batch, number)
+    losses = _losses(bank, bank.main, batch, number, held=None)
+    # total and auxiliary reach different parameters, so one backward pass serves both
+    every_gradient = _gradients(losses.total + losses.auxiliary, bank.main | bank.auxiliary)
+    gradients = {name: every_gradient.pop(name) for name in bank.main}
+    if bank.sharpness is not None:
+        centre = {name: parameter.detach() for name, parameter in bank.main.items()}
+        offset = vmap(bank.sharpness.offset)(centre, gradients, bank.rho)
+        perturbed = {name: (centre[name] + offset[name]).requires_grad_() for name in centre}
+        second = _losses(bank, perturbed, batch, number, losses.held)
+        gradients = vmap(bank.sharpness.combine)(gradients, _gradients(second.total, perturbed))
+    if bank.clip_norm is not None:
+        gradients = clip(gradients, bank.clip_norm)
+    if bank.template.resets_optimizer(number):
+        bank.optimizer.reset()
+    factor = learning_rate_factor(number, bank.steps, bank.schedule)
+    bank.optimizer.step(bank.main | bank.auxiliary, gradients | every_gradient, factor)
+    bank.buffers |= {name: value.detach() for name, value in losses.buffers.items()}
+    scalars = {**losses.logs, "loss": losses.total}
+    if bank.auxiliary:
+        scalars["auxiliary_loss"] = losses.auxiliary
+    return {name: value.detach() for name, value in scalars.items()}
+
+
+def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, held: Tensors | None) -> Losses:
+    """The losses of every head with the parameters `main`; scalars become [H]."""
+
+    def of_one_head(state: Tensors, fields: Tensors, held: Tensors) -> Losses:
+        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, held or None))
+
+    stacked = {**main, **bank.auxiliary, **bank.buffers}, batch.fields(), held or {}
+    if len(bank.lr) > 1:
+        return vmap(of_one_head)(*stacked)
+    # one head can do without the cost of vmap, which is most of its step
+    state, fields, held = ({name: value.squeeze(0) for name, value in part.items()} for part in stacked)
+    total, auxiliary, *named = of_one_head(state, fields, held)
+    own = [{name: value.unsqueeze(0) for name, value in part.items()} for part in named]
+    return Losses(total.unsqueeze(0), auxiliary.unsqueeze(0), *own)
+
+
+def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:
+    """Every head's gradient of its own loss (losses [H]): that of the sum, as heads are independent."""
+    gradients = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, gradients, strict=True))
+
+
+def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank:
+    """A bank of freshly initialised models, one per job."""
+    models = [algorithm_of(job).to(device) for job in jobs]
+    template, sharpness = models[0], jobs[0].sharpness
+    assert all(settings_of(model) == settings_of(template) for model in models), "settings that differ must be buffers"
+    assert all(settings_of(job.sharpness) == settings_of(sharpness) for job in jobs), "a bank has one kind of sharpness"
+    stacked, buffers = stack_module_state(models)
+    is_auxiliary = {name: name.split(".")[0] in template.auxiliary for name in stacked}
+    lr = torch.tensor([job.lr for job in jobs], device=device)
+    weight_decay = torch.tensor([job.weight_decay for job in jobs], device=device)
+    momentum = torch.tensor([job.own(training).momentum for job in jobs], device=device)
+    rho = torch.tensor([job.sharpness.rho if job.sharpness else 0.0 for job in jobs], device=device)
+    return Bank(
+        template=template,
+        main={name: value for name, value in stacked.items() if not is_auxiliary[name]},
+        auxiliary={name: value for name, value in stacked.items() if is_auxiliary[name]},
+        buffers=buffers,
+        lr=lr,
+        optimizer=make_optimizer(
+            training.optimizer, stacked, lr, weight_decay, momentum, (training.beta1, training.beta2), training.amsgrad
+        ),
+        sharpness=sharpness,
+        rho=rho,
+        clip_norm=training.clip_norm,
+        schedule=training.schedule,
+        steps=jobs[0].setup.steps,
+    )
+
+
+def algorithm_of(job: Job) -> Algorithm:
+    model = job.make(job.setup)
+    assert isinstance(model, Algorithm)
+    return model
+
+
+def settings_of(model: Algorithm | Sharpness | None) -> dict[str, object]:
+    """What all heads must share: the class and its plain attributes, as against what is stacked."""
+    own = {} if model is None else vars(model)
+    plain = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str | tuple)}
+    return {**plain, "rho": None, "class": type(model)}

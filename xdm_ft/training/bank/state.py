@@ -1,0 +1,168 @@
+"""What the training of a chunk of heads has come to: all that its steps move, as a checkpoint keeps it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from xdm_ft.interrupt import Interrupted
+from xdm_ft.sharpness import Tensors
+from xdm_ft.storage.checkpoint import Checkpoint, State, digest, digest_of
+from xdm_ft.training import Job, Trained
+from xdm_ft.training.averages import Averages
+from xdm_ft.training.bank.cached_data import CachedData
+from xdm_ft.training.selection import Selector
+
+if TYPE_CHECKING:
+    from xdm_ft.training.bank.stacked import Bank
+
+logger = logging.getLogger("xdm_ft")
+READ_STEPS = 256  # steps whose losses are read at once
+
+
+class Course:
+    """The scalars of the steps since the last evaluation: kept as they come, read in blocks, as reading is slow."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[int, Tensors]] = []  # (step from 0, name → [H])
+        self._sums: Tensors = {}
+        self._counts: dict[str, int] = {}
+        self._broken_at: dict[int, int] = {}  # head → first step whose loss is not finite
+
+    def add(self, number: int, scalars: Tensors) -> None:
+        self._pending.append((number, scalars))
+        if len(self._pending) == READ_STEPS:
+            self._read()
+
+    def take(self) -> tuple[Tensors, dict[int, int]]:
+        """Name → mean [H] since the last call, and head → its first step with a loss that is not finite, if any."""
+        self._read()
+        means = {name: total / self._counts[name] for name, total in self._sums.items()}
+        self._sums, self._counts = {}, {}
+        return means, self._broken_at
+
+    def _read(self) -> None:
+        for name in dict.fromkeys(name for _, scalars in self._pending for name in scalars):
+            values = torch.stack([scalars[name] for _, scalars in self._pending if name in scalars]).cpu()  # [S,H]
+            self._sums[name] = self._sums.get(name, torch.zeros(())) + values.sum(0)
+            self._counts[name] = self._counts.get(name, 0) + len(values)
+            if name in ("loss", "auxiliary_loss"):
+                for place, head in torch.isfinite(values).logical_not().nonzero().tolist():
+                    number = self._pending[place][0]
+                    self._broken_at[head] = min(number, self._broken_at.get(head, number))
+        self._pending = []
+
+    def state(self) -> State:
+        self._read()
+        return {"sums": self._sums, "counts": self._counts, "broken_at": self._broken_at}
+
+    def load_state(self, state: State) -> None:
+        self._sums, self._counts, self._broken_at = state["sums"], state["counts"], state["broken_at"]
+
+
+@dataclass
+class ChunkState:
+    """What a step draws is a function of its number, which is all that batches and random streams need."""
+
+    jobs: list[Job]
+    bank: Bank
+    selectors: list[Selector]  # of every head
+    averages: Averages | None
+    failures: list[str | None]  # why a head failed
+    course: Course = field(default_factory=Course)
+    taken: int = 0  # steps, with the evaluations after them
+    started: float = field(default_factory=time.perf_counter)
+    before: float = 0.0  # seconds that interrupted processes have trained it
+    restarts: tuple[str, ...] = ()  # why it started again, each time that it did
+
+    @property
+    def ended(self) -> bool:
+        """No head is left that a further step could change."""
+        stopped = [selector.stopped_at is not None for selector in self.selectors]
+        return all(failure is not None or stop for failure, stop in zip(self.failures, stopped, strict=True))
+
+    def stopped_before(self, taken: int) -> set[int]:
+        """The heads whose `patience` ended before the evaluation after `taken` steps."""
+        stops = enumerate(selector.stopped_at for selector in self.selectors)
+        return {head for head, stop in stops if stop is not None and stop < taken}
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.perf_counter() - self.started
+
+    def state(self) -> State:
+        bank = self.bank
+        return {
+            "taken": self.taken,
+            "seconds": self.seconds,
+            "parameters": bank.main | bank.auxiliary,
+            "buffers": bank.buffers,
+            "optimizer": bank.optimizer.state(),
+            "selectors": [selector.state() for selector in self.selectors],
+            "averages": None if self.averages is None else self.averages.state(),
+            "failures": self.failures,
+            "course": self.course.state(),
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: State) -> None:
+        bank = self.bank
+        for name, parameter in (bank.main | bank.auxiliary).items():
+            parameter.copy_(state["parameters"][name])
+        bank.buffers = {name: value.to(bank.lr.device) for name, value in state["buffers"].items()}
+        bank.optimizer.load_state(state["optimizer"])
+        for selector, of_head in zip(self.selectors, state["selectors"], strict=True):
+            selector.load_state(of_head)
+        if self.averages is not None:
+            self.averages.load_state(state["averages"], bank.lr.device)
+        self.failures = state["failures"]
+        self.course.load_state(state["course"])
+        self.taken, self.before = state["taken"], state["seconds"]
+
+    def go_on(self, checkpoint: Checkpoint, data: CachedData) -> None:
+        """Where an interrupted process has left a checkpoint of these heads, this becomes what they had come to."""
+        bank, splits = self.bank, [job.split for job in self.jobs]
+        rows = [rows for split in splits for rows in (*split.train, *split.evaluation.values())]
+        saved = checkpoint.load(
+            {
+                "device": data.features.device.type,
+                "features": data.features.key,
+                "data": digest_of([data.labels, data.domains, *rows]),
+                "weights": digest({**bank.main, **bank.auxiliary, **bank.buffers}),
+            }
+        )
+        self.restarts = tuple(checkpoint.restarts)
+        if saved is not None:
+            self.load_state(saved)
+            logger.info("%s: goes on after %d of %d steps", self._name, self.taken, bank.steps)
+
+    def leave(self, checkpoint: Checkpoint | None) -> NoReturn:
+        """Saves and ends the run."""
+        if checkpoint is None:
+            raise Interrupted
+        checkpoint.save(self.state)
+        raise Interrupted(f"{self._name}: {self.taken} of {self.bank.steps} steps")
+
+    @property
+    def _name(self) -> str:
+        return f"{self.jobs[0].method}, {len(self.jobs)} models together"
+
+    def results(self, rules: Sequence[str]) -> list[Trained]:
+        bank, averages, seconds = self.bank, self.averages, self.seconds / len(self.jobs)
+        results = []
+        for head, (job, selector, failure) in enumerate(zip(self.jobs, self.selectors, self.failures, strict=True)):
+            failure = failure or (selector.nothing_selected() if averages is None else averages.nothing_averaged(head))
+            selected = selector.selected
+            if averages is not None and not failure:
+                selected = averages.selected(head, lambda mean, head=head: bank.state(head) | mean, rules)  # type: ignore[misc]
+            picked, stopped_at = {} if failure else selected, selector.stopped_at
+            mixed_steps = bank.template.mixed_steps(stopped_at or bank.steps)
+            results.append(
+                Trained(job, picked, mixed_steps, seconds, failure, selector.course, stopped_at, self.restarts)
+            )
+        return results

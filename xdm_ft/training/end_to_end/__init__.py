@@ -1,0 +1,1 @@
+"""One model on Accelerate, encoder and head trained together."""

@@ -1,0 +1,332 @@
+"""The gradient of one step: one pass over its micro-batches, or the two of a sharpness-aware step."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from xdm_ft.algorithms import Algorithm
+from xdm_ft.encoders import Encoder
+from xdm_ft.interrupt import stop_requested
+from xdm_ft.randomness import Stream, bits
+from xdm_ft.sharpness import Sharpness
+from xdm_ft.tensors import Batch, Losses
+from xdm_ft.training.end_to_end.batch_norm import RunningStatistics, batch_norm_layers
+from xdm_ft.training.end_to_end.batches import StepBatch
+from xdm_ft.training.end_to_end.stage_modules import StageModules
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+BatchNorm = Literal["train", "frozen"]
+Tensors = dict[str, Tensor]
+
+
+class EndToEnd(nn.Module):
+    """Encoder and algorithm as one module, so that one wrapper holds all weights. The forward pass encodes.
+
+    `batch_norm: frozen` keeps batch-norm layers in eval mode while training: they normalise by their running
+    statistics, which stay what they were, and their weights and biases train on (DomainBed's choice).
+    """
+
+    def __init__(self, encoder: Encoder, algorithm: Algorithm, batch_norm: BatchNorm) -> None:
+        super().__init__()
+        self.encoder, self.algorithm, self.batch_norm = encoder, algorithm, batch_norm
+        _freeze_unreached(encoder)
+        self.trainable = [p for p in encoder.parameters() if p.requires_grad]
+        self.encoder_frozen = False
+        self.stages = StageModules(encoder, algorithm.stage_modules(encoder))
+
+    def forward(self, batch: Batch, step: int) -> Tensor:
+        """Features z [B,K] of a part of the step's batch, no less than float32."""
+        with self.stages.during(batch, step):
+            z = self.encoder(batch.x)
+        return z if z.dtype == torch.float64 else z.float()
+
+    def train(self, mode: bool = True) -> EndToEnd:
+        super().train(mode)
+        if self.batch_norm == "frozen":
+            for layer in batch_norm_layers(self.encoder):
+                layer.eval()
+        if self.encoder_frozen:
+            self.encoder.eval()
+        return self
+
+    def freeze_encoder(self, frozen: bool) -> None:
+        """Whether the head trains alone: the encoder then stays in eval mode, without gradient."""
+        self.encoder_frozen = frozen
+        for parameter in self.trainable:
+            parameter.requires_grad_(not frozen)
+        self.train(self.training)
+
+    def roles(self) -> Roles:
+        """The parameters that train. An encoder may come with some that do not (fixed position embeddings)."""
+        encoder = {f"encoder.{name}": p for name, p in self.encoder.named_parameters() if p.requires_grad}
+        own = dict(self.algorithm.named_parameters())
+        auxiliary = {name: p for name, p in own.items() if name.split(".")[0] in self.algorithm.auxiliary}
+        head = {name: p for name, p in own.items() if name not in auxiliary}
+        return Roles(encoder, head, auxiliary)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers: `encoder.…`, and the algorithm's own under its names."""
+        state = {f"encoder.{name}": tensor for name, tensor in self.encoder.state_dict().items()}
+        return state | self.algorithm.state_dict()
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of them on the CPU."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.named_weights().items()}
+
+
+def _freeze_unreached(encoder: Encoder) -> None:
+    """Parameters that features do not depend on (CLIP's text side) get no gradient, which processes would wait for."""
+    parameters = [p for p in encoder.parameters() if p.requires_grad]
+    side = encoder.preprocessing.size
+    z = encoder(torch.zeros(2, 3, side, side, device=next(encoder.parameters()).device))
+    for parameter, gradient in zip(
+        parameters, torch.autograd.grad(z.sum(), parameters, allow_unused=True), strict=True
+    ):
+        parameter.requires_grad_(gradient is not None)
+
+
+class Roles(NamedTuple):
+    """The trainable parameters by what is done with them."""
+
+    encoder: dict[str, nn.Parameter]
+    head: dict[str, nn.Parameter]  # the class head and what else of the algorithm trains by `Losses.total`
+    auxiliary: dict[str, nn.Parameter]  # trained by `Losses.auxiliary`: outside clipping and sharpness
+
+    @property
+    def main(self) -> dict[str, nn.Parameter]:
+        return self.encoder | self.head
+
+
+class Weighted(NamedTuple):
+    """Losses of a part of the step's batch, or of all of it, and what they count in this process."""
+
+    losses: Losses
+    weight: float
+
+
+class StepLosses(NamedTuple):
+    """Means over the whole batch, all processes together, and how many of them are asked to stop."""
+
+    total: Tensor  # scalar
+    second: Tensor  # scalar: `total` of the second pass; 0 without one
+    auxiliary: Tensor  # scalar
+    stop: Tensor  # scalar: every process reads the same, so they stop after the same step
+    logs: dict[str, Tensor]
+
+    @property
+    def loss(self) -> float:
+        """Not finite where one of them is not."""
+        return float(self.total + self.second + self.auxiliary)
+
+    @classmethod
+    def mean(cls, of: list[StepLosses]) -> StepLosses:
+        """Over several steps of the optimizer that log the same."""
+        total, second, auxiliary, stop = (
+            torch.stack(values).mean(0) for values in zip(*(one[:4] for one in of), strict=True)
+        )
+        logs = {name: torch.stack([one.logs[name] for one in of]).mean(0) for name in of[0].logs}
+        return cls(total, second, auxiliary, stop, logs)
+
+
+class Passes:
+    """Leaves the gradient of a step in the parameters' `.grad` and moves, once a step, what else a step moves.
+
+    That is the batch-norm statistics and the algorithm's buffers: all passes of a step see the buffers from before it;
+    then they become what the first pass returned.
+
+    The loss is that of the whole batch, however many processes and micro-batches have parts of it. Features of all
+    processes are gathered with their gradient. Under accumulation the gradient by the features is computed first, from
+    features without a graph, and then handed to one part after the other, each encoded again (gradient caching, Gao et
+    al. 2021): exact, for one more forward pass. A loss that compares no samples is the weighted mean of those of its
+    parts and needs neither. `Losses.total` and `Losses.auxiliary` reach different parameters, so one backward pass
+    serves both.
+    """
+
+    def __init__(
+        self, model: nn.Module, inner: EndToEnd, accelerator: Accelerator, sharpness: Sharpness | None, seed: int,
+        by_parts: bool,
+    ) -> None:  # fmt: skip
+        """`model` is `inner` as the accelerator prepared it, in training mode.
+
+        `by_parts`: the loss is the mean of those of the parts, weighted by their sizes.
+        """
+        self.model, self.inner, self.accelerator = model, inner, accelerator
+        self.sharpness, self.seed, self.by_parts = sharpness, seed, by_parts
+        self.roles = inner.roles()
+        self.statistics = RunningStatistics(inner)
+
+    def run(self, batch: StepBatch, step: int) -> StepLosses:
+        algorithm = self.inner.algorithm
+        batch = replace(batch, parts=[algorithm.on_inputs(part, step) for part in batch.parts])
+        self.statistics.begin()
+        first = self._backward_pass(batch, step)
+        second = torch.zeros_like(first[0].losses.total)
+        if self.sharpness is not None:
+            second = self._pass_at_offset(self.sharpness, batch, step, [one.losses.held for one in first])
+        return self._commit(first, second)
+
+    def _backward_pass(self, batch: StepBatch, step: int, held: list[Tensors] | None = None) -> list[Weighted]:
+        """Adds to `.grad`, averaged over processes at the last part. `held` makes it a second pass.
+
+        Returns the losses with their weights, which sum to 1 over all processes.
+        """
+        if self.by_parts:
+            return self._by_parts(batch, step, held)
+        of_whole, counts = (None, True) if held is None else (held[0], False)
+        if len(batch.parts) > 1 and not self.inner.encoder_frozen:
+            losses = self._cached(batch, step, of_whole, counts)
+        else:
+            z = [self._encode(batch, part, step) for part in range(len(batch.parts))]
+            losses = self._whole_loss(batch, z, step, of_whole)
+            self.accelerator.backward(losses.total + losses.auxiliary)
+            self._collect(batch, 0, counts)  # of several parts no layer moves, as the encoder is frozen
+        return [Weighted(_detached(losses), 1 / len(batch.shares))]  # every process has the same
+
+    def _by_parts(self, batch: StepBatch, step: int, held: list[Tensors] | None) -> list[Weighted]:
+        """A loss that is the weighted mean of those of its parts."""
+        returned = []
+        for number, part in enumerate(batch.parts):
+            weight = batch.weight(number)
+            with self._synchronised(batch, number):
+                z = self._encode(batch, number, step)
+                losses: Losses = self.inner.algorithm(z, part, step, None if held is None else held[number])
+                # processes' gradients are averaged, while the weights of all their parts sum to 1
+                scale = weight * self.accelerator.num_processes
+                self.accelerator.backward((losses.total + losses.auxiliary) * scale)
+            self._collect(batch, number, counts=held is None)
+            returned.append(Weighted(_detached(losses), weight))
+        return returned
+
+    def _cached(self, batch: StepBatch, step: int, held: Tensors | None, counts: bool) -> Losses:
+        """The whole batch's loss, part by part."""
+        leaves = []
+        for number in range(len(batch.parts)):
+            with torch.no_grad():
+                z = self._encode(batch, number, step)
+            self._collect(batch, number, counts=False)
+            leaves.append(z.requires_grad_())
+        losses = self._whole_loss(batch, leaves, step, held)
+        loss = losses.total + losses.auxiliary
+        gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
+        for number, gradient in enumerate(gradients):
+            with self._synchronised(batch, number):
+                z = self._encode(batch, number, step)
+                part = (z * gradient).sum()  # its gradient is the loss's by this part
+                last = number == len(gradients) - 1
+                self.accelerator.backward(part + loss if last else part)  # the last one brings the heads' gradient
+            self._collect(batch, number, counts)
+        return losses
+
+    def _whole_loss(self, batch: StepBatch, z: list[Tensor], step: int, held: Tensors | None) -> Losses:
+        whole = batch.gathered(z, [part.targets for part in batch.parts])
+        losses: Losses = self.inner.algorithm(whole.x, whole, step, held)
+        return losses
+
+    def _encode(self, batch: StepBatch, number: int, step: int) -> Tensor:
+        """Features of one of this process's parts."""
+        # dropout and its like inside encoders draw from torch's global generator: make it a function of step and part,
+        # which also gives each further pass the draws of the first
+        part = batch.process * len(batch.parts) + number
+        torch.manual_seed(int(bits(self.seed, step, Stream.ENCODER, part)))
+        with self._synchronised(batch, number):
+            z: Tensor = self.model(batch.parts[number], step)
+        return z
+
+    def _collect(self, batch: StepBatch, number: int, counts: bool) -> None:
+        """Batch-norm statistics, after the backward pass of a part, which reads them."""
+        self.statistics.collect(batch.weight(number) if counts else 0.0)
+
+    def _synchronised(self, batch: StepBatch, number: int) -> AbstractContextManager[None]:
+        """Gradients are averaged over processes where the last part is encoded and its backward pass runs."""
+        last = number == len(batch.parts) - 1
+        return nullcontext() if last else self.accelerator.no_sync(self.model)
+
+    def _pass_at_offset(self, sharpness: Sharpness, batch: StepBatch, step: int, held: list[Tensors]) -> Tensor:
+        """The second pass: this process's share of its loss. `.grad` becomes the step's gradient.
+
+        The parameters are put back from copies: taking the offset off again would not restore every bit.
+        """
+        main = {name: p for name, p in self.roles.main.items() if p.grad is not None}
+        first, auxiliary = _take_gradients(main), _take_gradients(self.roles.auxiliary)
+        with torch.no_grad():
+            values = {name: p.clone() for name, p in main.items()}
+            offset = sharpness.offset(values, first, sharpness.rho)
+            for name, parameter in main.items():
+                parameter.add_(offset[name])
+        returned = self._backward_pass(batch, step, held)
+        with torch.no_grad():
+            for name, parameter in main.items():
+                parameter.copy_(values[name])
+            _set_gradients(main, sharpness.combine(first, _take_gradients(main)))
+            _set_gradients(self.roles.auxiliary, auxiliary)
+        return _weighted_sum([(one.losses.total, one.weight) for one in returned])
+
+    @torch.no_grad()
+    def _commit(self, first: list[Weighted], second: Tensor) -> StepLosses:
+        total = _weighted_sum([(one.losses.total, one.weight) for one in first])
+        auxiliary = _weighted_sum([(one.losses.auxiliary, one.weight) for one in first])
+        logs = {
+            name: _weighted_sum([(one.losses.logs[name], one.weight) for one in first]) for name in first[0].losses.logs
+        }
+        buffers = {}
+        for name, value in first[-1].losses.buffers.items():
+            # whole numbers (counters) are the same in every part
+            is_mean = value.is_floating_point()
+            buffers[name] = (
+                _weighted_sum([(one.losses.buffers[name], one.weight) for one in first]) if is_mean else value
+            )
+        means = [value for value in buffers.values() if value.is_floating_point()]
+        stop = torch.full_like(total, float(stop_requested()))
+        moved = [total, second, auxiliary, stop, *logs.values(), *means, *self.statistics.sums]
+        _sum_over_processes(self.accelerator, moved)
+        losses = StepLosses(total, second, auxiliary, stop, logs)
+        if math.isfinite(losses.loss):
+            self.statistics.commit()
+            for name, value in buffers.items():
+                self.inner.algorithm.get_buffer(name).copy_(value)
+        else:
+            self.statistics.put_back()
+        return losses
+
+
+def _detached(losses: Losses) -> Losses:
+    dicts = [{name: value.detach() for name, value in part.items()} for part in losses[2:]]
+    return Losses(losses.total.detach(), losses.auxiliary.detach(), *dicts)
+
+
+def _take_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The gradients there are; the parameters are left without."""
+    taken = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            taken[name], parameter.grad = parameter.grad, None
+    return taken
+
+
+def _set_gradients(parameters: dict[str, nn.Parameter], gradients: dict[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        parameter.grad = gradients.get(name)
+
+
+def _weighted_sum(values: list[tuple[Tensor, float]]) -> Tensor:
+    total = torch.zeros_like(values[0][0])
+    for value, weight in values:
+        total += weight * value
+    return total
+
+
+def _sum_over_processes(accelerator: Accelerator, tensors: list[Tensor]) -> None:
+    """In place, in one message."""
+    if accelerator.num_processes == 1:
+        return
+    flat = accelerator.reduce(torch.cat([tensor.flatten() for tensor in tensors]), "sum")
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view_as(tensor))

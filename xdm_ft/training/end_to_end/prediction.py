@@ -1,0 +1,107 @@
+"""Images → logits with a model that was trained end to end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.data._image_rows import ImageRows
+from xdm_ft.data._transforms import evaluation_transform
+from xdm_ft.encoders import Encoder
+from xdm_ft.interrupt import Interrupted, stop_requested, surviving
+from xdm_ft.progress import pulse
+from xdm_ft.training import Precision
+from xdm_ft.training.end_to_end.batches import worker_count
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class EvaluationImages:
+    """The images of some rows, in the encoder's own preprocessing, shared out between the processes.
+
+    Each process takes a run of neighbouring rows, so that what they return fits together in order.
+    """
+
+    def __init__(
+        self, images: ImageRows, rows: Tensor, batch_size: int, accelerator: Accelerator, persistent: bool = False
+    ) -> None:
+        """`persistent` keeps the loader's workers for the next time."""
+        self.accelerator, self.n = accelerator, len(rows)
+        self.share = -(-self.n // accelerator.num_processes)
+        begin = self.share * accelerator.process_index
+        own = rows[begin : begin + self.share].tolist()
+        workers = min(worker_count(accelerator), -(-len(own) // batch_size))
+        self.loader: DataLoader[Any] = DataLoader(
+            images,
+            batch_size=batch_size,
+            sampler=own,
+            num_workers=workers,
+            persistent_workers=persistent and workers > 0,
+            pin_memory=accelerator.device.type == "cuda",
+            generator=torch.Generator(),  # the loader would otherwise draw from the global one
+        )
+
+    @torch.no_grad()
+    def logits(self, encoder: Encoder, weight: Tensor, bias: Tensor, precision: Precision) -> Tensor:
+        """float32 [n,C] on the CPU, in every process. The encoder is on the accelerator's device and in eval mode.
+
+        Raises `Interrupted` in every process where one is asked to stop.
+        """
+        device = self.accelerator.device
+        logits = torch.zeros(self.share, len(bias), device=device)  # the last processes' shares may be smaller
+        done = 0
+        for x, _ in surviving(self.loader):
+            if stop_requested():
+                break
+            with torch.autocast(device.type, dtype=DTYPES.get(precision), enabled=precision != "no"):
+                z = encoder(x.to(device, non_blocking=True))  # [b,K]
+            logits[done : done + len(x)] = F.linear(z.float(), weight, bias)
+            done += len(x)
+            pulse.beat()
+        if self.accelerator.reduce(torch.tensor(float(stop_requested()), device=device), "sum") > 0:
+            raise Interrupted
+        gathered: Tensor = self.accelerator.gather(logits)
+        return gathered[: self.n].cpu()
+
+
+def predict(
+    encoder: Encoder,
+    state: Mapping[str, Tensor],
+    dataset: ImageDataset,
+    rows: Tensor,
+    accelerator: Accelerator,
+    batch_size: int,
+    precision: Precision | None = None,
+) -> Tensor:
+    """Logits float32 [n,C] for the images `rows` (int64 [n]), on the CPU, in order, the same in every process.
+
+    `state` is a `Selected.state` of `train_model`: it has `encoder.…`, `head.weight` and `head.bias`. The encoder
+    lends its architecture and preprocessing and is left as it is. `precision` None: the accelerator's mixed precision,
+    as in training. Raises `UserError` that names an image which does not decode.
+    """
+    encoder = copy.deepcopy(encoder)
+    encoder.load_state_dict({key.removeprefix("encoder."): state[key] for key in _of_encoder(state)})
+    encoder.to(accelerator.device).eval()
+    weight, bias = (state[key].to(accelerator.device) for key in ("head.weight", "head.bias"))
+    images = ImageRows(dataset, evaluation_transform(encoder.preprocessing))
+    evaluation = EvaluationImages(images, rows, batch_size, accelerator)
+    return evaluation.logits(encoder, weight, bias, precision or precision_of(accelerator))
+
+
+def precision_of(accelerator: Accelerator) -> Precision:
+    precision: Precision = accelerator.mixed_precision
+    return precision
+
+
+def _of_encoder(state: Mapping[str, Tensor]) -> Iterable[str]:
+    return (key for key in state if key.startswith("encoder."))

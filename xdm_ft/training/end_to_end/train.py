@@ -1,0 +1,344 @@
+"""The loop: one model, encoder and head, trained end to end on Accelerate.
+
+A step encodes its images once (twice with sharpness). What a step draws is a function of the job's seed and the step,
+so the same seed, device type, process and thread count give the same weights, bit for bit on a CPU. torch's global
+generator is reseeded at every step and not put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from xdm_ft.algorithms import Algorithm
+from xdm_ft.data import Augmentation, ImageDataset
+from xdm_ft.data._image_rows import ImageRows
+from xdm_ft.data._transforms import evaluation_transform, training_transform
+from xdm_ft.encoders import Encoder
+from xdm_ft.errors import UserError
+from xdm_ft.interrupt import Interrupted, deferred, stop_requested, surviving
+from xdm_ft.progress import Progress, progress
+from xdm_ft.randomness import Stream, bits
+from xdm_ft.storage.checkpoint import Checkpoint, digest, digest_of
+from xdm_ft.training import Job, Trained, Training
+from xdm_ft.training.averages import LOSS_SPLIT, Averages
+from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
+from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
+from xdm_ft.training.end_to_end.gradients import BatchNorm, EndToEnd, Passes, Roles, StepLosses
+from xdm_ft.training.end_to_end.prediction import predict
+from xdm_ft.training.end_to_end.state import LoopState
+from xdm_ft.training.end_to_end.validation import Validation
+from xdm_ft.training.schedule import learning_rate_factor
+from xdm_ft.training.selection import Selector, evaluation_steps, known_values
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+__all__ = ["predict", "shut_down", "train_model"]
+
+Record = Callable[[Job, int, dict[str, float]], None]
+logger = logging.getLogger("xdm_ft")
+BROKEN_LOGITS = "logits on validation images are not finite"
+STATISTICS_BATCHES = 500  # of training, over which the batch-norm statistics of averaged weights are gathered
+MOST_SKIPPED = 32  # steps in a row that the gradient scaler of fp16 may skip: from 2^16 it comes down to 1 in 16
+
+
+def train_model(
+    job: Job,
+    encoder: Encoder,
+    dataset: ImageDataset,
+    labels: Tensor,
+    domains: Tensor,
+    training: Training,
+    rules: Sequence[str],
+    metric: str,
+    batch_norm: BatchNorm,
+    accelerator: Accelerator,
+    *,
+    record: Record,
+    show: bool,
+    unfreeze_at: int = 0,
+    augmentation: Augmentation = "none",
+    worst_of: Tensor | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> Trained:
+    """Trains a copy of `encoder`, from the weights it has now, with the job's method for `job.setup.steps` steps.
+
+    `labels` and `domains` are int64 [N], domains numbered as in the data set; `worst_of` as for `train_bank`. Images
+    come in the encoder's own preprocessing, in training with the `augmentation`. At each evaluation the main process
+    calls `record(job, number of steps taken, values)` with the means since the last one of `loss`, `auxiliary_loss` and
+    what the algorithm logs, the heads' learning rate `lr`, and `<rule>/<metric>` for each selection rule.
+
+    Before step `unfreeze_at` the head trains alone, on features of the encoder in eval mode, which stays as it came
+    (LP-FT, Kumar et al. 2022); those steps can not be selected. One optimizer serves both phases: the encoder's state
+    in it begins when its training does.
+
+    With a `checkpoint` an interrupted training goes on where it was saved; on a CPU bit for bit as if nothing had been.
+    A signal to stop then raises `Interrupted` in all processes after the same step.
+
+    A model whose loss or logits are not finite, or for which the first rule could select nothing, comes with `failure`
+    and without weights. Raises `UserError` for an image that does not decode, for fp16 with sharpness or without a GPU,
+    for more micro-batches than a domain has images in a batch, and for what of Accelerate is not supported.
+    """
+    started, training = time.perf_counter(), job.own(training)
+    _refuse_unsupported(job, accelerator)
+    algorithm = job.make(job.setup)
+    assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
+    inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm).to(accelerator.device).train()
+    inner = synchronised(inner, accelerator.num_processes, training.accumulation, accelerator.device)
+    images = ImageRows(dataset, evaluation_transform(encoder.preprocessing))
+    training_images = ImageRows(dataset, training_transform(encoder.preprocessing, augmentation))
+    batches = TrainingBatches(job, training, training_images, labels, domains, accelerator)
+    first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
+    averages = Averages([job.averaging], first_step) if job.averaging else None
+    seen = rules if job.averaging is None or not job.averaging.reads_loss else list(dict.fromkeys([*rules, LOSS_SPLIT]))
+    groups = domains if worst_of is None else worst_of
+    validation = Validation(job, images, labels, domains, groups, seen, metric, batches.largest_part, accelerator)
+    selector = Selector(rules, metric, first_step, training.patience)
+    optimizer = make_optimizer(inner.roles(), job, training)
+    state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
+    run = _Run(job, training, batches, validation, record, checkpoint)
+    _go_on(run, state, labels, domains)
+    failure = _train(run, state, unfreeze_at, show)
+    selected = selector.selected
+    if averages is None:
+        failure = failure or selector.nothing_selected()
+    elif failure is None:
+        selected = averages.selected(0, lambda mean: _with_weights(mean, inner, run, accelerator), rules)
+    return Trained(
+        job=job,
+        selected={} if failure else selected,
+        mixed_steps=algorithm.mixed_steps(state.taken),
+        seconds=state.seconds,
+        failure=failure,
+        course=selector.course,
+        stopped_at=selector.stopped_at,
+        restarts=() if checkpoint is None else tuple(checkpoint.restarts),
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the steps of one training read."""
+
+    job: Job
+    training: Training
+    batches: TrainingBatches
+    validation: Validation
+    record: Record
+    checkpoint: Checkpoint | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.job.method}, {', '.join(self.job.test_domains)} held out, seed {self.job.seed}"
+
+
+def _go_on(run: _Run, state: LoopState, labels: Tensor, domains: Tensor) -> None:
+    """Where an interrupted process has left a checkpoint of this training, the state becomes that one."""
+    if run.checkpoint is None:
+        return
+    accelerator, split = state.accelerator, run.job.split
+    saved = run.checkpoint.load(
+        {
+            "processes": accelerator.num_processes,
+            "device": accelerator.device.type,
+            "data": digest_of([labels, domains, *split.train, *split.evaluation.values()]),
+            "weights": digest(state.inner.named_weights()),
+        }
+    )
+    if saved is not None:
+        state.load_state(saved)
+        logger.info("%s: goes on after %d of %d steps", run.name, state.taken, run.job.setup.steps)
+    taken = accelerator.gather(torch.tensor([state.taken], device=accelerator.device))
+    if (taken != state.taken).any():
+        raise UserError(f"{run.checkpoint.path}: not all processes read the same; put output.dir where all can read it")
+
+
+def _train(run: _Run, state: LoopState, unfreeze_at: int, show: bool) -> str | None:
+    """All steps that are left. Returns why the training broke off, None where it did not."""
+    steps = run.job.setup.steps
+    batches = surviving(run.batches.begin(state.taken))
+    with deferred(), progress(run.name, steps, "steps", show) as bar:
+        bar.skip(state.taken)
+        if not state.evaluated and not _evaluate(run, state):
+            return _failure(BROKEN_LOGITS, run, state.taken)
+        for frozen, last in ((True, unfreeze_at), (False, steps)):
+            if state.taken >= last or state.selector.stopped_at is not None:
+                continue
+            state.inner.freeze_encoder(frozen)
+            failure = _phase(run, state, islice(batches, last - state.taken), bar)
+            if failure is not None:
+                return failure
+    return None
+
+
+def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]], bar: Progress) -> str | None:
+    """The steps of `batches`, in which the same parameters train: the accelerator must be told of a change."""
+    steps = run.job.setup.steps
+    evaluate_after = set(evaluation_steps(steps, run.training.evaluate_every))
+    with _prepared(state.inner, state.optimizer, state.accelerator) as (model, optimizer):
+        algorithm = state.inner.algorithm
+        by_parts = algorithm.loss_over != "batch" and algorithm.parts_add_up(run.training.sampler == "pooled")
+        passes = Passes(model, state.inner, state.accelerator, run.job.sharpness, run.job.seed, by_parts)
+        for step, batch in batches:
+            factor = learning_rate_factor(step, steps, run.training.schedule)
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+
+            losses = _step(passes, batch, optimizer, run.training.clip_norm, step)
+            finite = math.isfinite(losses.loss)
+            state.skipped = 0 if finite and not optimizer.step_was_skipped else state.skipped + 1
+            if state.skipped > (0 if state.accelerator.scaler is None else MOST_SKIPPED):
+                what = "gradients are not finite" if finite else f"the loss is {losses.loss}"
+                return _failure(what, run, step + 1)
+            if finite:
+                state.course.add(losses)
+            if state.averages is not None:
+                trained = passes.roles.main | passes.roles.auxiliary
+                state.averages.add(step + 1, {name: parameter[None] for name, parameter in trained.items()})
+            state.taken, state.evaluated = step + 1, step + 1 not in evaluate_after
+            if losses.stop:
+                _leave(run, state)
+            if not state.evaluated and not _evaluate(run, state):
+                return _failure(BROKEN_LOGITS, run, step + 1)
+            if run.checkpoint is not None:
+                run.checkpoint.save_if_due(state.state, event=step + 1 in evaluate_after)
+            bar.advance(1, f"loss {float(losses.total):.3f}")
+            if state.selector.stopped_at is not None:
+                return None
+    if stop_requested():
+        _leave(run, state, together=False)  # the signal has ended this process's loader workers
+    return None
+
+
+def _leave(run: _Run, state: LoopState, together: bool = True) -> NoReturn:
+    """Saves and ends the run, with the other processes where they are at the same step."""
+    if run.checkpoint is None:
+        raise Interrupted
+    run.checkpoint.save(state.state)
+    if together:
+        state.accelerator.wait_for_everyone()  # a launcher ends the others when the first one leaves
+    raise Interrupted(f"{run.name}: {state.taken} of {run.job.setup.steps} steps")
+
+
+def _evaluate(run: _Run, state: LoopState) -> bool:
+    """The evaluation after the steps taken; False where logits are not finite."""
+    try:
+        values = run.validation.evaluate(state.inner)
+    except Interrupted:
+        _leave(run, state)
+    if values is None:
+        return False
+    taken, training = state.taken, run.training
+    values |= known_values(run.job, taken)
+    state.selector.offer(taken, values, state.inner.weights)
+    if state.averages is not None:
+        state.averages.evaluated(taken, [run.validation.loss])
+    if state.accelerator.is_main_process:
+        factor = learning_rate_factor(taken - 1, run.job.setup.steps, training.schedule)
+        scores = {f"{rule}/{run.validation.metric}": value for rule, value in values.items()}
+        run.record(run.job, taken, {**state.course.means(), "lr": run.job.lr * factor, **scores})
+    state.evaluated = True
+    return True
+
+
+def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerator: Accelerator) -> dict[str, Tensor]:
+    """The model's weights with the averaged ones in their places, and batch-norm statistics that fit them."""
+    with torch.no_grad():
+        for name, parameter in inner.named_weights().items():
+            if name in mean:
+                parameter.copy_(mean[name])
+    torch.manual_seed(int(bits(run.job.seed, run.job.setup.steps, Stream.ENCODER, accelerator.process_index)))
+    inner.train()
+    gather_statistics(
+        inner.encoder, (batch for _, batch in islice(run.batches.begin(), STATISTICS_BATCHES)), accelerator
+    )
+    return inner.weights()
+
+
+def _step(passes: Passes, batch: StepBatch, optimizer: Optimizer, clip_norm: float | None, step: int) -> StepLosses:
+    """One step of the algorithm; its losses, the mean over the steps of the optimizer that it takes."""
+    algorithm, taken = passes.inner.algorithm, list[StepLosses]()
+
+    def inner_step(domain: int | None) -> None:
+        part = batch if domain is None else batch.block(domain, algorithm.task.num_domains)
+        taken.append(passes.run(part, step))
+        if clip_norm is not None:
+            passes.accelerator.clip_grad_norm_(passes.roles.main.values(), clip_norm)
+        if algorithm.resets_optimizer(step):
+            optimizer.state.clear()  # torch's optimizers start anew where they find none
+        optimizer.step()
+        optimizer.zero_grad()
+
+    algorithm.update(passes.roles.main | passes.roles.auxiliary, inner_step, step)
+    return StepLosses.mean(taken)
+
+
+def _failure(what: str, run: _Run, taken: int) -> str:
+    rows = ", ".join(map(str, run.batches.rows(taken - 1).tolist()))
+    return f"{what} at step {taken} of {run.job.setup.steps}; images in its batch: rows {rows}"
+
+
+def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise UserError(f"accelerate: training end to end under {kind} is not supported; launch without it")
+    if accelerator.gradient_accumulation_steps != 1:
+        # Accelerate would divide the losses by it
+        raise UserError("accelerate: leave its gradient accumulation at 1 and set training.accumulation")
+    if accelerator.mixed_precision == "fp16" and job.sharpness is not None:
+        # the gradient scaler would leave the second pass scaled
+        raise UserError(
+            f"training.mixed_precision: fp16 does not go with the two passes of {job.method}; use bf16 or no"
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise UserError("training.mixed_precision: fp16 needs a GPU and would silently be float32 here; use bf16 or no")
+
+
+def make_optimizer(roles: Roles, job: Job, training: Training) -> Optimizer:
+    """Class head and auxiliary modules at the job's learning rate, the encoder at its own."""
+    rates = (training.encoder_lr, job.lr, job.lr)
+    groups = [
+        {"params": list(parameters.values()), "lr": lr, "initial_lr": lr, "weight_decay": job.weight_decay}
+        for parameters, lr in zip(roles, rates, strict=True)
+        if parameters
+    ]
+    if training.optimizer == "sgd":
+        return SGD(groups, momentum=training.momentum)
+    return {"adam": Adam, "adamw": AdamW}[training.optimizer](
+        groups, betas=(training.beta1, training.beta2), amsgrad=training.amsgrad
+    )
+
+
+@contextmanager
+def _prepared(
+    inner: EndToEnd, optimizer: Optimizer, accelerator: Accelerator
+) -> Iterator[tuple[nn.Module, AcceleratedOptimizer]]:
+    prepared = accelerator.prepare(inner, optimizer)
+    try:
+        yield prepared
+    finally:
+        # else a second phase would wrap the forward pass in autocast twice
+        accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)
+        accelerator.free_memory()
+
+
+def shut_down(accelerator: Accelerator) -> None:
+    """At the end of a run, by every process. In another order a rank sometimes aborts at exit."""
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()

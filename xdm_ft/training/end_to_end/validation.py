@@ -1,0 +1,67 @@
+"""What the selection rules look at while a model trains end to end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from xdm_ft.data._image_rows import ImageRows
+from xdm_ft.training import Job
+from xdm_ft.training.averages import LOSS_SPLIT
+from xdm_ft.training.end_to_end.gradients import EndToEnd
+from xdm_ft.training.end_to_end.prediction import EvaluationImages, precision_of
+from xdm_ft.training.rule_images import RuleImages, rule_images
+from xdm_ft.training.selection import rows_of_rules, split_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Validation:
+    """What the selection rules look at, evaluated while training, in the precision of the training."""
+
+    def __init__(
+        self,
+        job: Job,
+        images: ImageRows,
+        labels: Tensor,
+        domains: Tensor,
+        worst_of: Tensor,
+        rules: Sequence[str],
+        metric: str,
+        batch_size: int,
+        accelerator: Accelerator,
+    ) -> None:
+        self.metric = metric
+        self.precision = precision_of(accelerator)
+        self.loss = math.nan  # of the images of LOSS_SPLIT, where they are looked at, at the last evaluation
+        watched = rows_of_rules(job, rules)
+
+        def measured(rule: str, metric: str) -> RuleImages:
+            classes = job.setup.task.num_classes
+            return rule_images(split_of(rule), watched[rule], labels, domains, worst_of, metric, classes)
+
+        self.measured = {rule: measured(rule, metric) for rule in watched}
+        self.measured_loss = measured(LOSS_SPLIT, "nll") if LOSS_SPLIT in watched else None
+        self.images = {
+            rule: EvaluationImages(images, rows, batch_size, accelerator, persistent=True)
+            for rule, rows in watched.items()
+        }
+
+    def evaluate(self, inner: EndToEnd) -> dict[str, float] | None:
+        """Selection rule → the metric's value (`RuleImages`); None where logits are not finite."""
+        inner.eval()
+        head = inner.algorithm.head
+        values = {}
+        for rule, images in self.images.items():
+            logits = images.logits(inner.encoder, head.weight, head.bias, self.precision)
+            if not logits.isfinite().all():
+                return None
+            values[rule] = self.measured[rule].value(logits)
+            if rule == LOSS_SPLIT and self.measured_loss is not None:
+                self.loss = self.measured_loss.value(logits)
+        inner.train()
+        return values
