@@ -19,6 +19,7 @@ from xdm_ft.experiment.run_directory import RunDirectory
 from xdm_ft.features.cache import Features
 from xdm_ft.progress import progress
 from xdm_ft.recipe.blocks import MethodItem
+from xdm_ft.tensors import Criteria
 from xdm_ft.training import Identity, Job, Selected, Trained
 from xdm_ft.training.memory import running_out_named
 from xdm_ft.training.selection import FINAL_FIT
@@ -46,7 +47,7 @@ class Request(NamedTuple):
 
     item: MethodItem
     jobs: Sequence[Job]  # all that may share a chunk of heads, the unwanted ones too
-    rules: Sequence[str]  # what selection goes by
+    criteria: Criteria
     wanted: Collection[Identity]
     keep: Callable[[Model], None]  # called with each wanted model, where it was trained
 
@@ -85,8 +86,8 @@ class Engines:
         """Those with a wanted model. A chunk of heads is then trained whole, as numbers depend on it to rounding."""
         from xdm_ft.training.bank.train import chunks
 
-        training, item = self.plan.recipe.training, request.item
-        parts = [[job] for job in request.jobs] if item.is_solver else chunks(request.jobs, training)
+        item = request.item
+        parts = [[job] for job in request.jobs] if item.is_solver else chunks(request.jobs)
         for jobs in parts:
             if not any(job.key in request.wanted for job in jobs):
                 continue
@@ -94,7 +95,7 @@ class Engines:
             if item.is_solver:
                 images = SOLVER_PASSES * sum(map(len, pools))
             else:
-                batch = jobs[0].own(training).images_per_step(len(pools))
+                batch = jobs[0].training.images_per_step(len(pools))
                 images = len(jobs) * batch * item.gradient_evaluations(setup.steps, len(pools))
             yield Piece(request, jobs, images)
 
@@ -108,7 +109,7 @@ class Engines:
         def share(number: int) -> None:
             self.directory.begin(number)
             for place, (request, jobs, _) in enumerate(queue, start=1):
-                if self.directory.take(jobs, request.rules):
+                if self.directory.take(jobs, request.criteria.rules):
                     show = number == 0 and self.accelerator.is_main_process
                     train = self._solved if request.item.is_solver else self._banked
                     train(jobs, request, f" ({place} of {len(queue)})", show)
@@ -127,16 +128,12 @@ class Engines:
             for trained in train_bank(
                 jobs,
                 features,
-                plan.labels,
-                plan.domains,
-                plan.recipe.training,
-                request.rules,
-                plan.recipe.protocol.metric,
+                plan.annotations,
+                request.criteria,
                 record=self._record,
                 show=show,
-                worst_of=plan.worst_of,
                 place=place,
-                checkpoint=partial(self.directory.checkpoint, rules=request.rules),
+                checkpoint=partial(self.directory.checkpoint, rules=request.criteria.rules),
             ):
                 if trained.job.key in request.wanted:
                     request.keep(Model(trained, logits, owned=True))
@@ -146,14 +143,14 @@ class Engines:
         from xdm_ft.training.bank.cached_data import head_logits
         from xdm_ft.training.solvers import solve
 
-        plan, metric, [job] = self.plan, self.plan.recipe.protocol.metric, jobs
+        [job] = jobs
         features = self._features_of(job)
         remedy = "it needs all training features at once; train on fewer images or free some memory"
         with (
             running_out_named(f"{job.method}, {', '.join(job.test_domains)} held out", remedy),
             progress(f"{job.method}{place}", 1, "models", show) as bar,
         ):
-            trained = solve(job, features, plan.labels, plan.domains, request.rules, metric, plan.worst_of)
+            trained = solve(job, features, self.plan.annotations, request.criteria)
             request.keep(Model(trained, _logits_of(features, head_logits), owned=True))
             bar.advance()
 
@@ -167,31 +164,26 @@ class Engines:
     def _one_end_to_end(self, job: Job, request: Request) -> None:
         from xdm_ft.training.end_to_end.train import predict, train_model
 
-        plan, training = self.plan, self.plan.recipe.training
+        plan, batch_size = self.plan, self.plan.recipe.training.batch_size
         encoder = build_encoder(plan.recipe, job.seed)
-        job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, width=encoder.width))
-        checkpoint = self.directory.checkpoint([job], request.rules, writes=self.accelerator.is_main_process)
+        checkpoint = self.directory.checkpoint([job], request.criteria.rules, writes=self.accelerator.is_main_process)
         trained = train_model(
             job,
             encoder,
             plan.dataset,
-            plan.labels,
-            plan.domains,
-            training,
-            request.rules,
-            plan.recipe.protocol.metric,
-            plan.recipe.encoder_common.batch_norm,
+            plan.annotations,
+            request.criteria,
             self.accelerator,
+            batch_norm=plan.recipe.encoder_common.batch_norm,
             record=self._record,
             show=self.accelerator.is_main_process,
             unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
             augmentation=plan.recipe.train_augmentation,
-            worst_of=plan.worst_of,
             checkpoint=checkpoint,
         )
 
         def logits(selected: Selected, rows: Tensor) -> Tensor:
-            return predict(encoder, selected.state, plan.dataset, rows, self.accelerator, training.batch_size)
+            return predict(encoder, selected.state, plan.dataset, rows, self.accelerator, batch_size)
 
         request.keep(Model(trained, logits, self.accelerator.is_main_process, encoder))
         checkpoint.remove()

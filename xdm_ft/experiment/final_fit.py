@@ -28,6 +28,7 @@ from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.recipe.search import Value
+from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job, Selected
 from xdm_ft.training.interpolation import interpolate
 from xdm_ft.training.selection import FINAL_FIT
@@ -91,7 +92,7 @@ def final_fit(
         if model.owned:
             directory.remember(FINAL_FIT, _told(work, fit, model))
 
-    work.engines.train([Request(fit.model.item, [job], (FINAL_FIT,), {job.key}, keep)])
+    work.engines.train([Request(fit.model.item, [job], Criteria((FINAL_FIT,), protocol.metric), {job.key}, keep)])
     wait_for_everyone(accelerator)
     return about | directory.recall(FINAL_FIT)
 

@@ -25,7 +25,7 @@ from xdm_ft.experiment.run_directory import RunDirectory, make_prediction
 from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.search import at_the_edge
-from xdm_ft.tensors import Task
+from xdm_ft.tensors import Criteria, Task
 from xdm_ft.training import Identity, Job, Selected, Trained
 from xdm_ft.training.class_weights import balanced
 from xdm_ft.training.interpolation import on_the_line
@@ -103,7 +103,7 @@ class Work:
                 Request(
                     models[0].item,
                     [self.job(model, known.get(model.key, {})) for model in models],
-                    self.plan.rules,
+                    self.plan.criteria,
                     wanted,
                     keep,
                 )
@@ -113,11 +113,10 @@ class Work:
         )
 
     def job(self, model: PlannedModel | ExtraModel, known: Known) -> Job:
-        recipe, item, split, training = self.plan.recipe, model.item, model.split, model.training
-        features = self.prepared.features
+        recipe, item, split = self.plan.recipe, model.item, model.split
         setup = Setup(
             task=Task(self.plan.dataset.class_names, split.train_domains, recipe.protocol.metric),
-            width=features.width if features is not None else 0,
+            width=self.prepared.width,
             steps=model.steps,
             seed=model.seed,
             loss_average=recipe.training.loss_average,
@@ -134,9 +133,7 @@ class Work:
             setup=setup,
             make=item.algorithm.build,
             sharpness=item.sharpness.build() if item.sharpness else None,
-            lr=training.lr,
-            weight_decay=training.weight_decay,
-            training=training,
+            training=model.training,
             averaging=item.averaging.build() if item.averaging else None,
             normalized=item.reads_normalized,
             known=known,
@@ -145,7 +142,7 @@ class Work:
     def class_weight(self, split: Split) -> Tensor | None:
         if self.plan.recipe.training.class_weights == "none":
             return None
-        return balanced(self.plan.labels[torch.cat(split.train)], len(self.plan.dataset.class_names))
+        return balanced(self.plan.annotations.labels[torch.cat(split.train)], len(self.plan.dataset.class_names))
 
     def known(self, wanted: Collection[Identity]) -> dict[Identity, Known]:
         """What `cross_domain` needs of each wanted model: its extra models' metric by step, measured now or before."""
@@ -158,8 +155,15 @@ class Work:
         alike: dict[tuple[str, tuple[str, ...]], list[tuple[ExtraModel, Job]]] = {}
         for model, job in zip(extra, jobs, strict=True):
             alike.setdefault((job.method, tuple(job.split.evaluation)), []).append((model, job))
+        metric = self.plan.recipe.protocol.metric
         requests = [
-            Request(models[0][0].item, [job for _, job in models], parts, missing, partial(self._measure, parts))
+            Request(
+                models[0][0].item,
+                [job for _, job in models],
+                Criteria(parts, metric),
+                missing,
+                partial(self._measure, parts),
+            )
             for (_, parts), models in alike.items()
             if any(job.key in missing for _, job in models)
         ]
@@ -215,7 +219,7 @@ class Work:
         """The images of a split as selection measures them in the protocol's metric."""
         plan = self.plan
         metric, classes = plan.recipe.protocol.metric, len(plan.dataset.class_names)
-        return rule_images(split, rows, plan.labels, plan.domains, plan.worst_of, metric, classes)
+        return rule_images(split, rows, plan.annotations, metric, classes)
 
     def finished(self, planned: PlannedModel, trained: Trained, model: Model) -> Finished:
         """The record of results.json (DESIGN: R), its weights written, and its predictions on the test domain."""
@@ -251,7 +255,7 @@ class Work:
         return record, predictions
 
     def prediction(self, key: Identity, rule: str, rows: Tensor, logits: Tensor) -> Prediction:
-        values = per_image(self.plan.recipe.protocol.metric, logits, self.plan.labels[rows])
+        values = per_image(self.plan.recipe.protocol.metric, logits, self.plan.annotations.labels[rows])
         predicted = logits.argmax(-1).numpy().astype(np.int64)
         return make_prediction(key, self.plan.dataset, rule, rows.numpy(), predicted, values)
 
@@ -288,10 +292,10 @@ class Work:
         return found
 
     def metrics(self, split: Split, logits: Mapping[str, Tensor]) -> dict[str, Any]:
-        plan, metrics = self.plan, {}
+        plan, about, metrics = self.plan, self.plan.annotations, {}
         for name, rows in split.evaluation.items():
             names = plan.dataset.class_names, plan.dataset.domain_names
-            values = score(logits[name], plan.labels[rows], plan.domains[rows], *names, worst_of=plan.worst_of[rows])
+            values = score(logits[name], about.labels[rows], about.domains[rows], *names, worst_of=about.worst_of[rows])
             metrics[name] = dataclasses.asdict(values)
         return metrics
 

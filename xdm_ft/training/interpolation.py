@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from xdm_ft.tensors import Criteria
 from xdm_ft.training import Selected
 from xdm_ft.training.selection import Selector
 
@@ -40,7 +41,7 @@ def on_the_line(
     `evaluate` gives the metric on every split. `Selected.curve` has it at every α; None is a metric that is not
     defined. None is returned where it is so on `looks_at` at every α.
     """
-    selector = Selector((looks_at,), metric, first_selectable_step=0)
+    selector = Selector(Criteria((looks_at,), metric), first_selectable_step=0)
     curve: Curve = []
     for alpha in sorted({*ALPHAS, *([] if share == "select" else [share])}):
         here = dataclasses.replace(
