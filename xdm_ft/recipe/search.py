@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Literal
 from zlib import crc32
 
@@ -15,6 +16,7 @@ import torch
 from pydantic import Field, model_validator
 
 from xdm_ft.randomness import Stream, uniform
+from xdm_ft.recipe import components
 from xdm_ft.settings import Block
 
 Value = float | int | str | bool
@@ -68,40 +70,32 @@ def _powers(low: float, high: float) -> Distribution:
     return Distribution(log_uniform=(10**low, 10**high))
 
 
-# DomainBed's ranges of what its methods add (hparams_registry.py, `_hparams`), under the names that they have here
-_OF_METHODS = {
-    "irm.penalty_weight": _powers(-1, 5),
-    "vrex.penalty_weight": _powers(-1, 5),
-    "mixup.alpha": _powers(-1, 1),
-    "groupdro.eta": _powers(-3, -1),
-    "coral.gamma": _powers(-1, 1),
-    "rsc.feature_drop": Distribution(uniform=(0.001, 0.5)),
-    "rsc.batch_drop": Distribution(uniform=(0.001, 0.5)),
-    "fish.meta_lr": Distribution(choice=(0.05, 0.1, 0.5)),
-}
-# The values that the method's own code draws from; SAGM's: domainbed/hparams_registry.py of Wang-pengfei/SAGM. That
-# code does not use the ρ that it draws (algorithms.py holds it at 0.05); its default α, 0.001, is not among the draws.
-_OF_THE_PAPER = {
-    "xdomainmix.p_discard": Distribution(choice=(0.2, 0.3, 0.4)),
-    "sam.rho": Distribution(choice=(0.05, 0.1)),
-    "sagm.rho": Distribution(choice=(0.01, 0.02, 0.05, 0.1)),
-    "sagm.alpha": Distribution(choice=(0.01, 0.02, 0.05, 0.1)),
-}
-PRESETS: dict[str, dict[str, Distribution]] = {
-    "none": {},
-    "frozen": {"lr": _powers(-4, -1), "weight_decay": _powers(-6, -2), **_OF_METHODS, **_OF_THE_PAPER},
+_OF_TRAINING: dict[str, dict[str, Distribution]] = {
+    "frozen": {"lr": _powers(-4, -1), "weight_decay": _powers(-6, -2)},
     "domainbed": {
         "encoder_lr": _powers(-5, -3.5),
         "lr": _powers(-5, -3.5),
         "weight_decay": _powers(-6, -2),
         "batch_size": Distribution(log_uniform=(2**3, 2**5.5)),
-        **_OF_METHODS,
-        **_OF_THE_PAPER,
     },
 }
-"""`frozen`: heads on cached features. `domainbed`: DomainBed's default ranges for images that are not tiny (Gulrajani &
-Lopez-Paz 2021), lr and encoder_lr drawn as one; what else it draws (dropout,
-annealing steps) stays as the recipe has it."""
+"""Preset → ranges of keys of `training`. `frozen` is for heads on cached features. `domainbed` has DomainBed's default
+ranges for images that are not tiny (Gulrajani & Lopez-Paz 2021); lr and encoder_lr are one draw. DomainBed also draws
+dropout and annealing steps; here they stay as the recipe has them."""
+
+
+@cache
+def preset_ranges(preset: str) -> dict[str, Distribution]:
+    """The ranges of a preset: KEY of `training`, and METHOD.KEY from the `search_ranges` of every component."""
+    if preset == "none":
+        return {}
+    of_components = {
+        f"{name}.{key}": Distribution.model_validate(range_)
+        for name, folder in components.method_parts().items()
+        for key, range_ in components.find(folder, name).search_ranges.items()
+    }
+    return {**_OF_TRAINING[preset], **of_components}
+
 
 OF_DATA: dict[tuple[str, str], dict[str, Distribution]] = {
     ("domainbed", "domainnet"): {"batch_size": Distribution(log_uniform=(2**3, 2**5))}
@@ -141,7 +135,7 @@ class Search(Block):
 
     @property
     def distributions(self) -> dict[str, Distribution]:
-        return {**PRESETS[self.preset], **self.space} if self.trials > 1 else {}
+        return {**preset_ranges(self.preset), **self.space} if self.trials > 1 else {}
 
     def for_data(self, name: str) -> Search:
         """The block with the ranges that the preset has for the data set `name`, written out in `space`."""
