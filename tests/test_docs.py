@@ -57,6 +57,14 @@ def test_links_and_scripts_are_there(page: Path) -> None:
         assert (ROOT / script).is_file(), script
 
 
+def test_contributing_names_files_that_there_are() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w./]+(?:\.py|/))`", text) if "NAME" not in name and name != "shared/"}
+    assert len(named) > 40
+    missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / "xdm_ft" / name).exists()]
+    assert not missing, missing
+
+
 def test_the_readme_is_one_page_with_one_test_command() -> None:
     """`.ci/run` looks for the mark, and runs the code block below it."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Hyper-parameters that are searched: where each one lies, and the draw of every trial.
+"""Hyper-parameters that are searched: the range of each one, and the draw of every trial.
 
 A draw is a function of the trial and the key alone: the same on every machine, for every method, held-out domain and
 seed, so that common hyper-parameters are drawn identically for all methods.
@@ -25,7 +25,7 @@ EDGE = 0.05  # of a range, on either side
 
 
 class Distribution(Block):
-    """Where a hyper-parameter is drawn from: exactly one of the three."""
+    """The distribution of a hyper-parameter: exactly one of the three."""
 
     log_uniform: Annotated[Bounds | None, Field(description="[low, high], uniform in the logarithm")] = None
     uniform: Annotated[Bounds | None, Field(description="[low, high]")] = None
@@ -100,7 +100,7 @@ def preset_ranges(preset: str) -> dict[str, Distribution]:
 OF_DATA: dict[tuple[str, str], dict[str, Distribution]] = {
     ("domainbed", "domainnet"): {"batch_size": Distribution(log_uniform=(2**3, 2**5))}
 }
-"""(Preset, data set) → what of the preset is another range there."""
+"""(Preset, data set) → the ranges that differ from the preset's on that data set."""
 
 TRAINING_KEYS = (
     "lr", "encoder_lr", "weight_decay", "momentum", "beta1", "beta2", "batch_size", "clip_norm", "patience",
@@ -125,7 +125,7 @@ class Search(Block):
         dict[str, Distribution],
         Field(
             description="KEY or METHOD.KEY → {log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}; "
-            f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset and goes before it. "
+            f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset, and replaces its range of the same KEY. "
             "A setting that an item of methods changes from its default is not searched"
         ),
     ] = {}
@@ -138,7 +138,7 @@ class Search(Block):
         return {**preset_ranges(self.preset), **self.space} if self.trials > 1 else {}
 
     def for_data(self, name: str) -> Search:
-        """The block with the ranges that the preset has for the data set `name`, written out in `space`."""
+        """A copy whose `space` also holds the ranges that the preset has for the data set `name`."""
         own = OF_DATA.get((self.preset, name), {}) if self.trials > 1 else {}
         return self.model_copy(update={"space": {**own, **self.space}})
 
@@ -154,7 +154,7 @@ class Search(Block):
         """Key → value in a trial, 0…trials−1. Trial 0 draws nothing: it has the recipe's own values."""
         if trial == 0:
             return {}
-        # lr and encoder_lr go together in the ranges of whole networks: one learning rate for both, as DomainBed has it
+        # DomainBed has one learning rate for the whole network: encoder_lr and lr share their draw
         one = {"encoder_lr": "lr"} if self.preset == "domainbed" and not {"lr", "encoder_lr"} & {*self.space} else {}
         return {
             key: distribution.at(self.quantile(one.get(key, key), trial))
@@ -165,8 +165,8 @@ class Search(Block):
 def at_the_edge(search: Search, key: str, value: Value | None) -> bool:
     """Whether a drawn number lies at an end of what is searched: a better one may lie beyond.
 
-    That is the outer EDGE of a range, the outermost whole numbers of one, and the lowest and highest of three or more
-    numbers to choose from: of two each is an end. Words and switches have no order.
+    The ends are the outer EDGE of a range, the outermost whole numbers of one, and the lowest and highest of three or
+    more numbers to choose from (of two numbers each would be an end). Words and switches have no order.
     """
     distribution = search.distributions.get(key)
     if distribution is None or isinstance(value, bool) or not isinstance(value, int | float):
@@ -175,7 +175,7 @@ def at_the_edge(search: Search, key: str, value: Value | None) -> bool:
         numbers = [choice for choice in distribution.choice if isinstance(choice, int | float)]
         numbers = [number for number in numbers if not isinstance(number, bool)]
         return len({*numbers}) > 2 and not min(numbers) < value < max(numbers)
-    if distribution.log_uniform is not None and value <= 0:  # switched off, which no logarithm tells
+    if distribution.log_uniform is not None and value <= 0:  # switched off: 0 has no logarithm
         return False
     assert distribution.bounds is not None
     low, high = distribution.bounds
