@@ -17,7 +17,7 @@ memory          Bytes that a head-step moves between its tensors, counted by han
                 implementation must move: the features of the batch once, weights and Adam's moments read and written
                 once. And moved bytes per second over what a copy of 256 MB reaches (from caches it can be more).
 
-Measured numbers are in README.md, "Speed".
+Measured numbers are in docs/results.md, "Speed".
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""The base of every typed block of a recipe. Each block lives in the layer that reads it."""
+"""The base of every typed block of a recipe, which lives in the layer that reads it; the type of search ranges."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import BaseModel, ConfigDict
+
+SearchRanges = Mapping[str, Mapping[str, tuple[float, ...]]]
+"""Constructor keyword → {`log_uniform` or `uniform`: (low, high)} or {`choice`: values}, as in `search.space`."""
 
 
 class Block(BaseModel):

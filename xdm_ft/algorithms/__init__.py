@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.randomness import Stream, uniform
+from xdm_ft.settings import SearchRanges
 from xdm_ft.tensors import Batch, InputPartners, Losses, Samples, Task
 
 LossAverage = Literal["domain", "sample"]
@@ -110,6 +111,7 @@ class Method:
     """What `xdm-ft ls methods` and the plan ask of every method."""
 
     source: str = ""  # one line: paper and equation
+    search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
     min_domains: int = 1  # training domains needed; with fewer the method becomes a `skipped` row
     needs_text: bool = False  # needs the text side of the encoder
 

@@ -30,6 +30,8 @@ class RSC(Algorithm):
     """
 
     source = "Huang et al. 2020, Self-Challenging Improves Cross-Domain Generalization (ECCV), eq. (1)-(5)"
+    # DomainBed's ranges (hparams_registry.py)
+    search_ranges = {"feature_drop": {"uniform": (0.001, 0.5)}, "batch_drop": {"uniform": (0.001, 0.5)}}
 
     def __init__(
         self,

@@ -46,6 +46,8 @@ class XDomainMix(Algorithm):
     """
 
     source = "Liu et al. 2024, Cross-Domain Feature Augmentation for Domain Generalization (IJCAI), eq. (1)-(8)"
+    # the values that the authors' own code draws from
+    search_ranges = {"p_discard": {"choice": (0.2, 0.3, 0.4)}}
     min_domains = 2
     auxiliary = ("domain_head",)
 

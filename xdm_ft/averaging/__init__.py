@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from xdm_ft.settings import SearchRanges
+
 Tensors = dict[str, Tensor]  # parameter name → value
 
 
@@ -53,6 +55,7 @@ class Averaging(ABC):
     """The settings, from which every model's average starts anew."""
 
     source: str = ""
+    search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
     reads_loss: bool = True  # whether the average looks at the validation loss
 
     @abstractmethod

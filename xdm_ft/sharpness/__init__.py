@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+from xdm_ft.settings import SearchRanges
+
 Tensors = dict[str, Tensor]  # parameter name → value
 
 
@@ -19,6 +21,7 @@ class Sharpness(ABC):
     """Pure functions of parameters and gradients of ONE model; a bank of heads maps them with `torch.func.vmap`."""
 
     source: str = ""
+    search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
     rho: float
 
     @abstractmethod

@@ -23,6 +23,9 @@ class SAGM(Sharpness):
     """
 
     source = "Wang et al. 2023, Sharpness-Aware Gradient Matching for Domain Generalization (CVPR)"
+    # The values that its code draws from (domainbed/hparams_registry.py of Wang-pengfei/SAGM). That code draws ρ but
+    # does not use it (algorithms.py holds ρ at 0.05); its default α, 0.001, is not among the draws.
+    search_ranges = {"rho": {"choice": (0.01, 0.02, 0.05, 0.1)}, "alpha": {"choice": (0.01, 0.02, 0.05, 0.1)}}
 
     def __init__(
         self,

@@ -21,6 +21,8 @@ class SAM(Sharpness):
     """
 
     source = "Foret et al. 2021, SAM, eq. (2); adaptive: Kwon et al. 2021, ASAM"
+    # the values that the code of XDomainMix draws from
+    search_ranges = {"rho": {"choice": (0.05, 0.1)}}
 
     def __init__(
         self,
