@@ -170,6 +170,10 @@ class Algorithm(nn.Module, Method, ABC):
         """`loss` at perturbed weights, with what the first pass `held` (`Losses.held`): masks, which no draw fixes."""
         return self.loss(z, batch, step)
 
+    def logits(self, z: Tensor) -> Tensor:
+        """c(z), what the class head makes of features z [B,K]: [B,C]."""
+        return linear(z, self.head)
+
     def forward(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
         """What the engines call: `loss`, or `second_pass` where something is held; no less than float32 anywhere."""
         with torch.autocast(z.device.type, enabled=False):
