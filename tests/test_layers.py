@@ -24,7 +24,6 @@ LAYERS = [
     "xdomainmix",
     "encoders",
     "data",
-    "compiled",
     "atomic",
     "progress",
     "randomness",

@@ -53,11 +53,6 @@ def linear(z: Tensor, head: nn.Linear) -> Tensor:
     return torch.addmm(head.bias[:, None], head.weight, z.mT).mT
 
 
-def product(z: Tensor, weight: Tensor) -> Tensor:
-    """W z of z [B,K], W [C,K]: [B,C]."""
-    return (weight @ z.mT).mT
-
-
 def mean_weights(
     domain: Tensor,
     num_domains: int,

@@ -25,6 +25,7 @@ from xdm_ft.xdomainmix import (
     specific_mask,
 )
 from xdm_ft.xdomainmix.partners import OtherPartner
+from xdm_ft.xdomainmix.stacking import in_blocks
 
 CLASS_QUANTILE = 0.5
 """The quantile behind τ_c."""
@@ -135,14 +136,19 @@ class XDomainMix(Algorithm):
                 "class_mask": specific_mask(by_class, CLASS_QUANTILE),
                 "domain_mask": specific_mask(by_domain, at),
             }  # (3)
-        parts = decompose(z, held["class_mask"], held["domain_mask"])  # (4)
+
+        def mixed(z: Tensor, class_mask: Tensor, domain_mask: Tensor, *draws: Tensor) -> Tensor:
+            parts = decompose(z, class_mask, domain_mask)  # (4)
+            return mix(parts, Partners(*draws[:4]), *draws[4:])  # (5)(6)(7)
+
         noise = self.noise(batch, step)
         partners = draw_partners(batch.y, batch.domain, noise.partners, self.other_partner)  # x_i and x_j of (5)
         acts = partners.has_same & self.mix_class_specific, partners.has_other & self.mix_class_generic
         lam = torch.where(torch.stack(acts, 1), noise.lam, 1.0)
         # discarded where u < p: never at p = 0, always at p = 1 (the paper's ≤ differs with probability 0)
         keep = noise.discard >= self.p_discard
-        return Augmented(mix(parts, partners, lam, keep), partners, lam, keep, dict(held))  # (5)(6)(7)
+        features = in_blocks(mixed, z, held["class_mask"], held["domain_mask"], *partners, lam, keep)
+        return Augmented(features, partners, lam, keep, dict(held))
 
     def noise(self, batch: Batch, step: int) -> Noise:
         """The step's random numbers, functions of the seed, the step and the places in the batch."""

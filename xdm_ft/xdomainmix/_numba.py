@@ -10,6 +10,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from xdm_ft.tensors import Parts
+
 INFINITE = 0x7F800000  # the order of +∞; beyond it, on either side, lie the NaNs
 NAN = 0x7FFFFFFF  # an order that no score exceeds
 GUESSES = 24  # then bisection takes over; half of the rows are solved after five
@@ -37,10 +39,11 @@ def part(z: Tensor, mask: Tensor) -> Tensor:
     return taken
 
 
-def mix(csds: Tensor, csdg: Tensor, cgds: Tensor, cgdg: Tensor, choices: tuple[Tensor, ...]) -> Tensor:
-    """`mixing.mix` of float32 parts [n,K]; `choices` are the places same and other, λ as it acts [n,2], and keep."""
-    mixed = torch.empty(csds.shape)
-    _mix(*(tensor.contiguous().numpy() for tensor in (csds, csdg, cgds, cgdg, *choices, mixed)))
+def mix(parts: Parts, same: Tensor, other: Tensor, lam: Tensor, keep: Tensor) -> Tensor:
+    """`mixing.plainly` of float32 parts."""
+    mixed = torch.empty(parts.csds.shape)
+    features = (tensor.contiguous().flatten(1).numpy() for tensor in (*parts, mixed))
+    _mix(*features, *(tensor.contiguous().numpy() for tensor in (same, other, lam, keep)))
     return mixed
 
 
@@ -118,7 +121,7 @@ def _part(z: Any, mask: Any, taken: Any) -> None:
 
 
 @compiled
-def _mix(csds: Any, csdg: Any, cgds: Any, cgdg: Any, same: Any, other: Any, lam: Any, keep: Any, mixed: Any) -> None:
+def _mix(csds: Any, csdg: Any, cgds: Any, cgdg: Any, mixed: Any, same: Any, other: Any, lam: Any, keep: Any) -> None:
     for n in range(len(mixed)):
         i, j = same[n], other[n]
         lam_1, lam_2 = lam[n, 0], lam[n, 1]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from xdm_ft.tensors import Parts
-from xdm_ft.xdomainmix.selection import exceeds, stacked
+from xdm_ft.xdomainmix.selection import exceeds
+from xdm_ft.xdomainmix.stacking import stacked
 
 
 def specific_mask(scores: Tensor, quantile: float | Fraction) -> Tensor:

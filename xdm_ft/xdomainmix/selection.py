@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xdm_ft.xdomainmix.stacking import stacked
+
 
 def exceeds(scores: Tensor, rank: int) -> Tensor:
     """`scores > x_(rank)`, x_(0) ≤ x_(1) ≤ … being the sorted row; False throughout a row with a NaN.
@@ -25,7 +27,8 @@ def exceeds(scores: Tensor, rank: int) -> Tensor:
 def plainly(rows: Tensor, rank: int) -> Tensor:
     """The same in plain torch, of rows [n,K]: the oracle of both kernels.
 
-    x_(rank) is the smallest of the K−rank largest. torch counts NaN as largest, and `amin` keeps it: nothing exceeds it.
+    x_(rank) is the smallest of the K−rank largest. torch counts NaN as largest, and `amin` keeps it: nothing exceeds
+    it.
     """
     return rows > rows.topk(rows.shape[-1] - rank, dim=-1, sorted=False).values.amin(-1, keepdim=True)
 
@@ -54,13 +57,4 @@ class _Exceeds(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], scores: Tensor, rank: int) -> tuple[Tensor, int]:
-        assert in_dims[0] is not None, "vmap calls this only where the scores are stacked"
-        return _Exceeds.apply(scores.movedim(in_dims[0], 0), rank), 0
-
-
-def stacked(info: Any, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """What a Function's `vmap` is given, with the heads as the first dimension of every tensor."""
-    return [
-        tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        for tensor, dim in zip(tensors, in_dims, strict=True)
-    ]
+        return _Exceeds.apply(*stacked(info, in_dims[:1], (scores,)), rank), 0
