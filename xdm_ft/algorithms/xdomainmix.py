@@ -25,12 +25,12 @@ from xdm_ft.xdomainmix import (
     specific_mask,
 )
 from xdm_ft.xdomainmix.partners import OtherPartner
-from xdm_ft.xdomainmix.stacking import in_blocks
 
 CLASS_QUANTILE = 0.5
 """The quantile behind τ_c."""
 
 
+# those of the five numbers that a sample needs: for x_i, x_j, λ1, λ2 and discarding
 STREAMS = torch.tensor([[Stream.PARTNERS], [Stream.PARTNERS], [Stream.LAMBDA], [Stream.LAMBDA], [Stream.DISCARD]])
 
 
@@ -124,52 +124,45 @@ class XDomainMix(Algorithm):
         return self.mixed_loss(z, batch, self.augment(z, batch, step, held))
 
     def augment(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Augmented:
-        """z̃ at a step after the warm-up, by equations (1) to (7); the masks are those `held`, if any are."""
+        """z̃ at a step after the warm-up, by equations (1) to (7) in order; with the masks `held`, if there are any."""
         if held is None:
             if isinstance(self.head, nn.Linear):
                 by_class = linear_scores(z, self.head.weight, batch.y)  # (1)
             else:
                 by_class = autograd_scores(z, self.logits, batch.y)  # (1)
             by_domain = linear_scores(z, self.domain_head.weight, batch.domain)  # (2)
-            at = domain_quantile(step - self.warmup_steps, self.quantile_steps)
-            held = {
-                "class_mask": specific_mask(by_class, CLASS_QUANTILE),
-                "domain_mask": specific_mask(by_domain, at),
-            }  # (3)
-
-        def mixed(z: Tensor, class_mask: Tensor, domain_mask: Tensor, *draws: Tensor) -> Tensor:
-            parts = decompose(z, class_mask, domain_mask)  # (4)
-            return mix(parts, Partners(*draws[:4]), *draws[4:])  # (5)(6)(7)
-
-        noise = self.noise(batch, step)
+            quantile = domain_quantile(step - self.warmup_steps, self.quantile_steps)
+            of_class, of_domain = specific_mask(by_class, CLASS_QUANTILE), specific_mask(by_domain, quantile)  # (3)
+            held = {"class_mask": of_class, "domain_mask": of_domain}
+        parts = decompose(z, held["class_mask"], held["domain_mask"])  # (4)
+        noise = self.noise(batch.place, step)
         partners = draw_partners(batch.y, batch.domain, noise.partners, self.other_partner)  # x_i and x_j of (5)
         acts = partners.has_same & self.mix_class_specific, partners.has_other & self.mix_class_generic
         lam = torch.where(torch.stack(acts, 1), noise.lam, 1.0)
         # discarded where u < p: never at p = 0, always at p = 1 (the paper's ≤ differs with probability 0)
         keep = noise.discard >= self.p_discard
-        features = in_blocks(mixed, z, held["class_mask"], held["domain_mask"], *partners, lam, keep)
-        return Augmented(features, partners, lam, keep, dict(held))
+        return Augmented(mix(parts, partners, lam, keep), partners, lam, keep, dict(held))  # (5)(6)(7)
 
-    def noise(self, batch: Batch, step: int) -> Noise:
-        """The step's random numbers, functions of the seed, the step and the places in the batch."""
-        two = 2 * batch.place, 2 * batch.place + 1  # of x_i and x_j
-        discard = batch.place if self.discard_per == "sample" else torch.zeros_like(batch.place)
-        streams = STREAMS.to(batch.place.device)
-        u = uniform(self.seed, step, streams, torch.stack([*two, *two, discard]))  # [5,B]
+    def noise(self, place: Tensor, step: int) -> Noise:
+        """The random numbers of a step: functions of the seed, the step and the samples' places in the batch."""
+        two = 2 * place, 2 * place + 1  # of x_i and x_j
+        discard = place if self.discard_per == "sample" else torch.zeros_like(place)
+        u = uniform(self.seed, step, STREAMS.to(place.device), torch.stack([*two, *two, discard]))  # [5,B]
         return Noise(partners=u[:2].mT, lam=u[2:4].mT, discard=u[4])
 
     def mixed_loss(self, z: Tensor, batch: Batch, augmented: Augmented) -> Losses:
         """The losses of z and z̃. (8)"""
-        clean, mixed = (F.cross_entropy(self.logits(f), batch.y, reduction="none") for f in (z, augmented.z))  # [B]
+        logits = torch.cat([self.logits(z), self.logits(augmented.z)])  # [2B,C]
+        of_class = F.cross_entropy(logits, batch.y.repeat(2), reduction="none").view(2, -1).mean(0)  # [B]
         of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)
         if self.domain_head_augmented:
-            logits = linear(augmented.z.detach(), self.domain_head)
-            on_mixed = soft_loss(logits, mixed_domains(batch, augmented, self.task.num_domains))
+            on_mixed = linear(augmented.z.detach(), self.domain_head)
+            on_mixed = soft_loss(on_mixed, mixed_domains(batch, augmented, self.task.num_domains))
             of_domain = torch.where(augmented.keep, (of_domain + on_mixed) / 2, of_domain)
         found = torch.stack([augmented.partners.has_same, augmented.partners.has_other]).float().mean(1)  # [2]
         without_same, without_other = (1 - found).unbind()
         return Losses(
-            *self.averages((clean + mixed) / 2, of_domain, batch),
+            *self.averages(of_class, of_domain, batch),
             logs={"without_same_partner": without_same, "without_other_partner": without_other},
             held=augmented.masks,
         )

@@ -59,39 +59,42 @@ def decompose(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
     """
     space = (None,) * (z.ndim - class_mask.ndim)
     of_class, of_domain = class_mask[(..., *space)], domain_mask[(..., *space)]  # [B,K,1,1] for maps
-    return Parts(
-        csds=part(z, of_class & of_domain),
-        csdg=part(z, of_class & ~of_domain),
-        cgds=part(z, ~of_class & of_domain),
-        cgdg=part(z, ~of_class & ~of_domain),
-    )
+    return Parts(*cut(z, of_class & of_domain, of_class & ~of_domain, ~of_class & of_domain, ~(of_class | of_domain)))
 
 
-def part(z: Tensor, mask: Tensor) -> Tensor:
-    """M ⊙ z, −0.0 where M is False, for M like z, or [B,K,1,1] on maps."""
-    taken: Tensor = _Part.apply(z, mask)
-    return taken
+def cut(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+    """M ⊙ z for each of four masks M, which are like z, or [...,B,K,1,1] for maps: −0.0 where M is False."""
+    parts: tuple[Tensor, ...] = _Cut.apply(z, *masks)
+    return parts
 
 
-class _Part(torch.autograd.Function):
-    """`torch.where` takes twenty times as long on a CPU: it branches on every element of an irregular mask."""
+def plainly(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+    """The same in plain torch: the oracle of the kernel."""
+    nothing = torch.full((), -0.0, dtype=z.dtype, device=z.device)
+    return tuple(torch.where(mask, z, nothing) for mask in masks)
 
+
+class _Cut(torch.autograd.Function):
     @staticmethod
-    def forward(z: Tensor, mask: Tensor) -> Tensor:
-        if z.device.type != "cpu" or z.dtype != torch.float32 or z.shape != mask.shape:
-            return torch.where(mask, z, torch.full((), -0.0, dtype=z.dtype, device=z.device))
+    def forward(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+        if z.device.type != "cpu" or z.dtype != torch.float32 or z.shape != masks[0].shape:
+            return plainly(z, *masks)
+        # `torch.where` takes twenty times as long on a CPU: it branches on every element of an irregular mask
         from xdm_ft.xdomainmix import _numba  # takes half a second to import
 
-        return _numba.part(z, mask)
+        return _numba.cut(z, *masks)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return part(gradient, *ctx.saved_tensors), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        terms = (torch.where(mask, gradient, 0.0) for mask, gradient in zip(ctx.saved_tensors, gradients, strict=True))
+        return torch.stack(tuple(terms)).sum(0), None, None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
-        return _Part.apply(*stacked(info, in_dims, tensors)), 0
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return _Cut.apply(*stacked(info, in_dims, tensors)), (0,) * 4

@@ -19,21 +19,21 @@ def mix(parts: Parts, partners: Partners, lam: Tensor, keep: Tensor) -> Tensor:
     cut by its own masks. A sample without a partner keeps its own part (λ = 1).
 
     Args:
-        parts: of the whole batch, each [...,B,K] or [...,B,K,h,w].
-        partners: places in the batch, each [...,B].
-        lam: λ1 and λ2, [...,B,2].
-        keep: bool [...,B]; False drops Z̃_c,d.
+        parts: of the whole batch, each [B,K] or [B,K,h,w].
+        partners: places in the batch.
+        lam: λ1 and λ2, [B,2].
+        keep: bool [B]; False drops Z̃_c,d.
 
     Returns:
         z̃, like a part. Gradients flow to the sample's own parts and to its partners'.
     """
-    lam = torch.where(torch.stack((partners.has_same, partners.has_other), -1), lam, 1.0)
+    lam = torch.where(torch.stack((partners.has_same, partners.has_other), 1), lam, 1.0)
     mixed: Tensor = _Mix.apply(*parts, partners.same, partners.other, lam, keep)
     return mixed
 
 
 def plainly(parts: Parts, same: Tensor, other: Tensor, lam: Tensor, keep: Tensor) -> Tensor:
-    """The same in plain torch, of parts [B,…] and with λ = 1 where there is no partner: the oracle of the kernel."""
+    """The same in plain torch, λ being 1 where there is no partner: the oracle of the kernel."""
     lam_1, lam_2, keep = _beside(parts.csds, lam, keep)
     csds = lam_1 * parts.csds + (1 - lam_1) * parts.csds[same]
     cgds = lam_2 * parts.cgds + (1 - lam_2) * parts.cgds[other]
@@ -43,15 +43,12 @@ def plainly(parts: Parts, same: Tensor, other: Tensor, lam: Tensor, keep: Tensor
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(*tensors: Tensor) -> Tensor:
-        *given, same, other, lam, keep = one_batch(*tensors)
-        parts = Parts(*given)
-        if parts.csds.device.type == "cpu" and all(tensor.dtype == torch.float32 for tensor in (*parts, lam)):
-            from xdm_ft.xdomainmix import _numba  # takes half a second to import
+        parts, (same, other, lam, keep) = Parts(*tensors[:4]), tensors[4:]
+        if parts.csds.device.type != "cpu" or any(tensor.dtype != torch.float32 for tensor in (*parts, lam)):
+            return plainly(parts, same, other, lam, keep)
+        from xdm_ft.xdomainmix import _numba  # takes half a second to import
 
-            mixed = _numba.mix(parts, same, other, lam, keep)
-        else:
-            mixed = plainly(parts, same, other, lam, keep)
-        return mixed.view(tensors[0].shape)
+        return _numba.mix(parts, same, other, lam, keep)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -59,28 +56,23 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """z̃ is linear in the parts: each receives the gradient times its factor, a partner's part from all it serves."""
-        flat, same, other, lam, keep = one_batch(gradient, *ctx.saved_tensors)
-        lam_1, lam_2, keep = _beside(flat, lam, keep)
-        kept = torch.where(keep, flat, 0.0)
+        """z̃ is linear in the parts: each receives the gradient times its factor, of every z̃ that it is in."""
+        same, other, lam, keep = ctx.saved_tensors
+        lam_1, lam_2, keep = _beside(gradient, lam, keep)
+        kept = torch.where(keep, gradient, 0.0)
         csds = (lam_1 * kept).index_add(0, same, (1 - lam_1) * kept)
-        cgds = (lam_2 * flat).index_add(0, other, (1 - lam_2) * flat)
-        return csds.view(gradient.shape), gradient, cgds.view(gradient.shape), gradient, None, None, None, None
+        cgds = (lam_2 * gradient).index_add(0, other, (1 - lam_2) * gradient)
+        return csds, gradient, cgds, gradient, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
-        return _Mix.apply(*stacked(info, in_dims, tensors)), 0
-
-
-def one_batch(*tensors: Tensor) -> list[Tensor]:
-    """The batches of many heads as one, [...,B,…] → [N,…]; the places in it count on from head to head.
-
-    The last four tensors are those that `mix` calls same, other, lam and keep.
-    """
-    batch, axes = tensors[-1].shape[-1], tensors[-1].ndim
-    *features, same, other, lam, keep = (tensor.flatten(0, axes - 1) for tensor in tensors)
-    first = torch.arange(len(same), device=same.device) // batch * batch  # the first place of the sample's head
-    return [*features, same + first, other + first, lam, keep]
+        """The batches of many heads are one batch, whose places count on from head to head."""
+        *parts, same, other, lam, keep = stacked(info, in_dims, tensors)  # each [H,B,…]
+        heads, batch = same.shape
+        first = torch.arange(heads, device=same.device)[:, None] * batch  # every head's first place
+        given = (*parts, same + first, other + first, lam, keep)
+        mixed: Tensor = _Mix.apply(*(tensor.flatten(0, 1) for tensor in given))
+        return mixed.unflatten(0, (heads, batch)), 0
 
 
 def _beside(part: Tensor, lam: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
