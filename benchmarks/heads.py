@@ -44,7 +44,6 @@ from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.training.bank.train import chunk_heads
 from xdm_ft.training.memory import keep_freed_memory
-from xdm_ft.xdomainmix import one_pass
 
 IMAGES = 10_000
 STEPS = 100_000  # more than are taken
@@ -208,11 +207,10 @@ def main() -> None:
     given = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(given.threads)
-    compiled = one_pass.available(torch.zeros(1, 1))
-    results: dict[str, object] = {"threads": given.threads, "compiled": compiled, "torch": torch.__version__}
+    results: dict[str, object] = {"threads": given.threads, "torch": torch.__version__}
     copy = copy_bandwidth()
     results["copy_gb_per_second"] = copy / 1e9
-    print(f"threads {given.threads}, compiled code: {compiled}, copy {copy / 1e9:.1f} GB/s")
+    print(f"threads {given.threads}, copy {copy / 1e9:.1f} GB/s")
     for shape in SHAPES:
         data = data_of(shape)
         found: dict[str, object] = {}

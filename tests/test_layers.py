@@ -23,7 +23,6 @@ LAYERS = [
     "xdomainmix",
     "encoders",
     "data",
-    "compiled",
     "storage",
     "progress",
     "randomness",

@@ -54,11 +54,6 @@ def linear(z: Tensor, head: nn.Linear) -> Tensor:
     return torch.addmm(head.bias[:, None], head.weight, z.mT).mT
 
 
-def product(z: Tensor, weight: Tensor) -> Tensor:
-    """W z of z [B,K], W [C,K]: [B,C]."""
-    return (weight @ z.mT).mT
-
-
 def mean_weights(
     domain: Tensor,
     num_domains: int,
@@ -171,6 +166,10 @@ class Algorithm(nn.Module, Method, ABC):
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
         """`loss` at perturbed weights, with what the first pass `held` (`Losses.held`): masks, which no draw fixes."""
         return self.loss(z, batch, step)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """c(z), what the class head makes of features z [B,K]: [B,C]."""
+        return linear(z, self.head)
 
     def forward(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
         """What the engines call: `loss`, or `second_pass` where something is held; no less than float32 anywhere."""
