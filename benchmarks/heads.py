@@ -147,14 +147,17 @@ def must_move(method: str, shape: Shape) -> int:
 
 
 def moved(method: str, shape: Shape) -> int:
-    """Bytes of one head-step of the compiled path, every tensor each time that it is read or written."""
+    """Bytes of one head-step, every large tensor each time that it is read or written."""
     features, mask = 4 * shape.batch * shape.width, shape.batch * shape.width
     gather = 2 * features
     passes = gather + 2 * features  # the product with the head, forward and for its gradient
     if method == "xdomainmix":
-        masks = 2 * (features + mask)  # two rows of scores and masks
-        mixing = 3 * (features + 2 * mask) + features  # of x, x_i and x_j; z̃ is written
-        passes += masks + mixing + 2 * 2 * features  # z̃ through the class head, z through the domain head
+        scores = 2 * (2 * features + 2 * features)  # rows of weights gathered; their product with z
+        masks = 2 * (features + mask) + 12 * mask  # M_c and M_d; their four products
+        parts = features + 4 * (mask + features)
+        mixing = 6 * features + features  # own parts and two of partners; z̃ is written
+        # and z̃ goes through the class head, z through the domain head
+        passes += scores + masks + parts + mixing + 2 * 2 * features
     weights = 4 * parameters(method, shape)
     return passes + weights * (1 + 1 + 7)  # forward, gradient, and the update: 4 tensors read, 3 written
 

@@ -1,7 +1,5 @@
 """The kernels of `specific_mask`, `decompose` and `mix` on a CPU, for float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +15,7 @@ GUESSES = 24  # then bisection takes over; half of the rows are solved after fiv
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """numba's compilation, kept beside the source or, where that is read-only, in the user's cache."""
-    try:
+    try:  # kept beside the source or, where that is read-only, in the user's cache
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:  # neither can be written to
         return njit(nogil=True)(function)
@@ -60,12 +57,11 @@ def _divider(row: Any, rank: int, guess: Any) -> Any:
     above `high`. After `guess`, τ is looked for by false position on these excesses (Illinois rule: an end that stays
     loses half its weight), then by bisection, which ends at neighbours: `high` is then x_(rank), and tied.
     """
-    above = row.size - 1 - rank  # m
-    least, most, positive, not_negative = row[0], row[0], np.int32(0), np.int32(0)
-    for score in row:
-        least, most = min(least, score), max(most, score)
-        positive += np.int32(score > 0)
-        not_negative += np.int32(score >= 0)
+    above, least, most, positive, not_negative = row.size - 1 - rank, row[0], row[0], np.int32(0), np.int32(0)
+    for k in range(row.size):  # over indices: iterating over the row itself is not vectorised
+        least, most = min(least, row[k]), max(most, row[k])
+        positive += np.int32(row[k] > 0)
+        not_negative += np.int32(row[k] >= 0)
     if most > INFINITE or least < -INFINITE:
         return np.int32(NAN)
     if positive <= above < not_negative:
@@ -80,8 +76,8 @@ def _divider(row: Any, rank: int, guess: Any) -> Any:
         if guesses >= GUESSES or not low < tau < high:
             tau = (low + high) >> 1
         count, divider = np.int32(0), np.int32(tau)
-        for score in row:
-            count += np.int32(score > divider)
+        for k in range(row.size):
+            count += np.int32(row[k] > divider)
         if count > above:
             low, low_excess, high_excess = tau, float(count - above), high_excess / 2
         else:
