@@ -96,7 +96,7 @@ class BenchmarkFolders(ImageFiles):
 
     @classmethod
     def canonical(cls, name: str) -> str | None:
-        """Returns DomainBed's name of the domain, None if `name` is no accepted name of a domain."""
+        """Returns DomainBed's name of the domain, None if `name` is not an accepted name."""
         for domain, others in cls.domain_folders.items():
             if _plain(name) in map(_plain, (domain, *others)):
                 return domain
@@ -146,7 +146,7 @@ def check_counts(
     fault = f"data: {where} is not {name}: {', '.join([*differing, *lacking])}"
     if others:
         fault += f" (nor {', '.join(other for other, _ in others)})"
-    if counts == "published" or len(per_domain) < 2:
+    if counts == "published" or len(per_domain) < 2:  # one domain can not be both held out and trained on
         raise UserError(f"{fault}; complete the data, or accept the difference with data.counts: any")
     logger.warning("%s", fault)
     return False

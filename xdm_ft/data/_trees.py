@@ -51,8 +51,8 @@ def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[s
     if identity in visited:
         return
     visited.add(identity)
-    # Above a class folder `visited` holds the parents only, to which a link may lead back: two domains may link to the
-    # same images. Within a class it holds every folder read, as folders that link to each other would repeat
+    # Above a class folder `visited` has the parents only, to which a link may lead back: two domains may link to the
+    # same images. Within a class it has every folder read, as folders that link to each other would repeat
     # exponentially.
     in_class = below.count("/") >= 2  # domain/class/
     for entry in entries:

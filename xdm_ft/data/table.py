@@ -78,7 +78,7 @@ class _Columns:
             self.refuse(column, lambda value: not value, lambda value: "the cell is empty; fill it in")
 
     def refuse(self, column: str, is_wrong: Callable[[str], bool], problem: Callable[[str], str]) -> None:
-        """Raises `UserError` with `problem(value)` for the first value in `column` for which `is_wrong` holds."""
+        """Raises `UserError` with `problem(value)` for the first value of `column` that is wrong by `is_wrong`."""
         wrong = [i for i, value in enumerate(self.values[column]) if is_wrong(value)]
         if wrong:
             self.fault(wrong[0], column, problem(self.values[column][wrong[0]]), len(wrong) - 1)
