@@ -1,4 +1,7 @@
-"""The base of every typed block of a recipe, which lives in the layer that reads it; the type of search ranges."""
+"""The base class of every typed block of a recipe, and the type of search ranges.
+
+Each block is defined in the package that reads it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ SearchRanges = Mapping[str, Mapping[str, tuple[float, ...]]]
 
 
 class Block(BaseModel):
-    """Strict and frozen: unknown keys are refused, values keep the type written beside them, floats are finite."""
+    """Strict and frozen: unknown keys are refused, values must have the declared type, floats must be finite."""
 
+    # protected_namespaces: pydantic reserves names that begin with model_, which a component may give to a setting
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
