@@ -120,7 +120,7 @@ def digest(features: Features) -> str:
 
 def main(cache: Path, images: Path, seconds_per_batch: float, views: int) -> None:
     torch.set_num_threads(1)
-    shards.IMAGES = SHARD
+    shards.IMAGES_PER_SHARD = SHARD
     own = {"views": views, "augmentation": "domainbed" if views else "none"}
     features = features_of(Files(images), cache, Tiny(seconds=seconds_per_batch), workers=1, **own)
     print(features.extracted, digest(features), flush=True)

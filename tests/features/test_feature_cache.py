@@ -18,10 +18,12 @@ from torch import Tensor
 
 from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.errors import UserError
-from xdm_ft.features import FeatureSettings, cache, cache_key
+from xdm_ft.features import FeatureSettings, cache, cache_key, views
 from xdm_ft.features.cache import Features
-from xdm_ft.features.shards import AT_MOST, Grid
+from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.features.shards import MAX_SHARDS, ShardLayout
 from xdm_ft.features.store import cache_folder, read_manifest
+from xdm_ft.features.views import View
 
 
 def every_row(features: Features) -> Tensor:
@@ -79,10 +81,10 @@ OTHER: dict[str, Callable[[Path], Features]] = {
 }
 
 
-@pytest.mark.parametrize("ingredient", OTHER)
-def test_each_ingredient_is_part_of_the_key(ingredient: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", OTHER)
+def test_a_change_of_any_key_part_changes_the_key(changed: str, tmp_path: Path) -> None:
     base = features_of(Pixels(70), tmp_path)
-    other = OTHER[ingredient](tmp_path)
+    other = OTHER[changed](tmp_path)
     assert other.key != base.key
     assert other.extracted == len(other)
     assert features_of(Pixels(70), tmp_path).extracted == 0  # the first entry is still there
@@ -97,6 +99,24 @@ def test_versions_are_part_of_the_key(library: str, tmp_path: Path, monkeypatch:
         monkeypatch.setattr(cache_key, library, SimpleNamespace(**vars(getattr(cache_key, library))))
         monkeypatch.setattr(getattr(cache_key, library), "__version__", "0.0")
     assert features_of(Pixels(3), tmp_path).key != base.key
+
+
+def test_keys_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded keys: another one would orphan every cache, whose features would all be computed again."""
+    for library in ("xdm_ft", "torch", "PIL"):
+        monkeypatch.setattr(cache_key, library, SimpleNamespace(**vars(getattr(cache_key, library))))
+        monkeypatch.setattr(getattr(cache_key, library), "__version__", "1.0")
+    monkeypatch.setattr(cache_key, "version", lambda name: "1.0")
+    monkeypatch.setattr(views, "training_transform", lambda preprocessing, augmentation: "crop")
+    encoder = Tiny()
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.fill_(0.5)
+    dataset = Pixels(3)
+    plain = cache_key.key_parts(encoder, dataset, hash_files(dataset, None, show=False), "fp32", torch.device("cpu"))
+    augmented = {**plain, **View(2, "domainbed").key_parts(encoder.preprocessing)}
+    assert cache_key.key_of(plain) == "6b3b56cc42a0f402abb7e833702e184f"
+    assert cache_key.key_of(augmented) == "b80f9493c2016744ad007112cb61a845"
 
 
 def test_float32_arithmetic_is_part_of_the_key(tmp_path: Path) -> None:
@@ -172,12 +192,12 @@ def test_normalized_leaves_the_original(tmp_path: Path) -> None:
 
 
 def test_every_row_is_in_one_shard() -> None:
-    for rows in (1, 31, 32, 33, 70, 32 * AT_MOST, 32 * AT_MOST + 1, 500_000):
-        grid = Grid(rows)
-        spans = [grid.span(number) for number in range(len(grid))]
-        assert spans[0].start == 0 and spans[-1].stop == rows and len(spans) <= AT_MOST
+    for rows in (1, 31, 32, 33, 70, 32 * MAX_SHARDS, 32 * MAX_SHARDS + 1, 500_000):
+        layout = ShardLayout(rows)
+        spans = [layout.span(number) for number in range(len(layout))]
+        assert spans[0].start == 0 and spans[-1].stop == rows and len(spans) <= MAX_SHARDS
         assert all(a.stop == b.start for a, b in pairwise(spans))
-        assert {len(span) for span in spans[:-1]} <= {grid.rows_per_shard}
+        assert {len(span) for span in spans[:-1]} <= {layout.rows_per_shard}
 
 
 def test_manifest_says_what_it_is_of(tmp_path: Path) -> None:

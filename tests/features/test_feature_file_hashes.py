@@ -16,7 +16,7 @@ from cache_scenario import Files, Pixels, features_of, write_images
 
 from xdm_ft.errors import UserError
 from xdm_ft.features import file_hashes
-from xdm_ft.features.file_hashes import Contents, read_contents
+from xdm_ft.features.file_hashes import FileHashes, hash_files
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def images(tmp_path: Path) -> Path:
     return write_images(tmp_path / "images", 5)
 
 
-def read(folder: Path) -> Contents:
-    return read_contents(Files(folder), folder.parent, show=False)
+def read(folder: Path) -> FileHashes:
+    return hash_files(Files(folder), folder.parent, show=False)
 
 
 def expected(folder: Path) -> np.ndarray:
@@ -52,7 +52,7 @@ def test_hashes_are_of_the_bytes(tmp_path: Path, images: Path, monkeypatch: pyte
     monkeypatch.setattr(file_hashes, "READ_BYTES", 10)
     assert np.array_equal(read(images).digests, expected(images))
     pixels = Pixels(3)
-    in_memory = read_contents(pixels, tmp_path, show=False)
+    in_memory = hash_files(pixels, tmp_path, show=False)
     assert in_memory.digests[2].tobytes() == xxhash.xxh3_128_digest(pixels.content(2))
 
 
@@ -106,7 +106,7 @@ def test_relative_paths_are_told_apart(tmp_path: Path, images: Path, monkeypatch
         monkeypatch.chdir(folder)
         dataset = Files(Path())
         assert not os.path.isabs(dataset.content(0))
-        assert np.array_equal(read_contents(dataset, tmp_path, show=False).digests, expected(folder))
+        assert np.array_equal(hash_files(dataset, tmp_path, show=False).digests, expected(folder))
 
 
 def test_file_names_need_not_be_unicode(images: Path, hashed: list[str]) -> None:
@@ -135,13 +135,13 @@ def test_a_damaged_index_is_made_anew(damage: bytes | None, images: Path, hashed
 
 
 def test_a_full_disk_is_told(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = file_hashes._add
+    original = file_hashes._insert
 
     def add_on_a_small_disk(index: sqlite3.Connection, known: list[tuple[bytes, int, int, int, bytes]]) -> None:
         index.execute("PRAGMA max_page_count = 2")  # what sqlite then raises is what it raises on a full disk
         original(index, [(name * 100, *rest) for name, *rest in known])
 
-    monkeypatch.setattr(file_hashes, "_add", add_on_a_small_disk)
+    monkeypatch.setattr(file_hashes, "_insert", add_on_a_small_disk)
     with pytest.raises(UserError, match=r"index\.sqlite: the disk is full; make room, or set features\.dir"):
         read(images)
 

@@ -22,7 +22,7 @@ class Segment(NamedTuple):
     last: int
     mean: Tensors
 
-    def joined(self, later: Segment) -> Segment:
+    def merged_with(self, later: Segment) -> Segment:
         """The mean of both, each step counting the same. `later` begins where this one ends."""
         share = (later.last - later.first + 1) / (later.last - self.first + 1)
         mean = {name: value.lerp(later.mean[name], share) for name, value in self.mean.items()}
@@ -68,17 +68,17 @@ class Interval(Averaging):
         self.first, self.last = first, last
 
     def begin(self) -> Average:
-        return _OfInterval(self.first, self.last)
+        return _IntervalMean(self.first, self.last)
 
 
-class _OfInterval(Average):
+class _IntervalMean(Average):
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
         self.joined: Segment | None = None
 
     def add(self, segment: Segment, loss: float) -> None:
         if self.first <= segment.first and segment.last <= self.last:
-            self.joined = segment if self.joined is None else self.joined.joined(segment)
+            self.joined = segment if self.joined is None else self.joined.merged_with(segment)
 
     def result(self) -> Segment:
         assert self.joined is not None, f"no segment lies between the steps {self.first} and {self.last}"

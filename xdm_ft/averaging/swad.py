@@ -75,7 +75,7 @@ class _Valley(Average):
         if self.threshold is None:
             self._look_for_start(segment, loss)
         elif not self.ended:
-            self._go_on(segment, loss)
+            self._extend(segment, loss)
             self.ended = self.in_a_row >= self.settings.n_tolerance
 
     def result(self) -> Segment:
@@ -111,12 +111,12 @@ class _Valley(Average):
             first -= 1
         self.inside = self.before[first][0]
         for later in self.before[first + 1 :]:
-            self._go_on(*later)
+            self._extend(*later)
         self.before = []
 
-    def _go_on(self, segment: Segment, loss: float) -> None:
+    def _extend(self, segment: Segment, loss: float) -> None:
         assert self.threshold is not None and self.inside is not None
-        self.above = segment if self.above is None else self.above.joined(segment)
+        self.above = segment if self.above is None else self.above.merged_with(segment)
         self.in_a_row += 1
         if loss <= self.threshold:
-            self.inside, self.above, self.in_a_row = self.inside.joined(self.above), None, 0
+            self.inside, self.above, self.in_a_row = self.inside.merged_with(self.above), None, 0

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from xdm_ft.encoders import _quickgelu as quickgelu
-from xdm_ft.encoders._corpora import corpus
-from xdm_ft.encoders._downloads import download_fault, not_downloaded
+from xdm_ft.encoders._corpora import corpora_in
+from xdm_ft.encoders._downloads import download_failed, network_error
 from xdm_ft.encoders._files import is_file_name
 from xdm_ft.errors import UserError, did_you_mean
 
@@ -40,7 +40,7 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
             raise UserError(f'encoder.weights: "{model}" brings its own weights; write weights: pretrained')
         return ClipSource(model, None, None, {}, model, _pretraining(model))
     if model.endswith(".json"):
-        return _own_config(Path(model).expanduser(), weights, kwargs)
+        return _from_config_file(Path(model).expanduser(), weights, kwargs)
     name = model.replace("/", "-")
     _check_name(name)
     if weights.startswith("hf-hub:"):
@@ -49,8 +49,8 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
     if is_file_name(weights):
         path = Path(weights).expanduser()
         quickgelu.check_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
-        return ClipSource(name, str(path), path, _preprocessing_of_all_tags(name), "", _from_file(path))
-    return _tagged(name, weights, kwargs)
+        return ClipSource(name, str(path), path, _preprocessing_shared_by_tags(name), "", _pretraining_of_file(path))
+    return _from_tag(name, weights, kwargs)
 
 
 def _demo(model: str, weights: str) -> ClipSource:
@@ -68,13 +68,13 @@ def _demo(model: str, weights: str) -> ClipSource:
     return ClipSource(_register(DEMO / "demo_clip.json"), str(path), path, {}, "", pretraining)
 
 
-def _own_config(config: Path, weights: str, kwargs: dict[str, Any]) -> ClipSource:
+def _from_config_file(config: Path, weights: str, kwargs: dict[str, Any]) -> ClipSource:
     if not is_file_name(weights):
         raise UserError(f'encoder.weights: {config.name} needs a weights file, "{weights}" is none')
     path = Path(weights).expanduser()
     name = _register(config)
     quickgelu.check_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
-    return ClipSource(name, str(path), path, {}, "", _from_file(path))
+    return ClipSource(name, str(path), path, {}, "", _pretraining_of_file(path))
 
 
 def _register(config: Path) -> str:
@@ -118,7 +118,7 @@ def _quick_gelu(name: str, kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("quick_gelu", kwargs.get("force_quick_gelu", False) or own))
 
 
-def _tagged(name: str, tag: str, kwargs: dict[str, Any]) -> ClipSource:
+def _from_tag(name: str, tag: str, kwargs: dict[str, Any]) -> ClipSource:
     import open_clip
 
     known = open_clip.list_pretrained_tags_by_model(name)
@@ -143,7 +143,7 @@ def _check_architecture(name: str, repository: str) -> None:
     try:
         held = open_clip.get_model_config(repository)
     except (OSError, RuntimeError) as error:
-        raise not_downloaded(repository, repository, download_fault(error) or error) from error
+        raise download_failed(repository, repository, network_error(error) or error) from error
     own = open_clip.get_model_config(name)
     differing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if held.get(key) != own[key]]
     if differing:
@@ -153,7 +153,7 @@ def _check_architecture(name: str, repository: str) -> None:
         )
 
 
-def _preprocessing_of_all_tags(name: str) -> dict[str, Any]:
+def _preprocessing_shared_by_tags(name: str) -> dict[str, Any]:
     """A file does not tell its preprocessing. Where all tags of the model agree (SigLIP, …) it is theirs."""
     import open_clip
 
@@ -164,9 +164,9 @@ def _preprocessing_of_all_tags(name: str) -> dict[str, Any]:
 
 
 def _pretraining(name: str) -> str:
-    seen = corpus(name)
+    seen = corpora_in(name)
     return f"weights {name}, pre-trained on {seen or 'a corpus not named'}: {_POSSIBLY_SEEN}"
 
 
-def _from_file(path: Path) -> str:
+def _pretraining_of_file(path: Path) -> str:
     return f"weights from the file {path.name}: {_POSSIBLY_SEEN}"

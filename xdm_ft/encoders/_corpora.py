@@ -31,7 +31,7 @@ CORPORA = {
 }
 
 
-def corpus(tag: str) -> str | None:
+def corpora_in(tag: str) -> str | None:
     """The corpora named in a weights tag, e.g. "ImageNet-21k, ImageNet-1k"; None where the tag names none."""
     rest, found = tag.lower(), []
     for part, name in CORPORA.items():

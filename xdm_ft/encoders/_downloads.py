@@ -7,7 +7,7 @@ from xdm_ft.errors import UserError
 _NETWORK_LIBRARIES = ("httpx", "httpcore", "huggingface_hub", "urllib", "requests")
 
 
-def download_fault(error: BaseException) -> BaseException | None:
+def network_error(error: BaseException) -> BaseException | None:
     """The first cause in the chain of `error` that comes from the network or the hub's cache, if there is one."""
     cause: BaseException | None = error
     while cause is not None:
@@ -17,7 +17,7 @@ def download_fault(error: BaseException) -> BaseException | None:
     return None
 
 
-def not_downloaded(what: str, where: str, fault: BaseException) -> UserError:
+def download_failed(what: str, where: str, fault: BaseException) -> UserError:
     """`what` is the model and its weights, `where` the hub repository or address that holds them."""
     repository = where.removeprefix("hf-hub:")
     if "://" in repository:

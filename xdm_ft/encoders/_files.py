@@ -32,7 +32,7 @@ def read_weights(path: Path, read: Callable[[str], Mapping[str, object]]) -> dic
     try:
         state = read(str(path))
     except Exception as error:  # a damaged file can make the readers raise almost anything; all of it is told
-        raise UserError(f"encoder.weights: {path} {_unreadable(error)}") from error
+        raise UserError(f"encoder.weights: {path} {_read_failure(error)}") from error
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise UserError(f"encoder.weights: {path} holds no tensors; it is no state dict")
@@ -45,7 +45,7 @@ def read_weights(path: Path, read: Callable[[str], Mapping[str, object]]) -> dic
     return tensors
 
 
-def _unreadable(error: Exception) -> str:
+def _read_failure(error: Exception) -> str:
     text = " ".join(str(error).split())
     if "TorchScript" in text:
         return "is a TorchScript archive, which is code; save its state dict as .safetensors and give that"

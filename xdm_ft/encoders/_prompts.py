@@ -32,7 +32,7 @@ Prompts = Annotated[
 ]
 
 
-def spelled_out(prompts: tuple[str, ...]) -> list[str]:
+def expand_templates(prompts: tuple[str, ...]) -> list[str]:
     """The templates, a name replaced by those that it stands for."""
     templates = []
     for prompt in prompts:

@@ -32,7 +32,7 @@ def check_file(model: str, path: Path, quick_gelu: bool, explicit: bool) -> None
         return
     import open_clip
 
-    tags = _activations(model)
+    tags = _quickgelu_by_tag(model)
     for part in (path.name, path.parent.name, *(p.name for p in path.parents if p.name.startswith("models--"))):
         found = [tag for tag in tags if tag in part.lower().replace("-", "_")]
         if found:
@@ -52,7 +52,7 @@ def check_file(model: str, path: Path, quick_gelu: bool, explicit: bool) -> None
         )  # fmt: skip
 
 
-def _activations(model: str) -> dict[str, bool]:
+def _quickgelu_by_tag(model: str) -> dict[str, bool]:
     """The tags of a model and its QuickGELU twin → whether their weights were trained with QuickGELU."""
     import open_clip
 

@@ -10,7 +10,7 @@ from torch import nn
 FIRST_STAGE = 4  # from this reduction of the resolution on; what timm names before (a ResNet's first ReLU) is stem
 
 
-class Places(NamedTuple):
+class StageNames(NamedTuple):
     """Names of modules, in the order in which they run; see `Encoder`."""
 
     stem: tuple[str, ...]
@@ -18,12 +18,14 @@ class Places(NamedTuple):
     transitions: tuple[str, ...]
 
     @classmethod
-    def below(cls, root: str, stem: Iterable[str], stages: Iterable[str], transitions: Iterable[str]) -> Places:
+    def with_prefix(
+        cls, root: str, stem: Iterable[str], stages: Iterable[str], transitions: Iterable[str]
+    ) -> StageNames:
         """With the names from the encoder's root, where the model is called `root`."""
         return cls(*(tuple(f"{root}.{name}" for name in names) for names in (stem, stages, transitions)))
 
 
-def timm_places(model: nn.Module, root: str) -> Places:
+def timm_stage_names(model: nn.Module, root: str) -> StageNames:
     """Stages as timm's feature extraction names them; empty where timm names none."""
     from timm.models.densenet import DenseTransition
 
@@ -31,7 +33,7 @@ def timm_places(model: nn.Module, root: str) -> Places:
     named = [info for info in getattr(model, "feature_info", None) or () if info["module"] in modules]
     stages = [info["module"] for info in named if info["reduction"] >= FIRST_STAGE]
     transitions = [name for name, module in modules.items() if isinstance(module, DenseTransition)]
-    return Places.below(root, _stem(modules, stages), stages, transitions)
+    return StageNames.with_prefix(root, _stem(modules, stages), stages, transitions)
 
 
 def _stem(modules: dict[str, nn.Module], stages: list[str]) -> list[str]:

@@ -16,12 +16,12 @@ from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
 from xdm_ft.encoders._clip_source import ClipSource, resolve
-from xdm_ft.encoders._downloads import download_fault, not_downloaded
+from xdm_ft.encoders._downloads import download_failed, network_error
 from xdm_ft.encoders._files import mismatch, read_weights
-from xdm_ft.encoders._probe import measured_width
-from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, Prompts, check_templates, fill, in_words, spelled_out
-from xdm_ft.encoders._stage_names import Places, timm_places
+from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, Prompts, check_templates, expand_templates, fill, in_words
+from xdm_ft.encoders._stage_names import StageNames, timm_stage_names
 from xdm_ft.encoders._versions import versions
+from xdm_ft.encoders._width import measure_width
 from xdm_ft.errors import UserError
 
 logger = logging.getLogger("xdm_ft")
@@ -91,9 +91,9 @@ class OpenClip(Encoder, TextEncoder):
         self.normalize, self.prompts, self.kwargs = normalize, prompts, kwargs
         self.pretraining = self.source.pretraining
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model))
-        self.stem_names, self.stage_names, self.transition_names = _places(self.model.visual)
+        self.stem_names, self.stage_names, self.transition_names = _stage_names_of(self.model.visual)
         self.logit_scale = self.model.logit_scale.exp().item()
-        self.width = measured_width(self, model)
+        self.width = measure_width(self, model)
         logger.info("encoder: open_clip %s, %s, %d features", model, self.pretraining, self.width)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -125,27 +125,27 @@ class OpenClip(Encoder, TextEncoder):
                 f'encoder: the tokenizer of "{self.source.name}" needs {error.name}; pip install {error.name}'
             ) from error
         except OSError as error:
-            raise not_downloaded(f"the tokenizer of {self.source.name}", self.source.repository, error) from error
+            raise download_failed(f"the tokenizer of {self.source.name}", self.source.repository, error) from error
 
     def text_embeddings(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> Tensor:
         """On the CPU. Prompts longer than the model's context are cut, and that is said in the log."""
         import open_clip
 
-        self._tell_of_cut_prompts(self.exact_prompts(class_names, prompts))
+        self._warn_about_cut_prompts(self.exact_prompts(class_names, prompts))
         weight = open_clip.build_zero_shot_classifier(
             self.model,
             self.tokenizer,
             [in_words(name) for name in class_names],
-            [partial(fill, template) for template in spelled_out(prompts or self.prompts)],
+            [partial(fill, template) for template in expand_templates(prompts or self.prompts)],
             device=next(self.model.parameters()).device,
         )  # [K,C]
         return weight.T.float().cpu()
 
     def exact_prompts(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> list[str]:
-        templates = spelled_out(prompts or self.prompts)
+        templates = expand_templates(prompts or self.prompts)
         return [fill(template, in_words(name)) for name in class_names for template in templates]
 
-    def _tell_of_cut_prompts(self, prompts: list[str]) -> None:
+    def _warn_about_cut_prompts(self, prompts: list[str]) -> None:
         from open_clip import SimpleTokenizer
 
         if isinstance(self.tokenizer, SimpleTokenizer):  # those of transformers cut in their own ways
@@ -176,11 +176,11 @@ def _create(source: ClipSource, kwargs: dict[str, Any]) -> Any:
             raise wrong_kwargs(source.name, kwargs, error) from error
         if source.file is not None:
             raise mismatch(source.file, source.name, error) from error
-        fault = download_fault(error)
+        fault = network_error(error)
         if fault is None:
             raise
         what = f"{source.name} {source.pretrained}" if source.pretrained else source.name
-        raise not_downloaded(what, source.repository, fault) from error
+        raise download_failed(what, source.repository, fault) from error
 
 
 @contextmanager
@@ -215,13 +215,13 @@ def _own_preprocessing(model: Any) -> Preprocessing:
     )
 
 
-def _places(visual: Any) -> Places:
+def _stage_names_of(visual: Any) -> StageNames:
     """A ViT's blocks, a ResNet's first convolution, pooling and layers, or the places of an image trunk of timm."""
     modules = dict(visual.named_modules())
     if "trunk" in modules:
-        return timm_places(visual.trunk, "model.visual.trunk")
+        return timm_stage_names(visual.trunk, "model.visual.trunk")
     if "transformer.resblocks" in modules:
         blocks = [f"transformer.resblocks.{name}" for name, _ in modules["transformer.resblocks"].named_children()]
-        return Places.below("model.visual", [], blocks, [])
+        return StageNames.with_prefix("model.visual", [], blocks, [])
     # the stem of a CLIP ResNet, three convolutions, ends in `avgpool`
-    return Places.below("model.visual", ["conv1", "avgpool"], ["layer1", "layer2", "layer3", "layer4"], [])
+    return StageNames.with_prefix("model.visual", ["conv1", "avgpool"], ["layer1", "layer2", "layer3", "layer4"], [])

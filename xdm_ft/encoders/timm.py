@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
-from xdm_ft.encoders._corpora import corpus
-from xdm_ft.encoders._downloads import download_fault, not_downloaded
+from xdm_ft.encoders._corpora import corpora_in
+from xdm_ft.encoders._downloads import download_failed, network_error
 from xdm_ft.encoders._files import is_file_name, mismatch, read_weights
-from xdm_ft.encoders._probe import measured_width
-from xdm_ft.encoders._stage_names import timm_places
+from xdm_ft.encoders._stage_names import timm_stage_names
 from xdm_ft.encoders._versions import versions
+from xdm_ft.encoders._width import measure_width
 from xdm_ft.errors import UserError, did_you_mean
 
 logger = logging.getLogger("xdm_ft")
@@ -74,9 +74,9 @@ class Timm(Encoder):
         self.normalize = normalize
         self.pretraining = source.pretraining
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model, kwargs))
-        self.stem_names, self.stage_names, self.transition_names = timm_places(self.model, "model")
-        self.width = measured_width(self, model)
-        self._described = {"model": source.name, "kwargs": kwargs}
+        self.stem_names, self.stage_names, self.transition_names = timm_stage_names(self.model, "model")
+        self.width = measure_width(self, model)
+        self._identity = {"model": source.name, "kwargs": kwargs}
         logger.info("encoder: timm %s, %s, %d features", model, source.pretraining, self.width)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class Timm(Encoder):
     def identity(self) -> dict[str, object]:
         return {
             "component": "timm",
-            **self._described,
+            **self._identity,
             "normalize": self.normalize,
             "preprocessing": self.preprocessing.model_dump(mode="json"),
             "versions": versions("timm"),
@@ -131,7 +131,7 @@ def _resolve(model: str, weights: str | None) -> _Source:
         if tag not in ("", weights):
             raise UserError(f'encoder.weights: "{weights}" and the tag of encoder.model: {model} differ; keep one')
         tag = weights
-    return _tagged(architecture, tag)
+    return _from_tag(architecture, tag)
 
 
 def _check_architecture(architecture: str) -> None:
@@ -152,7 +152,7 @@ def _check_tag(architecture: str, tag: str) -> None:
         raise UserError(f'encoder: timm has no weights "{tag}" for "{architecture}"{hint}; a file needs its suffix')
 
 
-def _tagged(architecture: str, tag: str) -> _Source:
+def _from_tag(architecture: str, tag: str) -> _Source:
     from timm.models import get_pretrained_cfg
 
     config = get_pretrained_cfg(f"{architecture}.{tag}" if tag else architecture)
@@ -166,7 +166,7 @@ def _tagged(architecture: str, tag: str) -> _Source:
 
 
 def _pretraining(name: str) -> str:
-    seen = corpus(name)
+    seen = corpora_in(name)
     return f"weights {name}" + (f", pre-trained on {seen}" if seen else "")
 
 
@@ -178,9 +178,9 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     try:
         model: Any = timm.create_model(source.name, pretrained=source.pretrained, num_classes=0, **kwargs)
     except Exception as error:
-        fault = download_fault(error) if source.pretrained else None
+        fault = network_error(error) if source.pretrained else None
         if fault is not None:
-            raise not_downloaded(source.name, _repository(source.name), fault) from error
+            raise download_failed(source.name, _repository(source.name), fault) from error
         if not kwargs:
             raise
         raise wrong_kwargs(source.name, kwargs, error) from error

@@ -19,12 +19,12 @@ from xdm_ft.data._images import unreadable_message
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache_key import ingredients, key_of
-from xdm_ft.features.file_hashes import Contents, read_contents
-from xdm_ft.features.forward import STORED, Extraction, frozen_copy
-from xdm_ft.features.shards import Grid
+from xdm_ft.features.cache_key import key_of, key_parts
+from xdm_ft.features.file_hashes import FileHashes, hash_files
+from xdm_ft.features.forward import DTYPES, Extraction, frozen_copy
+from xdm_ft.features.shards import ShardLayout
 from xdm_ft.features.store import Entry, cache_folder
-from xdm_ft.features.views import View, views_of
+from xdm_ft.features.views import View, all_views
 from xdm_ft.progress import progress, pulse
 
 logger = logging.getLogger("xdm_ft")
@@ -152,9 +152,9 @@ def extract(
     """
     device = torch.device(device)
     cache = cache_folder(settings)
-    contents = read_contents(dataset, cache, show)
-    _refuse(contents.unreadable, dataset, on_bad_image)
-    sets = cached_sets(encoder, dataset, contents, settings, augmentation, device)
+    hashes = hash_files(dataset, cache, show)
+    _refuse_unreadable(hashes.unreadable, dataset, on_bad_image)
+    sets = cached_sets(encoder, dataset, hashes, settings, augmentation, device)
     missing = [cached.entry.missing() for cached in sets]
     plain = sets[0].entry
     plain.require_space(sum(cached.entry.needed for cached in sets[1:]))
@@ -163,12 +163,12 @@ def extract(
     for (view, entry, about), lacks in zip(sets, missing, strict=True):
         if lacks:
             if entry.manifest is None:
-                entry.describe(about)
-            extraction = Extraction(model, view, dataset, contents, entry, settings, device, on_bad_image)
-            extracted += _compute(extraction, lacks, show)
-        entry.describe(about)
-        _refuse(entry.unreadable, dataset, on_bad_image)
-    shards = [[entry.shards[number].features for number in range(len(entry.grid))] for _, entry, _ in sets]
+                entry.update_manifest(about)
+            extraction = Extraction(model, view, dataset, hashes, entry, settings, device, on_bad_image)
+            extracted += _compute_missing(extraction, lacks, show)
+        entry.update_manifest(about)
+        _refuse_unreadable(entry.unreadable, dataset, on_bad_image)
+    shards = [[entry.shards[number].features for number in range(len(entry.layout))] for _, entry, _ in sets]
     return Features(
         shards[0], shards[1:], key=plain.key, unreadable=plain.unreadable, extracted=extracted, device=device
     )
@@ -185,29 +185,29 @@ class CachedSet(NamedTuple):
 def cached_sets(
     encoder: Encoder,
     dataset: ImageDataset,
-    contents: Contents,
+    hashes: FileHashes,
     settings: FeatureSettings,
     augmentation: Augmentation,
     device: torch.device,
 ) -> list[CachedSet]:
     """The plain view and the augmented ones that the settings ask for, each an entry of its own, complete or not."""
-    cache, stored = cache_folder(settings), STORED[settings.precision]
-    parts = ingredients(encoder, dataset, contents, settings.precision, device)
+    cache, stored = cache_folder(settings), DTYPES[settings.precision]
+    parts = key_parts(encoder, dataset, hashes, settings.precision, device)
     beside = {"summary": _summary(dataset), "width": encoder.width, "batch_size": settings.batch_size}
     sets = []
-    for view in views_of(augmentation, settings.views):
-        own = {**parts, **view.ingredients(encoder.preprocessing)}
-        entry = Entry(cache, key_of(own), Grid(len(dataset)), encoder.width, stored)
+    for view in all_views(augmentation, settings.views):
+        own = {**parts, **view.key_parts(encoder.preprocessing)}
+        entry = Entry(cache, key_of(own), ShardLayout(len(dataset)), encoder.width, stored)
         sets.append(CachedSet(view, entry, {**own, **beside}))
     return sets
 
 
-def _refuse(unreadable: Mapping[int, str], dataset: ImageDataset, on_bad_image: str) -> None:
+def _refuse_unreadable(unreadable: Mapping[int, str], dataset: ImageDataset, on_bad_image: str) -> None:
     if unreadable and on_bad_image == "error":
         raise UserError(unreadable_message(unreadable, dataset))
 
 
-def _compute(extraction: Extraction, missing: list[int], show: bool) -> int:
+def _compute_missing(extraction: Extraction, missing: list[int], show: bool) -> int:
     """Until no shard is missing; the number of images that this process computed."""
     entry, view, extracted, said = extraction.entry, extraction.view.number, 0, False
     with progress(f"features, view {view}" if view else "features", entry.images(missing), "images", show) as bar:

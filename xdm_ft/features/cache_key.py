@@ -18,13 +18,13 @@ import xdm_ft
 from xdm_ft.data import ImageDataset
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import Precision
-from xdm_ft.features.file_hashes import Contents
+from xdm_ft.features.file_hashes import FileHashes
 
 SCHEMA = 1  # of the files; raised also when a change of our own code changes features
 
 
-def ingredients(
-    encoder: Encoder, dataset: ImageDataset, contents: Contents, precision: Precision, device: torch.device
+def key_parts(
+    encoder: Encoder, dataset: ImageDataset, hashes: FileHashes, precision: Precision, device: torch.device
 ) -> dict[str, object]:
     """Everything that determines the features, JSON-serialisable."""
     reader = type(dataset)
@@ -37,7 +37,7 @@ def ingredients(
         "device": {"type": device.type, **_float32_arithmetic(device)},
         "data": {
             "images": len(dataset),
-            "content": xxhash.xxh3_128_hexdigest(contents.digests.tobytes()),  # in data order
+            "content": xxhash.xxh3_128_hexdigest(hashes.digests.tobytes()),  # in data order
             "reader": f"{reader.__module__}.{reader.__qualname__}",  # two readers may see different pixels in a file
         },
         "versions": {  # the encoder's own library is in its identity

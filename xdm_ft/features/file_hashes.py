@@ -31,7 +31,7 @@ from xdm_ft.progress import progress
 logger = logging.getLogger("xdm_ft")
 T = TypeVar("T")
 
-READERS = 8  # threads: on a network disk most of the time is waiting
+READER_THREADS = 8  # threads: on a network disk most of the time is waiting
 READ_BYTES = 1 << 22
 FILES_PER_COMMIT = 1024  # what a kill while hashing can lose
 WAIT_SECONDS = 60.0  # for another process that writes to the index
@@ -54,14 +54,14 @@ class Stamp(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contents:
+class FileHashes:
     """Content of N images."""
 
     digests: np.ndarray  # uint8 [N,16]: xxh3_128 of the bytes; zeros where they can not be read
     unreadable: dict[int, str] = field(default_factory=dict)  # row → why its bytes can not be read
     files: dict[int, tuple[str, Stamp]] = field(default_factory=dict)  # row → its file, and its state when hashed
 
-    def equal(self) -> list[list[int]]:
+    def duplicates(self) -> list[list[int]]:
         """The rows of every image that is there more than once, byte for byte. Empty files are no images."""
         rows_of: dict[bytes, list[int]] = {}
         for row in np.flatnonzero(self.digests.any(1)).tolist():
@@ -69,7 +69,7 @@ class Contents:
         rows_of.pop(_EMPTY, None)
         return [rows for rows in rows_of.values() if len(rows) > 1]
 
-    def changed(self, rows: range) -> str | None:
+    def changed_file(self, rows: range) -> str | None:
         """A file of these rows that is no longer what was hashed."""
         for path, stamp in (self.files[row] for row in rows if row in self.files):
             try:
@@ -80,33 +80,33 @@ class Contents:
         return None
 
 
-def read_contents(dataset: ImageDataset, cache: Path | None, show: bool, equal_sizes_only: bool = False) -> Contents:
+def hash_files(dataset: ImageDataset, cache: Path | None, show: bool, equal_sizes_only: bool = False) -> FileHashes:
     """Hashes every image of the data set, or finds its hash in `<cache>/index.sqlite` (`cache` None: there is none).
 
-    `equal_sizes_only` leaves out files of a size that no other one has, which is enough for `Contents.equal`.
+    `equal_sizes_only` leaves out files of a size that no other one has, which is enough for `FileHashes.duplicates`.
     """
-    contents = Contents(np.zeros((len(dataset), 16), dtype=np.uint8))
+    hashes = FileHashes(np.zeros((len(dataset), 16), dtype=np.uint8))
     for row in range(len(dataset)):
         content = dataset.content(row)
         if isinstance(content, bytes):
-            contents.digests[row] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
+            hashes.digests[row] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
             continue
         try:
-            contents.files[row] = content if os.path.isabs(content) else os.path.abspath(content), _stamp(content)
+            hashes.files[row] = content if os.path.isabs(content) else os.path.abspath(content), _stamp(content)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-            contents.unreadable[row] = _reason(error)
+            hashes.unreadable[row] = _reason(error)
     if equal_sizes_only:
-        files_of = Counter(stamp.size for _, stamp in contents.files.values())
-        for row in [row for row, (_, stamp) in contents.files.items() if files_of[stamp.size] == 1]:
-            del contents.files[row]
-    if contents.files:
-        known = {} if cache is None else _with_index(cache, partial(_find, files=contents.files))
+        files_of = Counter(stamp.size for _, stamp in hashes.files.values())
+        for row in [row for row, (_, stamp) in hashes.files.items() if files_of[stamp.size] == 1]:
+            del hashes.files[row]
+    if hashes.files:
+        known = {} if cache is None else _run_on_index(cache, partial(_look_up, files=hashes.files))
         for row, digest in known.items():
-            contents.digests[row] = np.frombuffer(digest, np.uint8)
-        unknown = [row for row in contents.files if row not in known]
+            hashes.digests[row] = np.frombuffer(digest, np.uint8)
+        unknown = [row for row in hashes.files if row not in known]
         if unknown:
-            _hash_files(unknown, contents, cache, show)
-    return contents
+            _hash_new_files(unknown, hashes, cache, show)
+    return hashes
 
 
 def _stamp(path: str) -> Stamp:
@@ -124,30 +124,30 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _hash_files(rows: list[int], contents: Contents, cache: Path | None, show: bool) -> None:
+def _hash_new_files(rows: list[int], hashes: FileHashes, cache: Path | None, show: bool) -> None:
     """Reads and hashes the files of these rows, and adds them to the index as it goes."""
 
     def hashed(row: int) -> tuple[Stamp, bytes] | str:
         try:
-            return _hash_file(contents.files[row][0])
+            return _hash_file(hashes.files[row][0])
         except OSError as error:
             return _reason(error)
 
-    with ThreadPoolExecutor(READERS) as pool, progress("hashing", len(rows), "images", show) as bar:
+    with ThreadPoolExecutor(READER_THREADS) as pool, progress("hashing", len(rows), "images", show) as bar:
         for first in range(0, len(rows), FILES_PER_COMMIT):
             some, known = rows[first : first + FILES_PER_COMMIT], []
             for row, result in zip(some, pool.map(hashed, some), strict=True):
-                path, _ = contents.files.pop(row)
+                path, _ = hashes.files.pop(row)
                 if isinstance(result, str):
-                    contents.unreadable[row] = result
+                    hashes.unreadable[row] = result
                 else:
                     stamp, digest = result
-                    contents.files[row] = path, stamp
-                    contents.digests[row] = np.frombuffer(digest, np.uint8)
+                    hashes.files[row] = path, stamp
+                    hashes.digests[row] = np.frombuffer(digest, np.uint8)
                     known.append((os.fsencode(path), *stamp, digest))
                 bar.advance()
             if cache is not None:
-                _with_index(cache, partial(_add, known=known))
+                _run_on_index(cache, partial(_insert, known=known))
 
 
 def _hash_file(path: str) -> tuple[Stamp, bytes]:
@@ -161,7 +161,7 @@ def _hash_file(path: str) -> tuple[Stamp, bytes]:
     return before, digest.digest()
 
 
-def _find(index: sqlite3.Connection, files: Mapping[int, tuple[str, Stamp]]) -> dict[int, bytes]:
+def _look_up(index: sqlite3.Connection, files: Mapping[int, tuple[str, Stamp]]) -> dict[int, bytes]:
     """Row → hash, for files that are as the index knows them."""
     index.execute("CREATE TEMP TABLE wanted (row INTEGER PRIMARY KEY, path BLOB, size, mtime_ns, ctime_ns)")
     wanted = ((row, os.fsencode(path), *stamp) for row, (path, stamp) in files.items())
@@ -174,11 +174,11 @@ def _find(index: sqlite3.Connection, files: Mapping[int, tuple[str, Stamp]]) -> 
     )
 
 
-def _add(index: sqlite3.Connection, known: list[tuple[bytes, int, int, int, bytes]]) -> None:
+def _insert(index: sqlite3.Connection, known: list[tuple[bytes, int, int, int, bytes]]) -> None:
     index.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", known)
 
 
-def _with_index(cache: Path, work: Callable[[sqlite3.Connection], T]) -> T:
+def _run_on_index(cache: Path, work: Callable[[sqlite3.Connection], T]) -> T:
     """`work` in one transaction on the index. A damaged index is thrown away: it only saves time."""
     path = cache / "index.sqlite"
     try:

@@ -19,16 +19,16 @@ from xdm_ft.data._images import UnreadableImage, unreadable_message
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings, Precision
-from xdm_ft.features.file_hashes import Contents
+from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.store import Entry
 from xdm_ft.features.views import View, ViewTransform
 from xdm_ft.progress import Progress
 
-STORED = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MOST_WORKERS = 4
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MAX_WORKERS = 4
 
 
-class Images(NamedTuple):
+class ImageBatch(NamedTuple):
     """A batch as a DataLoader worker hands it over."""
 
     rows: list[int]
@@ -36,13 +36,13 @@ class Images(NamedTuple):
     unreadable: dict[int, str]
 
 
-class EncoderInputs(Dataset[Images]):
+class EncoderInputs(Dataset[ImageBatch]):
     """Item `rows` is the whole batch. An image that does not decode is part of it, instead of the end of it."""
 
     def __init__(self, dataset: ImageDataset, transform: ViewTransform, size: int, known_bad: dict[int, str]) -> None:
         self.dataset, self.transform, self.size, self.known_bad = dataset, transform, size, known_bad
 
-    def __getitem__(self, rows: list[int]) -> Images:
+    def __getitem__(self, rows: list[int]) -> ImageBatch:
         pixels = torch.zeros(len(rows), 3, self.size, self.size)
         unreadable = {row: self.known_bad[row] for row in rows if row in self.known_bad}
         for place, row in enumerate(rows):
@@ -52,17 +52,17 @@ class EncoderInputs(Dataset[Images]):
                 pixels[place] = self.transform(self.dataset.image(row), row)
             except UnreadableImage as error:
                 unreadable[row] = error.reason
-        return Images(rows, pixels, unreadable)
+        return ImageBatch(rows, pixels, unreadable)
 
 
-def decoding_workers(settings: FeatureSettings, contents: Contents) -> int:
+def worker_count(settings: FeatureSettings, hashes: FileHashes) -> int:
     """`features.workers`, or its default. Processes on one machine share its cores."""
     if settings.workers is not None:
         return settings.workers
-    if not contents.files and not contents.unreadable:
+    if not hashes.files and not hashes.unreadable:
         return 0
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // processes))
+    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // processes))
 
 
 def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) -> Encoder:
@@ -71,7 +71,7 @@ def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) ->
     Channels last doubled the speed of convolutional encoders on a CPU, in fp32 and in bf16, and did nothing to ViTs.
     """
     model = copy.deepcopy(encoder).eval().requires_grad_(False)
-    return model.to(device, STORED[precision]).to(memory_format=torch.channels_last)
+    return model.to(device, DTYPES[precision]).to(memory_format=torch.channels_last)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Extraction:
     encoder: Encoder  # as `frozen_copy` gives it
     view: View
     dataset: ImageDataset
-    contents: Contents
+    hashes: FileHashes
     entry: Entry
     settings: FeatureSettings
     device: torch.device
@@ -99,8 +99,8 @@ class Extraction:
         computed = 0
         try:
             for number, features, unreadable in self._shards(self._batches(missing, claims)):
-                rows = self.entry.grid.span(number)
-                changed = self.contents.changed(rows)
+                rows = self.entry.layout.span(number)
+                changed = self.hashes.changed_file(rows)
                 if changed is not None:
                     raise UserError(f"{changed}: changed while features were computed; run the same command again")
                 self.entry.write(number, features, unreadable)
@@ -129,7 +129,7 @@ class Extraction:
             lock = self.entry.claim(number)
             if lock is not None:
                 claims[number] = lock
-                rows = self.entry.grid.span(number)
+                rows = self.entry.layout.span(number)
                 for first in range(0, len(rows), self.settings.batch_size):
                     yield list(rows[first : first + self.settings.batch_size])
 
@@ -140,16 +140,16 @@ class Extraction:
         for images in self._loaded(batches):
             parts.append(self._features(images))
             unreadable.update(images.unreadable)
-            number = images.rows[0] // self.entry.grid.rows_per_shard
-            if images.rows[-1] == self.entry.grid.span(number)[-1]:
+            number = images.rows[0] // self.entry.layout.rows_per_shard
+            if images.rows[-1] == self.entry.layout.span(number)[-1]:
                 yield number, torch.cat(parts), unreadable
                 parts, unreadable = [], {}
 
-    def _loaded(self, batches: Iterator[list[int]]) -> Iterator[Images]:
+    def _loaded(self, batches: Iterator[list[int]]) -> Iterator[ImageBatch]:
         preprocessing = self.encoder.preprocessing
         transform = self.view.transform(preprocessing)
-        inputs = EncoderInputs(self.dataset, transform, preprocessing.size, self.contents.unreadable)
-        workers = decoding_workers(self.settings, self.contents)
+        inputs = EncoderInputs(self.dataset, transform, preprocessing.size, self.hashes.unreadable)
+        workers = worker_count(self.settings, self.hashes)
         loader = DataLoader(
             inputs,
             batch_size=None,
@@ -168,11 +168,11 @@ class Extraction:
                 f"({workers} processes, {self.settings.batch_size} images at once); lower features.workers, 0 uses none"
             ) from error
 
-    def _features(self, images: Images) -> Tensor:
+    def _features(self, images: ImageBatch) -> Tensor:
         """[B,K] in the stored precision, on the CPU; zero for an image that does not decode."""
         if images.unreadable and self.on_bad_image == "error":
             raise UserError(unreadable_message(images.unreadable, self.dataset))
-        stored = STORED[self.settings.precision]
+        stored = DTYPES[self.settings.precision]
         pixels = images.pixels.to(self.device, stored, non_blocking=True).contiguous(memory_format=torch.channels_last)
         with torch.inference_mode():
             z = self.encoder(pixels).to("cpu", stored)

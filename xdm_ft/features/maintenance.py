@@ -15,7 +15,7 @@ from xdm_ft.features.shards import Damaged, open_shard
 from xdm_ft.features.store import MANIFEST, read_manifest, shard_name
 
 SECONDS_PER_DAY = 86400.0
-_CLEARED = ".cleared-"
+_BEING_DELETED = ".cleared-"
 
 
 class Cached(NamedTuple):
@@ -82,7 +82,7 @@ def prune(
     An entry that a process is computing stays. One that a process has open may go: what is mapped stays readable.
     """
     for leftover in _folders(cache):
-        if leftover.name.startswith(_CLEARED):
+        if leftover.name.startswith(_BEING_DELETED):
             shutil.rmtree(leftover)
     removed = []
 
@@ -93,16 +93,16 @@ def prune(
     kept = sum(entry.bytes for entry in entries(cache))
     for entry in sorted(reversed(entries(cache)), key=unwanted, reverse=True):  # then the longest unused first
         too_much = max_bytes is not None and kept > max_bytes
-        if (unwanted(entry) or too_much) and not _in_work(cache / entry.key):
+        if (unwanted(entry) or too_much) and not _is_being_computed(cache / entry.key):
             # renamed first: a process that dies here leaves no half-deleted entry under its name
-            gone = (cache / entry.key).rename(cache / f"{_CLEARED}{entry.key}")
+            gone = (cache / entry.key).rename(cache / f"{_BEING_DELETED}{entry.key}")
             shutil.rmtree(gone)
             kept -= entry.bytes
             removed.append(entry)
     return removed
 
 
-def _in_work(folder: Path) -> bool:
+def _is_being_computed(folder: Path) -> bool:
     for path in folder.glob("shard-*.lock"):
         try:
             with FileLock(path, timeout=0):

@@ -11,8 +11,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-IMAGES = 256  # per shard, so that little is lost when an extraction is killed …
-AT_MOST = 1024  # … but no more shards than this: large data sets have larger ones
+IMAGES_PER_SHARD = 256  # per shard, so that little is lost when an extraction is killed …
+MAX_SHARDS = 1024  # … but no more shards than this: large data sets have larger ones
 
 
 class Damaged(Exception):
@@ -20,14 +20,14 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True)
-class Grid:
+class ShardLayout:
     """How N rows are cut into shards. A function of N alone: runs that share a cache agree on it."""
 
     rows: int
 
     @property
     def rows_per_shard(self) -> int:
-        return max(IMAGES, -(-self.rows // AT_MOST))
+        return max(IMAGES_PER_SHARD, -(-self.rows // MAX_SHARDS))
 
     def __len__(self) -> int:
         return -(-self.rows // self.rows_per_shard)
@@ -44,15 +44,15 @@ class Shard:
 
     features: Tensor  # [rows, K] in the stored precision, memory-mapped
     unreadable: dict[int, str]  # row of the data set → why its image does not decode
-    digest: str
+    checksum: str
 
 
-def encode(features: Tensor, unreadable: Mapping[int, str], key: str, number: int) -> bytes:
+def encode_shard(features: Tensor, unreadable: Mapping[int, str], key: str, number: int) -> bytes:
     """The bytes of a shard's safetensors file."""
     from safetensors.torch import save
 
     metadata = {"key": key, "shard": str(number), "unreadable": json.dumps(unreadable)}
-    return save({"features": features}, {**metadata, "xxh3": _digest(features, metadata)})
+    return save({"features": features}, {**metadata, "xxh3": _checksum(features, metadata)})
 
 
 def open_shard(path: Path, key: str, number: int) -> Shard:
@@ -67,16 +67,16 @@ def open_shard(path: Path, key: str, number: int) -> Shard:
         raise
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise Damaged(" ".join(str(error).split())) from error
-    digest = metadata.pop("xxh3", "")
-    if digest != _digest(features, metadata):
+    checksum = metadata.pop("xxh3", "")
+    if checksum != _checksum(features, metadata):
         raise Damaged("its checksum differs")
     if (metadata["key"], metadata["shard"]) != (key, str(number)):
         raise Damaged(f"it is shard {metadata['shard']} of {metadata['key']}")
     unreadable = {int(row): reason for row, reason in json.loads(metadata["unreadable"]).items()}
-    return Shard(features, unreadable, digest)
+    return Shard(features, unreadable, checksum)
 
 
-def _digest(features: Tensor, metadata: Mapping[str, str]) -> str:
+def _checksum(features: Tensor, metadata: Mapping[str, str]) -> str:
     header = [sorted(metadata.items()), str(features.dtype), list(features.shape)]
     digest = xxhash.xxh3_64(json.dumps(header).encode())
     digest.update(features.reshape(-1).view(torch.uint8).numpy().data)

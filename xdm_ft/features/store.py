@@ -3,7 +3,7 @@
 manifest.json:
 
     what, key, created      what this folder is, its own name, and when it was begun (UTC)
-    schema … versions       everything that the key is made of (`ingredients`)
+    schema … versions       everything that the key is made of (`key_parts`)
     summary                 {"domains": {name: images}, "classes": [name, …]}
     width, batch_size       K, and the batch size of the run that began it
     complete                whether all shards are there
@@ -36,7 +36,7 @@ from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.shards import Damaged, Grid, Shard, encode, open_shard
+from xdm_ft.features.shards import Damaged, Shard, ShardLayout, encode_shard, open_shard
 from xdm_ft.storage.atomic import replace_file, replace_text
 
 logger = logging.getLogger("xdm_ft")
@@ -63,8 +63,8 @@ def cache_folder(settings: FeatureSettings) -> Path:
 class Entry:
     """One set of features on disk, shared by every process that needs it. Shards are opened as they appear."""
 
-    def __init__(self, cache: Path, key: str, grid: Grid, width: int, dtype: torch.dtype) -> None:
-        self.folder, self.key, self.grid = cache / key, key, grid
+    def __init__(self, cache: Path, key: str, layout: ShardLayout, width: int, dtype: torch.dtype) -> None:
+        self.folder, self.key, self.layout = cache / key, key, layout
         self.bytes_per_row = width * dtype.itemsize
         self.shards: dict[int, Shard] = {}
         self._reported: set[int] = set()
@@ -84,7 +84,7 @@ class Entry:
 
     def missing(self) -> list[int]:
         """The shards that are still to be computed. Opens, and checks, those that are new."""
-        return [number for number in range(len(self.grid)) if not self._opened(number)]
+        return [number for number in range(len(self.layout)) if not self._opened(number)]
 
     def _opened(self, number: int) -> bool:
         if number not in self.shards:
@@ -117,7 +117,7 @@ class Entry:
 
     def write(self, number: int, features: Tensor, unreadable: Mapping[int, str]) -> None:
         """Adds a shard (features [rows, K] in the stored precision). It is on the disk when this returns."""
-        data, path = encode(features, unreadable, self.key, number), self.path(number)
+        data, path = encode_shard(features, unreadable, self.key, number), self.path(number)
         with self._writing():
             replace_file(path, lambda temporary: _write_bytes(temporary, data))
         try:
@@ -134,24 +134,24 @@ class Entry:
         except (OSError, UserError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._full() from error
+                raise self._disk_full() from error
             raise
 
     def require_space(self, besides: int = 0) -> None:
         """Raises `UserError` where the missing shards, and so many bytes besides, do not fit on the disk."""
         if self.needed + besides > shutil.disk_usage(self.folder.parent).free:
-            raise self._full(besides)
+            raise self._disk_full(besides)
 
     def images(self, numbers: Iterable[int]) -> int:
         """How many images these shards hold."""
-        return sum(len(self.grid.span(number)) for number in numbers)
+        return sum(len(self.layout.span(number)) for number in numbers)
 
     @property
     def needed(self) -> int:
         """Bytes of the missing shards."""
-        return (self.grid.rows - self.images(self.shards)) * self.bytes_per_row
+        return (self.layout.rows - self.images(self.shards)) * self.bytes_per_row
 
-    def _full(self, besides: int = 0) -> UserError:
+    def _disk_full(self, besides: int = 0) -> UserError:
         free = shutil.disk_usage(self.folder.parent).free
         return UserError(
             f"{self.folder}: the disk is full: {(self.needed + besides) / 1e6:,.1f} MB more are needed for features, "
@@ -159,14 +159,14 @@ class Entry:
             "and run the same command again"
         )
 
-    def describe(self, about: Mapping[str, object]) -> None:
+    def update_manifest(self, about: Mapping[str, object]) -> None:
         """Writes the manifest where it is not up to date, and marks the entry as used now.
 
         `about` says what the features are of. Files that killed processes left are removed from a complete entry.
         """
-        complete = len(self.shards) == len(self.grid)
+        complete = len(self.shards) == len(self.layout)
         shards = [
-            {"file": shard_name(number), "rows": len(shard.features), "xxh3": shard.digest}
+            {"file": shard_name(number), "rows": len(shard.features), "xxh3": shard.checksum}
             for number, shard in sorted(self.shards.items())
         ]
         current = self.manifest is not None and self.manifest["complete"] and self.manifest["shards"] == shards

@@ -24,7 +24,7 @@ class View:
     def transform(self, preprocessing: Preprocessing) -> ViewTransform:
         return ViewTransform(self, preprocessing)
 
-    def ingredients(self, preprocessing: Preprocessing) -> dict[str, object]:
+    def key_parts(self, preprocessing: Preprocessing) -> dict[str, object]:
         """What determines its features besides what determines the plain ones: nothing for those."""
         if self.number == 0:
             return {}
@@ -49,6 +49,6 @@ class ViewTransform:
             return self._transform(image)
 
 
-def views_of(augmentation: Augmentation, count: int) -> list[View]:
+def all_views(augmentation: Augmentation, count: int) -> list[View]:
     """The plain view and `count` augmented ones."""
     return [View(), *(View(number, augmentation) for number in range(1, 1 + count))]

@@ -8,7 +8,7 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 
 
-def measured_width(encoder: Encoder, model: str) -> int:
+def measure_width(encoder: Encoder, model: str) -> int:
     """K from one forward pass of a black image: `num_features` and its like differ from it for some models.
 
     Raises `UserError` where the model does not take images of the size asked for, or does not pool them.
