@@ -1,4 +1,4 @@
-"""What is found and what is computed, and that found features are the computed ones."""
+"""When features are computed and when they are read from the cache; both are the same numbers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Reversed(Pixels):
 
 
 class OtherReader(Pixels):
-    """Reads the same bytes, for all that the cache knows, as other pixels."""
+    """Its files hold the same bytes, but it may decode them to other pixels."""
 
 
 def weight_changed() -> Tiny:
@@ -87,7 +87,7 @@ def test_a_change_of_any_key_part_changes_the_key(changed: str, tmp_path: Path) 
     other = OTHER[changed](tmp_path)
     assert other.key != base.key
     assert other.extracted == len(other)
-    assert features_of(Pixels(70), tmp_path).extracted == 0  # the first entry is still there
+    assert features_of(Pixels(70), tmp_path).extracted == 0  # the first entry still exists
 
 
 @pytest.mark.parametrize("library", ["xdm_ft", "torch", "torchvision", "timm", "PIL"])
@@ -130,7 +130,7 @@ def test_float32_arithmetic_is_part_of_the_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["type", "shape", "name", "bytes"])
-def test_weights_digest_sees_everything(name: str) -> None:
+def test_weights_digest_depends_on_everything(name: str) -> None:
     module = torch.nn.Module()
     module.register_buffer("a", torch.zeros(4))
     other = torch.nn.Module()
@@ -144,9 +144,9 @@ def test_weights_digest_sees_everything(name: str) -> None:
 def test_speed_settings_are_not_part_of_the_key(settings: dict[str, int], tmp_path: Path) -> None:
     base = features_of(Pixels(70), tmp_path / "a")
     assert features_of(Pixels(70), tmp_path / "a", **settings).extracted == 0
-    afresh = features_of(Pixels(70), tmp_path / "b", **settings)
-    assert afresh.extracted == 70
-    torch.testing.assert_close(every_row(afresh), every_row(base))
+    computed_again = features_of(Pixels(70), tmp_path / "b", **settings)
+    assert computed_again.extracted == 70
+    torch.testing.assert_close(every_row(computed_again), every_row(base))
 
 
 def test_bf16_is_stored_as_computed(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_every_row_is_in_one_shard() -> None:
         assert {len(span) for span in spans[:-1]} <= {layout.rows_per_shard}
 
 
-def test_manifest_says_what_it_is_of(tmp_path: Path) -> None:
+def test_manifest_describes_the_features(tmp_path: Path) -> None:
     features = features_of(Pixels(70), tmp_path)
     text = json.loads((tmp_path / features.key / "manifest.json").read_text(encoding="utf-8"))
     assert text["complete"] is True
@@ -227,9 +227,9 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert cache_folder(FeatureSettings(dir=Path("~/chosen"))) == tmp_path / "chosen"
 
 
-def test_cache_folder_that_can_not_be_made(tmp_path: Path) -> None:
+def test_cache_folder_that_can_not_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"features\.dir: .*file/cache can not be made \(File exists\)"):
+    with pytest.raises(UserError, match=r"features\.dir: .*file/cache can not be created \(File exists\)"):
         cache_folder(FeatureSettings(dir=tmp_path / "file" / "cache"))
 
 
@@ -237,21 +237,23 @@ def test_features_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     encoder = Tiny()
     with torch.no_grad():
         encoder.linear.bias[2] = float("nan")
-    with pytest.raises(UserError, match=r"^pixels 0: the encoder gives features that are not finite.*encoder\.weights"):
+    with pytest.raises(UserError, match=r"^pixels 0: .* returns features that are not finite.*encoder\.weights"):
         features_of(Pixels(3), tmp_path, encoder)
 
 
-def test_want_of_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: Tiny, images: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Tiny, "forward", forward)
-    with pytest.raises(UserError, match=r"^features\.batch_size: 16 images do not fit the memory of cpu; lower it$"):
+    with pytest.raises(
+        UserError, match=r"^features\.batch_size: 16 images do not fit the memory of cpu; set a smaller one$"
+    ):
         features_of(Pixels(3), tmp_path)
 
 
 class Killer(Pixels):
-    """Ends the process that decodes row 5, as the system does where shared memory is full."""
+    """Kills the process that decodes row 5, as the system does when shared memory is full."""
 
     def image(self, row: int) -> object:
         if row == 5:
@@ -259,6 +261,6 @@ class Killer(Pixels):
         return super().image(row)
 
 
-def test_death_of_a_worker_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^features\.workers: a decoding process died.*\(1 processes, 16 images"):
+def test_death_of_a_worker_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^features\.workers: 1: a process that decodes images died.*\(now 16\)$"):
         features_of(Killer(20), tmp_path, workers=1)

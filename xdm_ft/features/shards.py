@@ -1,4 +1,4 @@
-"""One file of cached features. It proves itself: what it belongs to and a checksum travel inside it."""
+"""One file of cached features. Its header holds its key, its number and a checksum, so that it can be checked alone."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ import torch
 import xxhash
 from torch import Tensor
 
-IMAGES_PER_SHARD = 256  # per shard, so that little is lost when an extraction is killed …
-MAX_SHARDS = 1024  # … but no more shards than this: large data sets have larger ones
+from xdm_ft.storage.checksummed import Damaged
 
-
-class Damaged(Exception):
-    """A file of the cache that is not what was written. Its text says what was found."""
+IMAGES_PER_SHARD = 256  # few, so that little is lost when an extraction is killed
+MAX_SHARDS = 1024  # more images than fit in so many shards make the shards larger
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How N rows are cut into shards. A function of N alone: runs that share a cache agree on it."""
+    """How N rows are cut into shards. It depends on N alone, so that runs which share a cache agree on it."""
 
     rows: int
 
     @property
     def rows_per_shard(self) -> int:
-        return max(IMAGES_PER_SHARD, -(-self.rows // MAX_SHARDS))
+        return max(IMAGES_PER_SHARD, -(-self.rows // MAX_SHARDS))  # −(−a // b) is a / b rounded up
 
     def __len__(self) -> int:
         return -(-self.rows // self.rows_per_shard)
@@ -40,7 +38,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a shard's file holds."""
+    """The checked contents of a shard's file."""
 
     features: Tensor  # [rows, K] in the stored precision, memory-mapped
     unreadable: dict[int, str]  # row of the data set → why its image does not decode
@@ -56,7 +54,7 @@ def encode_shard(features: Tensor, unreadable: Mapping[int, str], key: str, numb
 
 
 def open_shard(path: Path, key: str, number: int) -> Shard:
-    """Maps the file and checks all of it. Raises `Damaged`, and `FileNotFoundError` where there is none."""
+    """Maps the file and checks all of it. Raises `Damaged`, or `FileNotFoundError` if it does not exist."""
     from safetensors import SafetensorError, safe_open
 
     try:
