@@ -97,11 +97,11 @@ class Extraction:
         kept.
         """
         if not any(self._is_free(number) for number in missing):
-            return 0  # checked here, so that no worker processes are started for nothing
+            return 0  # no workers are started for nothing, and none is forked while this check has a lock
         claims: dict[int, FileLock] = {}
         computed = 0
         try:
-            for number, features, unreadable in self._shards(self._batches(missing, claims)):
+            for number, features, unreadable in self._computed_shards(self._batches(missing, claims)):
                 rows = self.entry.layout.span(number)
                 changed = self.hashes.changed_file(rows)
                 if changed is not None:
@@ -139,11 +139,11 @@ class Extraction:
                 for first in range(0, len(rows), self.settings.batch_size):
                     yield list(rows[first : first + self.settings.batch_size])
 
-    def _shards(self, batches: Iterator[list[int]]) -> Iterator[tuple[int, Tensor, dict[int, str]]]:
+    def _computed_shards(self, batches: Iterator[list[int]]) -> Iterator[tuple[int, Tensor, dict[int, str]]]:
         """Yields (number, features [rows, K] in the stored precision, row → why it does not decode) of each shard."""
         parts: list[Tensor] = []
         unreadable: dict[int, str] = {}
-        for images in self._loaded(batches):
+        for images in self._load_images(batches):
             parts.append(self._features(images))
             unreadable.update(images.unreadable)
             number = images.rows[0] // self.entry.layout.rows_per_shard
@@ -151,7 +151,7 @@ class Extraction:
                 yield number, torch.cat(parts), unreadable
                 parts, unreadable = [], {}
 
-    def _loaded(self, batches: Iterator[list[int]]) -> Iterator[ImageBatch]:
+    def _load_images(self, batches: Iterator[list[int]]) -> Iterator[ImageBatch]:
         """Yields the decoded and transformed images of each batch."""
         preprocessing = self.encoder.preprocessing
         transform = self.view.transform(preprocessing)
