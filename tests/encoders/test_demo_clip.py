@@ -95,13 +95,13 @@ def test_the_loss_counts_every_true_caption_as_a_positive() -> None:
 
 
 def test_captions_are_true_of_their_images_and_never_name_the_held_out_style(digits: Digits) -> None:
-    said = script.captions(digits)
-    assert "a photo of a three" in said.texts
-    true = said.true_of(torch.tensor([3]), torch.tensor([digits.domain_names.index("chalk")]))[0]
-    told = [text for text, is_true in zip(said.texts, true.tolist(), strict=True) if is_true]
-    assert "a three in chalk on a coloured board" in told
-    assert all("three" in text and "ink" not in text for text in told)
-    assert not any(script.STYLE_WORDS[script.HELD_OUT] in text for text in said.texts)
+    captions = script.captions(digits)
+    assert "a photo of a three" in captions.texts
+    true = captions.true_of(torch.tensor([3]), torch.tensor([digits.domain_names.index("chalk")]))[0]
+    chosen = [text for text, is_true in zip(captions.texts, true.tolist(), strict=True) if is_true]
+    assert "a three in chalk on a coloured board" in chosen
+    assert all("three" in text and "ink" not in text for text in chosen)
+    assert not any(script.STYLE_WORDS[script.HELD_OUT] in text for text in captions.texts)
 
 
 def test_augmentation_keeps_range_and_repeats_with_its_generator(digits: Digits) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xdm_ft.encoders import _quickgelu as quickgelu
+from xdm_ft.encoders._arguments import check_hub_weights, unknown_model
 from xdm_ft.encoders._corpora import corpora_in
 from xdm_ft.encoders._downloads import download_failed, network_error
 from xdm_ft.encoders._files import is_file_name
@@ -37,18 +37,18 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
     Raises `UserError` if a name, tag or file is not known, or if the activation is not that of the weights. Nothing is
     built or downloaded yet, except the config of a hub repository.
     """
+    import open_clip
+
     if "demo" in (model, weights):
         return _demo(model, weights)
     if model.startswith(_HUB):
-        if weights != "pretrained":
-            raise UserError(
-                f'encoder.weights: {weights}: the model "{model}" includes its weights; write weights: pretrained'
-            )
+        check_hub_weights(model, weights)
         return ClipSource(model, None, None, {}, model, _pretraining(model))
     if model.endswith(".json"):
         return _from_config_file(Path(model).expanduser(), weights, kwargs)
-    name = model.replace("/", "-")
-    _check_name(name)
+    name = model.replace("/", "-")  # OpenAI writes ViT-B/16, open_clip ViT-B-16
+    if name not in (known := open_clip.list_models()):
+        raise unknown_model(open_clip, name, known)
     if weights.startswith("hf-hub:"):
         _check_architecture(name, weights)
         return ClipSource(weights, None, None, {}, weights, _pretraining(weights))
@@ -109,16 +109,6 @@ def _register(config: Path) -> str:
         raise UserError(f'encoder.model: {config} would replace open_clip\'s own "{config.stem}"; rename the file')
     open_clip.add_model_config(config)
     return config.stem
-
-
-def _check_name(name: str) -> None:
-    import open_clip
-
-    known = open_clip.list_models()
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "open_clip.list_models() lists them"
-        raise UserError(f'encoder.model: open_clip {open_clip.__version__} has no model "{name}"; {hint}')
 
 
 def _quick_gelu(name: str, kwargs: dict[str, Any]) -> bool:

@@ -50,8 +50,8 @@ class OpenClip(Encoder, TextEncoder):
             str,
             Field(
                 min_length=1,
-                description="open_clip model, hf-hub:ORGANISATION/NAME, local-dir:FOLDER, a config file (.json), or demo "
-                "(the tiny CLIP that comes with the package)",
+                description="open_clip model, hf-hub:ORGANISATION/NAME, local-dir:FOLDER, a config file (.json), or "
+                "demo (the tiny CLIP that comes with the package)",
             ),
         ],
         weights: Annotated[

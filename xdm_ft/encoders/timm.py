@@ -6,7 +6,6 @@ import path.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder
-from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
+from xdm_ft.encoders._arguments import check_hub_weights, refuse_reserved, unknown_model, wrong_kwargs
 from xdm_ft.encoders._corpora import corpora_in
 from xdm_ft.encoders._downloads import download_failed, network_error
 from xdm_ft.encoders._files import is_file_name, mismatch, read_weights
@@ -110,15 +109,14 @@ class _Source:
 
 def _resolve(model: str, weights: str | None) -> _Source:
     """Raises `UserError` if a name or tag is not known, or if model and weights contradict each other."""
+    import timm
+
     if model.startswith("hf-hub:"):
-        if weights != "pretrained":
-            raise UserError(
-                f'encoder.weights: {weights or "null"}: the model "{model}" includes its weights; '
-                "write weights: pretrained"
-            )
+        check_hub_weights(model, weights)
         return _Source(model, None, None, True, _pretraining(model))
     architecture, _, tag = model.partition(".")
-    _check_architecture(architecture)
+    if not timm.is_model(architecture):
+        raise unknown_model(timm, architecture, timm.list_models())
     _check_tag(architecture, tag)
     if weights is None:
         if tag:
@@ -140,15 +138,6 @@ def _resolve(model: str, weights: str | None) -> _Source:
             )
         tag = weights
     return _from_tag(architecture, tag)
-
-
-def _check_architecture(architecture: str) -> None:
-    import timm
-
-    if not timm.is_model(architecture):
-        close = difflib.get_close_matches(architecture, timm.list_models(), n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "timm.list_models() lists them"
-        raise UserError(f'encoder.model: timm {timm.__version__} has no model "{architecture}"; {hint}')
 
 
 def _check_tag(architecture: str, tag: str) -> None:

@@ -20,7 +20,7 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.features import Precision
 from xdm_ft.features.file_hashes import FileHashes
 
-SCHEMA = 1  # of the files; to be raised also when a change of our own code changes features
+SCHEMA = 1  # version of the files; raise it also when a change of our own code changes features
 
 
 def key_parts(
@@ -40,7 +40,7 @@ def key_parts(
             "content": xxhash.xxh3_128_hexdigest(hashes.digests.tobytes()),  # in row order
             "reader": f"{reader.__module__}.{reader.__qualname__}",  # two readers may decode a file to different pixels
         },
-        "versions": {  # that of the encoder's own library is in its identity
+        "versions": {  # the version of the encoder's own library is in its identity
             "xdm_ft": xdm_ft.__version__,
             "torch": torch.__version__,
             "torchvision": version("torchvision"),

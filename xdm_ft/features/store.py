@@ -2,7 +2,7 @@
 
 manifest.json:
 
-    what, key, created      what this folder is, its own name, and when the entry was created (UTC)
+    what, key, created      a line for people, the key, and when the entry was created (UTC)
     schema … versions       all parts of the key (`key_parts`)
     summary                 {"domains": {name: images}, "classes": [name, …]}
     width, batch_size       K, and the batch size of the run that created the entry

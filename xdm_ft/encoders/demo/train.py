@@ -243,7 +243,7 @@ It was trained by
 (seed {seed}, {steps} steps, two minutes on a free core; the same machine and versions give the same file) on {images}
 images of the `digits` data: the training parts of three styles, with captions made from their class and style. The
 style **{held_out}**, all of its scans, and the validation parts of the other three were never read. The header of the
-weights file holds a SHA-256 of the rows and pixels that were, and a test compares it with the data.
+weights file holds a SHA-256 of the rows and pixels that were read; a test compares it with the data.
 
 Zero-shot accuracy in percent with the one prompt "a photo of a {{}}", of the file as it is shipped:
 
