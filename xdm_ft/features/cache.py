@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xdm_ft.data import Augmentation, ImageDataset
-from xdm_ft.data._images import unreadable_message
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_of, key_parts
 from xdm_ft.features.file_hashes import FileHashes, hash_files
-from xdm_ft.features.forward import DTYPES, Extraction, frozen_copy
+from xdm_ft.features.forward import DTYPES, Extraction, frozen_copy, refuse_unreadable
 from xdm_ft.features.shards import ShardLayout
 from xdm_ft.features.store import Entry, cache_folder
 from xdm_ft.features.views import View, all_views
@@ -63,6 +61,7 @@ class Features:
         self._rows = sum(len(shard) for shard in shards)
         self._normalized = False
         rows = (1 + self.views) * self._rows
+        # 4 bytes per number: the table is float32 even where bfloat16 is stored
         fits = 4 * rows * self.width <= MEMORY_FRACTION * _free_memory(self.device)
         self._table = _table(self._shards, rows, self.device) if fits else None  # float32 [(1 + views) · N, K]
 
@@ -158,7 +157,7 @@ def extract(
     device = torch.device(device)
     cache = cache_folder(settings)
     hashes = hash_files(dataset, cache, show)
-    _refuse_unreadable(hashes.unreadable, dataset, on_bad_image)
+    refuse_unreadable(hashes.unreadable, dataset, on_bad_image)
     sets = cached_sets(encoder, dataset, hashes, settings, augmentation, device)
     missing_of_sets = [cached.entry.missing() for cached in sets]
     plain = sets[0].entry
@@ -172,7 +171,7 @@ def extract(
             extraction = Extraction(model, view, dataset, hashes, entry, settings, device, on_bad_image)
             extracted += _compute_missing(extraction, missing, show)
         entry.update_manifest(description)
-        _refuse_unreadable(entry.unreadable, dataset, on_bad_image)
+        refuse_unreadable(entry.unreadable, dataset, on_bad_image)
     shards = [[entry.shards[number].features for number in range(len(entry.layout))] for _, entry, _ in sets]
     return Features(
         shards[0], shards[1:], key=plain.key, unreadable=plain.unreadable, extracted=extracted, device=device
@@ -207,13 +206,8 @@ def cached_sets(
     return sets
 
 
-def _refuse_unreadable(unreadable: Mapping[int, str], dataset: ImageDataset, on_bad_image: str) -> None:
-    if unreadable and on_bad_image == "error":
-        raise UserError(unreadable_message(unreadable, dataset))
-
-
 def _compute_missing(extraction: Extraction, missing: list[int], show: bool) -> int:
-    """Computes shards, or waits for other processes that do, until none is missing. Returns its own images' number."""
+    """Computes shards, or waits for processes that do, until none is missing. Returns how many images it computed."""
     entry, view, extracted, wait_logged = extraction.entry, extraction.view.number, 0, False
     with progress(f"features, view {view}" if view else "features", entry.images(missing), "images", show) as bar:
         while missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -54,6 +54,12 @@ class EncoderInputs(Dataset[ImageBatch]):
             except UnreadableImage as error:
                 unreadable[row] = error.reason
         return ImageBatch(rows, pixels, unreadable)
+
+
+def refuse_unreadable(unreadable: Mapping[int, str], dataset: ImageDataset, on_bad_image: str) -> None:
+    """Raises `UserError` for images that do not decode, if `on_bad_image` is "error"."""
+    if unreadable and on_bad_image == "error":
+        raise UserError(unreadable_message(unreadable, dataset))
 
 
 def worker_count(settings: FeatureSettings, hashes: FileHashes) -> int:
@@ -178,8 +184,7 @@ class Extraction:
 
     def _features(self, images: ImageBatch) -> Tensor:
         """float [B,K] in the stored precision, on the CPU; a row of zeros for an image that does not decode."""
-        if images.unreadable and self.on_bad_image == "error":
-            raise UserError(unreadable_message(images.unreadable, self.dataset))
+        refuse_unreadable(images.unreadable, self.dataset, self.on_bad_image)
         stored = DTYPES[self.settings.precision]
         pixels = images.pixels.to(self.device, stored, non_blocking=True).contiguous(memory_format=torch.channels_last)
         with torch.inference_mode():
