@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from xdm_ft.data import ImageDataset
     from xdm_ft.encoders import Encoder
-    from xdm_ft.features.file_hashes import Contents
+    from xdm_ft.features.file_hashes import FileHashes
     from xdm_ft.recipe.read import Recipe
 
 MODULES = ("torchvision", "timm", "open_clip", "accelerate", "datasets", "wilds", "sklearn", "safetensors", "PIL")
@@ -158,11 +158,11 @@ def of_recipe(recipe: Recipe) -> Iterator[Finding]:
         yield from _guarded("cache", lambda: features_space(recipe, encoder, *checked))
 
 
-def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, contents: Contents) -> Iterator[Finding]:
+def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, hashes: FileHashes) -> Iterator[Finding]:
     """Whether the features that are not cached yet fit on the disk. Raises `UserError` where they do not."""
     from xdm_ft.features.cache import cached_sets
 
-    sets = cached_sets(encoder, dataset, contents, recipe.features, recipe.train_augmentation, _device())
+    sets = cached_sets(encoder, dataset, hashes, recipe.features, recipe.train_augmentation, _device())
     missing = sum(cached.entry.images(cached.entry.missing()) for cached in sets)
     needed = sum(cached.entry.needed for cached in sets)
     sets[0].entry.require_space(needed - sets[0].entry.needed)
