@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from warm_processes import xdm_ft
 
 from xdm_ft.storage.checksummed import seal_results
 
@@ -21,10 +22,9 @@ training: {steps: 20, batch_size: 8}
 """
 
 
-def xdm_ft(*arguments, cwd, script=False):
-    """`python -m xdm_ft …`, or `python xdm_ft/run.py …`, which has one verb."""
-    start = [str(ROOT / "xdm_ft" / "run.py")] if script else ["-m", "xdm_ft"]
-    return subprocess.run([sys.executable, *start, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
+def python(*arguments, cwd):
+    """`python …`, with all that it imports."""
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -60,9 +60,9 @@ def test_help_is_immediate_and_loads_nothing_heavy():
 
 def test_started_as_a_module_it_is_the_same_program(tmp_path):
     """`python -m xdm_ft` names the command as the installed script does."""
-    helped = xdm_ft("--help", cwd=tmp_path)
+    helped = python("-m", "xdm_ft", "--help", cwd=tmp_path)
     assert helped.returncode == 0 and helped.stdout.startswith("usage: xdm-ft ")
-    one_line(xdm_ft("validate", "missing.yaml", cwd=tmp_path), "missing.yaml")
+    one_line(python("-m", "xdm_ft", "validate", "missing.yaml", cwd=tmp_path), "missing.yaml")
 
 
 def test_run_twice_continue_and_refuse(recipe, tmp_path):
@@ -87,7 +87,7 @@ def test_run_twice_continue_and_refuse(recipe, tmp_path):
     one_line(other, "holds the run of another recipe", "training.lr")
     assert results.read_text() == before
 
-    fresh = xdm_ft(recipe, f"output.dir={tmp_path / 'out2'}", cwd=tmp_path, script=True)
+    fresh = python(ROOT / "xdm_ft" / "run.py", recipe, f"output.dir={tmp_path / 'out2'}", cwd=tmp_path)
     assert fresh.returncode == 0, fresh.stderr
     document["recipe"]["output"]["dir"] = str(tmp_path / "out2")
     assert without_times(json.loads((tmp_path / "out2/small/results.json").read_text())) == without_times(document)
