@@ -7,6 +7,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "xdm_ft"
 # each layer may import itself and those behind it
 LAYERS = [
     "run",
+    "__main__",
     "cli",
     "commands",
     "experiment",
@@ -22,7 +23,6 @@ LAYERS = [
     "xdomainmix",
     "encoders",
     "data",
-    "compiled",
     "storage",
     "progress",
     "randomness",

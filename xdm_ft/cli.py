@@ -169,7 +169,3 @@ def _lost_process(error: Exception) -> str | None:
 
 def _is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

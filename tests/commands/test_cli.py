@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from warm_processes import xdm_ft
 
 from xdm_ft.storage.checksummed import seal_results
 
@@ -21,10 +22,9 @@ training: {steps: 20, batch_size: 8}
 """
 
 
-def xdm_ft(*arguments, cwd, script=False):
-    """`xdm-ft …`, or `python xdm_ft/run.py …`, which knows one verb."""
-    start = [str(ROOT / "xdm_ft" / "run.py")] if script else ["-m", "xdm_ft.cli"]
-    return subprocess.run([sys.executable, *start, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
+def python(*arguments, cwd):
+    """`python …`, with all that it imports."""
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -58,6 +58,13 @@ def test_help_is_immediate_and_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 
+def test_started_as_a_module_it_is_the_same_program(tmp_path):
+    """`python -m xdm_ft` names the command as the installed script does."""
+    helped = python("-m", "xdm_ft", "--help", cwd=tmp_path)
+    assert helped.returncode == 0 and helped.stdout.startswith("usage: xdm-ft ")
+    one_line(python("-m", "xdm_ft", "validate", "missing.yaml", cwd=tmp_path), "missing.yaml")
+
+
 def test_run_twice_continue_and_refuse(recipe, tmp_path):
     first = xdm_ft("run", recipe, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
@@ -80,7 +87,7 @@ def test_run_twice_continue_and_refuse(recipe, tmp_path):
     one_line(other, "holds the run of another recipe", "training.lr")
     assert results.read_text() == before
 
-    fresh = xdm_ft(recipe, f"output.dir={tmp_path / 'out2'}", cwd=tmp_path, script=True)
+    fresh = python(ROOT / "xdm_ft" / "run.py", recipe, f"output.dir={tmp_path / 'out2'}", cwd=tmp_path)
     assert fresh.returncode == 0, fresh.stderr
     document["recipe"]["output"]["dir"] = str(tmp_path / "out2")
     assert without_times(json.loads((tmp_path / "out2/small/results.json").read_text())) == without_times(document)

@@ -139,6 +139,7 @@ def test_a_hung_rank_ends_the_run_of_two_real_processes(mode: str, said: str) ->
     assert seconds < 30 + 30 * (mode == "stops"), output
 
 
+@pytest.mark.slow
 def test_a_rank_that_works_slowly_is_waited_for() -> None:
     status, seconds, output = scenario("works")
     assert status == 0 and output.count("done") == 2, output

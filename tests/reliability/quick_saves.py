@@ -5,13 +5,18 @@ import os
 import random
 import sys
 
-if __name__ == "__main__":
-    available = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, random.sample(available, min(int(sys.argv[1]), len(available))))
 
-    from xdm_ft.cli import main
+def save_after_every_step(cores: int) -> None:
     from xdm_ft.storage import checkpoint
 
+    available = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, random.sample(available, min(cores, len(available))))
     checkpoint.EVERY_SECONDS = checkpoint.EVENT_SECONDS = 0.0
     checkpoint.SHARE = math.inf
+
+
+if __name__ == "__main__":
+    save_after_every_step(int(sys.argv[1]))
+    from xdm_ft.cli import main
+
     sys.exit(main(sys.argv[2:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -9,14 +10,16 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import miniature
+from quick_saves import save_after_every_step
+from warm_processes import PATIENCE, begin
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = Path(__file__).with_name("quick_saves.py")
-PATIENCE = 180.0  # seconds, on a machine that does other things too
 
 END_TO_END = """\
 name: small
@@ -59,23 +62,26 @@ class Run:
 
     def __init__(self, recipe: Path, folder: Path, *overrides: str, processes: int = 1, cores: int = 1) -> None:
         self.output = folder / "small"
-        launcher = (
-            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-        )
         arguments = ["run", str(recipe), f"output.dir={folder}", *overrides]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1"}
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1"}
         self.log = folder.parent / f"{folder.name}.log"
+        self.process: BaseProcess | subprocess.Popen[bytes]
+        if processes == 1:
+            first = functools.partial(save_after_every_step, cores)
+            self.process = begin(arguments, ROOT, self.log, self.log, environment, first)
+            return
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *launcher, str(QUICK), str(cores), *arguments],
-                stdout=log, stderr=log, env=environment, start_new_session=True,
+                stdout=log, stderr=log, env=os.environ | environment, start_new_session=True,
             )  # fmt: skip
 
     def changes(self, count: int, pattern: str = "**/*") -> bool:
         """Waits until files of the run directory have changed so many times; False where the run ends before."""
         seen, until = self._files(pattern), time.monotonic() + PATIENCE
         while count > 0:
-            if self.process.poll() is not None:
+            if self._status() is not None:
                 return False
             assert time.monotonic() < until, f"nothing changes: {self.text()}"
             time.sleep(0.002)
@@ -98,7 +104,16 @@ class Run:
         os.kill(self.process.pid, number)
 
     def end(self) -> int:
-        return self.process.wait(PATIENCE)
+        if isinstance(self.process, BaseProcess):
+            self.process.join(PATIENCE)
+        else:
+            self.process.wait(PATIENCE)
+        status = self._status()
+        assert status is not None, f"the run does not end: {self.text()}"
+        return status
+
+    def _status(self) -> int | None:
+        return self.process.exitcode if isinstance(self.process, BaseProcess) else self.process.poll()
 
     def text(self) -> str:
         return self.log.read_text()

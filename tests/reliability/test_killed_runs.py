@@ -15,7 +15,6 @@ from real_runs import Run, bank, end_to_end, leftovers, outcome
 
 from xdm_ft.storage.checkpoint import read
 
-pytestmark = pytest.mark.slow
 CHECKPOINTS = "state/checkpoints/*.safetensors"
 
 
@@ -44,6 +43,7 @@ def kill_until_done(recipe: Path, folder: Path, kills: int, changes: int, seed: 
     return killed
 
 
+@pytest.mark.slow
 def test_end_to_end(whole: tuple[Path, Path], tmp_path: Path) -> None:
     recipe, expected = whole
     assert kill_until_done(recipe, tmp_path / "out", kills=3, changes=40, seed=0) >= 2
@@ -70,6 +70,7 @@ def test_many_kills(tmp_path: Path, kind: str, seed: int) -> None:
     assert leftovers(tmp_path / "out") == []
 
 
+@pytest.mark.slow
 def test_interrupted_runs_save_and_say_so(whole: tuple[Path, Path], tmp_path: Path) -> None:
     recipe, expected = whole
     for number, to_all, status in (
@@ -85,7 +86,7 @@ def test_interrupted_runs_save_and_say_so(whole: tuple[Path, Path], tmp_path: Pa
         assert run.end() == status, run.text()
         assert time.monotonic() - sent < 5
         [line] = run.text()[before:].strip().splitlines()
-        assert line.startswith("xdm-ft: interrupted; saved: ") and line.endswith("the same command goes on from there")
+        assert line.startswith("xdm-ft: interrupted; saved: ") and line.endswith("; run the same command to resume")
         [kept] = run.output.glob(CHECKPOINTS)
         assert f": {read(kept)[0]['taken']} of 15 steps;" in line
     run = Run(recipe, tmp_path / "out")
@@ -95,6 +96,7 @@ def test_interrupted_runs_save_and_say_so(whole: tuple[Path, Path], tmp_path: Pa
     assert leftovers(tmp_path / "out") == []
 
 
+@pytest.mark.slow
 def test_another_recipe_is_refused_before_any_model_is_done(whole: tuple[Path, Path], tmp_path: Path) -> None:
     recipe, _ = whole
     run = Run(recipe, tmp_path / "out")
@@ -119,6 +121,7 @@ def rank(run: Run, number: int) -> psutil.Process:
     raise AssertionError(f"no rank {number}: {run.text()}")
 
 
+@pytest.mark.slow
 def test_two_processes_of_which_one_is_killed(whole: tuple[Path, Path], tmp_path: Path) -> None:
     recipe, _ = whole
     undisturbed = Run(recipe, tmp_path / "both", processes=2)
@@ -142,6 +145,7 @@ def test_two_processes_of_which_one_is_killed(whole: tuple[Path, Path], tmp_path
     assert leftovers(tmp_path / "out") == []
 
 
+@pytest.mark.slow
 def test_two_processes_interrupted_and_gone_on_with_by_one(whole: tuple[Path, Path], tmp_path: Path) -> None:
     recipe, alone = whole
     run = Run(recipe, tmp_path / "out", processes=2)

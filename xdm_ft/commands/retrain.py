@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.experiment.machine import start, stop
-from xdm_ft.experiment.plan import PlannedModel, make_plan, read_data
+from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder, prepare
 from xdm_ft.experiment.records import Work
 from xdm_ft.experiment.run_directory import RunDirectory, identity
@@ -35,26 +34,15 @@ def retrain(run_directory: str, method: str, held_out: str, seed: int, trial: in
         key = identity(recorded)
         planned = {model.key: model for model in plan.models if model.item.label == method and not model.skipped}
         if alone:
-            planned = {key: planned[key]} | _twin(planned[key], len(planned))
+            planned = {key: planned[key]}
         with RunDirectory(recipe, accelerator) as directory:
             work = Work(plan, prepared, directory, accelerator)
             known = work.known(planned.keys())
-            if alone:
-                known = dict.fromkeys(planned, known.get(key, {}))
             work.train_planned(planned, known, {key})
             (again,) = (run for run in directory.remembered_runs().values() if identity(run) == key)
             told = _compared(folder, recorded, directory.path, again)
         stop(accelerator)
     return told
-
-
-def _twin(model: PlannedModel, models: int) -> dict[Identity, PlannedModel]:
-    """A copy to train beside the head, where it had company: a head by itself takes a shorter way, rounded otherwise.
-
-    Which heads a head trains beside, and how many, changes none of its bits on a CPU.
-    """
-    copied = dataclasses.replace(model, trial=model.trial + 1_000_000)
-    return {copied.key: copied} if models > 1 else {}
 
 
 def _recorded(folder: Path, key: Identity) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One file of cached features. It proves itself: what it belongs to and a checksum travel inside it."""
+"""One file of cached features. Its header holds its key, its number and a checksum, so that it can be checked alone."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ import torch
 import xxhash
 from torch import Tensor
 
-IMAGES = 256  # per shard, so that little is lost when an extraction is killed …
-AT_MOST = 1024  # … but no more shards than this: large data sets have larger ones
+from xdm_ft.storage.checksummed import Damaged
 
-
-class Damaged(Exception):
-    """A file of the cache that is not what was written. Its text says what was found."""
+IMAGES_PER_SHARD = 256  # few, so that little is lost when an extraction is killed
+MAX_SHARDS = 1024  # more images than fit in so many shards make the shards larger
 
 
 @dataclass(frozen=True)
-class Grid:
-    """How N rows are cut into shards. A function of N alone: runs that share a cache agree on it."""
+class ShardLayout:
+    """How N rows are cut into shards. It depends on N alone, so that runs which share a cache agree on it."""
 
     rows: int
 
     @property
     def rows_per_shard(self) -> int:
-        return max(IMAGES, -(-self.rows // AT_MOST))
+        return max(IMAGES_PER_SHARD, -(-self.rows // MAX_SHARDS))  # −(−a // b) is a / b rounded up
 
     def __len__(self) -> int:
         return -(-self.rows // self.rows_per_shard)
@@ -40,23 +38,23 @@ class Grid:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a shard's file holds."""
+    """The checked contents of a shard's file."""
 
     features: Tensor  # [rows, K] in the stored precision, memory-mapped
     unreadable: dict[int, str]  # row of the data set → why its image does not decode
-    digest: str
+    checksum: str
 
 
-def encode(features: Tensor, unreadable: Mapping[int, str], key: str, number: int) -> bytes:
+def encode_shard(features: Tensor, unreadable: Mapping[int, str], key: str, number: int) -> bytes:
     """The bytes of a shard's safetensors file."""
     from safetensors.torch import save
 
     metadata = {"key": key, "shard": str(number), "unreadable": json.dumps(unreadable)}
-    return save({"features": features}, {**metadata, "xxh3": _digest(features, metadata)})
+    return save({"features": features}, {**metadata, "xxh3": _checksum(features, metadata)})
 
 
 def open_shard(path: Path, key: str, number: int) -> Shard:
-    """Maps the file and checks all of it. Raises `Damaged`, and `FileNotFoundError` where there is none."""
+    """Maps the file and checks all of it. Raises `Damaged`, or `FileNotFoundError` if it does not exist."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -67,16 +65,16 @@ def open_shard(path: Path, key: str, number: int) -> Shard:
         raise
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise Damaged(" ".join(str(error).split())) from error
-    digest = metadata.pop("xxh3", "")
-    if digest != _digest(features, metadata):
+    checksum = metadata.pop("xxh3", "")
+    if checksum != _checksum(features, metadata):
         raise Damaged("its checksum differs")
     if (metadata["key"], metadata["shard"]) != (key, str(number)):
         raise Damaged(f"it is shard {metadata['shard']} of {metadata['key']}")
     unreadable = {int(row): reason for row, reason in json.loads(metadata["unreadable"]).items()}
-    return Shard(features, unreadable, digest)
+    return Shard(features, unreadable, checksum)
 
 
-def _digest(features: Tensor, metadata: Mapping[str, str]) -> str:
+def _checksum(features: Tensor, metadata: Mapping[str, str]) -> str:
     header = [sorted(metadata.items()), str(features.dtype), list(features.shape)]
     digest = xxhash.xxh3_64(json.dumps(header).encode())
     digest.update(features.reshape(-1).view(torch.uint8).numpy().data)

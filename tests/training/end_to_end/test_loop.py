@@ -375,6 +375,7 @@ class Overflows(ERM):
         return losses._replace(total=losses.total * (float("inf") if step in self.at else 1.0))
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_is_the_gradient_scaler_s_to_skip(accelerator: Accelerator) -> None:
     """Neither weights nor batch-norm statistics move; without a scaler, or where it can not help, the model fails."""
     training = Training(batch_size=8, optimizer="sgd", encoder_lr=0.003, clip_norm=0.5)

@@ -84,6 +84,7 @@ def test_two_processes_equal_two_micro_batches_with_batch_norm(tmp_path: Path) -
     assert_two_processes_equal_one(tmp_path, Case(cut, **moving), Case(whole, **moving))
 
 
+@pytest.mark.slow
 def test_two_processes_augment_as_one(tmp_path: Path) -> None:
     case = Case(Training(batch_size=4, sampler="class_balanced", encoder_lr=0.003), augmentation="domainbed")
     assert_two_processes_equal_one(tmp_path, case, case)
@@ -92,7 +93,8 @@ def test_two_processes_augment_as_one(tmp_path: Path) -> None:
 MIXING = partial(XDomainMix, warmup_steps=1, quantile_steps=1)
 
 
-@pytest.mark.parametrize("kind", ["per_domain", pytest.param("pooled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["per_domain", "pooled"])
 def test_global_partners_are_those_of_one_process(tmp_path: Path, kind: str) -> None:
     # 5 images per domain, and 15 in all, do not divide by 2 processes
     training = Training(batch_size=5 if kind == "per_domain" else 15, sampler=kind, clip_norm=0.5, encoder_lr=0.003)

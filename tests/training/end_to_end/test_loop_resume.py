@@ -65,7 +65,12 @@ CASES: dict[str, tuple[Job, Training, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+IN_BRIEF = {"sgd, sam, clipped", "swad, batch norm"}  # the others differ from these in one thing each
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in IN_BRIEF else pytest.mark.slow) for case in CASES]
+)
 def test_killed_after_any_step_and_begun_again(accelerator: Accelerator, tmp_path: Path, case: str) -> None:
     job, training, arguments = CASES[case]
     arguments = {"rules": ("train_val", "oracle"), **arguments}

@@ -1,0 +1,76 @@
+"""`xdm-ft` in a process of its own that need not import torch and the others anew.
+
+A server of multiprocessing has imported them and forks itself: what a test sees is a real process with its own exit
+status, output and signals, in a hundredth of the time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+IMPORTED = [
+    "accelerate", "open_clip", "timm", "rich.console", "rich.table", "sklearn.datasets", "torch.utils.tensorboard",
+    "xdm_ft.cli",
+    "xdm_ft.experiment.engines", "xdm_ft.report.tables", "xdm_ft.training.bank.train",
+    "xdm_ft.training.end_to_end.train",
+]  # fmt: skip
+PATIENCE = 180.0  # seconds, on a machine that does other things too
+server = multiprocessing.get_context("forkserver")
+server.set_forkserver_preload(IMPORTED)
+
+
+def begin(
+    arguments: list[str],
+    cwd: Path,
+    out: Path,
+    err: Path,
+    environment: Mapping[str, str] | None = None,
+    first: Callable[[], None] | None = None,
+) -> BaseProcess:
+    """`xdm-ft ARGUMENTS` in the folder `cwd` and a session of its own, after a call of `first`.
+
+    What it prints is added to the files `out` and `err`.
+    """
+    process = server.Process(target=_main, args=(arguments, cwd, out, err, environment or {}, first))
+    process.start()
+    return process
+
+
+def xdm_ft(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """What `xdm-ft …` does: its exit status and what it printed."""
+    command = [str(argument) for argument in arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = begin(command, cwd, out, err)
+        process.join(PATIENCE)
+        assert process.exitcode is not None, f"{command} does not end: {err.read_text()}"
+        return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())
+
+
+def _main(
+    arguments: list[str],
+    cwd: Path,
+    out: Path,
+    err: Path,
+    environment: Mapping[str, str],
+    first: Callable[[], None] | None,
+) -> None:
+    from xdm_ft.cli import main
+
+    os.setsid()
+    os.chdir(cwd)
+    os.environ.update(environment)
+    for path, number in ((out, 1), (err, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    if first is not None:
+        first()
+    sys.exit(main(arguments))
