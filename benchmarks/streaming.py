@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms import Method, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features import cache
@@ -145,9 +145,9 @@ def train(features: Features, training: Training, heads: int) -> dict[str, float
 def timed_evaluations(seconds: list[float]) -> Iterator[None]:
     original = BankValidation.values
 
-    def values(self: BankValidation, weight: Tensor, bias: Tensor) -> list[dict[str, float] | None]:
+    def values(self: BankValidation, model: Method, state: dict[str, Tensor]) -> list[dict[str, float] | None]:
         started = time.perf_counter()
-        found = original(self, weight, bias)
+        found = original(self, model, state)
         seconds.append(time.perf_counter() - started)
         return found
 

@@ -18,6 +18,7 @@ LAYERS = [
     "evaluation",
     "features",
     "algorithms",
+    "heads",
     "averaging",
     "sharpness",
     "xdomainmix",

@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("recipe", metavar="RECIPE", nargs="?", help="a file, or the name of a packaged recipe")
     doctor.add_argument("overrides", metavar="key.sub=value", nargs="*", help="changes to the recipe, values as YAML")
     ls = verb("ls", _ls, "list what there is, a line each")
-    ls.add_argument("what", nargs="?", choices=["recipes", "methods", "data", "encoders"], default="recipes")
+    ls.add_argument("what", nargs="?", choices=["recipes", "methods", "heads", "data", "encoders"], default="recipes")
     cp = verb("cp", _cp, "copy a packaged recipe to a file, to edit")
     cp.add_argument("recipe", metavar="RECIPE")
     cp.add_argument("file", metavar="FILE")

@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch.func import vmap
 
-from xdm_ft.algorithms import Setup, linear, linear_head, mean_loss
+from xdm_ft.algorithms import Setup, mean_loss
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.randomness import Stream
 from xdm_ft.tensors import Batch, Task
 
 TASK = Task(("a", "b", "c"), ("x", "y"))
@@ -46,22 +45,6 @@ def test_soft_labels() -> None:
     torch.testing.assert_close(algorithm(given.x, given, 0).total, by_hand)
     one_hot = batch(F.one_hot(given.y, 3).float())
     torch.testing.assert_close(algorithm(one_hot.x, one_hot, 0).total, algorithm(batch().x, batch(), 0).total)
-
-
-def test_linear_is_the_heads_own_forward() -> None:
-    head = linear_head(8, 3, 0, Stream.INIT)
-    z = batch().x
-    torch.testing.assert_close(linear(z, head), head(z))
-
-
-def test_initialisation() -> None:
-    head, same, other = (linear_head(400, 50, seed, Stream.INIT) for seed in (0, 0, 1))
-    assert torch.equal(head.weight, same.weight) and torch.equal(head.bias, same.bias)
-    assert not torch.equal(head.weight, other.weight)
-    assert not torch.equal(head.weight, linear_head(400, 50, 0, Stream.DOMAIN_INIT).weight)
-    bound = 400**-0.5
-    assert head.weight.abs().max() <= bound and head.bias.abs().max() <= bound
-    torch.testing.assert_close(head.weight.var(), torch.tensor(bound**2 / 3), rtol=0.03, atol=0)
 
 
 def test_average_under_vmap() -> None:

@@ -23,7 +23,7 @@ from typing import Annotated
 import torch.nn.functional as F
 from pydantic import Field
 
-from xdm_ft.algorithms import Algorithm, Setup, linear
+from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.tensors import Losses
 
 
@@ -41,7 +41,7 @@ class Smoothed(Algorithm):
 
     def loss(self, z, batch, step):
         per_sample = F.cross_entropy(
-            linear(z, self.head), batch.y, reduction="none", label_smoothing=self.smoothing
+            self.logits(z), batch.y, reduction="none", label_smoothing=self.smoothing
         )
         return Losses(self.average(per_sample, batch), per_sample.new_zeros(()))
 '''
@@ -54,8 +54,9 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from xdm_ft.algorithms import Setup, linear, linear_head
+from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.heads.linear import Linear
 from xdm_ft.randomness import Stream
 from xdm_ft.tensors import Losses
 
@@ -73,11 +74,11 @@ class Contrastive(ERM):
     ) -> None:
         super().__init__(setup)
         self.weight = weight
-        self.projection = linear_head(setup.width, PROJECTED, setup.seed, Stream.DOMAIN_INIT)
+        self.projection = Linear(setup.width, PROJECTED, setup.seed, Stream.DOMAIN_INIT)
 
     def loss(self, z, batch, step):
         of_class = super().loss(z, batch, step)
-        projected = F.normalize(linear(z, self.projection), dim=1)  # [B,PROJECTED]
+        projected = F.normalize(self.projection(z), dim=1)  # [B,PROJECTED]
         itself = torch.eye(len(batch.y), dtype=torch.bool, device=z.device)
         log_share = (projected @ projected.mT).masked_fill(itself, -1e9).log_softmax(1)  # [B,B]
         same_class = ((batch.y[:, None] == batch.y) & ~itself).to(z.dtype)
@@ -89,6 +90,7 @@ IN_THE_ENCODER = '''
 
 from typing import Annotated
 
+import torch
 from pydantic import Field
 from torch import nn
 
@@ -98,7 +100,7 @@ from xdm_ft.randomness import Stream, uniform
 
 
 class Jittered(ERM):
-    """ERM, with every feature map after the first stage scaled by a draw from 1 ± width."""
+    """ERM, with every feature map after the first stage scaled by a learned gain and a draw from 1 ± width."""
 
     source = "made up for this test"
     frozen_reason = "it changes feature maps, and cached features have none; set encoder.trainable: true"
@@ -117,10 +119,11 @@ class _Jitter(nn.Module):
     def __init__(self, seed, width):
         super().__init__()
         self.seed, self.width = seed, width
+        self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x, batch, step):
         u = uniform(self.seed, step, Stream.STYLE_NOISE, batch.place)  # [B]
-        return x * (1 + self.width * (2 * u - 1))[:, None, None, None]
+        return x * self.gain * (1 + self.width * (2 * u - 1))[:, None, None, None]
 '''
 METHODS = {"smoothed": SEARCHED, "contrastive": WITH_A_PROJECTION, "jittered": IN_THE_ENCODER}
 RECIPE = """\

@@ -41,7 +41,7 @@ def set_parameters(head: nn.Linear, weight: str, bias: str) -> None:
         head.bias.copy_(golden(bias))
 
 
-def test_trajectory_of_the_published_linear_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trajectory_of_the_published_Linear(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 warm-up steps, 5 mixed ones with τ_d falling every 2; SGD, the class head's gradient clipped to norm 1, the
     domain head's not. No draw is ours, all else is: scores, masks, cycle, mixing, losses, both gradients."""
     monkeypatch.setattr(xdomainmix, "draw_partners", recorded_partners)

@@ -41,7 +41,13 @@ def table(number: int, domains: tuple[str, ...], groups: np.ndarray | None) -> l
                     )
                 )
     rows = summarise(
-        runs, predictions, methods=METHODS, rules=["train_val"], metric="accuracy", protocol_line=lambda rule: rule
+        runs,
+        predictions,
+        methods=METHODS,
+        rules=["train_val"],
+        metric="accuracy",
+        protocol_line=lambda rule: rule,
+        references=dict.fromkeys(METHODS[1:], METHODS[0]),
     )
     return [row["versus_erm"]["verdict"] for row in rows[1:]]
 

@@ -51,7 +51,9 @@ def summary(runs: list[dict], predictions: list[Prediction], **changes: Any) -> 
         "metric": "accuracy",
         "protocol_line": lambda rule: f"line of {rule}",
     }
-    rows = summarise(runs, predictions, **(settings | changes))
+    settings |= changes
+    settings.setdefault("references", dict.fromkeys(settings["methods"], "erm"))
+    rows = summarise(runs, predictions, **settings)
     assert rows == json.loads(json.dumps(rows, allow_nan=False))  # results.json holds it as it is
     return rows
 
@@ -256,9 +258,20 @@ def test_without_erm_nothing_is_compared() -> None:
 
 def test_a_labelled_reference() -> None:
     runs = [record(*r) for r in grid()]
-    erm, sam = summary(runs, [], reference="sam")
+    erm, sam = summary(runs, [], references={"erm": "sam"})
     assert sam["versus_erm"] is None
     assert erm["versus_erm"]["difference"] < 0
+
+
+def test_a_note_names_the_reference_where_there_are_several() -> None:
+    runs = [record(*r) for r in grid()]
+    for run in [dict(one, method="deep") for one in runs if one["method"] == "sam"]:
+        runs.append(run)
+    rows = summary(runs, [], methods=["erm", "sam", "deep"], references={"sam": "deep", "deep": "erm"})
+    notes = [row["versus_erm"] and row["versus_erm"]["note"].split("; ")[0] for row in rows]
+    assert notes == [None, "compared with deep", "compared with erm"]
+    alone = summary(runs, [], methods=["erm", "sam", "deep"])
+    assert not any("compared with" in row["versus_erm"]["note"] for row in alone[1:])
 
 
 def test_every_rule_has_rows_of_its_own() -> None:

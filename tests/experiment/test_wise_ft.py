@@ -100,6 +100,26 @@ def test_on_cached_features(tmp_path: Path) -> None:
         torch.testing.assert_close(half[name], (zero[name] + one[name]) / 2)
 
 
+def test_a_cosine_head_starts_where_zero_shot_is(tmp_path: Path) -> None:
+    """Without a normalising encoder; rows with that head are compared with ERM on it."""
+    found = results(
+        tmp_path,
+        (", normalize: true", ""),
+        ("{name: erm, head_init: zero_shot}", "{name: erm, head: cosine}"),
+        ("  - wise_ft\n", "  - {name: wise_ft, head: cosine}\n"),
+        ("{name: wise_ft, alpha: 0.5, label: half}", "{name: wise_ft, alpha: 0.5, label: half, head: cosine}"),
+        ("lr: 5.0", "lr: 0.05"),
+    )
+    for seed in (0, 1):
+        assert len({point["train_val"] for point in check_curve(found, seed)["curve"]}) > 2
+    weights = load_file(tmp_path / "output" / "wise" / selected(found, "half")["weights"])
+    assert weights.keys() >= {"head.weight", "head.log_scale"}
+    compared = {row["method"]: row["versus_erm"] for row in found["summary"]}
+    assert compared["erm"] is None and compared["zero_shot"] is None and compared["wise_ft"]["difference"] is not None
+    (run,) = [run for run in found["runs"] if run["method"] == "wise_ft" and run["seed"] == 0]
+    assert run["hparams"]["head"] == "cosine" and run["hparams"]["cosine.scale"] == 1 / 0.07
+
+
 def test_the_shipped_model_has_the_median_alpha(tmp_path: Path) -> None:
     only_wise = (
         ("  - zero_shot\n  - {name: erm, head_init: zero_shot}\n", ""),

@@ -16,6 +16,7 @@ from xdm_ft.commands.ls import listing
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.plan import PlannedModel, hparams
 from xdm_ft.experiment.records import Work
+from xdm_ft.experiment.results import references
 from xdm_ft.recipe import components
 from xdm_ft.recipe.blocks import Component, MethodCommon, MethodItem, Recipe, drawn_item
 from xdm_ft.recipe.read import check
@@ -190,7 +191,77 @@ def test_flags_look_at_their_own_component() -> None:
     assert found == ["sagm.alpha at the edge of its range"]
 
 
+def test_a_head_and_its_keys() -> None:
+    recipe = recipe_with(
+        "erm", {"name": "sam", "head": "mlp", "mlp.hidden_width": 64}, {"name": "irm", "head": "cosine"}
+    )
+    heads = [(item.head.name, item.head.settings()) for item in recipe.methods]
+    assert heads[0] == ("linear", {})
+    assert heads[1] == ("mlp", {"mlp.hidden_width": 64, "mlp.activation": "gelu"})
+    assert heads[2] == ("cosine", {"cosine.scale": 1 / 0.07})
+    found = [hparams(recipe, item, recipe.training) for item in recipe.methods]
+    assert "head" not in found[0] and found[1]["head"] == "mlp" and found[1]["mlp.hidden_width"] == 64
+    again = check(parse(recipe.as_yaml(), "again.yaml"))
+    assert again.resolved() == recipe.resolved()
+
+
+def test_keys_of_a_head_on_the_command_line_and_in_a_search() -> None:
+    items = "erm", {"name": "erm", "head": "mlp", "label": "deep"}
+    recipe = recipe_with(*items, overrides=("mlp.hidden_width=32",))
+    assert recipe.methods[1].head.kwargs() == {"hidden_width": 32, "activation": "gelu"}
+    space = "search={trials: 4, space: {mlp.hidden_width: {choice: [8, 16]}}}"
+    searched = recipe_with(*items, overrides=(space,))
+    drawn = {drawn_item(searched.methods[1], searched.search.drawn(t)).head.kwargs()["hidden_width"] for t in (1, 2, 3)}
+    assert drawn <= {8, 16} and drawn_item(searched.methods[0], searched.search.drawn(1)) is searched.methods[0]
+
+
+@pytest.mark.parametrize(
+    "item, complaint",
+    [
+        ({"name": "erm", "head": "cosin"}, 'methods.0.head: no "cosin" in heads; did you mean "cosine"?'),
+        ({"name": "erm", "head": "cosine", "mlp.hidden_width": 3}, "methods.0.mlp.hidden_width: unknown key"),
+        ({"name": "erm", "head": "mlp", "mlp.hidden_width": 0}, "methods.0.mlp.hidden_width: input should be greater"),
+        ({"name": "zero_shot", "head": "cosine"}, "methods.0.head: zero_shot finds a linear head without training"),
+        ({"name": "linear_probe", "head": "mlp"}, "methods.0.head: linear_probe finds a linear head without training"),
+        (
+            {"name": "erm", "head": "mlp", "head_init": "zero_shot"},
+            "methods.0.head: mlp does not go with head_init: zero",
+        ),
+        ({"name": "wise_ft", "head": "mlp"}, "methods.0.head: mlp does not go with head_init: zero_shot"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_in_one_line(item: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UserError) as refused:
+        recipe_with(item)
+    (line,) = str(refused.value).splitlines()
+    assert complaint in line
+
+
+def test_a_cosine_head_starts_from_text_without_normalize() -> None:
+    items = (
+        {"name": name, "head": head, "head_init": "zero_shot"} for name in ("erm", "wise_ft") for head in ("cosine",)
+    )
+    recipe_with(*items, overrides=("encoder.normalize=false",))
+    with pytest.raises(UserError, match="which fit L2-normalised features"):
+        recipe_with({"name": "erm", "head_init": "zero_shot"}, overrides=("encoder.normalize=false",))
+
+
+def test_what_rows_are_compared_with() -> None:
+    """Plain ERM with the same head; ERM on another head with ERM on the linear one."""
+    cosine = {"head": "cosine"}
+    items = ["erm", "irm", {"name": "erm", "label": "erm cosine", **cosine}]
+    items += [{"name": name, "label": f"{name} cosine", **cosine} for name in ("irm", "sam")]
+    items += [{"name": "irm", "label": "irm mlp", "head": "mlp"}]
+    assert references(recipe_with(*items).methods) == {
+        "irm": "erm",
+        "erm cosine": "erm",
+        "irm cosine": "erm cosine",
+        "sam cosine": "erm cosine",
+    }
+
+
 def test_the_listing_writes_keys_as_recipes_do() -> None:
+    assert " mlp.hidden_width=512 (" in listing("heads")
     lines = {line.split()[0]: line for line in listing("methods").splitlines()}
     assert " sam.rho=0.05 (" in lines["…+sam"] and "swad.n_converge=3 (" in lines["…+swad"]
     assert " alpha=0.2 (" in lines["mixup"]

@@ -42,7 +42,13 @@ def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
     methods = list(dict.fromkeys(run["method"] for run in results["runs"]))
     rules = ["train_val", "oracle"]
     results["summary"] = summarise(
-        results["runs"], [], methods=methods, rules=rules, metric="accuracy", protocol_line=lambda rule: f"by {rule}"
+        results["runs"],
+        [],
+        methods=methods,
+        rules=rules,
+        metric="accuracy",
+        protocol_line=lambda rule: f"by {rule}",
+        references=dict.fromkeys(methods, "erm"),
     )
     assert len(results["summary"]) == len(methods) * len(rules)
     validate(results)

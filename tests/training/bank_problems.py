@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from own_training import under
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, Setup, Solver, linear_head
+from xdm_ft.algorithms import Algorithm, Setup, Solver
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.features.cache import Features
+from xdm_ft.heads.linear import Linear
 from xdm_ft.protocol.splits import Split
 from xdm_ft.randomness import Stream
 from xdm_ft.sharpness import Sharpness
@@ -105,6 +106,11 @@ def train(
     )
 
 
+def head_logits(features: Features, rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """Of a linear head, by hand."""
+    return F.linear(features[rows], state["head.weight"], state["head.bias"])
+
+
 class WithDomainHead(Algorithm):
     """Cross-entropy of class and, on detached features, of domain; a buffer counts the steps."""
 
@@ -112,7 +118,7 @@ class WithDomainHead(Algorithm):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.domain_head = linear_head(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
+        self.domain_head = Linear(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
         self.count: Tensor
         self.register_buffer("count", torch.zeros(()))
 

@@ -14,12 +14,14 @@ from accelerate.state import AcceleratorState
 from own_training import under
 from torch import Tensor, nn
 
-from xdm_ft.algorithms import Algorithm, Setup, linear_head
+from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.data._transforms import Preprocessing, evaluation_transform
 from xdm_ft.data.digits import Digits
 from xdm_ft.encoders import Encoder
+from xdm_ft.heads import Head
+from xdm_ft.heads.linear import Linear
 from xdm_ft.protocol.splits import Split
 from xdm_ft.randomness import Stream
 from xdm_ft.sharpness import Sharpness
@@ -62,7 +64,7 @@ class WithDomainHead(Algorithm):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.domain_head = linear_head(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
+        self.domain_head = Linear(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
         self.memory: Tensor
         self.register_buffer("memory", torch.zeros(setup.task.num_domains))
         self.taken: Tensor
@@ -123,9 +125,10 @@ def make_job(
     width: int = SmallCNN.width,
     lr: float = 0.01,
     weight_decay: float = 0.001,
+    head: Callable[[int, int, int, int], Head] = Linear,
 ) -> Job:
     task = Task(digits().class_names, split().train_domains)
-    setup = Setup(task, width, steps, seed)
+    setup = Setup(task, width, steps, seed, head=head)
     training = Training().model_copy(update={"lr": lr, "weight_decay": weight_decay})
     return Job("method", split().test_domains, seed, 0, split(), setup, make, sharpness, training)
 

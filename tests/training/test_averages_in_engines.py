@@ -10,7 +10,7 @@ import loop_models
 import pytest
 import torch
 from accelerate import Accelerator
-from bank_problems import digits, job_of
+from bank_problems import digits, head_logits, job_of
 from loop_models import SmallCNN, make_job, one_process, rows_of
 from own_training import under
 from torch import Tensor
@@ -23,7 +23,7 @@ from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.training import Job, Training
 from xdm_ft.training.averages import LOSS_SPLIT
-from xdm_ft.training.bank.cached_data import batches, head_logits
+from xdm_ft.training.bank.cached_data import batches
 from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.training.bank.train import chunks
 

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from bank_problems import digits as cached_digits
 from bank_problems import job_of
 from bank_problems import train as train_heads
-from loop_models import SmallCNN, digits, final_state, make_job, one_process, rows_of, train
+from loop_models import SmallCNN, digits, final_state, make_job, one_process, rows_of, split, train
 from own_training import under
 from partnered import mixed
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.cached_data import batches
 from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.training.end_to_end.gradients import EndToEnd
+from xdm_ft.training.end_to_end.prediction import predict
 
 
 @pytest.fixture
@@ -225,6 +226,62 @@ def test_a_loop_with_modules_behind_stages(accelerator: Accelerator, method: typ
     ]
     assert_close(sharp[1], sharp[0], atol=1e-4)  # at the same weights the second pass gives the gradient of the first
     assert (sharp[2]["encoder.layers.0.weight"] - sharp[0]["encoder.layers.0.weight"]).abs().max() > 1e-4
+
+
+class Scaled(ERM):
+    """ERM with a learned scale per channel behind the second stage, while training."""
+
+    def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:
+        return {encoder.stage_names[-1]: _Scale()}
+
+
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: Tensor, batch: Batch, step: int) -> Tensor:
+        return x * self.scale[:, None, None]
+
+
+def test_a_module_behind_a_stage_trains_with_the_heads_rate(accelerator: Accelerator) -> None:
+    """As the same layers written out by hand; prediction goes without it."""
+    training = Training(batch_size=8, optimizer="sgd", momentum=0.5, encoder_lr=0.03)
+    job, encoder = make_job(Scaled, steps=5, weight_decay=0.0, lr=0.1), Staged()
+    got = final_state(train(job, encoder, training, accelerator, batch_norm="frozen"))
+    algorithm, scale, layers = job.make(job.setup), _Scale(), copy.deepcopy(encoder).layers
+    groups = [
+        {"params": list(layers.parameters()), "lr": training.encoder_lr},
+        {"params": [*algorithm.parameters(), *scale.parameters()], "lr": job.training.lr},
+    ]
+    optimizer = torch.optim.SGD(groups, momentum=0.5)
+    for number in range(5):
+        batch = batch_of(job, training, number)
+        z = F.adaptive_avg_pool2d(scale(layers(batch.x), batch, number), 4).flatten(1)
+        optimizer.zero_grad()
+        F.cross_entropy(algorithm.logits(z), batch.y).backward()
+        optimizer.step()
+    expected = {f"encoder.layers.{name}": value for name, value in layers.named_parameters()}
+    expected |= {"stages.list.0.scale": scale.scale, **dict(algorithm.named_parameters())}
+    assert (scale.scale - _Scale().scale).abs().max() > 1e-3
+    assert_close({name: got[name] for name in expected}, {n: v.detach() for n, v in expected.items()}, atol=1e-5)
+    rows = split().evaluation["test"][:5]
+    images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
+    x = torch.stack([images[int(row)][0] for row in rows])
+    with torch.no_grad():
+        plain = algorithm.logits(F.adaptive_avg_pool2d(layers(x), 4).flatten(1))
+    found = predict(job, encoder, got, digits(), rows, accelerator, batch_size=2)
+    torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_buffers_of_a_module_behind_a_stage_are_refused() -> None:
+    class Normalising(ERM):
+        def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:
+            return {encoder.stage_names[-1]: nn.BatchNorm2d(16)}
+
+    job = make_job(Normalising)
+    with pytest.raises(AssertionError, match="no buffers"):
+        EndToEnd(Staged(), job.make(job.setup), "train")
 
 
 class Tokens(Encoder):

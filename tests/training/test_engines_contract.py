@@ -30,6 +30,8 @@ from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.features.cache import Features
+from xdm_ft.heads import Head
+from xdm_ft.heads.linear import Linear
 from xdm_ft.protocol.samplers import PerDomainSampler
 from xdm_ft.recipe.components import find, names
 from xdm_ft.sharpness import Sharpness
@@ -42,6 +44,7 @@ from xdm_ft.training.end_to_end.gradients import EndToEnd, Passes
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
 ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}
 CACHED = {name: cls for name, cls in ALGORITHMS.items() if not cls.frozen_reason}
+HEADS = {name: find("heads", name) for name in names("heads")}
 SHARPNESS = {name: find("sharpness", name) for name in names("sharpness")}
 STEPS = 20
 
@@ -90,8 +93,14 @@ def loop_state(job: Job, training: Training, accelerator: Accelerator) -> dict[s
     return {name: value for name, value in state.items() if not name.startswith("encoder.")}
 
 
-def job_of(make: type[Algorithm], steps: int = STEPS, sharpness: Sharpness | None = None, lr: float = 0.01) -> Job:
-    return make_job(make, steps=steps, sharpness=sharpness, width=Pixels.width, lr=lr)
+def job_of(
+    make: type[Algorithm],
+    steps: int = STEPS,
+    sharpness: Sharpness | None = None,
+    lr: float = 0.01,
+    head: type[Head] = Linear,
+) -> Job:
+    return make_job(make, steps=steps, sharpness=sharpness, width=Pixels.width, lr=lr, head=head)
 
 
 class Counts(ERM):
@@ -113,13 +122,14 @@ def accelerator() -> Iterator[Accelerator]:
 
 
 def test_there_are_methods_to_test() -> None:
-    assert len(CACHED) >= 2 and len(ALGORITHMS) >= len(CACHED) and SHARPNESS
+    assert len(CACHED) >= 2 and len(ALGORITHMS) >= len(CACHED) and SHARPNESS and len(HEADS) >= 3
 
 
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", CACHED)
-def test_both_engines_train_the_same_head_on_the_same_features(name: str, accelerator: Accelerator) -> None:
+def test_both_engines_train_the_same_head_on_the_same_features(name: str, head: str, accelerator: Accelerator) -> None:
     training = Training(batch_size=8, optimizer="adam")
-    job = job_of(ALGORITHMS[name])
+    job = job_of(ALGORITHMS[name], head=HEADS[head], lr=0.01 if head == "linear" else 0.001)
     cached, end_to_end = bank_state(job, training), loop_state(job, training, accelerator)
     assert cached.keys() == end_to_end.keys()
     for key, value in cached.items():

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from bank_problems import DOMAINS, digits, job_of, split_of
+from bank_problems import DOMAINS, digits, head_logits, job_of, split_of
 from loop_models import SmallCNN, make_job, one_process
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from xdm_ft.protocol.splits import Metric, Split
 from xdm_ft.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import Averages
-from xdm_ft.training.bank.cached_data import CachedData, head_logits
+from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.end_to_end.prediction import predict
 from xdm_ft.training.rule_images import rule_images, undefined_domains
 from xdm_ft.training.solvers import solve
@@ -145,7 +145,7 @@ def test_the_loop_selects_by_the_mean_over_domains(name: str, accelerator: Accel
     training, dataset = Training(batch_size=4, evaluate_every=2), loop_models.digits()
     trained = loop_models.train(lopsided(make_job(steps=4)), SmallCNN(), training, accelerator, metric=name)
     selected, rows = trained.selected["train_val"], trained.job.split.evaluation["train_val"]
-    logits = predict(SmallCNN(), selected.state, dataset, rows, accelerator, 8)
+    logits = predict(trained.job, SmallCNN(), selected.state, dataset, rows, accelerator, 8)
     labels, domains = (torch.from_numpy(values)[rows] for values in (dataset.labels, dataset.domains))
     assert selected.value == trained.course["train_val"][selected.step]
     assert selected.value == pytest.approx(naive(name, logits, labels, domains), abs=1e-6)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from bank_problems import CLASSES, WIDTH, digits, job_of, split_of
+from bank_problems import CLASSES, WIDTH, digits, head_logits, job_of, split_of
 from torch import Tensor
 
 from xdm_ft.algorithms import Candidate, LossAverage, Setup, mean_loss
@@ -20,7 +20,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.progress import pulse
 from xdm_ft.tensors import Batch, Criteria, Task
 from xdm_ft.training import Job, Trained
-from xdm_ft.training.bank.cached_data import CachedData, head_logits
+from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.class_weights import balanced
 from xdm_ft.training.solvers import solve
 

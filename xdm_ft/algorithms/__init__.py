@@ -10,13 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.randomness import Stream, uniform
+from xdm_ft.heads import Head
+from xdm_ft.heads.linear import Linear
+from xdm_ft.randomness import Stream
 from xdm_ft.settings import SearchRanges
 from xdm_ft.tensors import Batch, InputPartners, Losses, Samples, Task
 
@@ -36,22 +38,7 @@ class Setup:
     head_init: HeadInit = "random"
     text_weight: Tensor | None = None  # float [C,K]: L2-normalised class embeddings × logit scale; None without text
     class_weight: Tensor | None = None  # float32 [C]: what samples weigh by their class; None: all the same
-
-
-def linear_head(width: int, outputs: int, seed: int, stream: int) -> nn.Linear:
-    """A linear head with torch's default initialisation U(−1/√K, 1/√K), drawn from (seed, stream) only."""
-    head = nn.Linear(width, outputs, dtype=torch.float32)
-    draws = uniform(seed, 0, stream, torch.arange(outputs * (width + 1)))
-    values = (2 * draws - 1) * width**-0.5
-    with torch.no_grad():
-        head.weight.copy_(values[: outputs * width].view(outputs, width))
-        head.bias.copy_(values[outputs * width :])
-    return head
-
-
-def linear(z: Tensor, head: nn.Linear) -> Tensor:
-    """W z + b of z [B,K], as (b + W zᵀ)ᵀ: on a CPU its backward pass is five times as fast as that of `head(z)`."""
-    return torch.addmm(head.bias[:, None], head.weight, z.mT).mT
+    head: Callable[[int, int, int, int], Head] = Linear  # (width, outputs, seed, stream) → the class head
 
 
 def mean_weights(
@@ -102,13 +89,36 @@ def _members(domain: Tensor, num_domains: int, weight: Tensor | None, dtype: tor
     return members if weight is None else members * weight[:, None]
 
 
-class Method:
-    """What `xdm-ft ls methods` and the plan ask of every method."""
+class Method(nn.Module, ABC):
+    """What every method has: a class head, and what `xdm-ft ls methods` and the plan ask of it."""
 
     source: str = ""  # one line: paper and equation
     search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
     min_domains: int = 1  # training domains needed; with fewer the method becomes a `skipped` row
     needs_text: bool = False  # needs the text side of the encoder
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__()
+        self.task = setup.task
+        self.head = setup.head(setup.width, setup.task.num_classes, setup.seed, Stream.INIT)
+        if setup.head_init == "zero_shot":
+            assert setup.text_weight is not None, "the plan refuses head_init: zero_shot without a text side"
+            self.head.start_from_text(setup.text_weight)
+
+    @final
+    def logits(self, z: Tensor) -> Tensor:
+        """Features z [B,K] → logits [B,C]: what training, evaluation, selection and export call.
+
+        A method with another map from features to logits brings another head.
+        """
+        logits: Tensor = self.head(z)
+        return logits
+
+    @final
+    def stacked_logits(self, z: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """Logits [n,H,C] of H models on the same features z [n,K]; `state`: name in this model → values [H,…]."""
+        own = {name.removeprefix("head."): value for name, value in state.items() if name.startswith("head.")}
+        return self.head.stacked_logits(z, own)
 
     @staticmethod
     def gradients_per_step(num_domains: int) -> int:
@@ -116,7 +126,7 @@ class Method:
         return 0
 
 
-class Algorithm(nn.Module, Method, ABC):
+class Algorithm(Method):
     """A method that is a loss. It owns its class head and whatever else it needs; it never sees an optimizer or a loop.
 
     `loss` is a pure function of its arguments, the parameters, the buffers and the seed: it runs under
@@ -142,18 +152,12 @@ class Algorithm(nn.Module, Method, ABC):
     pooled_reason: str = ""
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__()
-        self.task, self.loss_average = setup.task, setup.loss_average
+        super().__init__(setup)
+        self.loss_average = setup.loss_average
         self.seed: Tensor
         self.register_buffer("seed", torch.tensor(setup.seed, dtype=torch.int64))
         self.class_weight: Tensor | None
         self.register_buffer("class_weight", setup.class_weight)
-        self.head = linear_head(setup.width, setup.task.num_classes, setup.seed, Stream.INIT)
-        if setup.head_init == "zero_shot":
-            assert setup.text_weight is not None, "the plan refuses head_init: zero_shot without a text side"
-            with torch.no_grad():
-                self.head.weight.copy_(setup.text_weight)
-                self.head.bias.zero_()
 
     @staticmethod
     def gradients_per_step(num_domains: int) -> int:
@@ -166,10 +170,6 @@ class Algorithm(nn.Module, Method, ABC):
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
         """`loss` at perturbed weights, with what the first pass `held` (`Losses.held`): masks, which no draw fixes."""
         return self.loss(z, batch, step)
-
-    def logits(self, z: Tensor) -> Tensor:
-        """c(z), what the class head makes of features z [B,K]: [B,C]."""
-        return linear(z, self.head)
 
     def forward(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
         """What the engines call: `loss`, or `second_pass` where something is held; no less than float32 anywhere."""
@@ -198,8 +198,11 @@ class Algorithm(nn.Module, Method, ABC):
     def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:
         """Modules to place behind modules of the encoder, by the name of the module there. At work in training only.
 
-        Each is called with that module's output, the batch and the step, and returns what takes the output's place. It
-        has neither parameters nor buffers, and what it draws is a function of the seed, the step and `batch.place`.
+        Each is called with that module's output, the batch and the step, and returns what takes the output's place.
+        What it draws is a function of the seed, the step and `batch.place`. Its parameters start as a function of the
+        seed, and each is used at every step. `Losses.total` trains them from `encoder.unfreeze_at` on, with the heads'
+        learning rate `lr`, since they start untrained like a head; they are saved with the weights under `stages.…`.
+        Buffers are refused: the passes of a step would change them more than once.
         """
         return {}
 
@@ -252,20 +255,26 @@ class Algorithm(nn.Module, Method, ABC):
 
 
 class Candidate(NamedTuple):
-    """One head that a solver offers to selection."""
+    """One linear head that a solver offers to selection."""
 
     step: int  # its place in the solver's path, from 0
     weight: Tensor  # float32 [C,K]
     bias: Tensor  # float32 [C]
     hparams: dict[str, float]  # what distinguishes it, e.g. {"l2": 1e-3}
 
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """That of its solver, whose head is linear, on the CPU."""
+        return {"head.weight": self.weight.cpu(), "head.bias": self.bias.cpu()}
 
-class Solver(Method, ABC):
+
+class Solver(Method):
     """A method that finds its head directly from frozen features; the protocol's rule picks among its candidates."""
 
     normalized: bool = False  # its head is meant for L2-normalised features, whatever `encoder.normalize` says
 
     def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self.setup = setup
 
     @abstractmethod

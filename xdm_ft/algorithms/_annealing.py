@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, Setup, linear
+from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.errors import UserError
 from xdm_ft.tensors import Batch, Losses
 
@@ -40,7 +40,7 @@ class AnnealedPenalty(Algorithm):
         """The penalty, a scalar, from logits [B,C] and their cross-entropies [B]."""
 
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-        logits = linear(z, self.head)
+        logits = self.logits(z)
         per_sample = F.cross_entropy(logits, batch.y, reduction="none")
         penalty = self.penalty(logits, per_sample, batch)
         risk = self.average(per_sample, batch)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, linear
+from xdm_ft.algorithms import Algorithm
 from xdm_ft.tensors import Batch, Losses
 
 
@@ -23,7 +23,7 @@ class ERM(Algorithm):
 
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
         target = batch.y if batch.targets is None else self.weighted_labels(batch.targets)
-        per_sample = F.cross_entropy(linear(z, self.head), target, reduction="none")  # [B]
+        per_sample = F.cross_entropy(self.logits(z), target, reduction="none")  # [B]
         total = self.average(per_sample, batch)
         found = batch.has_partner
         logs = {} if found is None else {"without_partner": 1 - found.float().mean()}

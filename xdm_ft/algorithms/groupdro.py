@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, Setup, linear
+from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.tensors import Batch, Losses
 
 
@@ -55,7 +55,7 @@ class GroupDRO(Algorithm):
 
     def domain_losses(self, z: Tensor, batch: Batch) -> Tensor:
         """L_d [D], 0 where the batch has nothing of domain d."""
-        per_sample = F.cross_entropy(linear(z, self.head), batch.y, reduction="none")
+        per_sample = F.cross_entropy(self.logits(z), batch.y, reduction="none")
         return self.by_domain(per_sample, batch)[0]
 
     def weighted(self, means: Tensor, q: Tensor) -> Losses:

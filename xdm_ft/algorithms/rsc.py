@@ -11,15 +11,17 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, Setup, linear
+from xdm_ft.algorithms import Algorithm, Setup
+from xdm_ft.heads.linear import Linear
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.xdomainmix import specific_mask
+from xdm_ft.xdomainmix.importance import target_gradient
 
 
 class RSC(Algorithm):
     """loss = ℓ(c(z ⊙ m), y): the features that the true class leans on are muted, where that hurts most.
 
-    g = ∂v_y/∂z, the gradient of the true class's logit; for the linear head it is the row W[y], with no backward pass.
+    g = ∂v_y/∂z, the gradient of the true class's logit; for a linear head it is the row W[y], with no backward pass.
     m = 0 where g ≥ its percentile 100 (1 − p) over the features of the sample, else 1. A sample is muted only if its
     fall in the true class's probability, softmax(c(z))_y − softmax(c(z ⊙ m))_y, reaches the percentile 100 (1 − p_b)
     over the batch; else its m is 1. Percentiles are interpolated linearly, in exact arithmetic. In a batch of one
@@ -49,8 +51,7 @@ class RSC(Algorithm):
         self.feature_drop, self.batch_drop = feature_drop, batch_drop
 
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-        # g < its (1−p)-quantile is −g > its p-quantile; a row of W serves all samples of its class
-        kept = specific_mask(-self.head.weight, exact(self.feature_drop))[batch.y]  # bool [B,K]
+        kept = self.kept(z, batch.y)
         logits = self.both_logits(z, kept)
         with torch.no_grad():
             whole, muted = (self.true_probability(v, batch.y) for v in logits)
@@ -61,9 +62,16 @@ class RSC(Algorithm):
         """The loss with given masks."""
         return self.losses(self.both_logits(z, held["kept"]), batch, held["kept"], held["spared"])
 
+    def kept(self, z: Tensor, y: Tensor) -> Tensor:
+        """m, bool [B,K]: g < its (1−p)-quantile is −g > its p-quantile."""
+        part = exact(self.feature_drop)
+        if isinstance(self.head, Linear):  # g = W[y]: one row serves all samples of its class
+            return specific_mask(-self.head.weight, part)[y]
+        return specific_mask(-target_gradient(z, self.logits, y), part)
+
     def both_logits(self, z: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """c(z) and c(z ⊙ m), [B,C] each. As bytes, since a product with bools takes fifteen times as long on a CPU."""
-        return linear(z, self.head), linear(z * kept.view(torch.uint8), self.head)
+        return self.logits(z), self.logits(z * kept.view(torch.uint8))
 
     def losses(self, logits: tuple[Tensor, Tensor], batch: Batch, kept: Tensor, spared: Tensor) -> Losses:
         chosen = torch.where(spared[:, None], *logits)

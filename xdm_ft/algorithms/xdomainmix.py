@@ -8,10 +8,11 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, Setup, linear, linear_head
+from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.errors import UserError
+from xdm_ft.heads.linear import Linear
 from xdm_ft.randomness import Stream, uniform
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.xdomainmix import (
@@ -110,7 +111,7 @@ class XDomainMix(Algorithm):
         self.other_partner, self.domain_head_augmented = other_partner, domain_head_augmented
         self.loss_over = "batch" if partners == "global" else "part"
         self.first_selectable_step = self.warmup_steps + 1
-        self.domain_head = linear_head(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
+        self.domain_head = Linear(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
 
     def mixed_steps(self, steps: int) -> int:
         return max(0, steps - self.warmup_steps)
@@ -119,7 +120,7 @@ class XDomainMix(Algorithm):
         if step >= self.warmup_steps:
             return self.mixed_loss(z, batch, self.augment(z, batch, step))
         of_class = F.cross_entropy(self.logits(z), batch.y, reduction="none")  # [B]
-        of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)  # [B]
+        of_domain = self.domain_loss(self.domain_head(z.detach()), batch)  # [B]
         return Losses(*self.averages(of_class, of_domain, batch))
 
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
@@ -128,7 +129,7 @@ class XDomainMix(Algorithm):
     def augment(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Augmented:
         """z̃ at a step after the warm-up, by equations (1) to (7) in order; with the masks `held`, if there are any."""
         if held is None:
-            if isinstance(self.head, nn.Linear):
+            if isinstance(self.head, Linear):
                 by_class = linear_scores(z, self.head.weight, batch.y)  # (1)
             else:
                 by_class = autograd_scores(z, self.logits, batch.y)  # (1)
@@ -156,9 +157,9 @@ class XDomainMix(Algorithm):
         """The losses of z and z̃. (8)"""
         logits = torch.cat([self.logits(z), self.logits(augmented.z)])  # [2B,C]
         of_class = F.cross_entropy(logits, batch.y.repeat(2), reduction="none").view(2, -1).mean(0)  # [B]
-        of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)
+        of_domain = self.domain_loss(self.domain_head(z.detach()), batch)
         if self.domain_head_augmented:
-            on_mixed = linear(augmented.z.detach(), self.domain_head)
+            on_mixed = self.domain_head(augmented.z.detach())
             on_mixed = soft_loss(on_mixed, mixed_domains(batch, augmented, self.task.num_domains))
             of_domain = torch.where(augmented.keep, (of_domain + on_mixed) / 2, of_domain)
         found = torch.stack([augmented.partners.has_same, augmented.partners.has_other]).float().mean(1)  # [2]

@@ -18,6 +18,8 @@ def listing(what: str) -> str:
         return _table([(path.stem, _first_comment(path.read_text(encoding="utf-8"))) for path in _recipes()])
     if what == "methods":
         return _table([*_methods(), *_behind()])
+    if what == "heads":
+        return _table(_heads())
     rows = [(name, _summary(components.find(what, name)), _settings(what, name)) for name in components.names(what)]
     return _table(rows)
 
@@ -38,6 +40,12 @@ def _works_on(cls: type[Method]) -> str:
     if not issubclass(cls, Algorithm):
         return "cached"
     return "end to end" if cls.frozen_reason else "cached / end to end"
+
+
+def _heads() -> Iterable[tuple[str, ...]]:
+    for name in components.names("heads"):
+        cls = components.find("heads", name)
+        yield name, _summary(cls), cls.source, _settings("heads", name, prefix=f"{name}.")
 
 
 def _behind() -> list[tuple[str, ...]]:

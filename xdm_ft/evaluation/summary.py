@@ -8,7 +8,7 @@ S, a row: {"method", "selection", "metric", "split", "mean", "std", "stderr", "n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,14 +65,15 @@ def summarise(
     rules: Sequence[str],
     metric: str,
     protocol_line: Callable[[str], str],
-    reference: str = "erm",
+    references: Mapping[str, str],
     convention: Convention | None = None,
 ) -> list[dict[str, Any]]:
     """One S per rule and method, in the order of `rules` and `methods`; methods without a record are left out.
 
     A seed counts only if all its held-out domains are there. `predictions` may lack runs (those of an earlier code, for
-    example): the interval over seeds and images is then missing, there is no verdict, and the note says so. `reference`
-    is the label of plain ERM, `convention` how tables of the data set's benchmark are printed, where there is one.
+    example): the interval over seeds and images is then missing, there is no verdict, and the note says so.
+    `references`: method → the one that it is compared with, for methods that have one. `convention` is how tables of
+    the data set's benchmark are printed, where there is one.
     """
     _refuse_doubles(runs)
     held_out = tuple(dict.fromkeys(held_out_of(r) for r in runs))
@@ -81,7 +82,8 @@ def summarise(
     rows = []
     for rule in rules:
         views = {m: Runs(m, rule, metric, held_out, records) for m, records in by_method.items() if records}
-        compared = versus(views, views[reference], without) if reference in views else {}
+        pairs = {m: views[references[m]] for m in views if references.get(m) in views}
+        compared = versus(views, pairs, without)
         for view in views.values():
             row: dict[str, Any] = {"method": view.method, "selection": rule, "metric": metric, "split": SPLIT}
             row |= _spread(view, convention)

@@ -27,6 +27,7 @@ class WithoutGroups:
     """The metric of every prediction without each group of its test images, computed once."""
 
     def __init__(self, metric: str, held_out: Sequence[Held], predictions: Sequence[Prediction]) -> None:
+        self.metric, self.held_out = metric, tuple(held_out)
         self.metrics: dict[tuple[str, str, Held, int], np.ndarray] = {}
         self.groups: dict[Held, Groups] = {}
         for held in held_out:
@@ -48,18 +49,22 @@ class WithoutGroups:
         return np.stack(known) if len(known) == len(rows) else None
 
 
-def versus(views: Mapping[str, Runs], reference: Runs, without: WithoutGroups) -> dict[str, dict[str, Any]]:
-    """The difference of each method to the reference, paired by held-out domain and seed, under one selection rule.
+def versus(
+    views: Mapping[str, Runs], references: Mapping[str, Runs], without: WithoutGroups
+) -> dict[str, dict[str, Any]]:
+    """The difference of each method to its reference, paired by held-out domain and seed, under one selection rule.
 
-    Methods with nothing to pair are left out.
+    `references` holds that of each method which has one. Methods with nothing to pair are left out.
     """
     comparisons: dict[str, Comparison] = {}
     notes: dict[str, str] = {}
-    for method, view in views.items():
-        own, theirs = _paired_seeds(view, reference)
+    for method, reference in references.items():
+        own, theirs = _paired_seeds(views[method], reference)
         if method != reference.method and own and theirs:
-            comparisons[method], notes[method] = _compared(view, reference, own, theirs, without)
-    found = verdicts(reference.metric, comparisons, _where(reference.held_out))
+            comparisons[method], notes[method] = _compared(views[method], reference, own, theirs, without)
+            if len({one.method for one in references.values()}) > 1:
+                notes[method] = "; ".join(filter(None, (f"compared with {reference.method}", notes[method])))
+    found = verdicts(without.metric, comparisons, _where(without.held_out))
     return {
         method: {
             "difference": one.difference,

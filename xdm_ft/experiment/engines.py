@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -118,11 +119,9 @@ class Engines:
 
     def _banked(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> None:
         """A chunk of heads, on cached features."""
-        from xdm_ft.training.bank.cached_data import head_logits
         from xdm_ft.training.bank.train import train_bank
 
         plan, features = self.plan, self._features_of(jobs[0])
-        logits = _logits_of(features, head_logits)
         together = f"{len(jobs)} heads together" if len(jobs) > 1 else "one head"
         with running_out_named(f"{jobs[0].method}, {together}", "lower training.batch_size"):
             for trained in train_bank(
@@ -136,11 +135,10 @@ class Engines:
                 checkpoint=partial(self.directory.checkpoint, rules=request.criteria.rules),
             ):
                 if trained.job.key in request.wanted:
-                    request.keep(Model(trained, logits, owned=True))
+                    request.keep(Model(trained, _cached_logits(trained.job, features), owned=True))
 
     def _solved(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> None:
         """A model of a method that finds its head without gradient steps."""
-        from xdm_ft.training.bank.cached_data import head_logits
         from xdm_ft.training.solvers import solve
 
         [job] = jobs
@@ -151,7 +149,7 @@ class Engines:
             progress(f"{job.method}{place}", 1, "models", show) as bar,
         ):
             trained = solve(job, features, self.plan.annotations, request.criteria)
-            request.keep(Model(trained, _logits_of(features, head_logits), owned=True))
+            request.keep(Model(trained, _cached_logits(job, features), owned=True))
             bar.advance()
 
     def _end_to_end(self, jobs: Sequence[Job], request: Request) -> None:
@@ -183,7 +181,7 @@ class Engines:
         )
 
         def logits(selected: Selected, rows: Tensor) -> Tensor:
-            return predict(encoder, selected.state, plan.dataset, rows, self.accelerator, batch_size)
+            return predict(job, encoder, selected.state, plan.dataset, rows, self.accelerator, batch_size)
 
         request.keep(Model(trained, logits, self.accelerator.is_main_process, encoder))
         checkpoint.remove()
@@ -204,12 +202,23 @@ def starting_weights(model: Model) -> dict[str, Tensor]:
     """What the training of a model started from: its head, and its encoder where that was trained too."""
     job = model.trained.job
     algorithm = job.make(job.setup)
+    if model.encoder is None:
+        return algorithm.state_dict()
+    from xdm_ft.training.end_to_end.gradients import EndToEnd
+
     assert isinstance(algorithm, Algorithm)
-    start = algorithm.state_dict()
-    if model.encoder is not None:
-        start |= {f"encoder.{name}": value for name, value in model.encoder.state_dict().items()}
-    return start
+    return EndToEnd(copy.deepcopy(model.encoder), algorithm, "frozen").weights()
 
 
-def _logits_of(features: Features, head_logits: Callable[[Features, Tensor, dict[str, Tensor]], Tensor]) -> Logits:
-    return lambda selected, rows: head_logits(features, rows, selected.state)
+def _cached_logits(job: Job, features: Features) -> Logits:
+    """Logits of what a rule selected, from cached features."""
+    from xdm_ft.training.bank.cached_data import cached_logits
+
+    model = job.make(job.setup).eval()
+
+    def logits(selected: Selected, rows: Tensor) -> Tensor:
+        # without a copy: products depend on the layout in memory too, by rounding
+        model.load_state_dict(selected.state, assign=True)
+        return cached_logits(features, rows, model.to(features.device))
+
+    return logits

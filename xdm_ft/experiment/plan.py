@@ -273,6 +273,8 @@ def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, A
     own: dict[str, Any] = {}
     for part in item.parts:
         own |= part.settings()
+    if item.head.name != "linear":
+        own["head"] = item.head.name
     if item.block.prompts is not None:
         own["prompts"] = list(item.block.prompts)
     if item.block.normalize:

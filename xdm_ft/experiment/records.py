@@ -123,6 +123,7 @@ class Work:
             head_init=item.head_init,
             text_weight=self.prepared.text_weights[item.block.prompts] if item.reads_text else None,
             class_weight=self.class_weight(split),
+            head=item.head.build,
         )
         return Job(
             method=item.label,

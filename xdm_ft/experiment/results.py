@@ -19,6 +19,7 @@ from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
+from xdm_ft.recipe.blocks import MethodItem
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
 
@@ -62,16 +63,11 @@ def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:
 def summary_of(
     plan: Plan, prepared: Prepared, runs: Sequence[Record], prediction_of: Callable[[Record, str], Prediction]
 ) -> list[dict[str, Any]]:
-    """One row per selection rule and method, in the recipe's order; differences are to the recipe's plain ERM.
+    """One row per selection rule and method, in the recipe's order; differences are to `references`.
 
     Of several trials each rule picks its own, of which alone `prediction_of(record, rule)` is asked.
     """
     methods, metric = plan.recipe.methods, plan.recipe.protocol.metric
-    plain = [
-        item.label
-        for item in methods
-        if item.algorithm.name == "erm" and item.sharpness is None and item.averaging is None
-    ]
     benchmark = benchmark_of(plan.recipe.data.block.model_dump(mode="json"), runs)
     rows = []
     for rule in plan.rules:
@@ -83,7 +79,7 @@ def summary_of(
             rules=[rule],
             metric=metric,
             protocol_line=lambda rule: _protocol_line(plan, prepared, rule),
-            reference=plain[0] if plain else "erm",
+            references=references(methods),
             convention=BENCHMARKS[benchmark].convention if benchmark else None,
         )
         for row in of_rule:
@@ -91,6 +87,23 @@ def summary_of(
             budget = row["budget"] | {"draws": len(trials)}
             rows.append(row | {"budget": budget} | _flags(runs, picked, row["method"], rule))
     return rows
+
+
+def references(methods: Sequence[MethodItem]) -> dict[str, str]:
+    """Method → what it is compared with: plain ERM with the same class head, and ERM itself with ERM on linear.
+
+    Methods with nothing to compare with are left out.
+    """
+
+    def head(item: MethodItem) -> tuple[Any, ...]:
+        return item.head.name, *item.head.settings().items()
+
+    plain: dict[tuple[Any, ...], str] = {}  # head → label of the recipe's first plain ERM with it
+    for item in methods:
+        if item.is_plain_erm:
+            plain.setdefault(head(item), item.label)
+    found = {item.label: plain.get(("linear",) if item.is_plain_erm else head(item)) for item in methods}
+    return {label: reference for label, reference in found.items() if reference not in (None, label)}
 
 
 def _flags(runs: Sequence[Record], picked: Sequence[Record], method: str, rule: str) -> dict[str, Any]:

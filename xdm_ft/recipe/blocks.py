@@ -55,12 +55,16 @@ class EncoderCommon(Block):
 
 
 class MethodCommon(Block):
-    """One item of `methods`. The other keys are the algorithm's and, prefixed (`sam.rho`), those of what is added."""
+    """One item of `methods`. The other keys are the algorithm's and, prefixed, those of what is added and of the head.
+
+    Examples of the latter are `sam.rho` and `mlp.hidden_width`.
+    """
 
     name: Annotated[
         str, Field(description="ALGORITHM, with +SHARPNESS, +AVERAGING or both behind it, see `xdm-ft ls methods`")
     ]
     label: Annotated[str | None, Field(min_length=1, description="name in results; null: as written")] = None
+    head: Annotated[str, Field(description="kind of class head, see `xdm-ft ls heads`")] = "linear"
     head_init: Annotated[
         HeadInit, Field(description="class head before training: random, or the class embeddings of the text encoder")
     ] = "random"
@@ -113,6 +117,7 @@ class MethodItem:
     label: str
     head_init: HeadInit
     algorithm: Component
+    head: Component
     sharpness: Component | None
     averaging: Component | None
     block: MethodCommon
@@ -128,12 +133,18 @@ class MethodItem:
         return bool(self.block.normalize or getattr(self.algorithm.cls, "normalized", False))
 
     @property
+    def is_plain_erm(self) -> bool:
+        """ERM with nothing added; its class head may be of any kind."""
+        return self.algorithm.name == "erm" and self.sharpness is None and self.averaging is None
+
+    @property
     def is_solver(self) -> bool:
         return issubclass(self.algorithm.cls, Solver)
 
     @property
     def parts(self) -> tuple[Component, ...]:
-        return tuple(part for part in (self.algorithm, self.sharpness, self.averaging) if part is not None)
+        every = self.algorithm, self.head, self.sharpness, self.averaging
+        return tuple(part for part in every if part is not None)
 
     def gradient_evaluations(self, steps: int, num_domains: int) -> int:
         """Gradients of the parameters that one model takes; a sharpness-aware step takes each of them twice."""
@@ -223,6 +234,7 @@ def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
         item.label,
         item.head_init,
         replace(item.algorithm, block=block),
+        replace(item.head, block=block),
         of(item.sharpness),
         of(item.averaging),
         block,
@@ -251,7 +263,7 @@ def text_faults(item: MethodItem, has_text: bool, normalized: bool) -> Iterator[
 
     `has_text`: the encoder has a text side; `normalized`: the method trains on L2-normalised features.
     """
-    needs_text = item.algorithm.cls.needs_text
+    needs_text, head = item.algorithm.cls.needs_text, item.head.cls
     if needs_text and not has_text:
         yield (), f"{item.label} needs an encoder with a text side; use encoder.name: open_clip"
     elif item.head_init == "random" and needs_text and not item.is_solver:
@@ -261,9 +273,13 @@ def text_faults(item: MethodItem, has_text: bool, normalized: bool) -> Iterator[
             yield ("head_init",), f"{item.label} does not start from a head; leave head_init out"
         elif not has_text:
             yield ("head_init",), "zero_shot needs an encoder with a text side; use encoder.name: open_clip"
-        elif not normalized:
+        elif head.text_reason:
+            yield ("head",), f"{item.head.name} does not go with head_init: zero_shot: {head.text_reason}"
+        elif not normalized and not head.normalizes:
             what = item.label if needs_text else "zero_shot"
             remedy = "set encoder.normalize: true, or normalize: true of this method"
             yield (), f"{what} starts from class embeddings, which fit L2-normalised features; {remedy}"
+    if item.is_solver and item.head.name != "linear":
+        yield ("head",), f"{item.label} finds a linear head without training; leave head out"
     if item.block.prompts is not None and not item.reads_text:
         yield ("prompts",), f"{item.label} reads no class embeddings; leave it out, or set head_init: zero_shot"

@@ -19,6 +19,7 @@ from xdm_ft.settings import Block
 
 FOLDERS = {
     "methods": "algorithms",
+    "heads": "heads",
     "sharpness": "sharpness",
     "averaging": "averaging",
     "data": "data",
@@ -36,7 +37,7 @@ def names(folder: str) -> list[str]:
 
 def method_parts() -> dict[str, str]:
     """Name → folder of everything that an item of `methods` may name, the algorithms first."""
-    return {name: folder for folder in ("algorithms", *BEHIND) for name in names(folder)}
+    return {name: folder for folder in ("algorithms", *BEHIND, "heads") for name in names(folder)}
 
 
 def find(folder: str, name: str) -> type[Any]:

@@ -99,11 +99,12 @@ def _sentence(fault: dict[str, Any], place: Key, known: list[str]) -> str:
     return f"{message[0].lower()}{message[1:]}, given {given if len(given) <= LONGEST else f'{given[:LONGEST]}…'}"
 
 
-def _named(faults: Faults, key: Key, folder: str, name: Any) -> type[Any] | None:
+def _named(faults: Faults, key: Key, folder: str, name: Any, says: str = "name") -> type[Any] | None:
+    """The class behind a name that the key `says` under `key` holds; None where it is unknown."""
     try:
         return components.find(folder, str(name))
     except UserError as error:
-        faults.add((*key, "name"), str(error))
+        faults.add((*key, says), str(error))
         return None
 
 
@@ -160,7 +161,7 @@ def _parts_of(item: Any) -> list[str]:
     if not isinstance(name, str):
         return []
     first, behind = split_name(name)
-    return [first, *behind]
+    return [first, *behind, *([item["head"]] if isinstance(item, dict) and "head" in item else [])]
 
 
 def _methods(faults: Faults, values: Any) -> tuple[MethodItem, ...]:
@@ -191,14 +192,15 @@ def _method(faults: Faults, key: Key, value: Any) -> MethodItem | None:
         return None
     algorithm_name, behind = split_name(values["name"])
     cls = _named(faults, key, "algorithms", algorithm_name)
-    added = _behind(faults, key, behind)
-    if cls is None or added is None:
+    added, head_name = _behind(faults, key, behind), str(values.get("head", MethodCommon.model_fields["head"].default))
+    head = _named(faults, key, "heads", head_name, "head")
+    if cls is None or added is None or head is None:
         return None
     if added and not issubclass(cls, Algorithm):
         faults.add((*key, "name"), f"{algorithm_name} is not trained by gradient steps, so +{behind[0]} has no meaning")
         return None
     model = components.settings_model(cls, MethodCommon)
-    for name, part in added.values():
+    for name, part in (*added.values(), (head_name, head)):
         model = components.settings_model(part, model, prefix=f"{name}.")
     if cls.needs_text and issubclass(cls, Algorithm):
         values = {"head_init": "zero_shot", **values}
@@ -207,12 +209,13 @@ def _method(faults: Faults, key: Key, value: Any) -> MethodItem | None:
         return None
     parts = {
         folder: Component(name, part, block, tuple(components.settings_model(part).model_fields), prefix=f"{name}.")
-        for folder, (name, part) in added.items()
+        for folder, (name, part) in (added | {"heads": (head_name, head)}).items()
     }
     return MethodItem(
         label=block.label or block.name,
         head_init=block.head_init,
         algorithm=Component(algorithm_name, cls, block, tuple(components.settings_model(cls).model_fields)),
+        head=parts["heads"],
         sharpness=parts.get("sharpness"),
         averaging=parts.get("averaging"),
         block=block,

@@ -13,7 +13,7 @@ from xdm_ft.algorithms import Solver
 from xdm_ft.progress import pulse
 from xdm_ft.tensors import Annotations, Batch, Criteria
 from xdm_ft.training import Job, Trained
-from xdm_ft.training.bank.cached_data import head_logits
+from xdm_ft.training.bank.cached_data import cached_logits
 from xdm_ft.training.rule_images import RuleImages, rule_images
 from xdm_ft.training.selection import Selector, known_values, rows_of_rules, split_of
 
@@ -30,6 +30,7 @@ def solve(job: Job, features: Features, annotations: Annotations, criteria: Crit
     started = time.perf_counter()
     solver = job.make(job.setup)
     assert isinstance(solver, Solver)
+    solver.eval()
     watched, classes = rows_of_rules(job, criteria.rules), job.setup.task.num_classes
     images = {
         rule: rule_images(split_of(rule), own, annotations, criteria.metric, classes) for rule, own in watched.items()
@@ -42,9 +43,13 @@ def solve(job: Job, features: Features, annotations: Annotations, criteria: Crit
         why = f"the features of {len(broken)} training images are not finite, the first that of row {broken[0]}"
         return Trained(job, {}, None, time.perf_counter() - started, why)
     for candidate in solver.solve(batch.x, batch):
-        state = {"head.weight": candidate.weight.cpu(), "head.bias": candidate.bias.cpu()}
+        state = candidate.state
+        # without a copy: products depend on the layout in memory too, by rounding
+        solver.load_state_dict(state, assign=True)
+        solver.to(features.device)
         values = {
-            rule: _value(images[rule], head_logits(features, of_rule, state).cpu()) for rule, of_rule in watched.items()
+            rule: _value(images[rule], cached_logits(features, of_rule, solver).cpu())
+            for rule, of_rule in watched.items()
         }
         values |= known_values(job, candidate.step)
         selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]

@@ -41,13 +41,19 @@ def autograd_scores(z: Tensor, head: Callable[[Tensor], Tensor], target: Tensor)
     Returns:
         float32 [B,K], without gradient. The scores of a channel of a map are averaged over space.
     """
+    z = z.detach().float()
+    score = target_gradient(z, head, target) * z  # like z
+    return score.flatten(2).mean(-1) if score.ndim > 2 else score
+
+
+def target_gradient(z: Tensor, head: Callable[[Tensor], Tensor], target: Tensor) -> Tensor:
+    """∂v/∂z of the target's logit v, float32 like z and without gradient; arguments as for `autograd_scores`."""
 
     def target_logits(features: Tensor) -> Tensor:
-        return (
-            head(features).gather(1, target[:, None]).sum()
-        )  # samples are independent: the sum's gradient is each one's
+        # samples are independent: the sum's gradient is each one's
+        return head(features).gather(1, target[:, None]).sum()
 
     z = z.detach().float()
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):  # func.grad differentiates even so, by z alone
-        score = torch.func.grad(target_logits)(z) * z  # like z
-    return score.flatten(2).mean(-1) if score.ndim > 2 else score
+        gradient: Tensor = torch.func.grad(target_logits)(z)
+    return gradient

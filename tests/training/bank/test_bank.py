@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from bank_problems import DOMAINS, WIDTH, WithDomainHead, digits, job_of, train
+from bank_problems import DOMAINS, WIDTH, WithDomainHead, digits, head_logits, job_of, train
 from own_training import under
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from xdm_ft.protocol.samplers import PerDomainSampler, PooledSampler
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Training
-from xdm_ft.training.bank.cached_data import batches, head_logits
+from xdm_ft.training.bank.cached_data import batches
 from xdm_ft.training.bank.stacked import Bank, stack, step
 from xdm_ft.training.bank.train import CHUNK_BYTES, CHUNK_HEADS, chunks
 

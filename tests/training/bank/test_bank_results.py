@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from bank_problems import CLASSES, WithDomainHead, digits, job_of, split_of, train
+from bank_problems import CLASSES, WithDomainHead, digits, head_logits, job_of, split_of, train
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
@@ -17,7 +17,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.protocol.samplers import PerDomainSampler
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Training
-from xdm_ft.training.bank.cached_data import CachedData, head_logits
+from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.rule_images import rule_images
 
 Records = list[tuple[Job, int, dict[str, float]]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from xdm_ft.algorithms.groupdro import GroupDRO
 from xdm_ft.algorithms.irm import IRM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.averaging.swad import SWAD
+from xdm_ft.heads.cosine import Cosine
+from xdm_ft.heads.mlp import MLP
 from xdm_ft.interrupt import Interrupted
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.storage.checkpoint import read
@@ -44,11 +47,17 @@ def mixing(lr: float = 0.01, **settings: object) -> list[Job]:
     return [job_of(XDomainMix, seed=seed, lr=lr * (1 + seed), sharpness=SAM(rho=0.05), **more) for seed in range(3)]
 
 
+SMALL_MLP = partial(MLP, hidden_width=16)
 EVERY_STEP = TRAINING.model_copy(update={"evaluate_every": 1})
 CASES = {
     "xdomainmix and sam": (mixing(), TRAINING),
     "domain head": ([job_of(WithDomainHead, seed=seed, steps=STEPS) for seed in range(2)], SGD),
     "groupdro": ([job_of(GroupDRO, steps=STEPS)], TRAINING.model_copy(update={"optimizer": "adamw", "amsgrad": True})),
+    "cosine": (mixing(setup={"head": Cosine}), TRAINING),
+    "mlp, swad": (
+        averaged(mixing(lr=1e-3, setup={"head": SMALL_MLP}), SWAD(n_converge=2, n_tolerance=2, tolerance_ratio=0.0)),
+        EVERY_STEP,
+    ),
     "optimizer that is reset": ([job_of(IRM, steps=STEPS, anneal_steps=5)], TRAINING),
     "swad": (averaged(mixing(), SWAD(n_converge=2, n_tolerance=2, tolerance_ratio=0.0)), EVERY_STEP),
     "swad between evaluations": (averaged(mixing(), SWAD(n_converge=1, tolerance_ratio=100.0)), TRAINING),

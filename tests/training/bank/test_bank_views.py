@@ -118,9 +118,9 @@ def test_both_passes_of_sam_see_the_same_views() -> None:
 def test_evaluation_reads_the_plain_view(metric: str) -> None:
     jobs = [job_of(), job_of(held_out=1)]
     weight = torch.randn(2, 10, viewed().features.width, generator=torch.Generator().manual_seed(0))
-    bias = torch.zeros(2, 10)
+    model, state = jobs[0].make(jobs[0].setup), {"head.weight": weight, "head.bias": torch.zeros(2, 10)}
     plain, other = (BankValidation(jobs, data, Criteria(("train_val",), metric)) for data in (digits(), viewed()))
-    assert plain.values(weight, bias) == other.values(weight, bias)
+    assert plain.values(model, state) == other.values(model, state)
 
 
 def test_training_on_views_ends_elsewhere_and_still_learns() -> None:
@@ -170,18 +170,19 @@ def test_selection_in_blocks_and_by_some_heads_at_a_time(monkeypatch: pytest.Mon
     generator = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(*shape, generator=generator) for shape in ((4, 10, digits().features.width), (4, 10)))
     whole = BankValidation(jobs, digits(), Criteria(tuple(rules), "nll"))
-    expected = whole.values(weight, bias)
+    model, state = jobs[0].make(jobs[0].setup).eval(), {"head.weight": weight, "head.bias": bias}
+    expected = whole.values(model, state)
     monkeypatch.setattr(cached_data, "HELD_BYTES", 0)
     monkeypatch.setattr(cached_data, "READ_BYTES", 4 * digits().features.width * 100)
-    monkeypatch.setattr(validation, "LOGITS_PER_READING", 10 * len(whole.rows) * 3)  # three heads, then one
+    monkeypatch.setattr(validation, "VALUES_PER_READING", 10 * len(whole.rows) * 3)  # three heads, then one
     blocks = BankValidation(jobs, digits(), Criteria(tuple(rules), "nll"))
     assert whole.held is not None and blocks.held is None
-    for one, other in zip(expected, blocks.values(weight, bias), strict=True):
+    for one, other in zip(expected, blocks.values(model, state), strict=True):
         assert one is not None and other is not None and one.keys() == set(rules)
         assert one == pytest.approx(other, rel=1e-6)
-    state = {"head.weight": weight[0], "head.bias": bias[0]}
+    model.load_state_dict({name: value[0] for name, value in state.items()}, strict=False)
     rows = torch.randperm(1000, generator=generator)
-    in_blocks = cached_data.head_logits(digits().features, rows, state)
+    in_blocks = cached_data.cached_logits(digits().features, rows, model)
     torch.testing.assert_close(in_blocks, F.linear(digits().features[rows], weight[0], bias[0]))
 
 

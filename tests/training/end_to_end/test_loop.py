@@ -177,7 +177,7 @@ def test_learns_and_records(accelerator: Accelerator) -> None:
 
     selected = trained.selected["train_val"]
     rows = job.split.evaluation["train_val"]
-    logits = predict(SmallCNN(seed=9), selected.state, digits(), rows, accelerator, batch_size=32)
+    logits = predict(job, SmallCNN(seed=9), selected.state, digits(), rows, accelerator, batch_size=32)
     accuracy = (logits.argmax(1) == torch.from_numpy(digits().labels)[rows]).float().mean().item()
     assert accuracy == pytest.approx(recorded[selected.step]["train_val/accuracy"])
 
@@ -261,15 +261,14 @@ def test_more_micro_batches_than_images_are_refused(accelerator: Accelerator) ->
 
 
 def test_predict_is_in_order_and_equals_the_model_itself(accelerator: Accelerator) -> None:
-    encoder, head = SmallCNN(seed=5), ERM(make_job().setup).head
-    state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()}
-    state |= {"head.weight": head.weight.detach(), "head.bias": head.bias.detach()}
+    encoder, algorithm = SmallCNN(seed=5), ERM(make_job(seed=8).setup)
+    state = {f"encoder.{name}": value for name, value in encoder.state_dict().items()} | algorithm.state_dict()
     rows = split().evaluation["test"].flip(0)[:21]
     with torch.no_grad():
-        expected = head(encoder(read(rows)))
-    got = predict(SmallCNN(seed=6), state, digits(), rows, accelerator, batch_size=4)
+        expected = algorithm.logits(encoder(read(rows)))
+    got = predict(make_job(), SmallCNN(seed=6), state, digits(), rows, accelerator, batch_size=4)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
-    assert predict(SmallCNN(), state, digits(), rows[:0], accelerator, batch_size=4).shape == (0, 10)
+    assert predict(make_job(), SmallCNN(), state, digits(), rows[:0], accelerator, batch_size=4).shape == (0, 10)
 
 
 @pytest.mark.parametrize("kind", ["per_domain", "class_balanced", "pooled"])

@@ -16,6 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.heads import Head
+from xdm_ft.heads.cosine import Cosine
+from xdm_ft.heads.linear import Linear
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Training
@@ -35,6 +38,7 @@ class Case:
     all_reached: bool = False  # no parameter of the encoder is without gradient
     method: Callable[[Setup], Algorithm] = WithDomainHead
     augmentation: str = "none"
+    head: type[Head] = Linear
 
 
 def work(folder: Path, case: Case) -> None:
@@ -45,13 +49,13 @@ def work(folder: Path, case: Case) -> None:
     encoder, recorded = SmallCNN(), []
     if case.all_reached:
         del encoder.unreached
-    job = make_job(case.method, sharpness=case.sharpness)
+    job = make_job(case.method, sharpness=case.sharpness, head=case.head)
     trained = train(
         job, encoder, case.training, accelerator, batch_norm=case.batch_norm, augmentation=case.augmentation,
         record=lambda job, step, values: recorded.append(values["loss"]),
     )  # fmt: skip
     state = final_state(trained)
-    state["logits"] = predict(encoder, state, digits(), split().evaluation["test"][:21], accelerator, batch_size=4)
+    state["logits"] = predict(job, encoder, state, digits(), split().evaluation["test"][:21], accelerator, batch_size=4)
     state["recorded"] = torch.tensor(recorded)
     save_file(state, folder / f"{accelerator.process_index}_of_{accelerator.num_processes}.safetensors")
     shut_down(accelerator)
@@ -85,8 +89,9 @@ def test_two_processes_equal_two_micro_batches_with_batch_norm(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_two_processes_augment_as_one(tmp_path: Path) -> None:
-    case = Case(Training(batch_size=4, sampler="class_balanced", encoder_lr=0.003), augmentation="domainbed")
+def test_two_processes_augment_as_one_and_train_another_head(tmp_path: Path) -> None:
+    training = Training(batch_size=4, sampler="class_balanced", encoder_lr=0.003)
+    case = Case(training, augmentation="domainbed", head=Cosine)  # two things in one start of processes
     assert_two_processes_equal_one(tmp_path, case, case)
 
 

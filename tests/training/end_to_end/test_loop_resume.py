@@ -16,9 +16,12 @@ from cut_short import Cut, Killed, assert_same
 from loop_models import SmallCNN, WithDomainHead, make_job, one_process, train
 
 from xdm_ft import interrupt
+from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.fish import Fish
 from xdm_ft.algorithms.irm import IRM
 from xdm_ft.averaging.swad import SWAD
+from xdm_ft.heads.cosine import Cosine
+from xdm_ft.heads.mlp import MLP
 from xdm_ft.interrupt import Interrupted
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.storage.checkpoint import read, write
@@ -61,6 +64,8 @@ CASES: dict[str, tuple[Job, Training, dict[str, Any]]] = {
         {"unfreeze_at": 3},
     ),
     "fish": (make_job(Fish, STEPS), EVERY_OTHER, {}),
+    "cosine": (make_job(WithDomainHead, STEPS, sharpness=SAM(rho=0.1), head=Cosine), EVERY_OTHER, {}),
+    "mlp, unfreezing": (make_job(ERM, STEPS, head=partial(MLP, hidden_width=16)), EVERY_OTHER, {"unfreeze_at": 3}),
     "optimizer that is reset": (make_job(partial(IRM, anneal_steps=3), STEPS), EVERY_OTHER, {}),
 }  # fmt: skip
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm
+from xdm_ft.algorithms import Algorithm, Method
 from xdm_ft.protocol.samplers import BatchSampler
 from xdm_ft.randomness import Stream, integers
 from xdm_ft.tensors import Annotations, Batch, InputPartners, Samples
@@ -118,12 +117,11 @@ def _gathered(features: Features, rows: Tensor, views: Tensor | None) -> Iterato
         yield from features[rows[some]] if views is None else features.of_views(rows[some], views[some])
 
 
-def head_logits(features: Features, rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-    """Logits float32 [n,C] for the images `rows` (int64 [n]) of the class head in a selected `state`."""
-    device = features.device
-    weight, bias = state["head.weight"].to(device), state["head.bias"].to(device)
+@torch.no_grad()
+def cached_logits(features: Features, rows: Tensor, model: Method) -> Tensor:
+    """Logits [n,C] of a model in eval mode, on the features' device, for the images `rows` (int64 [n])."""
     blocks = [rows] if are_held(features, len(rows)) else rows.split(rows_at_once(features))
-    return torch.cat([F.linear(features[block.to(device)], weight, bias) for block in blocks])
+    return torch.cat([model.logits(features[block.to(features.device)]) for block in blocks])
 
 
 def are_held(features: Features, rows: int) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
 from xdm_ft.algorithms import Algorithm
+from xdm_ft.heads import Head
 from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule
@@ -111,6 +112,7 @@ def stack(jobs: Sequence[Job], device: torch.device) -> Bank:
     models = [algorithm_of(job).to(device) for job in jobs]
     template, sharpness = models[0], jobs[0].sharpness
     assert all(settings_of(model) == settings_of(template) for model in models), "settings that differ must be buffers"
+    assert all(settings_of(model.head) == settings_of(template.head) for model in models), "a bank has one kind of head"
     assert all(settings_of(job.sharpness) == settings_of(sharpness) for job in jobs), "a bank has one kind of sharpness"
     stacked, buffers = stack_module_state(models)
     is_auxiliary = {name: name.split(".")[0] in template.auxiliary for name in stacked}
@@ -141,7 +143,7 @@ def algorithm_of(job: Job) -> Algorithm:
     return model
 
 
-def settings_of(model: Algorithm | Sharpness | None) -> dict[str, object]:
+def settings_of(model: Algorithm | Head | Sharpness | None) -> dict[str, object]:
     """What all heads must share: the class and its plain attributes, as against what is stacked."""
     own = {} if model is None else vars(model)
     plain = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str | tuple)}

@@ -74,7 +74,8 @@ def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
     """
     groups: dict[Any, list[Job]] = {}
     for job in jobs:
-        settings = (settings_of(algorithm_of(job)), settings_of(job.sharpness))
+        algorithm = algorithm_of(job)
+        settings = (settings_of(algorithm), settings_of(algorithm.head), settings_of(job.sharpness))
         shared = job.training.model_dump_json(exclude=STACKED)
         alike = (
             job.setup.task.num_domains,
@@ -142,7 +143,7 @@ def _evaluate(state: ChunkState, data: CachedData, validation: BankValidation, t
     bank, jobs, failures, metric = state.bank, state.jobs, state.failures, validation.metric
     means, broken_at = state.means.take()
     lr = bank.lr * learning_rate_factor(taken - 1, bank.steps, bank.schedule)
-    for head, values in enumerate(validation.values(bank.main["head.weight"], bank.main["head.bias"])):
+    for head, values in enumerate(validation.values(bank.template, bank.main)):
         if failures[head] is not None or state.selectors[head].stopped_at is not None:
             continue
         failures[head] = _failure(jobs[head], data, taken, broken_at.get(head), values)
@@ -167,7 +168,7 @@ def _losses_to_average_by(validation: BankValidation | None, bank: Bank) -> list
     """The validation loss of every head; None where its logits are not finite, nan where no average looks at it."""
     if validation is None:
         return [math.nan] * len(bank.lr)
-    values = validation.values(bank.main["head.weight"], bank.main["head.bias"])
+    values = validation.values(bank.template, bank.main)
     return [None if of_head is None else of_head[LOSS_SPLIT] for of_head in values]
 
 

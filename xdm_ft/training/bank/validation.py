@@ -7,14 +7,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from xdm_ft.algorithms import Method
+from xdm_ft.sharpness import Tensors
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job
 from xdm_ft.training.bank.cached_data import CachedData, are_held, rows_at_once
 from xdm_ft.training.rule_images import RuleImages, rule_images
 from xdm_ft.training.selection import rows_of_rules, split_of
 
-LOGITS_AT_ONCE = 1 << 24  # of validation images, all heads together
-LOGITS_PER_READING = 1 << 28  # the same where the images are more than are held: further heads read them once more
+# Numbers in memory while logits of validation images are computed, all heads together. Where not all images are held,
+# they are read once more for the heads beyond the second bound.
+VALUES_AT_ONCE = 1 << 24
+VALUES_PER_READING = 1 << 28
 GROUP_ROWS = 64  # fewer validation images are not worth a matrix product of their own
 
 
@@ -58,35 +62,35 @@ class BankValidation:
         ]
 
     @torch.no_grad()
-    def values(self, weight: Tensor, bias: Tensor) -> list[dict[str, float] | None]:
+    def values(self, model: Method, state: Tensors) -> list[dict[str, float] | None]:
         """For each head the metric by selection rule; None for a head whose logits are not finite.
 
-        `weight` is [H,C,K], `bias` [H,C].
+        `model` lends its code; `state`: parameter name in it → values [H,…].
         """
-        heads, classes = bias.shape
-        most = LOGITS_PER_READING if self.held is None else LOGITS_AT_ONCE
-        at_once = max(1, most // max(1, len(self.rows) * classes))
+        heads = len(next(iter(state.values())))
+        most = VALUES_PER_READING if self.held is None else VALUES_AT_ONCE
+        at_once = max(1, most // max(1, len(self.rows) * model.head.values_per_image))
         found = []
         for first in range(0, heads, at_once):
             some = slice(first, first + at_once)
-            logits = self._logits(weight, bias, range(heads)[some])  # [U,h,C]
+            logits = self._logits(model, state, range(heads)[some])  # [U,h,C]
             found += [self._values_of_head(logits[:, h], views) for h, views in enumerate(self.views[some])]
         return found
 
-    def _logits(self, weight: Tensor, bias: Tensor, heads: range) -> Tensor:
+    def _logits(self, model: Method, state: Tensors, heads: range) -> Tensor:
         """[U,h,C] of a range of heads, filled where it is read."""
-        logits = weight.new_empty(len(self.rows), len(heads), bias.shape[-1])
+        device = self.data.features.device
+        logits = torch.empty(len(self.rows), len(heads), model.task.num_classes, device=device)
         begin = 0
         for size, looking in zip(self.sizes, self.heads, strict=True):
-            own = looking[(looking >= heads.start) & (looking < heads.stop)].to(weight.device)
+            own = looking[(looking >= heads.start) & (looking < heads.stop)].to(device)
             group = slice(begin, begin + size)
             begin += size
             if len(own) == 0:
                 continue
-            w, b, done = weight[own].flatten(0, 1).T, bias[own].flatten(), group.start
+            of_own, done = {name: values[own] for name, values in state.items()}, group.start
             for z in self._features(group):
-                product = torch.addmm(b, z, w)
-                logits[done : done + len(z), own - heads.start] = product.view(len(z), len(own), bias.shape[-1])
+                logits[done : done + len(z), own - heads.start] = model.stacked_logits(z, of_own)
                 done += len(z)
         return logits
 

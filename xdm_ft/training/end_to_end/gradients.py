@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -38,9 +39,9 @@ class EndToEnd(nn.Module):
         super().__init__()
         self.encoder, self.algorithm, self.batch_norm = encoder, algorithm, batch_norm
         _freeze_unreached(encoder)
-        self.trainable = [p for p in encoder.parameters() if p.requires_grad]
-        self.encoder_frozen = False
         self.stages = StageModules(encoder, algorithm.stage_modules(encoder))
+        self.trainable = [p for p in (*encoder.parameters(), *self.stages.parameters()) if p.requires_grad]
+        self.encoder_frozen = False
 
     def forward(self, batch: Batch, step: int) -> Tensor:
         """Features z [B,K] of a part of the step's batch, no less than float32."""
@@ -58,7 +59,7 @@ class EndToEnd(nn.Module):
         return self
 
     def freeze_encoder(self, frozen: bool) -> None:
-        """Whether the head trains alone: the encoder then stays in eval mode, without gradient."""
+        """Whether the head trains alone: the encoder then stays in eval mode, it and modules in it without gradient."""
         self.encoder_frozen = frozen
         for parameter in self.trainable:
             parameter.requires_grad_(not frozen)
@@ -70,12 +71,22 @@ class EndToEnd(nn.Module):
         own = dict(self.algorithm.named_parameters())
         auxiliary = {name: p for name, p in own.items() if name.split(".")[0] in self.algorithm.auxiliary}
         head = {name: p for name, p in own.items() if name not in auxiliary}
+        head |= {f"stages.{name}": p for name, p in self.stages.named_parameters() if p.requires_grad}
         return Roles(encoder, head, auxiliary)
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers: `encoder.…`, and the algorithm's own under its names."""
+        """Parameters and buffers: `encoder.…`, `stages.…` of modules in it, and the algorithm's own under its names."""
         state = {f"encoder.{name}": tensor for name, tensor in self.encoder.state_dict().items()}
+        state |= {f"stages.{name}": tensor for name, tensor in self.stages.state_dict().items()}
         return state | self.algorithm.state_dict()
+
+    @torch.no_grad()
+    def load_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Changes `named_weights` to those of `state`, which has the same names."""
+        weights = self.named_weights()
+        assert weights.keys() == state.keys(), sorted(weights.keys() ^ state.keys())
+        for name, value in state.items():
+            weights[name].copy_(value)
 
     def weights(self) -> dict[str, Tensor]:
         """A copy of them on the CPU."""
@@ -97,7 +108,7 @@ class Roles(NamedTuple):
     """The trainable parameters by what is done with them."""
 
     encoder: dict[str, nn.Parameter]
-    head: dict[str, nn.Parameter]  # the class head and what else of the algorithm trains by `Losses.total`
+    head: dict[str, nn.Parameter]  # the rest that `Losses.total` trains: class head, modules in the encoder, …
     auxiliary: dict[str, nn.Parameter]  # trained by `Losses.auxiliary`: outside clipping and sharpness
 
     @property

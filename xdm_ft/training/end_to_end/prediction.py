@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from xdm_ft.algorithms import Algorithm
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.interrupt import Interrupted, stop_requested, surviving
 from xdm_ft.progress import pulse
-from xdm_ft.training import Precision
+from xdm_ft.training import Job, Precision
 from xdm_ft.training.end_to_end.batches import worker_count
+from xdm_ft.training.end_to_end.gradients import EndToEnd
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -52,20 +53,22 @@ class EvaluationImages:
         )
 
     @torch.no_grad()
-    def logits(self, encoder: Encoder, weight: Tensor, bias: Tensor, precision: Precision) -> Tensor:
-        """float32 [n,C] on the CPU, in every process. The encoder is on the accelerator's device and in eval mode.
+    def logits(self, encoder: Encoder, algorithm: Algorithm, precision: Precision) -> Tensor:
+        """float32 [n,C] on the CPU, in every process. Both modules are on the accelerator's device and in eval mode.
 
         Raises `Interrupted` in every process where one is asked to stop.
         """
         device = self.accelerator.device
-        logits = torch.zeros(self.share, len(bias), device=device)  # the last processes' shares may be smaller
+        logits = torch.zeros(
+            self.share, algorithm.task.num_classes, device=device
+        )  # the last processes' shares may be smaller
         done = 0
         for x, _ in surviving(self.loader):
             if stop_requested():
                 break
             with torch.autocast(device.type, dtype=DTYPES.get(precision), enabled=precision != "no"):
                 z = encoder(x.to(device, non_blocking=True))  # [b,K]
-            logits[done : done + len(x)] = F.linear(z.float(), weight, bias)
+            logits[done : done + len(x)] = algorithm.logits(z.float())
             done += len(x)
             pulse.beat()
         if self.accelerator.reduce(torch.tensor(float(stop_requested()), device=device), "sum") > 0:
@@ -75,6 +78,7 @@ class EvaluationImages:
 
 
 def predict(
+    job: Job,
     encoder: Encoder,
     state: Mapping[str, Tensor],
     dataset: ImageDataset,
@@ -85,23 +89,19 @@ def predict(
 ) -> Tensor:
     """Logits float32 [n,C] for the images `rows` (int64 [n]), on the CPU, in order, the same in every process.
 
-    `state` is a `Selected.state` of `train_model`: it has `encoder.…`, `head.weight` and `head.bias`. The encoder
-    lends its architecture and preprocessing and is left as it is. `precision` None: the accelerator's mixed precision,
+    `state` is a `Selected.state` that `train_model` returned for the `job`. The encoder lends its architecture and
+    preprocessing and is left as it is. `precision` None: the accelerator's mixed precision,
     as in training. Raises `UserError` that names an image which does not decode.
     """
-    encoder = copy.deepcopy(encoder)
-    encoder.load_state_dict({key.removeprefix("encoder."): state[key] for key in _of_encoder(state)})
-    encoder.to(accelerator.device).eval()
-    weight, bias = (state[key].to(accelerator.device) for key in ("head.weight", "head.bias"))
+    algorithm = job.make(job.setup)
+    assert isinstance(algorithm, Algorithm)
+    model = EndToEnd(copy.deepcopy(encoder), algorithm, "frozen").to(accelerator.device).eval()
+    model.load_weights(state)
     images = ImageRows(dataset, evaluation_transform(encoder.preprocessing))
     evaluation = EvaluationImages(images, rows, batch_size, accelerator)
-    return evaluation.logits(encoder, weight, bias, precision or precision_of(accelerator))
+    return evaluation.logits(model.encoder, algorithm, precision or precision_of(accelerator))
 
 
 def precision_of(accelerator: Accelerator) -> Precision:
     precision: Precision = accelerator.mixed_precision
     return precision
-
-
-def _of_encoder(state: Mapping[str, Tensor]) -> Iterable[str]:
-    return (key for key in state if key.startswith("encoder."))

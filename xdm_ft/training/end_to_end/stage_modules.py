@@ -19,7 +19,7 @@ class StageModules(nn.Module):
 
     def __init__(self, encoder: Encoder, by_name: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        assert not any(module.state_dict() for module in by_name.values()), "modules behind stages have no state"
+        assert not any(list(module.buffers()) for module in by_name.values()), "modules behind stages have no buffers"
         self.list = nn.ModuleList(by_name.values())
         self.names = tuple(by_name)
         self.now: tuple[Batch, int] | None = None  # what is being encoded

@@ -65,9 +65,7 @@ class LoopState:
     @torch.no_grad()
     def load_state(self, state: State) -> None:
         device = self.accelerator.device
-        weights = self.inner.named_weights()
-        for name, value in state["weights"].items():
-            weights[name].copy_(value)
+        self.inner.load_weights(state["weights"])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
         if self.accelerator.scaler is not None:

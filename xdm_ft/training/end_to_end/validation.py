@@ -52,10 +52,9 @@ class EndToEndValidation:
     def evaluate(self, inner: EndToEnd) -> dict[str, float] | None:
         """Selection rule → the metric's value (`RuleImages`); None where logits are not finite."""
         inner.eval()
-        head = inner.algorithm.head
         values = {}
         for rule, images in self.images.items():
-            logits = images.logits(inner.encoder, head.weight, head.bias, self.precision)
+            logits = images.logits(inner.encoder, inner.algorithm, self.precision)
             if not logits.isfinite().all():
                 return None
             values[rule] = self.measured[rule].value(logits)

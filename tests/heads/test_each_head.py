@@ -1,0 +1,81 @@
+"""Heads against their equations, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xdm_ft.heads.cosine import Cosine
+from xdm_ft.heads.linear import Linear
+from xdm_ft.heads.mlp import MLP
+from xdm_ft.randomness import Stream, uniform
+from xdm_ft.xdomainmix import autograd_scores
+
+
+def features(n: int = 6, width: int = 16) -> Tensor:
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(3))
+
+
+def test_linear_starts_as_torchs_linear_layers_do() -> None:
+    head = Linear(400, 50, 0, Stream.INIT)
+    draws = (2 * uniform(0, 0, Stream.INIT, torch.arange(50 * 401)) - 1) * 400**-0.5
+    assert torch.equal(torch.cat([head.weight.detach().flatten(), head.bias.detach()]), draws)
+    torch.testing.assert_close(head.weight.var(), torch.tensor(1 / 400 / 3), rtol=0.03, atol=0)
+
+
+def test_linear_in_both_modes() -> None:
+    head, z = Linear(16, 4, 0, Stream.INIT), features()
+    by_hand = z @ head.weight.T + head.bias
+    torch.testing.assert_close(head(z), by_hand)
+    torch.testing.assert_close(head.eval()(z), by_hand)
+
+
+def test_cosine_by_hand() -> None:
+    head, z = Cosine(16, 4, 0, Stream.INIT, scale=10.0), features()
+    logits = head(z).detach()
+    for i in range(len(z)):
+        for c in range(4):
+            w = head.weight[c].detach()
+            assert float(logits[i, c]) == pytest.approx(10 * float(z[i] @ w / z[i].norm() / w.norm()), abs=1e-5)
+    torch.testing.assert_close(head(7 * z).detach(), logits)
+    assert math.exp(Cosine(16, 4, 0, Stream.INIT).log_scale.item()) == pytest.approx(1 / 0.07)
+
+
+def test_cosine_learns_its_scale() -> None:
+    """∂v/∂log s = v."""
+    head, z = Cosine(16, 4, 0, Stream.INIT), features()
+    logits = head(z)
+    (gradient,) = torch.autograd.grad(logits.sum(), [head.log_scale])
+    torch.testing.assert_close(gradient, logits.sum().detach())
+
+
+def test_scores_of_a_cosine_head_sum_to_zero() -> None:
+    """Its logits do not change along z: Σ_k ∂v/∂z^k z^k = 0 (Euler, degree 0). Those of a linear head sum to v − b."""
+    z, y = features(), torch.tensor([0, 1, 2, 3, 0, 1])
+    cosine, linear = Cosine(16, 4, 0, Stream.INIT), Linear(16, 4, 0, Stream.INIT)
+    scores = autograd_scores(z, cosine, y)
+    assert scores.abs().sum(1).min() > 0.1
+    torch.testing.assert_close(scores.sum(1), torch.zeros(6), atol=1e-5, rtol=0)
+    of_linear = (linear(z) - linear.bias).gather(1, y[:, None])[:, 0].detach()
+    torch.testing.assert_close(autograd_scores(z, linear, y).sum(1), of_linear)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_mlp_by_hand(activation: str) -> None:
+    head, z = MLP(16, 4, 0, Stream.INIT, hidden_width=8, activation=activation), features()
+    hidden = z @ head.hidden.weight.T + head.hidden.bias
+    hidden = hidden.relu() if activation == "relu" else hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
+    torch.testing.assert_close(head(z), F.linear(hidden, head.output.weight, head.output.bias))
+
+
+def test_mlp_draws_each_weight_for_itself() -> None:
+    head = MLP(400, 50, 0, Stream.INIT, hidden_width=100)
+    assert head.hidden.weight.abs().max() <= 1 / 20 and head.output.weight.abs().max() <= 1 / 10
+    for weight, bound in ((head.hidden.weight, 1 / 20), (head.output.weight, 1 / 10)):
+        torch.testing.assert_close(weight.var(), torch.tensor(bound**2 / 3), rtol=0.05, atol=0)
+    values = torch.cat([head.hidden.weight.flatten() * 20, head.output.weight.flatten() * 10])
+    assert len(values.unique()) > 0.99 * len(values), "no draw serves two weights"

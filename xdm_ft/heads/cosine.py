@@ -1,0 +1,57 @@
+"""A cosine head: logits = s · cos(z, w_c), with a learned scale s."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from xdm_ft.heads import Head, draw_weights
+
+
+class Cosine(Head):
+    """logits_c = s ⟨z/‖z‖, w_c/‖w_c‖⟩, s = exp(log s) learned with the w_c: CLIP's classifier, made trainable.
+
+    Logits do not depend on the length of z, so `encoder.normalize` changes none of them. A z of zeros has logits of
+    zero. CLIP keeps s at 100 or less while it pre-trains; here s is free. Weight decay acts on log s as on any other
+    parameter.
+    """
+
+    source = "Radford et al. 2021 (CLIP), section 2.5; as a classifier: Gidaris & Komodakis 2018"
+    normalizes = True
+
+    def __init__(
+        self,
+        width: int,
+        outputs: int,
+        seed: int,
+        stream: int,
+        *,
+        scale: Annotated[
+            float,
+            Field(
+                gt=0,
+                description="s at the start, 1 / temperature (CLIP starts at 1/0.07); head_init: zero_shot starts at "
+                "the encoder's own logit scale",
+            ),
+        ] = 1 / 0.07,
+    ) -> None:
+        super().__init__()
+        self.values_per_image = outputs
+        self.weight = nn.Parameter(torch.empty(outputs, width, dtype=torch.float32))
+        self.log_scale = nn.Parameter(torch.tensor(math.log(scale), dtype=torch.float32))
+        draw_weights([self.weight], width, seed, stream)
+
+    def forward(self, z: Tensor) -> Tensor:
+        # s is multiplied into the [C,K] weights: smaller than z, and than the logits of many images
+        return F.normalize(z, dim=-1) @ (self.log_scale.exp() * F.normalize(self.weight, dim=-1)).mT
+
+    def start_from_text(self, text_weight: Tensor) -> None:
+        scale = text_weight.norm(dim=1).mean()  # every row is an embedding of length 1 × the logit scale
+        with torch.no_grad():
+            self.weight.copy_(text_weight / scale)
+            self.log_scale.copy_(scale.log())
