@@ -49,7 +49,8 @@ def test_a_flipped_bit_costs_one_shard(place: int, tmp_path: Path, good: Feature
 
 
 def test_every_flipped_byte_of_a_shard_is_found(tmp_path: Path, good: Features) -> None:
-    from xdm_ft.features.shards import Damaged, open_shard
+    from xdm_ft.features.shards import open_shard
+    from xdm_ft.storage.checksummed import Damaged
 
     path = shard(tmp_path, good, 2)  # the short one
     data = path.read_bytes()

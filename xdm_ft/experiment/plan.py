@@ -66,6 +66,10 @@ class Plan:
     rules: tuple[str, ...]  # selection rules, the recipe's own first
     notes: tuple[str, ...]  # what the protocol line says of the splits
 
+    def without(self, unreadable: Collection[int]) -> Plan:
+        """The plan once it is known which images do not decode: their rows are in no split."""
+        return make_plan(self.recipe, self.dataset, unreadable) if unreadable else self
+
     @property
     def splits(self) -> list[Split]:
         """Those of the first seed: other seeds draw other validation parts, and test the same images."""
@@ -83,7 +87,7 @@ class Plan:
 
     @property
     def worst_of(self) -> Tensor:
-        """int64 [N]: the domain, or whatever else the data set tells the worst group of; −1: none."""
+        """int64 [N]: the domain, or the other group over which the data set takes the worst accuracy; −1: none."""
         groups = self.dataset.worst_of
         return self.domains if groups is None else torch.as_tensor(groups)
 

@@ -11,14 +11,14 @@ from importlib.metadata import version
 
 import PIL
 import torch
-import xxhash
-from torch import nn
+from torch import Tensor, nn
 
 import xdm_ft
 from xdm_ft.data import ImageDataset
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import Precision
 from xdm_ft.features.file_hashes import Contents
+from xdm_ft.storage.digests import digest
 
 SCHEMA = 1  # of the files; raised also when a change of our own code changes features
 
@@ -37,7 +37,7 @@ def ingredients(
         "device": {"type": device.type, **_float32_arithmetic(device)},
         "data": {
             "images": len(dataset),
-            "content": xxhash.xxh3_128_hexdigest(contents.digests.tobytes()),  # in data order
+            "content": digest(contents.digests, bits=128),  # in data order
             "reader": f"{reader.__module__}.{reader.__qualname__}",  # two readers may see different pixels in a file
         },
         "versions": {  # the encoder's own library is in its identity
@@ -52,16 +52,15 @@ def ingredients(
 
 def key_of(parts: dict[str, object]) -> str:
     """32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+    return digest(json.dumps(parts, sort_keys=True), bits=128)
 
 
 def weights_digest(module: nn.Module) -> str:
     """xxh3_128 of names, types, shapes and bytes of all parameters and buffers."""
-    digest = xxhash.xxh3_128()
+    parts: list[str | Tensor] = []
     for name, tensor in module.state_dict().items():
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        parts += [json.dumps([name, str(tensor.dtype), list(tensor.shape)]), tensor]
+    return digest(*parts, bits=128)
 
 
 def _float32_arithmetic(device: torch.device) -> dict[str, object]:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from xdm_ft.features.shards import Damaged, open_shard
+from xdm_ft.features.shards import open_shard
 from xdm_ft.features.store import MANIFEST, read_manifest, shard_name
+from xdm_ft.storage.checksummed import Damaged
 
 SECONDS_PER_DAY = 86400.0
 _CLEARED = ".cleared-"

@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import xxhash
 from torch import Tensor
+
+from xdm_ft.storage.checksummed import Damaged, read_tensors, write_tensors
+from xdm_ft.storage.digests import digest
 
 IMAGES = 256  # per shard, so that little is lost when an extraction is killed …
 AT_MOST = 1024  # … but no more shards than this: large data sets have larger ones
-
-
-class Damaged(Exception):
-    """A file of the cache that is not what was written. Its text says what was found."""
 
 
 @dataclass(frozen=True)
@@ -47,37 +44,23 @@ class Shard:
     digest: str
 
 
-def encode(features: Tensor, unreadable: Mapping[int, str], key: str, number: int) -> bytes:
-    """The bytes of a shard's safetensors file."""
-    from safetensors.torch import save
-
+def write_shard(path: Path, features: Tensor, unreadable: Mapping[int, str], key: str, number: int) -> None:
     metadata = {"key": key, "shard": str(number), "unreadable": json.dumps(unreadable)}
-    return save({"features": features}, {**metadata, "xxh3": _digest(features, metadata)})
+    write_tensors(path, {"features": features}, {**metadata, "xxh3": _digest(features, metadata)})
 
 
 def open_shard(path: Path, key: str, number: int) -> Shard:
     """Maps the file and checks all of it. Raises `Damaged`, and `FileNotFoundError` where there is none."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            features = file.get_tensor("features")
-    except FileNotFoundError:
-        raise
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise Damaged(" ".join(str(error).split())) from error
-    digest = metadata.pop("xxh3", "")
-    if digest != _digest(features, metadata):
+    tensors, metadata = read_tensors(path)
+    checksum = metadata.pop("xxh3", "")
+    if "features" not in tensors or checksum != _digest(tensors["features"], metadata):
         raise Damaged("its checksum differs")
     if (metadata["key"], metadata["shard"]) != (key, str(number)):
         raise Damaged(f"it is shard {metadata['shard']} of {metadata['key']}")
     unreadable = {int(row): reason for row, reason in json.loads(metadata["unreadable"]).items()}
-    return Shard(features, unreadable, digest)
+    return Shard(tensors["features"], unreadable, checksum)
 
 
 def _digest(features: Tensor, metadata: Mapping[str, str]) -> str:
     header = [sorted(metadata.items()), str(features.dtype), list(features.shape)]
-    digest = xxhash.xxh3_64(json.dumps(header).encode())
-    digest.update(features.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return digest(json.dumps(header), features)

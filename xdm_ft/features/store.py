@@ -30,14 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from filelock import FileLock, Timeout
 from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.shards import Damaged, Grid, Shard, encode, open_shard
-from xdm_ft.storage.atomic import replace_file, replace_text
+from xdm_ft.features.shards import Grid, Shard, open_shard, write_shard
+from xdm_ft.storage.atomic import replace_text
+from xdm_ft.storage.checksummed import Damaged, json_object
+from xdm_ft.storage.digests import digest
 
 logger = logging.getLogger("xdm_ft")
 
@@ -117,9 +118,9 @@ class Entry:
 
     def write(self, number: int, features: Tensor, unreadable: Mapping[int, str]) -> None:
         """Adds a shard (features [rows, K] in the stored precision). It is on the disk when this returns."""
-        data, path = encode(features, unreadable, self.key, number), self.path(number)
+        path = self.path(number)
         with self._writing():
-            replace_file(path, lambda temporary: _write_bytes(temporary, data))
+            write_shard(path, features, unreadable, self.key, number)
         try:
             self.shards[number] = open_shard(path, self.key, number)
         except Damaged as error:
@@ -193,17 +194,10 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 
 
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of an entry, checked against its checksum. Raises `Damaged`, or `FileNotFoundError`."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise Damaged(f"it is no JSON: {error}") from error
-    if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):
+    manifest = json_object((folder / MANIFEST).read_bytes())
+    if manifest.pop("checksum", None) != _checksum(manifest):
         raise Damaged("its checksum differs")
     return manifest
 
@@ -215,4 +209,4 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
+    return digest(json.dumps(manifest, sort_keys=True), bits=128)

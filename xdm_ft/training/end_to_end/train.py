@@ -31,7 +31,8 @@ from xdm_ft.errors import UserError
 from xdm_ft.interrupt import Interrupted, deferred, stop_requested, surviving
 from xdm_ft.progress import Progress, progress
 from xdm_ft.randomness import Stream, bits
-from xdm_ft.storage.checkpoint import Checkpoint, digest, digest_of
+from xdm_ft.storage.checkpoint import Checkpoint
+from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
@@ -155,8 +156,8 @@ def _go_on(run: _Run, state: LoopState, labels: Tensor, domains: Tensor) -> None
         {
             "processes": accelerator.num_processes,
             "device": accelerator.device.type,
-            "data": digest_of([labels, domains, *split.train, *split.evaluation.values()]),
-            "weights": digest(state.inner.named_weights()),
+            "data": tensors_digest(dict(enumerate([labels, domains, *split.train, *split.evaluation.values()]))),
+            "weights": tensors_digest(state.inner.named_weights()),
         }
     )
     if saved is not None:
