@@ -38,7 +38,7 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
-from xdm_ft.tensors import Task
+from xdm_ft.tensors import Annotations, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.bank.stacked import stack, step
@@ -88,29 +88,30 @@ def data_of(shape: Shape) -> CachedData:
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(IMAGES, shape.width, generator=generator).abs() * torch.rand(shape.width, generator=generator)
     labels = torch.randint(0, shape.classes, (IMAGES,), generator=generator)
-    return CachedData(Features([z]), labels, torch.arange(IMAGES) % shape.domains)
+    domains = torch.arange(IMAGES) % shape.domains
+    return CachedData(Features([z]), Annotations(labels, domains, domains))
 
 
 def job_of(method: str, shape: Shape, data: CachedData, seed: int) -> Job:
     names = tuple(str(d) for d in range(shape.domains))
-    pools = tuple((data.domains == d).nonzero()[:, 0] for d in range(shape.domains))
+    pools = tuple((data.annotations.domains == d).nonzero()[:, 0] for d in range(shape.domains))
     split = Split(("held out",), names, train=pools, evaluation={}, domain_of=torch.arange(shape.domains))
     task = Task(tuple(str(c) for c in range(shape.classes)), names)
     settings = {"warmup_steps": 0, "quantile_steps": 10} if method == "xdomainmix" else {}
     return Job(
         method, ("held out",), seed, 0, split, Setup(task, shape.width, STEPS, seed),
-        lambda setup: METHODS[method](setup, **settings), None, lr=1e-3, weight_decay=1e-4,
+        lambda setup: METHODS[method](setup, **settings), None, training_of(shape),
     )  # fmt: skip
 
 
 def training_of(shape: Shape) -> Training:
-    return Training(batch_size=shape.batch, sampler="pooled", optimizer="adam")
+    return Training(batch_size=shape.batch, sampler="pooled", optimizer="adam", lr=1e-3, weight_decay=1e-4)
 
 
 def bank(method: str, shape: Shape, data: CachedData, heads: int) -> Callable[[int], None]:
     """Takes steps of a bank of so many heads."""
-    jobs, training = [job_of(method, shape, data, seed) for seed in range(heads)], training_of(shape)
-    trained, coming = stack(jobs, training, torch.device("cpu")), enumerate(batches(jobs, data, training))
+    jobs = [job_of(method, shape, data, seed) for seed in range(heads)]
+    trained, coming = stack(jobs, torch.device("cpu")), enumerate(batches(jobs, data))
 
     def run(steps: int) -> None:
         for _ in range(steps):
@@ -122,7 +123,7 @@ def bank(method: str, shape: Shape, data: CachedData, heads: int) -> Callable[[i
 
 def plain_loop(shape: Shape, data: CachedData) -> Callable[[int], None]:
     """ERM as it is written by hand."""
-    features, labels = data.features[torch.arange(IMAGES)], data.labels
+    features, labels = data.features[torch.arange(IMAGES)], data.annotations.labels
     head = nn.Linear(shape.width, shape.classes)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-3, weight_decay=1e-4, fused=True)
     rows = torch.randint(0, IMAGES, (512, shape.batch))
@@ -182,7 +183,7 @@ def single_heads(shape: Shape, data: CachedData, seconds: float) -> dict[str, fl
 
 def banks(method: str, shape: Shape, data: CachedData, heads: Sequence[int], seconds: float) -> list[dict[str, float]]:
     """Of each number of heads: head-steps per second, and how many times those of separate trainings."""
-    at_once = chunk_heads(job_of(method, shape, data, 0), training_of(shape))
+    at_once = chunk_heads(job_of(method, shape, data, 0))
     cuts = {number: [at_once] * (number // at_once) + [number % at_once] * (number % at_once > 0) for number in heads}
     sizes = sorted({1, *(size for cut in cuts.values() for size in cut)})
     took = timed({str(size): bank(method, shape, data, size) for size in sizes}, seconds)

@@ -32,10 +32,10 @@ from xdm_ft.features.cache import Features
 from xdm_ft.features.shards import Grid, encode, open_shard
 from xdm_ft.features.store import shard_name
 from xdm_ft.protocol.splits import Split
-from xdm_ft.tensors import Task
+from xdm_ft.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.cached_data import Validation
 from xdm_ft.training.bank.train import CHUNK_HEADS, train_bank
+from xdm_ft.training.bank.validation import BankValidation
 
 DOMAINS, CLASSES, KEY = 4, 10, "0" * 32
 METHODS = {"erm": ERM, "xdomainmix": XDomainMix}
@@ -60,10 +60,10 @@ def anonymous() -> int:
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
-def labels_of(rows: int) -> tuple[Tensor, Tensor]:
-    """Class and domain of every row, int64 [N]."""
+def annotations_of(rows: int) -> Annotations:
     row = torch.arange(rows)
-    return row % CLASSES, row // CLASSES % DOMAINS
+    domains = row // CLASSES % DOMAINS
+    return Annotations(row % CLASSES, domains, domains)
 
 
 def make(folder: Path, rows: int, width: int) -> None:
@@ -72,12 +72,12 @@ def make(folder: Path, rows: int, width: int) -> None:
     grid = Grid(rows)
     noise = torch.randn(grid.rows_per_shard, width, generator=generator)
     of_class, of_domain = (0.1 * torch.randn(n, width, generator=generator) for n in (CLASSES, DOMAINS))
-    labels, domains = labels_of(rows)
+    about = annotations_of(rows)
     for number in range(len(grid)):
         span = grid.span(number)
         own = slice(span.start, span.stop)
         # the same noise, moved on, in each shard: drawing billions of numbers would take most of the time
-        z = noise.roll(number, dims=1)[: len(span)] + of_class[labels[own]] + of_domain[domains[own]]
+        z = noise.roll(number, dims=1)[: len(span)] + of_class[about.labels[own]] + of_domain[about.domains[own]]
         (folder / shard_name(number)).write_bytes(encode(z.half(), {}, KEY, number))
 
 
@@ -98,10 +98,11 @@ def split_of(domains: Tensor) -> Split:
     )
 
 
-def jobs_of(method: str, heads: int, split: Split, width: int, steps: int) -> list[Job]:
+def jobs_of(method: str, heads: int, split: Split, width: int, training: Training) -> list[Job]:
     """Trials of one split with learning rates of their own, four to a seed."""
     task = Task(tuple(f"class {c}" for c in range(CLASSES)), split.train_domains)
-    setups = [Setup(task, width=width, steps=steps, seed=head // 4) for head in range(heads)]
+    assert training.steps is not None
+    setups = [Setup(task, width=width, steps=training.steps, seed=head // 4) for head in range(heads)]
     return [
         Job(
             method,
@@ -112,8 +113,7 @@ def jobs_of(method: str, heads: int, split: Split, width: int, steps: int) -> li
             setup,
             METHODS[method],
             None,
-            1e-3 * (1 + head),
-            0.0,
+            training.model_copy(update={"lr": 1e-3 * (1 + head)}),
         )
         for head, setup in enumerate(setups)
     ]
@@ -121,16 +121,16 @@ def jobs_of(method: str, heads: int, split: Split, width: int, steps: int) -> li
 
 def train(features: Features, training: Training, heads: int) -> dict[str, float]:
     """Speed and evaluation time of each method, and the accuracy that its best head reaches."""
-    labels, domains = labels_of(len(features))
-    split, found = split_of(domains), {}
+    about = annotations_of(len(features))
+    split, found = split_of(about.domains), {}
     assert training.steps is not None
     for method in METHODS:
-        jobs = jobs_of(method, heads, split, features.width, training.steps)
+        jobs = jobs_of(method, heads, split, features.width, training)
         evaluating: list[float] = []
         started = time.perf_counter()
         with timed_evaluations(evaluating):
             bank = train_bank(
-                jobs, features, labels, domains, training, ["train_val"], "accuracy", record=lambda *_: None, show=False
+                jobs, features, about, Criteria(("train_val",), "accuracy"), record=lambda *_: None, show=False
             )
             trained = list(bank)
         seconds = time.perf_counter() - started - sum(evaluating)
@@ -143,15 +143,15 @@ def train(features: Features, training: Training, heads: int) -> dict[str, float
 
 @contextmanager
 def timed_evaluations(seconds: list[float]) -> Iterator[None]:
-    original = Validation.values
+    original = BankValidation.values
 
-    def values(self: Validation, weight: Tensor, bias: Tensor) -> list[dict[str, float] | None]:
+    def values(self: BankValidation, weight: Tensor, bias: Tensor) -> list[dict[str, float] | None]:
         started = time.perf_counter()
         found = original(self, weight, bias)
         seconds.append(time.perf_counter() - started)
         return found
 
-    with patch.object(Validation, "values", values):
+    with patch.object(BankValidation, "values", values):
         yield
 
 

@@ -46,13 +46,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
+from xdm_ft.experiment.run_directory import PREDICTIONS, identity, make_prediction
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT, Comparison, HeldOut, compare, paired, verdicts
 from xdm_ft.evaluation.jackknife import effective_number, group_sizes, without_each_group
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.experiment.plan import read_data
-from xdm_ft.experiment.run_directory import PREDICTIONS, identity, make_prediction
 from xdm_ft.recipe.read import load
 from xdm_ft.storage.checksummed import read_arrays, read_results
 

@@ -25,6 +25,19 @@ def test_files_and_functions_stay_small(path):
             assert (node.end_lineno or 0) - node.lineno < 80, f"{path.name}: {node.name}"
 
 
+def test_functions_are_short_as_a_rule():
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    lengths = sorted(
+        (node.end_lineno or 0) - node.lineno + 1
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    )
+    assert len(lengths) > 500
+    assert lengths[len(lengths) // 2] <= 12, "the median"
+    assert lengths[len(lengths) * 95 // 100] <= 45, "19 of 20"
+
+
 def test_no_junk_drawers():
     assert not [p for p in SOURCES if p.stem in {"utils", "helpers", "common", "misc"}]
 

@@ -78,6 +78,52 @@ def test_every_import_goes_down():
             assert LAYERS.index(own) <= LAYERS.index(imported), f"{relative} ({own}) imports {imported}"
 
 
+def modules_of(package: Path) -> dict[str, Path]:
+    """Dotted name → file, of every module of the package."""
+    found = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def import_circle(package: Path) -> list[str]:
+    """Modules that import each other in a loop, imports inside functions and for types included; none: []."""
+    modules = modules_of(package)
+    graph = {name: imported_modules(path, modules) - {name} for name, path in modules.items()}
+    free = set(graph)
+    while leaves := {name for name in free if not graph[name] & free}:
+        free -= leaves
+    return sorted(free)
+
+
+def imported_modules(path: Path, modules: dict[str, Path]) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else node.module for name in names}
+    return found & modules.keys()
+
+
+def test_no_modules_import_each_other():
+    assert len(modules_of(PACKAGE)) > 100
+    assert import_circle(PACKAGE) == []
+
+
+def test_the_search_for_circles_finds_one(tmp_path):
+    package = tmp_path / "house"
+    package.mkdir()
+    (package / "a.py").write_text("from house.b import x\n")
+    (package / "b.py").write_text("def f():\n    from house import a\n")
+    (package / "c.py").write_text("import house.a\n")
+    assert {"house.a", "house.b"} <= set(import_circle(package))
+    (package / "b.py").write_text("")
+    assert import_circle(package) == []
+
+
 def test_the_walk_sees_an_import_that_goes_up(tmp_path):
     bad = tmp_path / "bad.py"
     bad.write_text("def f():\n    from xdm_ft.training import bank\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -23,6 +24,29 @@ class Task:
     @property
     def num_domains(self) -> int:
         return len(self.domain_names)
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """What is known of the N images of a data set besides their pixels."""
+
+    labels: Tensor  # int64 [N], the class: 0…C−1
+    domains: Tensor  # int64 [N], numbered as in the data set: those held out included
+    worst_of: Tensor  # int64 [N]: the groups of which worst_domain_accuracy takes the worst; −1: in none of them
+    groups: Tensor | None = None  # int64 [N]: patient, slide or sequence; None: images are independent
+
+    def to(self, device: torch.device) -> Annotations:
+        """The same on a device."""
+        groups = None if self.groups is None else self.groups.to(device)
+        return Annotations(self.labels.to(device), self.domains.to(device), self.worst_of.to(device), groups)
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """How the step of a training is selected, and by what models are compared."""
+
+    rules: tuple[str, ...]  # selection rules, the recipe's own first: without a pick by that one there is no model
+    metric: str  # a key of `Score`, such as "accuracy"
 
 
 class Batch(NamedTuple):

@@ -19,7 +19,7 @@ from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder, prepare
 from xdm_ft.protocol.derived_splits import all_domains
-from xdm_ft.tensors import Task
+from xdm_ft.tensors import Criteria, Task
 from xdm_ft.training import Job
 from xdm_ft.training.bank.train import train_bank
 
@@ -38,8 +38,8 @@ def naive_training(made, item, known, rules=("r",), steps=10):
     prepared = prepare(made, dataset, build_encoder(made, 0), accelerator)
     plan, split = make_plan(made, dataset), all_domains(dataset)
     setup = Setup(Task(dataset.class_names, split.train_domains), width=prepared.features.width, steps=steps, seed=0)
-    job = Job("x", (), 0, 0, split, setup, item.algorithm.build, None, made.training.lr, 0.0, known=known)
-    arguments = (plan.labels, plan.domains, made.training, rules, "accuracy")
+    job = Job("x", (), 0, 0, split, setup, item.algorithm.build, None, made.training, known=known)
+    arguments = (plan.annotations, Criteria(rules, "accuracy"))
     (trained,) = train_bank([job], prepared.features, *arguments, record=lambda *_: None, show=False)
     return trained
 
@@ -152,16 +152,16 @@ def test_the_linear_probe_is_the_median_strength():
 def test_nothing_is_measured_while_it_trains(monkeypatch):
     """Neither a metric nor a loss: the validation of the fit has no images."""
     from xdm_ft.training.bank import train as bank
-    from xdm_ft.training.bank.cached_data import Validation
+    from xdm_ft.training.bank.validation import BankValidation
 
     made = []
 
-    class Watched(Validation):
+    class Watched(BankValidation):
         def __init__(self, jobs, *arguments):
             super().__init__(jobs, *arguments)
             made.append((jobs[0].test_domains, len(self.rows)))
 
-    monkeypatch.setattr(bank, "Validation", Watched)
+    monkeypatch.setattr(bank, "BankValidation", Watched)
     results("methods=[{name: erm+swad, swad.n_converge: 1}]")
     assert [rows for held_out, rows in made if not held_out] == [0]
     assert all(rows for held_out, rows in made if held_out) and any(held_out for held_out, _ in made)
@@ -263,16 +263,16 @@ def test_an_interval_averages_exactly_its_steps():
 @pytest.mark.parametrize("method", ["erm", "{name: erm+swad, swad.n_converge: 1}"])
 def test_end_to_end_nothing_is_measured_either(method, monkeypatch):
     from xdm_ft.training.end_to_end import train as loop
-    from xdm_ft.training.end_to_end.validation import Validation
+    from xdm_ft.training.end_to_end.validation import EndToEndValidation
 
     made = []
 
-    class Watched(Validation):
-        def __init__(self, job, *arguments):
-            super().__init__(job, *arguments)
+    class Watched(EndToEndValidation):
+        def __init__(self, job, *arguments, **more):
+            super().__init__(job, *arguments, **more)
             made.append((job.test_domains, list(self.images)))
 
-    monkeypatch.setattr(loop, "Validation", Watched)
+    monkeypatch.setattr(loop, "EndToEndValidation", Watched)
     overrides = ("encoder.trainable=true", f"methods=[{method}]", "training.steps=4", "protocol.test_domains=[photo]")
     final = results(*overrides)["final_fit"]
     assert final["status"] == "ok" and ("averaged_from" in final) == ("swad" in method)

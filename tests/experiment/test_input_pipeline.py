@@ -111,7 +111,7 @@ def test_class_balanced_and_class_weights_in_a_whole_run(trainable, tmp_path):
     weight = weights(tmp_path, found)["class_weight"]
     # 7 classes of 4 images in three domains, a fifth of which validates; two dogs were taken away
     plan = make_plan(recipe(), read_data(recipe()))
-    labels = plan.labels[torch.cat(plan.models[0].split.train)]
+    labels = plan.annotations.labels[torch.cat(plan.models[0].split.train)]
     count = labels.bincount()
     assert count[0] < count[1]
     torch.testing.assert_close(weight, (len(labels) / (7 * count)).float())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import recipe, results
+from xdm_ft.experiment.run_directory import RunDirectory
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
@@ -17,10 +18,9 @@ from xdm_ft.experiment.engines import Engines
 from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder, prepare
-from xdm_ft.experiment.run_directory import RunDirectory
 from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course, without
 from xdm_ft.protocol.splits import splits
-from xdm_ft.tensors import Task
+from xdm_ft.tensors import Criteria, Task
 from xdm_ft.training import Job
 from xdm_ft.training.bank.train import train_bank
 
@@ -84,8 +84,8 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
         assert dataset.domain_names.index(left_out) not in dataset.domains[torch.cat(split.train)]
         task = Task(dataset.class_names, split.train_domains)
         setup = Setup(task, width=prepared.features.width, steps=10, seed=0)
-        job = Job("erm", (held_out,), 0, 0, split, setup, ERM, None, lr=0.05, weight_decay=0.0)
-        arguments = (plan.labels, plan.domains, made.training, LEFT_OUT[:1], "accuracy")
+        job = Job("erm", (held_out,), 0, 0, split, setup, ERM, None, made.training)
+        arguments = (plan.annotations, Criteria(LEFT_OUT[:1], "accuracy"))
         (trained,) = train_bank([job], prepared.features, *arguments, record=lambda *_: None, show=False)
         return trained.course[LEFT_OUT[0]]
 
@@ -117,7 +117,7 @@ def test_an_interrupted_cross_domain_measures_nothing_twice(monkeypatch):
         train = Engines.train
 
         def watched(self, requests):
-            asked.extend(request.rules[0] for request in requests)
+            asked.extend(request.criteria.rules[0] for request in requests)
             return train(self, requests)
 
         patch.setattr(Engines, "train", watched)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from own_training import under
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver, linear_head
@@ -17,7 +18,7 @@ from xdm_ft.protocol.splits import Split
 from xdm_ft.randomness import Stream
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.storage.checkpoint import Checkpoint
-from xdm_ft.tensors import Batch, Losses, Task
+from xdm_ft.tensors import Annotations, Batch, Criteria, Losses, Task
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.bank.train import train_bank
@@ -36,24 +37,24 @@ def digits() -> CachedData:
     shared = torch.randn(64, WIDTH, generator=generator)
     own = torch.randn(DOMAINS, 64, WIDTH, generator=generator)
     z = torch.einsum("nk,nkw->nw", x, (shared + 0.5 * own)[domains]) / 2
-    return CachedData(Features([z.relu()]), torch.tensor(labels), domains)
+    return CachedData(Features([z.relu()]), Annotations(torch.tensor(labels), domains, domains))
 
 
 def split_of(held_out: int, seed: int) -> Split:
     """A fifth of every training domain validates."""
-    data = digits()
+    about = digits().annotations
     train_domains = [d for d in range(DOMAINS) if d != held_out]
-    is_val = torch.rand(len(data.labels), generator=torch.Generator().manual_seed(seed)) < 0.2
+    is_val = torch.rand(len(about.labels), generator=torch.Generator().manual_seed(seed)) < 0.2
     domain_of = torch.full((DOMAINS,), -1)
     domain_of[train_domains] = torch.arange(DOMAINS - 1)
     return Split(
         test_domains=(f"d{held_out}",),
         train_domains=tuple(f"d{d}" for d in train_domains),
-        train=tuple(((data.domains == d) & ~is_val).nonzero()[:, 0] for d in train_domains),
+        train=tuple(((about.domains == d) & ~is_val).nonzero()[:, 0] for d in train_domains),
         evaluation={
-            "train_val": ((data.domains != held_out) & is_val).nonzero()[:, 0],
-            "test": (data.domains == held_out).nonzero()[:, 0],
-            "test_val": ((data.domains == held_out) & is_val).nonzero()[:, 0],
+            "train_val": ((about.domains != held_out) & is_val).nonzero()[:, 0],
+            "test": (about.domains == held_out).nonzero()[:, 0],
+            "test_val": ((about.domains == held_out) & is_val).nonzero()[:, 0],
         },
         domain_of=domain_of,
     )
@@ -83,8 +84,7 @@ def job_of(
         setup=Setup(task, width=WIDTH, steps=steps, seed=seed, **(setup or {})),
         make=lambda setup: method(setup, **settings),
         sharpness=sharpness,
-        lr=lr,
-        weight_decay=weight_decay,
+        training=Training(batch_size=8).model_copy(update={"lr": lr, "weight_decay": weight_decay}),
     )
 
 
@@ -97,13 +97,12 @@ def train(
     record: Callable[[Job, int, dict[str, float]], None] = lambda job, step, values: None,
     checkpoint: Callable[[Sequence[Job]], Checkpoint] | None = None,
 ) -> list[Trained]:
-    data, training = data or digits(), training or Training(batch_size=8)
+    """With `training` in place of the jobs' own, but for learning rate and weight decay."""
+    data, jobs = data or digits(), jobs if training is None else [under(training, job) for job in jobs]
+    criteria = Criteria(tuple(rules), metric)
     return list(
-        train_bank(
-            jobs, data.features, data.labels, data.domains, training, rules, metric,
-            record=record, show=False, checkpoint=checkpoint,
-        )
-    )  # fmt: skip
+        train_bank(jobs, data.features, data.annotations, criteria, record=record, show=False, checkpoint=checkpoint)
+    )
 
 
 class WithDomainHead(Algorithm):

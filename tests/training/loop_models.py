@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from own_training import under
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup, linear_head
@@ -19,11 +20,10 @@ from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.data._transforms import Preprocessing, evaluation_transform
 from xdm_ft.data.digits import Digits
 from xdm_ft.encoders import Encoder
-from xdm_ft.protocol.samplers import sampler
 from xdm_ft.protocol.splits import Split
 from xdm_ft.randomness import Stream
 from xdm_ft.sharpness import Sharpness
-from xdm_ft.tensors import Batch, Losses, Task
+from xdm_ft.tensors import Annotations, Batch, Criteria, Losses, Task
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.train import train_model
@@ -96,6 +96,11 @@ def digits() -> Digits:
     return Digits()
 
 
+def digit_annotations() -> Annotations:
+    labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
+    return Annotations(labels, domains, domains)
+
+
 def split() -> Split:
     domains = torch.from_numpy(digits().domains)
     pools = [(domains == d).nonzero()[:, 0] for d in range(4)]
@@ -121,21 +126,19 @@ def make_job(
 ) -> Job:
     task = Task(digits().class_names, split().train_domains)
     setup = Setup(task, width, steps, seed)
-    return Job("method", split().test_domains, seed, 0, split(), setup, make, sharpness, lr, weight_decay)
+    training = Training().model_copy(update={"lr": lr, "weight_decay": weight_decay})
+    return Job("method", split().test_domains, seed, 0, split(), setup, make, sharpness, training)
 
 
 def rows_of(job: Job, training: Training, step: int) -> Tensor:
     """int64 [B]: the rows of the whole batch of `step`."""
-    labels = torch.from_numpy(digits().labels)
-    own = sampler(training.sampler, job.split.train, training.batch_size, job.seed, labels)
-    return own.indices(step, step + 1)[0]
+    return under(training, job).sampler(digit_annotations().labels).indices(step, step + 1)[0]
 
 
 def step_batch(job: Job, training: Training, accelerator: Accelerator, step: int) -> StepBatch:
     """The batch of `step`, cut as `training.accumulation` says, in the small encoder's preprocessing."""
     images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
-    labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
-    batches = TrainingBatches(job, training, images, labels, domains, accelerator)
+    batches = TrainingBatches(under(training, job), images, digit_annotations(), accelerator)
     batches.workers = 0
     return next(batches.begin(step))[1]
 
@@ -146,14 +149,12 @@ def ignore(job: Job, step: int, values: dict[str, float]) -> None:
 
 def train(job: Job, encoder: Encoder, training: Training, accelerator: Accelerator, **changes: Any) -> Trained:
     """Trains with one rule; without `evaluate_every` the selected step is the last."""
-    labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
     arguments = {"rules": ("train_val",), "metric": "accuracy", "batch_norm": "train", "record": ignore, **changes}
-    rules, metric, batch_norm = (arguments.pop(name) for name in ("rules", "metric", "batch_norm"))
+    criteria = Criteria(*(arguments.pop(name) for name in ("rules", "metric")))
     training = training.model_copy(update={"evaluate_every": training.evaluate_every or job.setup.steps})
     return train_model(
-        job, encoder, digits(), labels, domains, training, rules, metric, batch_norm, accelerator,
-        show=False, **arguments,
-    )  # fmt: skip
+        under(training, job), encoder, digits(), digit_annotations(), criteria, accelerator, show=False, **arguments
+    )
 
 
 def final_state(trained: Trained) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from bank_problems import digits, job_of
 from loop_models import SmallCNN, make_job, one_process, rows_of
+from own_training import under
 from torch import Tensor
 
 from xdm_ft.algorithms.xdomainmix import XDomainMix
@@ -37,8 +38,9 @@ def accelerator() -> Iterator[Accelerator]:
 
 def path(jobs: list[Job], training: Training) -> list[list[dict[str, Tensor]]]:
     """For each head of a bank its state after every step."""
-    bank, states = stack(jobs, training, torch.device("cpu")), []
-    for number, batch in enumerate(batches(jobs, digits(), training)):
+    jobs = [under(training, job) for job in jobs]
+    bank, states = stack(jobs, torch.device("cpu")), []
+    for number, batch in enumerate(batches(jobs, digits())):
         step(bank, batch, number)
         states.append([bank.state(head) for head in range(len(jobs))])
     return [list(of_head) for of_head in zip(*states, strict=True)]
@@ -54,7 +56,7 @@ def test_heads_of_a_bank_average_their_own_valleys() -> None:
     together = bank_problems.train(averaged, training, ("train_val", "oracle"))
     for job, trained, states in zip(plain, together, path(plain, training), strict=True):
         rows = job.split.evaluation[LOSS_SPLIT]
-        labels, domains = digits().labels[rows], digits().domains[rows]
+        labels, domains = digits().annotations.labels[rows], digits().annotations.domains[rows]
         reference = SWAD(n_converge=2, n_tolerance=2, tolerance_ratio=0.0).begin()
         for first in range(0, 40, 5):
             names = states[0].keys() - {"seed"}
@@ -86,7 +88,7 @@ def test_heads_of_a_bank_have_their_own_settings() -> None:
     """Otherwise all would have the first one's: as a search of `swad.n_converge` draws them."""
     training = Training(batch_size=8, evaluate_every=5, optimizer="sgd", momentum=0.0)
     jobs = [dataclasses.replace(job_of(seed=1, steps=40, lr=0.5), averaging=own) for own in SETTINGS]
-    assert len(chunks(jobs, training)) == 1
+    assert len(chunks(jobs)) == 1
     together, windows = bank_problems.train(jobs, training), set()
     for job, among in zip(jobs, together, strict=True):
         [alone] = bank_problems.train([job], training)

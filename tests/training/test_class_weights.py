@@ -66,14 +66,16 @@ def test_heads_of_a_bank_train_as_by_hand_each_with_its_weights(average: LossAve
     ]
     for job, weight, trained in zip(jobs, WEIGHTS, bank_problems.train(jobs, training), strict=True):
         head = job.make(job.setup).head
-        rows = sampler("class_balanced", job.split.train, 8, job.seed, data.labels).indices(0, 6)
+        rows = sampler("class_balanced", job.split.train, 8, job.seed, data.annotations.labels).indices(0, 6)
         for of_step in rows:
             logits = head(data.features[of_step])
-            loss = loss_by_hand(logits, data.labels[of_step], data.domains[of_step], weight, average)
+            loss = loss_by_hand(
+                logits, data.annotations.labels[of_step], data.annotations.domains[of_step], weight, average
+            )
             gradients = torch.autograd.grad(loss, [head.weight, head.bias])
             with torch.no_grad():
                 for parameter, gradient in zip((head.weight, head.bias), gradients, strict=True):
-                    parameter -= job.lr * gradient
+                    parameter -= job.training.lr * gradient
         selected = trained.selected["train_val"]
         assert selected.step == 6
         torch.testing.assert_close(selected.state["head.weight"], head.weight.detach(), rtol=1e-4, atol=1e-6)
@@ -89,7 +91,9 @@ def test_the_loop_trains_as_by_hand(average: LossAverage) -> None:
     model = nn.Sequential(copy.deepcopy(encoder), head).eval()
     images = ImageRows(loop_models.digits(), evaluation_transform(SmallCNN.preprocessing))
     of_encoder, of_head = list(model[0].layers.parameters()), list(head.parameters())
-    optimizer = torch.optim.SGD([{"params": of_encoder, "lr": SGD.encoder_lr}, {"params": of_head, "lr": job.lr}])
+    optimizer = torch.optim.SGD(
+        [{"params": of_encoder, "lr": SGD.encoder_lr}, {"params": of_head, "lr": job.training.lr}]
+    )
     for step in range(3):
         rows = rows_of(job, SGD, step)
         labels, domains = (torch.from_numpy(of)[rows] for of in (images.dataset.labels, images.dataset.domains))

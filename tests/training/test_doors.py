@@ -15,6 +15,7 @@ from bank_problems import digits as cached_digits
 from bank_problems import job_of
 from bank_problems import train as train_heads
 from loop_models import SmallCNN, digits, final_state, make_job, one_process, rows_of, train
+from own_training import under
 from partnered import mixed
 from torch import Tensor, nn
 
@@ -138,10 +139,13 @@ def test_a_head_of_the_bank_equals_one_trained_by_hand(method: type[ERM], sam: b
     """Among others of other seeds: mixed features, soft labels, SAM's second pass on the same, Fish's inner steps."""
     sharpness, training = SAM(rho=0.1) if sam else None, Training(batch_size=8, optimizer="adam")
     jobs = [job_of(method, held_out=h % 4, seed=h, steps=6, sharpness=sharpness) for h in range(5)]
-    bank = stack(jobs, training, torch.device("cpu"))
+    jobs = [under(training, job) for job in jobs]
+    bank = stack(jobs, torch.device("cpu"))
     heads = [job.make(job.setup) for job in jobs]
-    optimizers = [torch.optim.Adam(head.parameters(), lr=job.lr) for head, job in zip(heads, jobs, strict=True)]
-    for number, batch in enumerate(batches(jobs, cached_digits(), training)):
+    optimizers = [
+        torch.optim.Adam(head.parameters(), lr=job.training.lr) for head, job in zip(heads, jobs, strict=True)
+    ]
+    for number, batch in enumerate(batches(jobs, cached_digits())):
         logged = step(bank, batch, number)["loss"]
         for place, (head, optimizer) in enumerate(zip(heads, optimizers, strict=True)):
             own = Batch(*(field[place] for field in batch[:5]))
@@ -267,9 +271,9 @@ def fish_by_hand(job: Job, encoder: SmallCNN, training: Training, meta_lr: float
     parameters = [*encoder.layers.parameters(), *algorithm.head.parameters()]
     groups = [
         {"params": parameters[:-2], "lr": training.encoder_lr},
-        {"params": parameters[-2:], "lr": job.lr},
+        {"params": parameters[-2:], "lr": job.training.lr},
     ]
-    optimizer = torch.optim.Adam(groups, weight_decay=job.weight_decay)
+    optimizer = torch.optim.Adam(groups, weight_decay=job.training.weight_decay)
     for number in range(job.setup.steps):
         batch, before = batch_of(job, training, number), [p.detach().clone() for p in parameters]
         for domain in algorithm.order(number):
@@ -303,8 +307,9 @@ def test_fish_in_the_bank_is_the_recorded_training() -> None:
         return algorithm
 
     plain = job_of(Fish)
-    job = Job("fish", (), 0, 0, plain.split, setup, make, None, float(golden["lr"]), 0.0)
-    bank = stack([job, job], Training(optimizer="adam"), torch.device("cpu"))
+    training = Training(optimizer="adam", lr=float(golden["lr"]))
+    job = Job("fish", (), 0, 0, plain.split, setup, make, None, training)
+    bank = stack([job, job], torch.device("cpu"))
     y, domain = golden["y"].flatten(), torch.arange(3).repeat_interleave(5)
     batch = Batch(golden["X"].flatten(0, 1), y, domain, torch.arange(15), torch.arange(15))
     for number, weight in enumerate(golden["W"]):

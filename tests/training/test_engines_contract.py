@@ -9,7 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from loop_models import SmallCNN, digits, final_state, make_job, one_process, split, step_batch, train
+from loop_models import (
+    SmallCNN,
+    digit_annotations,
+    digits,
+    final_state,
+    make_job,
+    one_process,
+    split,
+    step_batch,
+    train,
+)
+from own_training import under
 from partnered import partnered
 from torch import Tensor, nn
 
@@ -22,7 +33,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.protocol.samplers import PerDomainSampler
 from xdm_ft.recipe.components import find, names
 from xdm_ft.sharpness import Sharpness
-from xdm_ft.tensors import Batch, Losses
+from xdm_ft.tensors import Batch, Criteria, Losses
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.training.bank.train import train_bank
@@ -66,15 +77,11 @@ def table() -> Tensor:
 
 
 def bank_state(job: Job, training: Training) -> dict[str, Tensor]:
-    labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
-    training = training.model_copy(update={"evaluate_every": job.setup.steps})
-    features = Features([table()])
+    job = under(training.model_copy(update={"evaluate_every": job.setup.steps}), job)
+    features, criteria = Features([table()]), Criteria(("train_val",), "accuracy")
     trained = list(
-        train_bank(
-            [job], features, labels, domains, training, ("train_val",), "accuracy",
-            record=lambda job, step, values: None, show=False,
-        )
-    )  # fmt: skip
+        train_bank([job], features, digit_annotations(), criteria, record=lambda job, step, values: None, show=False)
+    )
     return final_state(trained[0])
 
 
@@ -160,7 +167,7 @@ def test_a_second_pass_moves_no_buffer_again_in_the_bank(make: type[Algorithm], 
     buffers = []
     for used in (None, SHARPNESS[sharpness]()):
         job = job_of(make, sharpness=used)
-        bank, batch = stack([job], Training(batch_size=4), torch.device("cpu")), batch_of(job)
+        bank, batch = stack([under(Training(batch_size=4), job)], torch.device("cpu")), batch_of(job)
         cached = partnered(job.make(job.setup), batch._replace(x=table()[batch.index]), number)
         step(bank, Batch(**{name: field[None] for name, field in cached.fields().items()}), number)
         buffers.append(bank.buffers)
@@ -178,14 +185,14 @@ class Resets(ERM):
 def trained_by_hand(job: Job, optimizer: partial[torch.optim.Optimizer], reset_at: int | None) -> Tensor:
     """The head's weight after plain ERM on the cached features, with a new optimizer at `reset_at`."""
     algorithm = ERM(job.setup)
-    current = optimizer(algorithm.parameters(), lr=job.lr)
+    current = optimizer(algorithm.parameters(), lr=job.training.lr)
     for number in range(job.setup.steps):
         rows = PerDomainSampler(job.split.train, 8, job.seed).indices(number, number + 1)[0]
         loss = F.cross_entropy(algorithm.head(table()[rows]), torch.from_numpy(digits().labels)[rows])
         current.zero_grad()
         loss.backward()
         if number == reset_at:
-            current = optimizer(algorithm.parameters(), lr=job.lr)
+            current = optimizer(algorithm.parameters(), lr=job.training.lr)
         current.step()
     return algorithm.head.weight.detach()
 

@@ -22,6 +22,7 @@ from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.protocol.splits import Metric, Split
+from xdm_ft.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.bank.cached_data import CachedData, head_logits
@@ -51,7 +52,7 @@ def naive(name: str, logits: Tensor, labels: Tensor, domains: Tensor) -> float:
 
 def uneven(held_out: int) -> Split:
     """Domains with very different numbers of validation images."""
-    split, domains = split_of(held_out, 0), digits().domains
+    split, domains = split_of(held_out, 0), digits().annotations.domains
     rows = split.evaluation["train_val"]
     few = torch.cat([rows[domains[rows] == d][: 70 // (1 + 3 * d)] for d in range(DOMAINS)])
     return dataclasses.replace(split, evaluation={**split.evaluation, "train_val": few})
@@ -63,9 +64,9 @@ def test_the_mean_over_domains_by_hand(name: str) -> None:
     logits, labels = torch.randn(60, 3, generator=generator), torch.arange(60) % 3
     domains = torch.tensor([5] * 9 + [2] * 40 + [0] * 11)
     rows = torch.randperm(60, generator=generator)
-    images = rule_images("train_val", rows, labels, domains, domains, name, 3)
+    images = rule_images("train_val", rows, Annotations(labels, domains, domains), name, 3)
     assert images.value(logits[rows]) == pytest.approx(naive(name, logits, labels, domains), abs=1e-12)
-    pooled = rule_images("val_domain", rows, labels, domains, domains, name, 3).value(logits[rows])
+    pooled = rule_images("val_domain", rows, Annotations(labels, domains, domains), name, 3).value(logits[rows])
     assert pooled == pytest.approx(metric_of(name, logits, labels, domains), abs=1e-12)
     assert name == "worst_domain_accuracy" or abs(images.value(logits[rows]) - pooled) > 1e-4
 
@@ -74,14 +75,16 @@ def test_one_training_domain_is_its_own_mean() -> None:
     labels, domains = torch.tensor([0, 1, 1, 0]), torch.tensor([2, 2, 2, 2])
     logits, rows = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 0]]), torch.arange(4)
     for name in METRICS:
-        value = rule_images("train_val", rows, labels, domains, domains, name, 2).value(logits)
+        value = rule_images("train_val", rows, Annotations(labels, domains, domains), name, 2).value(logits)
         assert value == metric_of(name, logits, labels, domains), name
 
 
 def test_equal_steps_are_equal_in_any_order_of_domains() -> None:
     """7/10, 1/10, 2/10 and their permutations: float sums differ by their order, the value must not."""
     domains = torch.arange(30) // 10
-    images = rule_images("train_val", torch.arange(30), torch.zeros(30).long(), domains, domains, "accuracy", 2)
+    images = rule_images(
+        "train_val", torch.arange(30), Annotations(torch.zeros(30).long(), domains, domains), "accuracy", 2
+    )
     values = set()
     for right in ((7, 1, 2), (1, 7, 2), (2, 1, 7), (1, 2, 7)):
         wrong = torch.cat([torch.arange(10) >= n for n in right])
@@ -92,21 +95,21 @@ def test_equal_steps_are_equal_in_any_order_of_domains() -> None:
 def test_domains_where_the_metric_is_not_defined_are_left_out_at_every_step() -> None:
     labels, domains = torch.tensor([0, 1, 0, 1, 1, 1, 0, 1]), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
     rows = torch.arange(8)
-    assert undefined_domains(rows, labels, domains, "auroc", 2) == [1]
-    assert undefined_domains(rows, labels, domains, "accuracy", 2) == []
-    images = rule_images("train_val", rows, labels, domains, domains, "auroc", 2)
+    assert undefined_domains(rows, Annotations(labels, domains, domains), "auroc", 2) == [1]
+    assert undefined_domains(rows, Annotations(labels, domains, domains), "accuracy", 2) == []
+    images = rule_images("train_val", rows, Annotations(labels, domains, domains), "auroc", 2)
     for seed in range(3):
         logits = torch.randn(8, 2, generator=torch.Generator().manual_seed(seed))
         kept = domains != 1
         assert images.value(logits) == pytest.approx(naive("auroc", logits[kept], labels[kept], domains[kept]))
-    nowhere = rule_images("train_val", rows[4:6], labels, domains, domains, "auroc", 2)
+    nowhere = rule_images("train_val", rows[4:6], Annotations(labels, domains, domains), "auroc", 2)
     assert math.isnan(nowhere.value(torch.randn(2, 2)))
 
 
 def of_train_val(trained: Trained, data: CachedData, name: str) -> float:
     rows = trained.job.split.evaluation["train_val"]
     logits = head_logits(data.features, rows, trained.selected["train_val"].state)
-    return naive(name, logits, data.labels[rows], data.domains[rows])
+    return naive(name, logits, data.annotations.labels[rows], data.annotations.domains[rows])
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -123,7 +126,7 @@ def test_the_bank_selects_by_the_mean_over_domains(name: str) -> None:
 @pytest.mark.parametrize("name", ["accuracy", "nll"])
 def test_a_solver_selects_by_the_mean_over_domains(name: str) -> None:
     data, job = digits(), job_of(LinearProbe, strengths=(10.0, 0.1, 1e-3), split=uneven(0))
-    trained = solve(job, data.features, data.labels, data.domains, ["train_val"], name)
+    trained = solve(job, data.features, data.annotations, Criteria(("train_val",), name))
     selected = trained.selected["train_val"]
     assert selected.value == trained.course["train_val"][selected.step]
     assert selected.value == pytest.approx(of_train_val(trained, data, name), abs=1e-6)

@@ -8,6 +8,7 @@ import torch
 from bank_problems import job_of
 
 from xdm_ft.errors import UserError
+from xdm_ft.tensors import Criteria
 from xdm_ft.training.selection import Selector, evaluation_steps, known_values, rows_of_rules
 
 
@@ -16,7 +17,7 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 
 def selected_step(values: list[float], metric: str = "accuracy", first_selectable_step: int = 1) -> int:
-    selector = Selector(["train_val"], metric, first_selectable_step)
+    selector = Selector(Criteria(("train_val",), metric), first_selectable_step)
     for step, value in enumerate(values, start=1):
         selector.offer(step, {"train_val": value}, lambda step=step: state_of(step))
     selected = selector.selected["train_val"]
@@ -47,7 +48,7 @@ def test_rules_select_apart_and_a_state_is_made_only_where_needed() -> None:
         made.append(step)
         return state_of(step)
 
-    selector = Selector(["train_val", "oracle"], "accuracy")
+    selector = Selector(Criteria(("train_val", "oracle"), "accuracy"))
     for step, (val, oracle) in enumerate([(0.5, 0.5), (0.4, 0.6), (0.3, 0.2)], start=1):
         selector.offer(step, {"train_val": val, "oracle": oracle}, lambda step=step: state(step), {"l2": step})
     assert {rule: picked.step for rule, picked in selector.selected.items()} == {"train_val": 1, "oracle": 2}
@@ -57,7 +58,7 @@ def test_rules_select_apart_and_a_state_is_made_only_where_needed() -> None:
 
 
 def test_nothing_selected_says_which_rule_and_why() -> None:
-    selector = Selector(["train_val", "oracle"], "auroc", first_selectable_step=5)
+    selector = Selector(Criteria(("train_val", "oracle"), "auroc"), first_selectable_step=5)
     selector.offer(5, {"train_val": math.nan, "oracle": 0.5}, lambda: state_of(5))
     reason = selector.nothing_selected()
     assert reason is not None and "train_val" in reason and "oracle" not in reason
@@ -65,20 +66,20 @@ def test_nothing_selected_says_which_rule_and_why() -> None:
 
 
 def test_only_the_recipes_own_rule_must_select() -> None:
-    selector = Selector(["train_val", "oracle"], "auroc")
+    selector = Selector(Criteria(("train_val", "oracle"), "auroc"))
     selector.offer(1, {"train_val": 0.5, "oracle": math.nan}, lambda: state_of(1))
     assert selector.nothing_selected() is None and set(selector.selected) == {"train_val"}
 
 
 def test_the_course_holds_what_every_rule_saw_even_in_the_warm_up() -> None:
-    selector = Selector(["train_val"], "accuracy", first_selectable_step=3)
+    selector = Selector(Criteria(("train_val",), "accuracy"), first_selectable_step=3)
     for step, value in ((2, 0.9), (4, 0.5)):
         selector.offer(step, {"train_val": value}, lambda: state_of(0))
     assert selector.course == {"train_val": {2: 0.9, 4: 0.5}}
 
 
 def test_patience_ends_after_so_many_evaluations_without_a_better_value() -> None:
-    selector = Selector(["train_val", "oracle"], "accuracy", first_selectable_step=2, patience=2)
+    selector = Selector(Criteria(("train_val", "oracle"), "accuracy"), first_selectable_step=2, patience=2)
     for step, value in ((1, 0.9), (2, 0.5), (3, 0.4), (4, 0.6), (5, 0.6)):
         selector.offer(step, {"train_val": value, "oracle": step / 10}, lambda step=step: state_of(step))
         assert selector.stopped_at is None

@@ -18,7 +18,7 @@ from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.zero_shot import ZeroShot
 from xdm_ft.features.cache import Features
 from xdm_ft.progress import pulse
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.tensors import Batch, Criteria, Task
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.bank.cached_data import CachedData, head_logits
 from xdm_ft.training.class_weights import balanced
@@ -34,7 +34,7 @@ def problem(average: LossAverage = "domain") -> tuple[LinearProbe, Tensor, Batch
     task = Task(tuple(str(c) for c in range(CLASSES)), split.train_domains)
     setup = Setup(task, WIDTH, steps=0, seed=0, loss_average=average)
     z = data.features[rows]
-    batch = Batch(z, data.labels[rows], split.domain_of[data.domains[rows]], rows, rows)
+    batch = Batch(z, data.annotations.labels[rows], split.domain_of[data.annotations.domains[rows]], rows, rows)
     return LinearProbe(setup, strengths=STRENGTHS, tolerance=1e-6), z, batch
 
 
@@ -132,7 +132,7 @@ def test_stopping_early_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 def solved(job: Job, data: CachedData | None = None, metric: str = "accuracy") -> Trained:
     data = data or digits()
-    return solve(job, data.features, data.labels, data.domains, ["train_val", "oracle"], metric)
+    return solve(job, data.features, data.annotations, Criteria(("train_val", "oracle"), metric))
 
 
 def test_each_rule_picks_the_best_strength_on_its_images() -> None:
@@ -148,7 +148,9 @@ def test_each_rule_picks_the_best_strength_on_its_images() -> None:
         losses = []
         for strength in strengths:
             alone = solved(job_of(LinearProbe, strengths=(strength,)), metric="nll").selected[rule].state
-            losses.append(float(F.cross_entropy(head_logits(data.features, rows, alone), data.labels[rows])))
+            losses.append(
+                float(F.cross_entropy(head_logits(data.features, rows, alone), data.annotations.labels[rows]))
+            )
         assert selected.step == int(np.argmin(losses))
     assert 0 < trained.selected["train_val"].step < len(strengths)
 
@@ -182,9 +184,9 @@ def test_zero_shot_is_the_text_weight() -> None:
 
 def test_features_that_are_not_finite_are_a_failure_with_its_reason() -> None:
     data, job = digits(), job_of(LinearProbe)
-    z = data.features[torch.arange(len(data.labels))].clone()
+    z = data.features[torch.arange(len(data.annotations.labels))].clone()
     z[job.split.train[1][2]] = math.inf
-    trained = solved(job, CachedData(Features([z]), data.labels, data.domains))
+    trained = solved(job, CachedData(Features([z]), data.annotations))
     assert trained.selected == {}
     row = int(job.split.train[1][2])
     assert trained.failure == f"the features of 1 training images are not finite, the first that of row {row}"
@@ -192,9 +194,9 @@ def test_features_that_are_not_finite_are_a_failure_with_its_reason() -> None:
 
 def test_validation_logits_that_are_not_finite_are_never_selected() -> None:
     data, job = digits(), job_of(LinearProbe, strengths=(1.0,))
-    z = data.features[torch.arange(len(data.labels))].clone()
+    z = data.features[torch.arange(len(data.annotations.labels))].clone()
     z[job.split.evaluation["train_val"][0]] = math.nan
-    trained = solved(job, CachedData(Features([z]), data.labels, data.domains))
+    trained = solved(job, CachedData(Features([z]), data.annotations))
     assert trained.selected == {}
     assert trained.failure is not None and "train_val" in trained.failure and "oracle" not in trained.failure
 

@@ -14,6 +14,7 @@ from xdm_ft.experiment.plan import ExtraModel, extra_models
 from xdm_ft.experiment.results import Kept, ResultsFile
 from xdm_ft.experiment.train import train
 from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course
+from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job
 
 logger = logging.getLogger("xdm_ft")
@@ -36,8 +37,9 @@ def cross_domain_values(engines: Engines, wanted: Collection[Identity], results:
     alike: dict[tuple[str, tuple[str, ...]], list[tuple[ExtraModel, Job]]] = {}
     for model, job in zip(extra, jobs, strict=True):
         alike.setdefault((job.method, tuple(job.split.evaluation)), []).append((model, job))
+    metric = engines.plan.recipe.protocol.metric
     requests = [
-        Request(models[0][0].item, [job for _, job in models], parts, missing)
+        Request(models[0][0].item, [job for _, job in models], Criteria(parts, metric), missing)
         for (_, parts), models in alike.items()
         if any(job.key in missing for _, job in models)
     ]

@@ -23,6 +23,7 @@ from xdm_ft.recipe.blocks import MethodItem
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.tensors import Criteria
 from xdm_ft.training import Identity, Job, Selected, Trained
 from xdm_ft.training.memory import running_out_named
 from xdm_ft.training.selection import FINAL_FIT
@@ -58,7 +59,7 @@ class Request(NamedTuple):
 
     item: MethodItem
     jobs: Sequence[Job]  # all that may share a chunk of heads, the unwanted ones too
-    rules: Sequence[str]  # selection rules
+    criteria: Criteria
     wanted: Collection[Identity]
 
 
@@ -84,17 +85,17 @@ class Engines:
         """
         from xdm_ft.training.bank.train import chunks
 
-        training, found = self.plan.recipe.training, list[Piece]()
+        found = list[Piece]()
         for request in requests:
             item = request.item
             if self._is_end_to_end(request):
                 continue
-            for jobs in [[job] for job in request.jobs] if item.is_solver else chunks(request.jobs, training):
+            for jobs in [[job] for job in request.jobs] if item.is_solver else chunks(request.jobs):
                 pools = jobs[0].split.train
                 if item.is_solver:
                     images = SOLVER_PASSES * sum(map(len, pools))
                 else:
-                    batch = jobs[0].own(training).images_per_step(len(pools))
+                    batch = jobs[0].training.images_per_step(len(pools))
                     images = len(jobs) * batch * item.gradient_evaluations(jobs[0].setup.steps, len(pools))
                 if any(job.key in request.wanted for job in jobs):
                     found.append(Piece(request, jobs, images))
@@ -106,7 +107,7 @@ class Engines:
         Which process trains a piece changes no number of it.
         """
         for place, (request, jobs, _) in enumerate(queue, start=1):
-            if self.directory.take(_name(jobs, request.rules)):
+            if self.directory.take(_name(jobs, request.criteria.rules)):
                 train = self._solved if request.item.is_solver else self._banked
                 yield from train(jobs, request, f" ({place} of {len(queue)})", show)
 
@@ -124,23 +125,19 @@ class Engines:
         """A chunk of heads, on cached features."""
         from xdm_ft.training.bank.train import train_bank
 
-        plan, features = self.plan, self._features_of(jobs[0])
+        features = self._features_of(jobs[0])
         together = f"{len(jobs)} heads together" if len(jobs) > 1 else "one head"
         named = partial(running_out_named, f"{jobs[0].method}, {together}", "lower training.batch_size")
         with named():
             for trained in train_bank(
                 jobs,
                 features,
-                plan.labels,
-                plan.domains,
-                plan.recipe.training,
-                request.rules,
-                plan.recipe.protocol.metric,
+                self.plan.annotations,
+                request.criteria,
                 record=self._record,
                 show=show,
-                worst_of=plan.worst_of,
                 place=place,
-                checkpoint=lambda jobs: self._checkpoint(jobs, request.rules),
+                checkpoint=lambda jobs: self._checkpoint(jobs, request.criteria.rules),
             ):
                 if trained.job.key in request.wanted:
                     yield Model(trained, _head_logits(features, named))
@@ -149,22 +146,21 @@ class Engines:
         """A model of a method that finds its head without gradient steps."""
         from xdm_ft.training.solvers import solve
 
-        plan, metric, [job] = self.plan, self.plan.recipe.protocol.metric, jobs
+        [job] = jobs
         features = self._features_of(job)
         remedy = "it needs all training features at once; train on fewer images or free some memory"
         named = partial(running_out_named, f"{job.method}, {', '.join(job.test_domains)} held out", remedy)
         with named(), progress(f"{job.method}{place}", 1, "models", show) as bar:
-            trained = solve(job, features, plan.labels, plan.domains, request.rules, metric, plan.worst_of)
+            trained = solve(job, features, self.plan.annotations, request.criteria)
             yield Model(trained, _head_logits(features, named))
             bar.advance()
 
     def _end_to_end(self, job: Job, request: Request) -> Iterator[Model]:
         from xdm_ft.training.end_to_end.train import predict, train_model
 
-        plan, training, accelerator = self.plan, self.plan.recipe.training, self.accelerator
-        encoder = build_encoder(plan.recipe, job.seed)
-        job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, width=encoder.width))
-        checkpoint = self._checkpoint([job], request.rules, writes=accelerator.is_main_process)
+        plan, accelerator = self.plan, self.accelerator
+        encoder, batch_size = build_encoder(plan.recipe, job.seed), plan.recipe.training.batch_size
+        checkpoint = self._checkpoint([job], request.criteria.rules, writes=accelerator.is_main_process)
         name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
         named = partial(running_out_named, name, "lower training.batch_size or raise training.accumulation")
         with named():
@@ -172,24 +168,20 @@ class Engines:
                 job,
                 encoder,
                 plan.dataset,
-                plan.labels,
-                plan.domains,
-                training,
-                request.rules,
-                plan.recipe.protocol.metric,
-                plan.recipe.encoder_common.batch_norm,
+                plan.annotations,
+                request.criteria,
                 accelerator,
+                batch_norm=plan.recipe.encoder_common.batch_norm,
                 record=self._record,
                 show=accelerator.is_main_process,
                 unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
                 augmentation=plan.recipe.train_augmentation,
-                worst_of=plan.worst_of,
                 checkpoint=checkpoint,
             )
 
         def logits(selected: Selected, rows: Tensor) -> Tensor:
             with named():
-                return predict(encoder, selected.state, plan.dataset, rows, accelerator, training.batch_size)
+                return predict(encoder, selected.state, plan.dataset, rows, accelerator, batch_size)
 
         yield Model(trained, logits, encoder)
         checkpoint.remove()  # whoever asks for the next model has kept this one

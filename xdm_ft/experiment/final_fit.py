@@ -30,6 +30,7 @@ from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.recipe.search import Value
+from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job, Selected
 from xdm_ft.training.selection import FINAL_FIT
 
@@ -88,7 +89,7 @@ def final_fit(engines: Engines, results: ResultsFile) -> dict[str, Any] | None:
     def kept(model: Model) -> Kept:
         return _kept(engines, fit, model)
 
-    train(engines, [Request(fit.model.item, [job], (FINAL_FIT,), {job.key})], kept, results)
+    train(engines, [Request(fit.model.item, [job], Criteria((FINAL_FIT,), protocol.metric), {job.key})], kept, results)
     *_, fitted = engines.directory.lines(FINAL_FIT)
     return about | fitted
 

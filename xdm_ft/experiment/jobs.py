@@ -20,11 +20,10 @@ Known = Mapping[str, Mapping[int, float]]
 
 
 def make_job(plan: Plan, prepared: Prepared, model: PlannedModel | ExtraModel, known: Known) -> Job:
-    recipe, item, split, training = plan.recipe, model.item, model.split, model.training
-    features = prepared.features
+    recipe, item, split = plan.recipe, model.item, model.split
     setup = Setup(
         task=Task(plan.dataset.class_names, split.train_domains, recipe.protocol.metric),
-        width=features.width if features is not None else 0,
+        width=prepared.width,
         steps=model.steps,
         seed=model.seed,
         loss_average=recipe.training.loss_average,
@@ -41,9 +40,7 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel | ExtraModel, k
         setup=setup,
         make=item.algorithm.build,
         sharpness=item.sharpness.build() if item.sharpness else None,
-        lr=training.lr,
-        weight_decay=training.weight_decay,
-        training=training,
+        training=model.training,
         averaging=item.averaging.build() if item.averaging else None,
         normalized=item.reads_normalized,
         known=known,
@@ -53,4 +50,4 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel | ExtraModel, k
 def _class_weight(plan: Plan, split: Split) -> Tensor | None:
     if plan.recipe.training.class_weights == "none":
         return None
-    return balanced(plan.labels[torch.cat(split.train)], len(plan.dataset.class_names))
+    return balanced(plan.annotations.labels[torch.cat(split.train)], len(plan.dataset.class_names))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.errors import UserError, did_you_mean
@@ -19,7 +18,7 @@ from xdm_ft.protocol.splits import Split, rules_of, splits
 from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training, unfreezes_too_late
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.recipe.search import Distribution
-from xdm_ft.tensors import Task
+from xdm_ft.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Identity, Training
 from xdm_ft.training.rule_images import BY_DOMAIN, undefined_domains
 
@@ -78,18 +77,21 @@ class Plan:
         return list(by_domains.values())
 
     @property
-    def labels(self) -> Tensor:
-        return torch.as_tensor(self.dataset.labels)
+    def annotations(self) -> Annotations:
+        return annotations_of(self.dataset)
 
     @property
-    def domains(self) -> Tensor:
-        return torch.as_tensor(self.dataset.domains)
+    def criteria(self) -> Criteria:
+        return Criteria(self.rules, self.recipe.protocol.metric)
 
-    @property
-    def worst_of(self) -> Tensor:
-        """int64 [N]: the domain, or the other group over which the data set takes the worst accuracy; −1: none."""
-        groups = self.dataset.worst_of
-        return self.domains if groups is None else torch.as_tensor(groups)
+
+def annotations_of(dataset: ImageDataset) -> Annotations:
+    """The worst group is that of the domains where the data set names no others."""
+    worst_of = dataset.domains if dataset.worst_of is None else dataset.worst_of
+    groups = None if dataset.groups is None else torch.as_tensor(dataset.groups)
+    return Annotations(
+        torch.as_tensor(dataset.labels), torch.as_tensor(dataset.domains), torch.as_tensor(worst_of), groups
+    )
 
 
 def read_data(recipe: Recipe) -> ImageDataset:
@@ -130,10 +132,10 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
 def _left_out_of_selection(recipe: Recipe, dataset: ImageDataset, every: list[Split]) -> Iterator[str]:
     """The training domains on whose validation images the metric is not defined, and in how many of the splits."""
     metric, found = recipe.protocol.metric, Counter[int]()
-    labels, domains = torch.as_tensor(dataset.labels), torch.as_tensor(dataset.domains)
+    annotations = annotations_of(dataset)
     validated = [split.evaluation[BY_DOMAIN] for split in every if BY_DOMAIN in split.evaluation]
     for rows in validated:
-        found.update(undefined_domains(rows, labels, domains, metric, len(dataset.class_names)))
+        found.update(undefined_domains(rows, annotations, metric, len(dataset.class_names)))
     for domain, splits_without in sorted(found.items()):
         name, share = dataset.domain_names[domain], f"{splits_without} of {len(validated)} splits"
         yield f"{BY_DOMAIN} leaves out {name}, where {metric} is not defined, in {share}"

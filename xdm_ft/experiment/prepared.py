@@ -28,6 +28,7 @@ class Prepared:
     pretraining: str  # of the encoder, for the protocol line
     normalize: bool  # its features are L2-normalised
     preprocessing: Preprocessing  # of its images
+    width: int  # K, the size of its features
     features: Features | None
     text_weights: dict[tuple[str, ...] | None, Tensor]
     """Prompts of a method → float32 [C,K]: class embeddings × logit scale. None: the encoder's prompts."""
@@ -63,7 +64,9 @@ def prepare(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
     weights = text_weights(recipe, encoder, dataset.class_names)
-    return Prepared(encoder.pretraining, encoder.normalize, encoder.preprocessing, features, weights, unreadable)
+    return Prepared(
+        encoder.pretraining, encoder.normalize, encoder.preprocessing, encoder.width, features, weights, unreadable
+    )
 
 
 def text_weights(

@@ -67,7 +67,7 @@ def train_planned(
     for models in of_method.values():
         if any(model.key in wanted for model in models):
             jobs = [make_job(engines.plan, engines.prepared, model, known.get(model.key, {})) for model in models]
-            requests.append(Request(models[0].item, jobs, engines.plan.rules, wanted))
+            requests.append(Request(models[0].item, jobs, engines.plan.criteria, wanted))
 
     def measured(model: Model) -> Kept:
         return measure(engines.plan, engines.prepared, planned[model.trained.job.key], model)
@@ -158,8 +158,8 @@ def _pick(plan: Plan, planned: PlannedModel, selected: Selected, logits: Mapping
 
 
 def _score(plan: Plan, rows: Tensor, logits: Tensor) -> Score:
-    names = plan.dataset.class_names, plan.dataset.domain_names
-    return score(logits, plan.labels[rows], plan.domains[rows], *names, worst_of=plan.worst_of[rows])
+    about, names = plan.annotations, (plan.dataset.class_names, plan.dataset.domain_names)
+    return score(logits, about.labels[rows], about.domains[rows], *names, worst_of=about.worst_of[rows])
 
 
 def _flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
@@ -187,12 +187,12 @@ def _value(plan: Plan, job: Job, rule: str, selected: Selected, logits: Mapping[
 def _images(plan: Plan, split: str, rows: Tensor) -> RuleImages:
     """The images of a split as selection measures them in the protocol's metric."""
     metric, classes = plan.recipe.protocol.metric, len(plan.dataset.class_names)
-    return rule_images(split, rows, plan.labels, plan.domains, plan.worst_of, metric, classes)
+    return rule_images(split, rows, plan.annotations, metric, classes)
 
 
 def _prediction(plan: Plan, planned: PlannedModel, rule: str, logits: Tensor) -> Prediction:
     rows = planned.split.evaluation["test"]
-    values = per_image(plan.recipe.protocol.metric, logits, plan.labels[rows])
+    values = per_image(plan.recipe.protocol.metric, logits, plan.annotations.labels[rows])
     predicted = logits.argmax(-1).numpy().astype(np.int64)
     return Prediction.on(plan.dataset, planned.key, rule, rows.numpy(), predicted, values)
 

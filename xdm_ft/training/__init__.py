@@ -12,7 +12,7 @@ from torch import Tensor
 from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
 from xdm_ft.averaging import Averaging
 from xdm_ft.evaluation.records import Identity
-from xdm_ft.protocol.samplers import SamplerName
+from xdm_ft.protocol.samplers import BatchSampler, SamplerName, sampler
 from xdm_ft.protocol.splits import Split
 from xdm_ft.settings import Block
 from xdm_ft.sharpness import Sharpness
@@ -90,8 +90,8 @@ class Training(Block):
         return self.batch_size * (1 if self.sampler == "pooled" else domains)
 
 
-Course = dict[str, dict[int, float]]
-"""Selection rule → steps taken → what it looks at is worth then, in the protocol's metric."""
+RuleValues = dict[str, dict[int, float]]
+"""{rule: {step: value of the selection metric}}; a step is the number of steps taken."""
 
 
 @dataclass(frozen=True)
@@ -106,21 +106,20 @@ class Job:
     setup: Setup
     make: Callable[[Setup], Algorithm | Solver]
     sharpness: Sharpness | None
-    lr: float
-    weight_decay: float
+    training: Training  # with what a search drew of it
     averaging: Averaging | None = None
     normalized: bool = False  # it reads L2-normalised features, whatever the encoder gives (cached ones only)
-    training: Training | None = None  # its own, where a search drew some of it
     known: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """As `Course`, for rules whose values this model's own images do not tell: other models measured them."""
+    """`RuleValues` of the rules whose values are not measured on this model's own images but came from other models."""
 
     @property
     def key(self) -> Identity:
         return self.method, self.test_domains, self.seed, self.trial
 
-    def own(self, training: Training) -> Training:
-        """Its own block, else that of all."""
-        return training if self.training is None else self.training
+    def sampler(self, labels: Tensor) -> BatchSampler:
+        """The rows of its batches; `labels` int64 [N] are those of all images."""
+        training = self.training
+        return sampler(training.sampler, self.split.train, training.batch_size, self.seed, labels)
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,6 @@ class Trained:
     mixed_steps: int | None
     seconds: float
     failure: str | None = None  # why there is no model, e.g. a NaN loss at a step
-    course: Course = field(default_factory=dict)  # what the rules looked at
+    course: RuleValues = field(default_factory=dict)
     stopped_at: int | None = None  # steps after which patience ended; None where it did not
     restarts: tuple[str, ...] = ()  # why the training started again, each time that it did

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from xdm_ft.evaluation.metrics import is_defined, per_image_nll
 from xdm_ft.evaluation.metrics import metric as metric_of
+from xdm_ft.tensors import Annotations
 
 BY_DOMAIN = "train_val"
 """The split whose domains count the same: DomainBed averages the accuracies of the training domains' validation parts
@@ -45,37 +46,35 @@ class RuleImages:
         return [metric_of(self.metric, logits[part], self.labels[part], self.worst_of[part]) for part in parts]
 
 
-def rule_images(
-    split: str, rows: Tensor, labels: Tensor, domains: Tensor, worst_of: Tensor, metric: str, num_classes: int
-) -> RuleImages:
-    """Of the images `rows` (int64 [n]) of a split; `labels`, `domains` and `worst_of` are those of all images [N].
+def rule_images(split: str, rows: Tensor, annotations: Annotations, metric: str, num_classes: int) -> RuleImages:
+    """The images `rows` (int64 [n]) of a split.
 
     Which domains count is settled here, from labels alone: it is the same at every step and for every trial.
     """
-    rows = rows.to(labels.device)
-    own, part_of = labels[rows], torch.zeros_like(rows)
+    rows = rows.to(annotations.labels.device)
+    own, worst_of, part_of = annotations.labels[rows], annotations.worst_of[rows], torch.zeros_like(rows)
     if split != BY_DOMAIN or metric == "worst_domain_accuracy":
-        return RuleImages(own, worst_of[rows], metric, None, part_of)
-    parts = tuple(_defined_parts(rows, labels, domains, metric, num_classes)[0].values())
+        return RuleImages(own, worst_of, metric, None, part_of)
+    parts = tuple(_defined_parts(rows, annotations, metric, num_classes)[0].values())
     part_of += len(parts)
     for number, part in enumerate(parts):
         part_of[part] = number
-    return RuleImages(own, worst_of[rows], metric, parts, part_of)
+    return RuleImages(own, worst_of, metric, parts, part_of)
 
 
-def undefined_domains(rows: Tensor, labels: Tensor, domains: Tensor, metric: str, num_classes: int) -> list[int]:
+def undefined_domains(rows: Tensor, annotations: Annotations, metric: str, num_classes: int) -> list[int]:
     """The domains, by their number in the data set, on whose images of BY_DOMAIN `rows` the metric is not defined."""
-    return _defined_parts(rows, labels, domains, metric, num_classes)[1]
+    return _defined_parts(rows, annotations, metric, num_classes)[1]
 
 
 def _defined_parts(
-    rows: Tensor, labels: Tensor, domains: Tensor, metric: str, num_classes: int
+    rows: Tensor, annotations: Annotations, metric: str, num_classes: int
 ) -> tuple[dict[int, Tensor], list[int]]:
     """Domain → places of its images in `rows`, where the metric is defined; the domains where it is not."""
-    of_row, found, undefined = domains[rows], dict[int, Tensor](), list[int]()
+    of_row, found, undefined = annotations.domains[rows], dict[int, Tensor](), list[int]()
     for domain in of_row.unique().tolist():
         place = (of_row == domain).nonzero()[:, 0]
-        if is_defined(metric, labels[rows[place]], num_classes):
+        if is_defined(metric, annotations.labels[rows[place]], num_classes):
             found[domain] = place
         else:
             undefined.append(domain)

@@ -13,7 +13,8 @@ from xdm_ft.algorithms import Finish
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.protocol.splits import SELECTION_SPLIT
-from xdm_ft.training import Course, Job, Selected
+from xdm_ft.tensors import Criteria
+from xdm_ft.training import Job, RuleValues, Selected
 
 FINAL_FIT = "final_fit"
 """The rule whose step is known before the training begins, as `Job.known` has it; it measures nothing."""
@@ -64,13 +65,12 @@ class Selector:
     The first rule is the recipe's own: where it can pick nothing there is no model. Another one may go without.
     """
 
-    def __init__(
-        self, rules: Sequence[str], metric: str, first_selectable_step: int = 1, patience: int | None = None
-    ) -> None:
-        """`patience`: evaluations in a row without a better value by the first rule, after which it is told to stop."""
-        self.rules, self.metric, self.first_selectable_step = tuple(rules), metric, first_selectable_step
+    def __init__(self, criteria: Criteria, first_selectable_step: int = 1, patience: int | None = None) -> None:
+        """`patience`: evaluations in a row without a better value by the first rule, after which training stops."""
+        self.rules, self.metric = criteria.rules, criteria.metric
+        self.first_selectable_step = first_selectable_step
         self.selected: dict[str, Selected] = {}
-        self.course: Course = {rule: {} for rule in self.rules}
+        self.course: RuleValues = {rule: {} for rule in self.rules}
         self.patience, self.waited = patience, 0
         self.stopped_at: int | None = None  # steps after which patience ended
 
@@ -146,7 +146,7 @@ def best_finish(
     `measure` returns the metric on every split. `Selected.curve` has it of all that is offered; None is a metric that
     is not defined. Returns None where it is not defined on `looks_at` for anything that can be picked.
     """
-    selector = Selector((looks_at,), metric, first_selectable_step=0)
+    selector = Selector(Criteria((looks_at,), metric), first_selectable_step=0)
     curve: list[dict[str, float | None]] = []
     for one in offered:
         here = dataclasses.replace(selected, state=one.state, hparams=selected.hparams | one.varied)

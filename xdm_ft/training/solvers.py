@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Solver
 from xdm_ft.progress import pulse
-from xdm_ft.tensors import Batch
+from xdm_ft.tensors import Annotations, Batch, Criteria
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.bank.cached_data import head_logits
 from xdm_ft.training.rule_images import RuleImages, rule_images
@@ -22,32 +21,21 @@ if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
 
 
-def solve(
-    job: Job,
-    features: Features,
-    labels: Tensor,
-    domains: Tensor,
-    rules: Sequence[str],
-    metric: str,
-    worst_of: Tensor | None = None,
-) -> Trained:
+def solve(job: Job, features: Features, annotations: Annotations, criteria: Criteria) -> Trained:
     """Offers the solver's candidates to selection, in their order. Deterministic on a CPU.
 
-    `features` are the L2-normalised ones where the solver says `normalized`; `labels` and `domains` are int64 [N],
-    domains numbered as in the data set; `worst_of` as for `train_bank`. `Selected.step` is the candidate's place in the
-    path, `Selected.hparams` what distinguishes it.
+    `features` are the L2-normalised ones where the solver says `normalized`. `Selected.step` is the candidate's place
+    in the path, `Selected.hparams` what distinguishes it.
     """
     started = time.perf_counter()
-    worst_of = domains if worst_of is None else worst_of
     solver = job.make(job.setup)
     assert isinstance(solver, Solver)
-    watched, classes = rows_of_rules(job, rules), job.setup.task.num_classes
+    watched, classes = rows_of_rules(job, criteria.rules), job.setup.task.num_classes
     images = {
-        rule: rule_images(split_of(rule), own, labels, domains, worst_of, metric, classes)
-        for rule, own in watched.items()
+        rule: rule_images(split_of(rule), own, annotations, criteria.metric, classes) for rule, own in watched.items()
     }
-    selector = Selector(rules, metric, first_selectable_step=0)
-    rows = torch.cat(job.split.train)
+    selector = Selector(criteria, first_selectable_step=0)
+    rows, labels, domains = torch.cat(job.split.train), annotations.labels, annotations.domains
     batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
     broken = rows[~torch.isfinite(batch.x).all(1).cpu()].tolist()
     if broken:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bank_problems import DOMAINS, WIDTH, WithDomainHead, digits, job_of, train
+from own_training import under
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
@@ -47,8 +48,9 @@ def jobs_of(method: type[Algorithm], count: int, sam: bool, steps: int, **settin
 
 def trajectory(jobs: list[Job], training: Training, steps: int) -> tuple[Bank, list[dict[str, Tensor]]]:
     """The bank after `steps` steps, and its parameters after each."""
-    bank, after = stack(jobs, training, torch.device("cpu")), []
-    for number, batch in zip(range(steps), batches(jobs, digits(), training), strict=False):
+    jobs = [under(training, job) for job in jobs]
+    bank, after = stack(jobs, torch.device("cpu")), []
+    for number, batch in zip(range(steps), batches(jobs, digits()), strict=False):
         step(bank, batch, number)
         after.append({name: value.detach().clone() for name, value in (bank.main | bank.auxiliary).items()})
     return bank, after
@@ -78,7 +80,7 @@ def test_a_head_among_24_ends_where_it_ends_alone(method: type[Algorithm]) -> No
         (alone,) = train([jobs[h]])
         in_bank = together[h]
         assert in_bank.job is jobs[h]
-        rows = torch.arange(len(digits().labels))
+        rows = torch.arange(len(digits().annotations.labels))
         a, b = (accuracy(trained.selected["train_val"].state, rows) for trained in (in_bank, alone))
         assert abs(a - b) <= 0.002  # 3 of 1797 images
         assert a > 0.8
@@ -86,7 +88,12 @@ def test_a_head_among_24_ends_where_it_ends_alone(method: type[Algorithm]) -> No
 
 def accuracy(state: dict[str, Tensor], rows: Tensor) -> float:
     data = digits()
-    return metric("accuracy", head_logits(data.features, rows, state), data.labels[rows], data.domains[rows])
+    return metric(
+        "accuracy",
+        head_logits(data.features, rows, state),
+        data.annotations.labels[rows],
+        data.annotations.domains[rows],
+    )
 
 
 def test_sam_in_a_bank_is_the_hand_written_loop() -> None:
@@ -99,7 +106,9 @@ def test_sam_in_a_bank_is_the_hand_written_loop() -> None:
         model = job.make(job.setup)
         assert isinstance(model, ERM)
         weight, bias = model.head.weight, model.head.bias
-        optimizer = torch.optim.SGD([weight, bias], lr=job.lr, momentum=0.9, weight_decay=job.weight_decay)
+        optimizer = torch.optim.SGD(
+            [weight, bias], lr=job.training.lr, momentum=0.9, weight_decay=job.training.weight_decay
+        )
         assert job.sharpness is not None
         for number in range(6):
             z, y = batch_of(job, number)
@@ -123,7 +132,7 @@ def test_sam_in_a_bank_is_the_hand_written_loop() -> None:
 def batch_of(job: Job, number: int) -> tuple[Tensor, Tensor]:
     """Features and labels of a step; domains are equally large, so that both loss averages agree."""
     rows = PerDomainSampler(job.split.train, 8, job.seed).indices(number, number + 1)[0]
-    return digits().features[rows], digits().labels[rows]
+    return digits().features[rows], digits().annotations.labels[rows]
 
 
 def test_auxiliary_parameters_step_once_unclipped_and_outside_sam() -> None:
@@ -135,10 +144,10 @@ def test_auxiliary_parameters_step_once_unclipped_and_outside_sam() -> None:
         model = job.make(job.setup)
         assert isinstance(model, WithDomainHead)
         domain_head, moved = model.domain_head, []
-        optimizer = torch.optim.SGD(domain_head.parameters(), lr=job.lr, momentum=0.9)
+        optimizer = torch.optim.SGD(domain_head.parameters(), lr=job.training.lr, momentum=0.9)
         rows = PerDomainSampler(job.split.train, 8, job.seed).indices(0, 5)
         for number in range(5):
-            z, domain = digits().features[rows[number]], job.split.domain_of[digits().domains[rows[number]]]
+            z, domain = digits().features[rows[number]], job.split.domain_of[digits().annotations.domains[rows[number]]]
             optimizer.zero_grad()
             F.cross_entropy(domain_head(z), domain).backward()
             optimizer.step()
@@ -153,40 +162,38 @@ def test_auxiliary_parameters_step_once_unclipped_and_outside_sam() -> None:
 def test_batches_are_the_samplers_and_domains_those_of_the_split() -> None:
     jobs = [job_of(held_out=3, seed=1, steps=5), job_of(held_out=1, seed=2, steps=5)]
     data, training = digits(), Training(batch_size=4, sampler="pooled")
-    made: list[Batch] = list(batches(jobs, data, training))
+    made: list[Batch] = list(batches([under(training, job) for job in jobs], data))
     assert len(made) == 5
     for h, job in enumerate(jobs):
         rows = PooledSampler(job.split.train, 4, job.seed).indices(0, 5)
         for batch, expected in zip(made, rows, strict=True):
             assert torch.equal(batch.index[h], expected)
             assert torch.equal(batch.x[h], data.features[expected])
-            assert torch.equal(batch.y[h], data.labels[expected])
+            assert torch.equal(batch.y[h], data.annotations.labels[expected])
             names = [job.split.train_domains[d] for d in batch.domain[h].tolist()]
-            assert names == [f"d{d}" for d in data.domains[expected].tolist()]
+            assert names == [f"d{d}" for d in data.annotations.domains[expected].tolist()]
 
 
 def test_chunks_hold_neighbours_of_one_shape() -> None:
     jobs = [job_of(steps=5, seed=s) for s in range(2 * CHUNK_HEADS + 1)] + [job_of(steps=6)]
-    sizes = [len(chunk) for chunk in chunks(jobs, SGD)]
+    sizes = [len(chunk) for chunk in chunks(jobs)]
     assert sizes == [CHUNK_HEADS, CHUNK_HEADS, 1, 1]
-    assert [job for chunk in chunks(jobs, SGD) for job in chunk] == jobs
+    assert [job for chunk in chunks(jobs) for job in chunk] == jobs
 
 
 def test_chunks_part_settings_that_do_not_stack() -> None:
     jobs = [job_of(XDomainMix, seed=s, warmup_steps=3 + s % 2, p_discard=s / 10) for s in range(4)]
     jobs += [job_of(XDomainMix, warmup_steps=3, sharpness=SAM(rho=rho)) for rho in (0.1, 0.2)]
     place = {id(job): number for number, job in enumerate(jobs)}
-    found = [[place[id(job)] for job in chunk] for chunk in chunks(jobs, SGD)]
+    found = [[place[id(job)] for job in chunk] for chunk in chunks(jobs)]
     assert found == [[0, 2], [1, 3], [4, 5]]
 
 
 def test_chunks_part_what_else_a_search_draws() -> None:
-    drawn = [
-        SGD.model_copy(update=values) for values in ({"lr": 0.5, "momentum": 0.1}, {"beta1": 0.5}, {"batch_size": 3})
-    ]
-    jobs = [dataclasses.replace(job_of(seed=s), training=own) for s in range(2) for own in (None, *drawn)]
+    drawn = {}, {"lr": 0.5, "momentum": 0.1}, {"beta1": 0.5}, {"batch_size": 3}
+    jobs = [dataclasses.replace(job_of(seed=s), training=SGD.model_copy(update=own)) for s in range(2) for own in drawn]
     place = {id(job): number for number, job in enumerate(jobs)}
-    assert [[place[id(job)] for job in chunk] for chunk in chunks(jobs, SGD)] == [[0, 1, 4, 5], [2, 6], [3, 7]]
+    assert [[place[id(job)] for job in chunk] for chunk in chunks(jobs)] == [[0, 1, 4, 5], [2, 6], [3, 7]]
 
 
 def test_a_head_that_stops_keeps_what_it_picked_and_the_others_go_on() -> None:
@@ -222,23 +229,23 @@ def test_a_head_that_has_stopped_does_not_fail_with_the_others() -> None:
 def test_chunks_part_what_averages_from_what_does_not() -> None:
     jobs = [job_of(seed=seed) for seed in range(4)]
     jobs = [dataclasses.replace(job, averaging=SWAD(n_converge=1 + job.seed) if job.seed % 2 else None) for job in jobs]
-    assert [[job.seed for job in chunk] for chunk in chunks(jobs, SGD)] == [[0, 2], [1, 3]]
+    assert [[job.seed for job in chunk] for chunk in chunks(jobs)] == [[0, 2], [1, 3]]
 
 
 def test_a_chunk_holds_no_more_features_than_are_kept_in_memory() -> None:
     large = SGD.model_copy(update={"batch_size": CHUNK_BYTES // (4 * 3 * WIDTH) // 5})  # three domains
-    assert [len(chunk) for chunk in chunks([job_of(steps=5, seed=s) for s in range(7)], large)] == [5, 2]
+    assert [len(chunk) for chunk in chunks([under(large, job_of(steps=5, seed=s)) for s in range(7)])] == [5, 2]
     larger = SGD.model_copy(update={"batch_size": CHUNK_BYTES})
-    assert [len(chunk) for chunk in chunks([job_of(steps=5, seed=s) for s in range(2)], larger)] == [1, 1]
+    assert [len(chunk) for chunk in chunks([under(larger, job_of(steps=5, seed=s)) for s in range(2)])] == [1, 1]
 
 
 def test_settings_that_differ_but_do_not_stack_are_refused() -> None:
     jobs = [job_of(XDomainMix, warmup_steps=3), job_of(XDomainMix, warmup_steps=4)]
     with pytest.raises(AssertionError, match="must be buffers"):
-        stack(jobs, SGD, torch.device("cpu"))
+        stack([under(SGD, job) for job in jobs], torch.device("cpu"))
     jobs = [job_of(sharpness=SAM(adaptive=True)), job_of(sharpness=SAM())]
     with pytest.raises(AssertionError, match="sharpness"):
-        stack(jobs, SGD, torch.device("cpu"))
+        stack([under(SGD, job) for job in jobs], torch.device("cpu"))
 
 
 def test_settings_that_stack_may_differ() -> None:
@@ -261,7 +268,7 @@ def test_same_jobs_same_bits(method: Callable[..., Algorithm]) -> None:
 def test_features_in_shards_train_alike() -> None:
     """What a bank reads is `features[rows]`, wherever the features are."""
     data = digits()
-    shards = list(data.features[torch.arange(len(data.labels))].split(500))
+    shards = list(data.features[torch.arange(len(data.annotations.labels))].split(500))
     sharded = dataclasses.replace(data, features=type(data.features)(shards))
     a, b = (train([job_of(steps=10)], data=of)[0].selected["train_val"] for of in (data, sharded))
     assert torch.equal(a.state["head.weight"], b.state["head.weight"])

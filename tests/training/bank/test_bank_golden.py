@@ -50,9 +50,9 @@ def test_the_recorded_trajectory_of_both_heads(golden: dict[str, Tensor], heads:
     """SGD with momentum, class head clipped to norm 1, domain head unclipped, mean over the batch. (2 + 5 steps)"""
     setup = Setup(Task(tuple("abcd"), tuple("xyz")), width=16, steps=STEPS, seed=0, loss_average="sample")
     split = split_of(0, 0)
-    job = Job("xdomainmix", ("d0",), 0, 0, split, setup, lambda s: Replayed(s, golden), None, lr=0.5, weight_decay=0.0)
-    training = Training(optimizer="sgd", momentum=0.9, clip_norm=1.0, loss_average="sample")
-    bank = stack([job] * heads, training, torch.device("cpu"))
+    training = Training(optimizer="sgd", lr=0.5, momentum=0.9, clip_norm=1.0, loss_average="sample")
+    job = Job("xdomainmix", ("d0",), 0, 0, split, setup, lambda s: Replayed(s, golden), None, training)
+    bank = stack([job] * heads, torch.device("cpu"))
     for t in range(STEPS):
         x, y, domain = (golden[name][t].expand(heads, *golden[name][t].shape) for name in ("X", "y", "domain"))
         losses = step(bank, Batch(x, y, domain, *(torch.arange(10).expand(heads, -1),) * 2), t)

@@ -38,7 +38,7 @@ def recorded(jobs: list[Job], training: Training, **arguments: object) -> Record
 
 
 def test_records_hold_the_means_since_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xdm_ft.training.bank.state.READ_STEPS", 3)  # losses are read in more than one block
+    monkeypatch.setattr("xdm_ft.training.running_means.READ_STEPS", 3)  # losses are read in more than one block
     training = Training(batch_size=2, evaluate_every=4, schedule=Schedule(warmup_steps=9))
     jobs = [job_of(Counting, seed=seed, steps=10, lr=seed + 1.0) for seed in range(2)]
     records = recorded(jobs, training)
@@ -72,13 +72,13 @@ def test_the_selected_state_has_the_best_recorded_metric(name: str) -> None:
     data = digits()
     for job, trained in zip(jobs, results, strict=True):
         for rule, split in (("train_val", "train_val"), ("oracle", "test_val")):
-            course = [(step, values[f"{rule}/{name}"]) for of, step, values in records if of is job]
+            course = [(step, values[f"{rule}/{name}"]) for of, step, values in records if of.key == job.key]
             best = (min if name == "nll" else max)(value for _, value in course)
             selected = trained.selected[rule]
             assert selected.step == next(step for step, value in course if value == best)
             rows = job.split.evaluation[split]
             logits = head_logits(data.features, rows, selected.state)
-            images = rule_images(split, rows, data.labels, data.domains, data.domains, name, CLASSES)
+            images = rule_images(split, rows, data.annotations, name, CLASSES)
             assert selected.value == best
             assert images.value(logits) == pytest.approx(best, abs=1e-6)
 
@@ -110,9 +110,9 @@ def test_a_state_is_whole_and_on_the_cpu() -> None:
 def spoiled(row: int) -> CachedData:
     """Digits with one image whose features are not numbers."""
     data = digits()
-    z = data.features[torch.arange(len(data.labels))].clone()
+    z = data.features[torch.arange(len(data.annotations.labels))].clone()
     z[row] = math.nan
-    return CachedData(Features([z]), data.labels, data.domains)
+    return CachedData(Features([z]), data.annotations)
 
 
 def test_a_broken_head_fails_alone_and_names_its_step_and_rows() -> None:
@@ -155,7 +155,7 @@ def test_all_heads_broken_ends_the_training() -> None:
 def test_an_undefined_metric_is_a_failure_with_its_reason() -> None:
     split = split_of(0, 0)
     rows = split.evaluation["train_val"]
-    split.evaluation["train_val"] = rows[digits().labels[rows] == 4]  # auroc needs a second class
+    split.evaluation["train_val"] = rows[digits().annotations.labels[rows] == 4]  # auroc needs a second class
     (trained,) = train([job_of(split=split, steps=5)], metric="auroc")
     assert trained.selected == {}
     assert trained.failure is not None and "auroc" in trained.failure

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bank_problems import digits, job_of, train
+from own_training import under
 from scipy.stats import chisquare
 from torch import Tensor
 
@@ -19,10 +20,12 @@ from xdm_ft.features.cache import Features
 from xdm_ft.protocol.samplers import PerDomainSampler
 from xdm_ft.randomness import Stream, integers
 from xdm_ft.sharpness.sam import SAM
+from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank import cached_data
-from xdm_ft.training.bank.cached_data import CachedData, Validation, batches
+from xdm_ft.training.bank import cached_data, validation
+from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank.validation import BankValidation
 from xdm_ft.training.solvers import solve
 
 SGD = Training(batch_size=8, optimizer="sgd", momentum=0.0)
@@ -32,7 +35,7 @@ SGD = Training(batch_size=8, optimizer="sgd", momentum=0.0)
 def viewed(count: int = 2) -> CachedData:
     """Digits, and `count` views of their features, each moved by a noise of its own."""
     data = digits()
-    plain = data.features[torch.arange(len(data.labels))]
+    plain = data.features[torch.arange(len(data.annotations.labels))]
     generator = torch.Generator().manual_seed(1)
     views = [[plain + 0.3 * torch.randn(plain.shape, generator=generator)] for _ in range(count)]
     return dataclasses.replace(data, features=Features([plain], views))
@@ -43,18 +46,18 @@ def drawn_by_hand(job: Job, number: int, count: int = 2) -> tuple[Tensor, Tensor
     rows = PerDomainSampler(job.split.train, 8, job.seed).indices(number, number + 1)[0]
     view = 1 + integers(job.seed, number, Stream.VIEW, torch.arange(len(rows)), count)
     every = torch.stack([viewed(count).features.of_views(rows, torch.full_like(rows, v)) for v in range(count + 1)])
-    return every[view, torch.arange(len(rows))], viewed(count).labels[rows], rows
+    return every[view, torch.arange(len(rows))], viewed(count).annotations.labels[rows], rows
 
 
 def test_a_head_on_views_is_the_naive_loop_over_the_same_view_rows() -> None:
-    jobs = [job_of(held_out=h, seed=s, steps=20, lr=0.01) for h, s in ((0, 0), (2, 5))]
-    bank = stack(jobs, SGD, torch.device("cpu"))
-    for number, batch in enumerate(batches(jobs, viewed(), SGD)):
+    jobs = [under(SGD, job_of(held_out=h, seed=s, steps=20, lr=0.01)) for h, s in ((0, 0), (2, 5))]
+    bank = stack(jobs, torch.device("cpu"))
+    for number, batch in enumerate(batches(jobs, viewed())):
         step(bank, batch, number)
     for head, job in enumerate(jobs):
         model = job.make(job.setup)
         assert isinstance(model, Algorithm)
-        optimizer = torch.optim.SGD(model.head.parameters(), lr=job.lr)
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=job.training.lr)
         for number in range(20):
             z, y, _ = drawn_by_hand(job, number)
             optimizer.zero_grad()
@@ -65,9 +68,9 @@ def test_a_head_on_views_is_the_naive_loop_over_the_same_view_rows() -> None:
 
 def test_views_are_drawn_uniformly_and_independently() -> None:
     count = 3
-    [job] = jobs = [job_of(steps=600)]
+    [job] = jobs = [under(SGD, job_of(steps=600))]
     drawn = torch.cat([1 + integers(job.seed, s, Stream.VIEW, torch.arange(24), count)[None] for s in range(600)])
-    found = torch.stack([batch.x[0] for batch in batches(jobs, viewed(count), SGD)])
+    found = torch.stack([batch.x[0] for batch in batches(jobs, viewed(count))])
     rows = PerDomainSampler(job.split.train, 8, job.seed).indices(0, 600)
     assert torch.equal(found, viewed(count).features.of_views(rows, drawn))
     assert chisquare(drawn.flatten().bincount()[1:].numpy()).pvalue > 1e-3
@@ -78,25 +81,25 @@ def test_views_are_drawn_uniformly_and_independently() -> None:
 
 
 def test_a_head_draws_the_same_alone_and_among_others() -> None:
-    jobs = [job_of(held_out=h % 4, seed=h // 2, steps=300) for h in range(6)]
-    together = list(batches(jobs, viewed(), SGD))
+    jobs = [under(SGD, job_of(held_out=h % 4, seed=h // 2, steps=300)) for h in range(6)]
+    together = list(batches(jobs, viewed()))
     for h, job in enumerate(jobs):
-        for number, batch in enumerate(batches([job], viewed(), SGD)):
+        for number, batch in enumerate(batches([job], viewed())):
             assert torch.equal(batch.x[0], together[number].x[h])
     assert not torch.equal(together[0].x[0], together[0].x[2])
 
 
 def test_rows_batches_and_starts_are_those_of_the_plain_view() -> None:
-    jobs = [job_of(steps=5)]
-    for plain, other in zip(batches(jobs, digits(), SGD), batches(jobs, viewed(), SGD), strict=True):
+    jobs = [under(SGD, job_of(steps=5))]
+    for plain, other in zip(batches(jobs, digits()), batches(jobs, viewed()), strict=True):
         assert torch.equal(plain.index, other.index) and torch.equal(plain.y, other.y)
         assert not torch.equal(plain.x, other.x)
 
 
 def test_both_passes_of_sam_see_the_same_views() -> None:
-    jobs = [job_of(held_out=0, steps=1, sharpness=SAM(rho=0.5), lr=0.3)]
-    bank = stack(jobs, SGD, torch.device("cpu"))
-    [batch] = batches(jobs, viewed(), SGD)
+    jobs = [under(SGD, job_of(held_out=0, steps=1, sharpness=SAM(rho=0.5), lr=0.3))]
+    bank = stack(jobs, torch.device("cpu"))
+    [batch] = batches(jobs, viewed())
     step(bank, batch, 0)
     model = jobs[0].make(jobs[0].setup)
     assert isinstance(model, Algorithm)
@@ -116,7 +119,7 @@ def test_evaluation_reads_the_plain_view(metric: str) -> None:
     jobs = [job_of(), job_of(held_out=1)]
     weight = torch.randn(2, 10, viewed().features.width, generator=torch.Generator().manual_seed(0))
     bias = torch.zeros(2, 10)
-    plain, other = (Validation(jobs, data, ["train_val"], metric) for data in (digits(), viewed()))
+    plain, other = (BankValidation(jobs, data, Criteria(("train_val",), metric)) for data in (digits(), viewed()))
     assert plain.values(weight, bias) == other.values(weight, bias)
 
 
@@ -134,7 +137,7 @@ def test_training_on_views_ends_elsewhere_and_still_learns() -> None:
 def test_solvers_read_the_plain_view() -> None:
     job = job_of(LinearProbe, steps=1)
     found = [
-        solve(job, data.features, data.labels, data.domains, ["train_val"], "accuracy").selected["train_val"].state
+        solve(job, data.features, data.annotations, Criteria(("train_val",), "accuracy")).selected["train_val"].state
         for data in (digits(), viewed())
     ]
     assert torch.equal(found[0]["head.weight"], found[1]["head.weight"])
@@ -146,7 +149,7 @@ def test_features_from_files_train_to_the_same_bits(views: int, monkeypatch: pyt
     from xdm_ft.features import cache as feature_cache
 
     data = viewed() if views else digits()
-    rows = torch.arange(len(data.labels))
+    rows = torch.arange(len(data.annotations.labels))
     monkeypatch.setattr(cached_data, "HELD_BYTES", 0)
     monkeypatch.setattr(cached_data, "READ_BYTES", 4 * data.features.width * 24 * 2 * 3)
     shards = [list(data.features.of_views(rows, torch.full_like(rows, v)).split(500)) for v in range(views + 1)]
@@ -166,12 +169,12 @@ def test_selection_in_blocks_and_by_some_heads_at_a_time(monkeypatch: pytest.Mon
     rules = ["train_val", "oracle"]
     generator = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(*shape, generator=generator) for shape in ((4, 10, digits().features.width), (4, 10)))
-    whole = Validation(jobs, digits(), rules, "nll")
+    whole = BankValidation(jobs, digits(), Criteria(tuple(rules), "nll"))
     expected = whole.values(weight, bias)
     monkeypatch.setattr(cached_data, "HELD_BYTES", 0)
     monkeypatch.setattr(cached_data, "READ_BYTES", 4 * digits().features.width * 100)
-    monkeypatch.setattr(cached_data, "LOGITS_PER_READING", 10 * len(whole.rows) * 3)  # three heads, then one
-    blocks = Validation(jobs, digits(), rules, "nll")
+    monkeypatch.setattr(validation, "LOGITS_PER_READING", 10 * len(whole.rows) * 3)  # three heads, then one
+    blocks = BankValidation(jobs, digits(), Criteria(tuple(rules), "nll"))
     assert whole.held is not None and blocks.held is None
     for one, other in zip(expected, blocks.values(weight, bias), strict=True):
         assert one is not None and other is not None and one.keys() == set(rules)
@@ -188,4 +191,4 @@ def test_distinct_rows_are_torchs(heads: int) -> None:
     kinds = torch.rand(9, heads, generator=generator) < 0.5
     looks = kinds[torch.randint(9, (200,), generator=generator)]
     expected = looks.unique(dim=0, return_inverse=True)
-    assert all(torch.equal(a, b) for a, b in zip(cached_data.distinct_rows(looks), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(validation.distinct_rows(looks), expected, strict=True))

@@ -10,7 +10,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from loop_models import SmallCNN, WithDomainHead, digits, final_state, make_job, one_process, rows_of, split, train
+from loop_models import (
+    SmallCNN,
+    WithDomainHead,
+    digit_annotations,
+    digits,
+    final_state,
+    make_job,
+    one_process,
+    rows_of,
+    split,
+    train,
+)
+from own_training import under
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
@@ -66,9 +78,9 @@ def trained_by_hand(job: Job, encoder: SmallCNN, training: Training, batch_norm:
         encoder.layers[4].eval()
     groups = [
         {"params": list(encoder.parameters()), "lr": training.encoder_lr},
-        {"params": list(algorithm.head.parameters()), "lr": job.lr},
+        {"params": list(algorithm.head.parameters()), "lr": job.training.lr},
     ]
-    optimizer = torch.optim.Adam(groups, weight_decay=job.weight_decay)
+    optimizer = torch.optim.Adam(groups, weight_decay=job.training.weight_decay)
     for step in range(job.setup.steps):
         batch = batch_of(job, training, step)
         loss = F.cross_entropy(algorithm.head(encoder(batch.x)), batch.y)  # equal domains: the mean of means
@@ -77,7 +89,7 @@ def trained_by_hand(job: Job, encoder: SmallCNN, training: Training, batch_norm:
         torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], training.clip_norm)
         factor = learning_rate_factor(step, job.setup.steps, training.schedule)
         optimizer.param_groups[0]["lr"] = training.encoder_lr * factor
-        optimizer.param_groups[1]["lr"] = job.lr * factor
+        optimizer.param_groups[1]["lr"] = job.training.lr * factor
         optimizer.step()
     return {f"encoder.{name}": value for name, value in encoder.state_dict().items()} | algorithm.state_dict()
 
@@ -132,7 +144,7 @@ def test_auxiliary_modules_are_not_clipped_and_buffers_are_committed_once(accele
     algorithm, batch = job.make(job.setup), batch_of(job, training, 0)
     losses = algorithm(encoder(batch.x), batch, 0)
     auxiliary = torch.autograd.grad(losses.auxiliary, algorithm.domain_head.weight, retain_graph=True)[0]
-    expected = algorithm.domain_head.weight - job.lr * auxiliary
+    expected = algorithm.domain_head.weight - job.training.lr * auxiliary
     torch.testing.assert_close(got["domain_head.weight"], expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(got["memory"], losses.buffers["memory"])  # equal parts: the mean of the micro-batches'
     assert got["taken"] == 1
@@ -157,7 +169,7 @@ def test_learns_and_records(accelerator: Accelerator) -> None:
     assert recorded[60]["loss"] < 0.6 * recorded[15]["loss"]
     assert recorded[60]["auxiliary_loss"] < recorded[15]["auxiliary_loss"]
     assert recorded[60]["largest"] > recorded[60]["loss"]
-    assert recorded[60]["lr"] == job.lr
+    assert recorded[60]["lr"] == job.training.lr
     for rule in ("train_val", "oracle"):
         best = max(values[f"{rule}/accuracy"] for values in recorded.values())
         assert recorded[trained.selected[rule].step][f"{rule}/accuracy"] == best
@@ -267,7 +279,7 @@ def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
 
     def batches(first: int) -> dict[int, StepBatch]:
-        return dict(TrainingBatches(job, training, images, labels, domains, accelerator).begin(first))
+        return dict(TrainingBatches(under(training, job), images, digit_annotations(), accelerator).begin(first))
 
     whole, rest = batches(0), batches(4)
     assert list(whole) == list(range(7)) and list(rest) == [4, 5, 6]
@@ -284,8 +296,9 @@ def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
 
 def augmented_batches(accelerator: Accelerator, seed: int = 3) -> TrainingBatches:
     images = ImageRows(digits(), training_transform(SmallCNN.preprocessing, "domainbed"))
-    labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
-    return TrainingBatches(make_job(steps=3, seed=seed), Training(batch_size=4), images, labels, domains, accelerator)
+    return TrainingBatches(
+        under(Training(batch_size=4), make_job(steps=3, seed=seed)), images, digit_annotations(), accelerator
+    )
 
 
 def images_of(batches: TrainingBatches) -> Tensor:

@@ -31,7 +31,7 @@ EVERY_OTHER = Training(batch_size=4, evaluate_every=2, encoder_lr=0.01, schedule
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     for module in ("batches", "prediction"):  # starting workers would take most of the time
-        monkeypatch.setattr(f"xdm_ft.training.{module}.worker_count", lambda accelerator: 0)
+        monkeypatch.setattr(f"xdm_ft.training.end_to_end.{module}.worker_count", lambda accelerator: 0)
     with one_process() as accelerator:
         yield accelerator
 
@@ -107,9 +107,9 @@ def test_a_stop_saves_and_loses_nothing(
         asked += 1
         return asked > 3
 
-    where = "passes" if at == "step" else "prediction"
+    where = "gradients" if at == "step" else "prediction"
     with monkeypatch.context() as patch, pytest.raises(Interrupted, match=r"method, .* held out, seed 3: \d of 6"):
-        patch.setattr(f"xdm_ft.training.{where}.stop_requested", stop_requested)
+        patch.setattr(f"xdm_ft.training.end_to_end.{where}.stop_requested", stop_requested)
         train(job, SmallCNN(), training, accelerator, checkpoint=Cut(tmp_path / "c"))
     assert not interrupt.stop_requested()
     saved = read(tmp_path / "c")[0]

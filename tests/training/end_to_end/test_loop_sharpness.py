@@ -39,10 +39,10 @@ def sam_by_hand(
     domain_head = list(algorithm.domain_head.parameters())
     groups = [
         {"params": main[:-2], "lr": training.encoder_lr},
-        {"params": main[-2:], "lr": job.lr},
-        {"params": domain_head, "lr": job.lr},
+        {"params": main[-2:], "lr": job.training.lr},
+        {"params": domain_head, "lr": job.training.lr},
     ]
-    optimizer = torch.optim.Adam(groups, weight_decay=job.weight_decay)
+    optimizer = torch.optim.Adam(groups, weight_decay=job.training.weight_decay)
 
     def gradients(batch: Batch, step: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
         losses = algorithm(encoder(batch.x), batch, step)

@@ -71,8 +71,11 @@ def test_the_first_phase_is_a_linear_probe_and_the_second_goes_on_from_it(accele
 
     encoder, head = copy.deepcopy(encoder), ERM(job.setup).head
     optimizer = torch.optim.Adam(
-        [{"params": list(head.parameters()), "lr": job.lr}, {"params": list(encoder.parameters()), "lr": 0.01}],
-        weight_decay=job.weight_decay,
+        [
+            {"params": list(head.parameters()), "lr": job.training.lr},
+            {"params": list(encoder.parameters()), "lr": 0.01},
+        ],
+        weight_decay=job.training.weight_decay,
     )
     base = [group["lr"] for group in optimizer.param_groups]
     for number in range(5):

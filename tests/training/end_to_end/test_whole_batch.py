@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, debug_launcher
 from accelerate.state import AcceleratorState
-from loop_models import SmallCNN, digits, make_job, one_process, step_batch
+from loop_models import SmallCNN, digit_annotations, digits, make_job, one_process, step_batch
+from own_training import under
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -211,7 +212,7 @@ def test_partners_from_all_images_are_read_and_augmented_like_any(accelerator: A
     job, training = make_job(make, steps=4), Training(batch_size=4, accumulation=2)
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
     images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
-    batches = TrainingBatches(job, training, images, labels, domains, accelerator)
+    batches = TrainingBatches(under(training, job), images, digit_annotations(), accelerator)
     batches.workers = 0
     pool = torch.cat(job.split.train).tolist()
     outside = 0

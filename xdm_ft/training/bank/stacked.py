@@ -17,7 +17,7 @@ from torch.func import functional_call, stack_module_state, vmap
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.tensors import Batch, Losses
-from xdm_ft.training import Job, Schedule, Training
+from xdm_ft.training import Job, Schedule
 from xdm_ft.training.bank.inputs import on_inputs
 from xdm_ft.training.bank.optimizers import Optimizer, clip, make_optimizer
 from xdm_ft.training.schedule import learning_rate_factor
@@ -111,17 +111,18 @@ def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:
     return dict(zip(parameters, gradients, strict=True))
 
 
-def stack(jobs: Sequence[Job], training: Training, device: torch.device) -> Bank:
+def stack(jobs: Sequence[Job], device: torch.device) -> Bank:
     """A bank of freshly initialised models, one per job."""
+    training = jobs[0].training
     models = [algorithm_of(job).to(device) for job in jobs]
     template, sharpness = models[0], jobs[0].sharpness
     assert all(settings_of(model) == settings_of(template) for model in models), "settings that differ must be buffers"
     assert all(settings_of(job.sharpness) == settings_of(sharpness) for job in jobs), "a bank has one kind of sharpness"
     stacked, buffers = stack_module_state(models)
     is_auxiliary = {name: name.split(".")[0] in template.auxiliary for name in stacked}
-    lr = torch.tensor([job.lr for job in jobs], device=device)
-    weight_decay = torch.tensor([job.weight_decay for job in jobs], device=device)
-    momentum = torch.tensor([job.own(training).momentum for job in jobs], device=device)
+    lr = torch.tensor([job.training.lr for job in jobs], device=device)
+    weight_decay = torch.tensor([job.training.weight_decay for job in jobs], device=device)
+    momentum = torch.tensor([job.training.momentum for job in jobs], device=device)
     rho = torch.tensor([job.sharpness.rho if job.sharpness else 0.0 for job in jobs], device=device)
     return Bank(
         template=template,

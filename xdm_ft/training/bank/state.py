@@ -11,59 +11,18 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from xdm_ft.interrupt import Interrupted
-from xdm_ft.sharpness import Tensors
 from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.bank.cached_data import CachedData
+from xdm_ft.training.running_means import RunningMeans
 from xdm_ft.training.selection import Selector
 
 if TYPE_CHECKING:
     from xdm_ft.training.bank.stacked import Bank
 
 logger = logging.getLogger("xdm_ft")
-READ_STEPS = 256  # steps whose losses are read at once
-
-
-class Course:
-    """The scalars of the steps since the last evaluation: kept as they come, read in blocks, as reading is slow."""
-
-    def __init__(self) -> None:
-        self._pending: list[tuple[int, Tensors]] = []  # (step from 0, name → [H])
-        self._sums: Tensors = {}
-        self._counts: dict[str, int] = {}
-        self._broken_at: dict[int, int] = {}  # head → first step whose loss is not finite
-
-    def add(self, number: int, scalars: Tensors) -> None:
-        self._pending.append((number, scalars))
-        if len(self._pending) == READ_STEPS:
-            self._read()
-
-    def take(self) -> tuple[Tensors, dict[int, int]]:
-        """Name → mean [H] since the last call, and head → its first step with a loss that is not finite, if any."""
-        self._read()
-        means = {name: total / self._counts[name] for name, total in self._sums.items()}
-        self._sums, self._counts = {}, {}
-        return means, self._broken_at
-
-    def _read(self) -> None:
-        for name in dict.fromkeys(name for _, scalars in self._pending for name in scalars):
-            values = torch.stack([scalars[name] for _, scalars in self._pending if name in scalars]).cpu()  # [S,H]
-            self._sums[name] = self._sums.get(name, torch.zeros(())) + values.sum(0)
-            self._counts[name] = self._counts.get(name, 0) + len(values)
-            if name in ("loss", "auxiliary_loss"):
-                for place, head in torch.isfinite(values).logical_not().nonzero().tolist():
-                    number = self._pending[place][0]
-                    self._broken_at[head] = min(number, self._broken_at.get(head, number))
-        self._pending = []
-
-    def state(self) -> State:
-        self._read()
-        return {"sums": self._sums, "counts": self._counts, "broken_at": self._broken_at}
-
-    def load_state(self, state: State) -> None:
-        self._sums, self._counts, self._broken_at = state["sums"], state["counts"], state["broken_at"]
 
 
 @dataclass
@@ -75,7 +34,7 @@ class ChunkState:
     selectors: list[Selector]  # of every head
     averages: Averages | None
     failures: list[str | None]  # why a head failed
-    course: Course = field(default_factory=Course)
+    means: RunningMeans = field(default_factory=RunningMeans)
     taken: int = 0  # steps, with the evaluations after them
     started: float = field(default_factory=time.perf_counter)
     before: float = 0.0  # seconds that interrupted processes have trained it
@@ -107,7 +66,7 @@ class ChunkState:
             "selectors": [selector.state() for selector in self.selectors],
             "averages": None if self.averages is None else self.averages.state(),
             "failures": self.failures,
-            "course": self.course.state(),
+            "means": self.means.state(),
         }
 
     @torch.no_grad()
@@ -122,7 +81,7 @@ class ChunkState:
         if self.averages is not None:
             self.averages.load_state(state["averages"], bank.lr.device)
         self.failures = state["failures"]
-        self.course.load_state(state["course"])
+        self.means.load_state(state["means"])
         self.taken, self.before = state["taken"], state["seconds"]
 
     def go_on(self, checkpoint: Checkpoint, data: CachedData) -> None:
@@ -133,7 +92,7 @@ class ChunkState:
             {
                 "device": data.features.device.type,
                 "features": data.features.key,
-                "data": tensors_digest(dict(enumerate([data.labels, data.domains, *rows]))),
+                "data": tensors_digest(dict(enumerate([data.annotations.labels, data.annotations.domains, *rows]))),
                 "weights": tensors_digest({**bank.main, **bank.auxiliary, **bank.buffers}),
             }
         )

@@ -7,17 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from xdm_ft.interrupt import deferred, stop_requested
 from xdm_ft.progress import Progress, progress
-from xdm_ft.protocol.samplers import sampler
 from xdm_ft.storage.checkpoint import Checkpoint
-from xdm_ft.training import Job, Trained, Training
+from xdm_ft.tensors import Annotations, Criteria
+from xdm_ft.training import Job, Trained
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
-from xdm_ft.training.bank.cached_data import CachedData, Validation, batches
+from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.bank.stacked import Bank, algorithm_of, settings_of, stack, step
 from xdm_ft.training.bank.state import ChunkState
+from xdm_ft.training.bank.validation import BankValidation
 from xdm_ft.training.memory import keep_freed_memory
 from xdm_ft.training.schedule import learning_rate_factor
 from xdm_ft.training.selection import Selector, evaluation_steps, known_values
@@ -38,15 +37,11 @@ Record = Callable[[Job, int, dict[str, float]], None]
 def train_bank(
     jobs: Sequence[Job],
     features: Features,
-    labels: Tensor,
-    domains: Tensor,
-    training: Training,
-    rules: Sequence[str],
-    metric: str,
+    annotations: Annotations,
+    criteria: Criteria,
     *,
     record: Record,
     show: bool,
-    worst_of: Tensor | None = None,
     place: str = "",
     checkpoint: Callable[[Sequence[Job]], Checkpoint] | None = None,
 ) -> Iterator[Trained]:
@@ -55,27 +50,23 @@ def train_bank(
     With `checkpoint`, that of a chunk, an interrupted chunk goes on where it was saved, on a CPU bit for bit as if
     nothing had been; a signal to stop then raises `Interrupted` after the step.
 
-    `labels` and `domains` are int64 [N], domains numbered as in the data set; `worst_of` int64 [N] is what
-    worst_domain_accuracy looks at (−1: left out), None: the domains. At each evaluation `record(job, number of
-    steps taken, values)` is given the means since the last one of `loss`, `auxiliary_loss` and what the algorithm logs,
-    the learning rate `lr`, and `<rule>/<metric>` for each selection rule.
+    At each evaluation `record(job, number of steps taken, values)` is given the means since the last one of `loss`,
+    `auxiliary_loss` and what the algorithm logs, the learning rate `lr`, and `<rule>/<metric>` for each selection rule.
 
     A model whose loss or logits are not finite, or of which the first rule could select nothing, comes with a `failure`
     and without weights; the other heads are not disturbed. `seconds` is a head's share of its chunk's time.
     """
     keep_freed_memory()
-    device = features.device
-    groups = None if worst_of is None else worst_of.to(device)
-    data = CachedData(features, labels.to(device), domains.to(device), groups)
+    data = CachedData(features, annotations.to(features.device))
     with progress(f"{jobs[0].method}{place}", sum(job.setup.steps for job in jobs), "head-steps", show) as bar:
-        for chunk in chunks(jobs, training):
+        for chunk in chunks(jobs):
             kept = checkpoint(chunk) if checkpoint is not None else None
-            yield from _train_chunk(chunk, data, chunk[0].own(training), rules, metric, record, bar, kept)
+            yield from _train_chunk(chunk, data, criteria, record, bar, kept)
             if kept is not None:
                 kept.remove()  # whoever asks for the next model has kept these
 
 
-def chunks(jobs: Sequence[Job], training: Training) -> list[list[Job]]:
+def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
     """Jobs whose tensors stack, `chunk_heads` at a time: a function of the jobs, never of who trains them.
 
     They have the same number of training domains, the same steps, and the same settings but for what is stacked and
@@ -84,7 +75,7 @@ def chunks(jobs: Sequence[Job], training: Training) -> list[list[Job]]:
     groups: dict[Any, list[Job]] = {}
     for job in jobs:
         settings = (settings_of(algorithm_of(job)), settings_of(job.sharpness))
-        shared = job.own(training).model_dump_json(exclude=STACKED)
+        shared = job.training.model_dump_json(exclude=STACKED)
         alike = (
             job.setup.task.num_domains,
             job.setup.steps,
@@ -95,46 +86,44 @@ def chunks(jobs: Sequence[Job], training: Training) -> list[list[Job]]:
         groups.setdefault(alike, []).append(job)
     cut = []
     for group in groups.values():
-        size = chunk_heads(group[0], group[0].own(training))
+        size = chunk_heads(group[0])
         cut += [group[first : first + size] for first in range(0, len(group), size)]
     return cut
 
 
-def chunk_heads(job: Job, training: Training) -> int:
+def chunk_heads(job: Job) -> int:
     """How many heads like this one train at once; `benchmarks/heads.py --chunks` measures it."""
-    rows = training.images_per_step(len(job.split.train))
+    rows = job.training.images_per_step(len(job.split.train))
     return max(1, min(CHUNK_HEADS, CHUNK_BYTES // (4 * rows * job.setup.width)))
 
 
 def _train_chunk(
     jobs: list[Job],
     data: CachedData,
-    training: Training,
-    rules: Sequence[str],
-    metric: str,
+    criteria: Criteria,
     record: Record,
     bar: Progress,
     checkpoint: Checkpoint | None,
 ) -> list[Trained]:
-    started = time.perf_counter()
-    bank = stack(jobs, training, data.features.device)
+    started, training = time.perf_counter(), jobs[0].training
+    bank = stack(jobs, data.features.device)
     averages, validation_loss = _averages(jobs, bank, data)
     first_step = bank.template.first_selectable_step
-    selectors = [Selector(rules, metric, first_step, training.patience) for _ in jobs]
+    selectors = [Selector(criteria, first_step, training.patience) for _ in jobs]
     state = ChunkState(jobs, bank, selectors, averages, [None for _ in jobs], started=started)
     if checkpoint is not None:
         state.go_on(checkpoint, data)
     bar.skip(len(jobs) * state.taken)
-    validation = Validation(jobs, data, rules, metric)
+    validation = BankValidation(jobs, data, criteria)
     due = set(evaluation_steps(bank.steps, training.evaluate_every))
     with deferred():
-        for number, batch in enumerate(batches(jobs, data, training, state.taken), start=state.taken):
-            state.course.add(number, step(bank, batch, number))
+        for number, batch in enumerate(batches(jobs, data, state.taken), start=state.taken):
+            state.means.add(number, step(bank, batch, number))
             if averages is not None:
                 averages.add(number + 1, bank.main | bank.auxiliary)
             bar.advance(len(jobs))
             if number + 1 in due:
-                _evaluate(state, training, data, validation, number + 1, record)
+                _evaluate(state, data, validation, number + 1, record)
                 if averages is not None:
                     losses = _losses_to_average_by(validation_loss, bank)
                     averages.evaluated(number + 1, losses, ended=state.stopped_before(number + 1))
@@ -145,20 +134,18 @@ def _train_chunk(
                 state.leave(checkpoint)
             if checkpoint is not None:
                 checkpoint.save_if_due(state.state, event=number + 1 in due)
-    return state.results(rules)
+    return state.results(criteria.rules)
 
 
-def _evaluate(
-    state: ChunkState, training: Training, data: CachedData, validation: Validation, taken: int, record: Record
-) -> None:
+def _evaluate(state: ChunkState, data: CachedData, validation: BankValidation, taken: int, record: Record) -> None:
     """The evaluation after `taken` steps, of every head that has neither failed nor stopped."""
     bank, jobs, failures, metric = state.bank, state.jobs, state.failures, validation.metric
-    means, broken_at = state.course.take()
+    means, broken_at = state.means.take()
     lr = bank.lr * learning_rate_factor(taken - 1, bank.steps, bank.schedule)
     for head, values in enumerate(validation.values(bank.main["head.weight"], bank.main["head.bias"])):
         if failures[head] is not None or state.selectors[head].stopped_at is not None:
             continue
-        failures[head] = _failure(jobs[head], training, data, taken, broken_at.get(head), values)
+        failures[head] = _failure(jobs[head], data, taken, broken_at.get(head), values)
         if failures[head] is None and values is not None:
             values |= known_values(jobs[head], taken)
             state.selectors[head].offer(taken, values, lambda head=head: bank.state(head))  # type: ignore[misc]
@@ -166,17 +153,17 @@ def _evaluate(
             record(jobs[head], taken, scalars | {f"{rule}/{metric}": v for rule, v in values.items()})
 
 
-def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages | None, Validation | None]:
+def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages | None, BankValidation | None]:
     """Where the method asks for an average: it, and the losses that it looks at."""
     averagings = [job.averaging for job in jobs if job.averaging is not None]
     if not averagings:
         return None, None
     assert len(averagings) == len(jobs), "a bank has one kind of averaging"
     averages = Averages(averagings, bank.template.first_selectable_step)
-    return averages, Validation(jobs, data, (LOSS_SPLIT,), "nll") if averagings[0].reads_loss else None
+    return averages, BankValidation(jobs, data, Criteria((LOSS_SPLIT,), "nll")) if averagings[0].reads_loss else None
 
 
-def _losses_to_average_by(validation: Validation | None, bank: Bank) -> list[float | None]:
+def _losses_to_average_by(validation: BankValidation | None, bank: Bank) -> list[float | None]:
     """The validation loss of every head; None where its logits are not finite, nan where no average looks at it."""
     if validation is None:
         return [math.nan] * len(bank.lr)
@@ -186,7 +173,6 @@ def _losses_to_average_by(validation: Validation | None, bank: Bank) -> list[flo
 
 def _failure(
     job: Job,
-    training: Training,
     data: CachedData,
     taken: int,
     broken_at: int | None,
@@ -194,8 +180,8 @@ def _failure(
 ) -> str | None:
     """Why a head failed by the evaluation after `taken` steps; None where it did not."""
     if broken_at is not None:
-        own = sampler(training.sampler, job.split.train, training.batch_size, job.seed, data.labels)
-        rows = ", ".join(str(row) for row in own.indices(broken_at, broken_at + 1)[0].tolist())
+        drawn = job.sampler(data.annotations.labels).indices(broken_at, broken_at + 1)[0]
+        rows = ", ".join(str(row) for row in drawn.tolist())
         return f"the loss was not finite at step {broken_at + 1} of {job.setup.steps}; rows of its batch: {rows}"
     if values is None:
         return f"the logits of the validation images were not finite after step {taken} of {job.setup.steps}"

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader, Sampler
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.data._image_rows import DrawnRows, ImageRows
 from xdm_ft.errors import UserError
-from xdm_ft.protocol.samplers import sampler
 from xdm_ft.randomness import Stream, bits
-from xdm_ft.tensors import Batch, InputPartners, Samples
-from xdm_ft.training import Job, Training
+from xdm_ft.tensors import Annotations, Batch, InputPartners, Samples
+from xdm_ft.training import Job
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -141,18 +140,17 @@ class TrainingBatches:
     def __init__(
         self,
         job: Job,
-        training: Training,
         images: ImageRows,
-        labels: Tensor,
-        domains: Tensor,
+        annotations: Annotations,
         accelerator: Accelerator,
     ) -> None:
-        """`images` in the training's transform; `labels`, `domains` int64 [N], domains numbered as in the data set."""
+        """`images` in the training's transform."""
+        training = job.training
         self.device, self.seed, self.last = accelerator.device, job.seed, job.setup.steps
         pools = job.split.train
-        self.whole = sampler(training.sampler, pools, training.batch_size, job.seed, labels)
-        self.labels = labels.cpu()
-        self.domain = job.split.domain_of[domains].cpu()  # int64 [N], −1 outside the training domains
+        self.whole = job.sampler(annotations.labels)
+        self.labels = annotations.labels.cpu()
+        self.domain = job.split.domain_of[annotations.domains].cpu()  # int64 [N], −1 outside the training domains
         self.training = self._samples(torch.cat(list(pools)))
         algorithm = job.make(job.setup)  # another one is on the device
         assert isinstance(algorithm, Algorithm)

@@ -122,6 +122,11 @@ class StepLosses(NamedTuple):
     logs: dict[str, Tensor]
 
     @property
+    def scalars(self) -> dict[str, Tensor]:
+        """What is recorded of a step."""
+        return {"loss": self.total, "auxiliary_loss": self.auxiliary, **self.logs}
+
+    @property
     def loss(self) -> float:
         """Not finite where one of them is not."""
         return float(self.total + self.second + self.auxiliary)

@@ -7,41 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from xdm_ft.storage.checkpoint import State
 from xdm_ft.training.averages import Averages
-from xdm_ft.training.end_to_end.gradients import EndToEnd, StepLosses
+from xdm_ft.training.end_to_end.gradients import EndToEnd
+from xdm_ft.training.running_means import RunningMeans
 from xdm_ft.training.selection import Selector
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-
-class Course:
-    """Means of the losses and of what the algorithm logs, since the last time they were asked for."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, int] = {}
-
-    def add(self, losses: StepLosses) -> None:
-        for name, value in {"loss": losses.total, "auxiliary_loss": losses.auxiliary, **losses.logs}.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
-            self.counts[name] = self.counts.get(name, 0) + 1
-
-    def means(self) -> dict[str, float]:
-        means = {name: float(total) / self.counts[name] for name, total in self.sums.items()}
-        self.sums, self.counts = {}, {}
-        return means
-
-    def state(self) -> State:
-        return {"sums": self.sums, "counts": self.counts}
-
-    def load_state(self, state: State, device: torch.device) -> None:
-        self.sums = {name: value.to(device) for name, value in state["sums"].items()}
-        self.counts = state["counts"]
 
 
 @dataclass
@@ -56,7 +31,7 @@ class LoopState:
     selector: Selector
     averages: Averages | None
     accelerator: Accelerator
-    course: Course = field(default_factory=Course)
+    means: RunningMeans = field(default_factory=RunningMeans)
     taken: int = 0  # steps
     evaluated: bool = True  # whether the evaluation after them, if one is due, is done
     started: float = field(default_factory=time.perf_counter)
@@ -84,7 +59,7 @@ class LoopState:
             "scaler": None if scaler is None else scaler.state_dict(),
             "selector": self.selector.state(),
             "averages": None if self.averages is None else self.averages.state(),
-            "course": self.course.state(),
+            "means": self.means.state(),
         }
 
     @torch.no_grad()
@@ -100,6 +75,6 @@ class LoopState:
         self.selector.load_state(state["selector"])
         if self.averages is not None:
             self.averages.load_state(state["averages"], device)
-        self.course.load_state(state["course"], device)
+        self.means.load_state(state["means"])
         self.taken, self.evaluated, self.before = state["taken"], state["evaluated"], state["seconds"]
         self.skipped = state["skipped"]

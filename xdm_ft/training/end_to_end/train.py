@@ -12,7 +12,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -33,14 +33,15 @@ from xdm_ft.progress import Progress, progress
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import tensors_digest
+from xdm_ft.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Trained, Training
-from xdm_ft.training.averages import LOSS_SPLIT, Averages
+from xdm_ft.training.averages import Averages
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.gradients import BatchNorm, EndToEnd, Passes, Roles, StepLosses
 from xdm_ft.training.end_to_end.prediction import predict
 from xdm_ft.training.end_to_end.state import LoopState
-from xdm_ft.training.end_to_end.validation import Validation
+from xdm_ft.training.end_to_end.validation import EndToEndValidation
 from xdm_ft.training.schedule import learning_rate_factor
 from xdm_ft.training.selection import Selector, evaluation_steps, known_values
 
@@ -61,27 +62,23 @@ def train_model(
     job: Job,
     encoder: Encoder,
     dataset: ImageDataset,
-    labels: Tensor,
-    domains: Tensor,
-    training: Training,
-    rules: Sequence[str],
-    metric: str,
-    batch_norm: BatchNorm,
+    annotations: Annotations,
+    criteria: Criteria,
     accelerator: Accelerator,
     *,
+    batch_norm: BatchNorm,
     record: Record,
     show: bool,
     unfreeze_at: int = 0,
     augmentation: Augmentation = "none",
-    worst_of: Tensor | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> Trained:
     """Trains a copy of `encoder`, from the weights it has now, with the job's method for `job.setup.steps` steps.
 
-    `labels` and `domains` are int64 [N], domains numbered as in the data set; `worst_of` as for `train_bank`. Images
-    come in the encoder's own preprocessing, in training with the `augmentation`. At each evaluation the main process
-    calls `record(job, number of steps taken, values)` with the means since the last one of `loss`, `auxiliary_loss` and
-    what the algorithm logs, the heads' learning rate `lr`, and `<rule>/<metric>` for each selection rule.
+    Images come in the encoder's own preprocessing, in training with the `augmentation`. At each evaluation the main
+    process calls `record(job, number of steps taken, values)` with the means since the last one of `loss`,
+    `auxiliary_loss` and what the algorithm logs, the heads' learning rate `lr`, and `<rule>/<metric>` for each
+    selection rule.
 
     Before step `unfreeze_at` the head trains alone, on features of the encoder in eval mode, which stays as it came
     (LP-FT, Kumar et al. 2022); those steps can not be selected. One optimizer serves both phases: the encoder's state
@@ -94,7 +91,7 @@ def train_model(
     and without weights. Raises `UserError` for an image that does not decode, for fp16 with sharpness or without a GPU,
     for more micro-batches than a domain has images in a batch, and for what of Accelerate is not supported.
     """
-    started, training = time.perf_counter(), job.own(training)
+    started, training = time.perf_counter(), job.training
     _refuse_unsupported(job, accelerator)
     algorithm = job.make(job.setup)
     assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
@@ -102,23 +99,24 @@ def train_model(
     inner = synchronised(inner, accelerator.num_processes, training.accumulation, accelerator.device)
     images = ImageRows(dataset, evaluation_transform(encoder.preprocessing))
     training_images = ImageRows(dataset, training_transform(encoder.preprocessing, augmentation))
-    batches = TrainingBatches(job, training, training_images, labels, domains, accelerator)
+    batches = TrainingBatches(job, training_images, annotations, accelerator)
     first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
     averages = Averages([job.averaging], first_step) if job.averaging else None
-    seen = rules if job.averaging is None or not job.averaging.reads_loss else list(dict.fromkeys([*rules, LOSS_SPLIT]))
-    groups = domains if worst_of is None else worst_of
-    validation = Validation(job, images, labels, domains, groups, seen, metric, batches.largest_part, accelerator)
-    selector = Selector(rules, metric, first_step, training.patience)
-    optimizer = make_optimizer(inner.roles(), job, training)
+    reads_loss = job.averaging is not None and job.averaging.reads_loss
+    validation = EndToEndValidation(
+        job, images, annotations, criteria, batches.largest_part, accelerator, loss=reads_loss
+    )
+    selector = Selector(criteria, first_step, training.patience)
+    optimizer = optimizer_of(inner.roles(), training)
     state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
-    run = _Run(job, training, batches, validation, record, checkpoint)
-    _go_on(run, state, labels, domains)
+    run = _Run(job, batches, validation, record, checkpoint)
+    _go_on(run, state, annotations)
     failure = _train(run, state, unfreeze_at, show)
     selected = selector.selected
     if averages is None:
         failure = failure or selector.nothing_selected()
     elif failure is None:
-        selected = averages.selected(0, lambda mean: _with_weights(mean, inner, run, accelerator), rules)
+        selected = averages.selected(0, lambda mean: _with_weights(mean, inner, run, accelerator), criteria.rules)
     return Trained(
         job=job,
         selected={} if failure else selected,
@@ -136,9 +134,8 @@ class _Run:
     """What the steps of one training read."""
 
     job: Job
-    training: Training
     batches: TrainingBatches
-    validation: Validation
+    validation: EndToEndValidation
     record: Record
     checkpoint: Checkpoint | None
 
@@ -147,16 +144,16 @@ class _Run:
         return f"{self.job.method}, {', '.join(self.job.test_domains)} held out, seed {self.job.seed}"
 
 
-def _go_on(run: _Run, state: LoopState, labels: Tensor, domains: Tensor) -> None:
+def _go_on(run: _Run, state: LoopState, annotations: Annotations) -> None:
     """Where an interrupted process has left a checkpoint of this training, the state becomes that one."""
     if run.checkpoint is None:
         return
-    accelerator, split = state.accelerator, run.job.split
+    accelerator, split, images = state.accelerator, run.job.split, (annotations.labels, annotations.domains)
     saved = run.checkpoint.load(
         {
             "processes": accelerator.num_processes,
             "device": accelerator.device.type,
-            "data": tensors_digest(dict(enumerate([labels, domains, *split.train, *split.evaluation.values()]))),
+            "data": tensors_digest(dict(enumerate([*images, *split.train, *split.evaluation.values()]))),
             "weights": tensors_digest(state.inner.named_weights()),
         }
     )
@@ -189,24 +186,24 @@ def _train(run: _Run, state: LoopState, unfreeze_at: int, show: bool) -> str | N
 def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]], bar: Progress) -> str | None:
     """The steps of `batches`, in which the same parameters train: the accelerator must be told of a change."""
     steps = run.job.setup.steps
-    evaluate_after = set(evaluation_steps(steps, run.training.evaluate_every))
+    evaluate_after = set(evaluation_steps(steps, run.job.training.evaluate_every))
     with _prepared(state.inner, state.optimizer, state.accelerator) as (model, optimizer):
         algorithm = state.inner.algorithm
-        by_parts = algorithm.loss_over != "batch" and algorithm.parts_add_up(run.training.sampler == "pooled")
+        by_parts = algorithm.loss_over != "batch" and algorithm.parts_add_up(run.job.training.sampler == "pooled")
         passes = Passes(model, state.inner, state.accelerator, run.job.sharpness, run.job.seed, by_parts)
         for step, batch in batches:
-            factor = learning_rate_factor(step, steps, run.training.schedule)
+            factor = learning_rate_factor(step, steps, run.job.training.schedule)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
-            losses = _step(passes, batch, optimizer, run.training.clip_norm, step)
+            losses = _step(passes, batch, optimizer, run.job.training.clip_norm, step)
             finite = math.isfinite(losses.loss)
             state.skipped = 0 if finite and not optimizer.step_was_skipped else state.skipped + 1
             if state.skipped > (0 if state.accelerator.scaler is None else MOST_SKIPPED):
                 what = "gradients are not finite" if finite else f"the loss is {losses.loss}"
                 return _failure(what, run, step + 1)
             if finite:
-                state.course.add(losses)
+                state.means.add(step, {name: value[None] for name, value in losses.scalars.items()})
             if state.averages is not None:
                 trained = passes.roles.main | passes.roles.auxiliary
                 state.averages.add(step + 1, {name: parameter[None] for name, parameter in trained.items()})
@@ -243,15 +240,16 @@ def _evaluate(run: _Run, state: LoopState) -> bool:
         _leave(run, state)
     if values is None:
         return False
-    taken, training = state.taken, run.training
+    taken, training = state.taken, run.job.training
     values |= known_values(run.job, taken)
     state.selector.offer(taken, values, state.inner.weights)
     if state.averages is not None:
         state.averages.evaluated(taken, [run.validation.loss])
     if state.accelerator.is_main_process:
         factor = learning_rate_factor(taken - 1, run.job.setup.steps, training.schedule)
+        means = {name: float(mean) for name, mean in state.means.take()[0].items()}
         scores = {f"{rule}/{run.validation.metric}": value for rule, value in values.items()}
-        run.record(run.job, taken, {**state.course.means(), "lr": run.job.lr * factor, **scores})
+        run.record(run.job, taken, {**means, "lr": training.lr * factor, **scores})
     state.evaluated = True
     return True
 
@@ -309,11 +307,11 @@ def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
         raise UserError("training.mixed_precision: fp16 needs a GPU and would silently be float32 here; use bf16 or no")
 
 
-def make_optimizer(roles: Roles, job: Job, training: Training) -> Optimizer:
-    """Class head and auxiliary modules at the job's learning rate, the encoder at its own."""
-    rates = (training.encoder_lr, job.lr, job.lr)
+def optimizer_of(roles: Roles, training: Training) -> Optimizer:
+    """Class head and auxiliary modules learn at `lr`, the encoder at `encoder_lr`."""
+    rates = (training.encoder_lr, training.lr, training.lr)
     groups = [
-        {"params": list(parameters.values()), "lr": lr, "initial_lr": lr, "weight_decay": job.weight_decay}
+        {"params": list(parameters.values()), "lr": lr, "initial_lr": lr, "weight_decay": training.weight_decay}
         for parameters, lr in zip(roles, rates, strict=True)
         if parameters
     ]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from xdm_ft.data._image_rows import ImageRows
+from xdm_ft.tensors import Annotations, Criteria
 from xdm_ft.training import Job
 from xdm_ft.training.averages import LOSS_SPLIT
 from xdm_ft.training.end_to_end.gradients import EndToEnd
@@ -20,32 +18,32 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-class Validation:
+class EndToEndValidation:
     """What the selection rules look at, evaluated while training, in the precision of the training."""
 
     def __init__(
         self,
         job: Job,
         images: ImageRows,
-        labels: Tensor,
-        domains: Tensor,
-        worst_of: Tensor,
-        rules: Sequence[str],
-        metric: str,
+        annotations: Annotations,
+        criteria: Criteria,
         batch_size: int,
         accelerator: Accelerator,
+        *,
+        loss: bool,
     ) -> None:
-        self.metric = metric
+        """`loss`: measure the loss of the images of LOSS_SPLIT too, as `self.loss`."""
+        self.metric = criteria.metric
         self.precision = precision_of(accelerator)
         self.loss = math.nan  # of the images of LOSS_SPLIT, where they are looked at, at the last evaluation
-        watched = rows_of_rules(job, rules)
+        watched = rows_of_rules(job, [*criteria.rules, LOSS_SPLIT] if loss else criteria.rules)
 
         def measured(rule: str, metric: str) -> RuleImages:
             classes = job.setup.task.num_classes
-            return rule_images(split_of(rule), watched[rule], labels, domains, worst_of, metric, classes)
+            return rule_images(split_of(rule), watched[rule], annotations, metric, classes)
 
-        self.measured = {rule: measured(rule, metric) for rule in watched}
-        self.measured_loss = measured(LOSS_SPLIT, "nll") if LOSS_SPLIT in watched else None
+        self.measured = {rule: measured(rule, criteria.metric) for rule in watched}
+        self.measured_loss = measured(LOSS_SPLIT, "nll") if loss else None
         self.images = {
             rule: EvaluationImages(images, rows, batch_size, accelerator, persistent=True)
             for rule, rows in watched.items()
