@@ -107,7 +107,7 @@ class Engines:
         Which process trains a piece changes no number of it.
         """
         for place, (request, jobs, _) in enumerate(queue, start=1):
-            if self.directory.take(_name(jobs, request.criteria.rules)):
+            if self.directory.take(training_name(jobs, request.criteria.rules)):
                 train = self._solved if request.item.is_solver else self._banked
                 yield from train(jobs, request, f" ({place} of {len(queue)})", show)
 
@@ -208,7 +208,7 @@ class Engines:
             "xdm_ft": __version__,
             "torch": torch.__version__,
         }
-        return self.directory.checkpoint(_name(jobs, rules), about, writes)
+        return self.directory.checkpoint(training_name(jobs, rules), about, writes)
 
 
 def _models(jobs: Sequence[Job], rules: Sequence[str]) -> list[Any]:
@@ -216,7 +216,7 @@ def _models(jobs: Sequence[Job], rules: Sequence[str]) -> list[Any]:
     return [[[job.method, list(job.test_domains), job.seed, job.trial, job.setup.steps] for job in jobs], list(rules)]
 
 
-def _name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
+def training_name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
     """A file name for the training of these models."""
     return f"{quote(jobs[0].method, safe='+ ')}-{digest(json.dumps(_models(jobs, rules)))}"
 

@@ -153,8 +153,8 @@ def restarted(trained: Trained) -> dict[str, Any] | None:
 
 def _pick(plan: Plan, planned: PlannedModel, selected: Selected, logits: Mapping[str, Tensor], file: str) -> Pick:
     metrics = {name: _score(plan, rows, logits[name]) for name, rows in planned.split.evaluation.items()}
-    curve, flags = selected.curve or None, _flags(plan, planned, selected) or None
-    return Pick(selected.step, file, metrics, dict(selected.hparams), curve, flags)
+    doubts = flags(plan, planned, selected)
+    return Pick(selected.step, file, metrics, dict(selected.hparams), selected.curve or None, doubts or None)
 
 
 def _score(plan: Plan, rows: Tensor, logits: Tensor) -> Score:
@@ -162,7 +162,7 @@ def _score(plan: Plan, rows: Tensor, logits: Tensor) -> Score:
     return score(logits, about.labels[rows], about.domains[rows], *names, worst_of=about.worst_of[rows])
 
 
-def _flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
+def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
     """What makes a pick doubtful: a better one may lie beyond the steps or beyond a searched range."""
     found = []
     if not planned.item.is_solver and planned.item.averaging is None and selected.step == planned.steps:

@@ -117,7 +117,7 @@ def _tests_as_published(dataset: str, results: Results) -> bool:
     }
 
 
-def tested_on(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
+def images_tested(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
     """The held-out domains of the runs of results.json, with the number of their test images."""
     return {
         (domain, score["n"])
@@ -165,7 +165,7 @@ def published_sheets(rows: Sequence[Summary], results: Results) -> Iterator[Shee
     published ones.
     """
     first = rows[0]
-    dataset = benchmark_of(results["recipe"].get("data", {}), tested_on(results["runs"]))
+    dataset = benchmark_of(results["recipe"].get("data", {}), images_tested(results["runs"]))
     if dataset is None or first["selection"] != own_rule(results) or first["selection"] == ORACLE:
         return
     if not _tests_as_published(dataset, results):
