@@ -17,7 +17,7 @@ memory          Bytes that a head-step moves between its tensors, counted by han
                 implementation must move: the features of the batch once, weights and Adam's moments read and written
                 once. And moved bytes per second over what a copy of 256 MB reaches (from caches it can be more).
 
-Measured numbers are in README.md, "Speed".
+Measured numbers are in docs/results.md, "Speed".
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.training.bank.train import chunk_heads
 from xdm_ft.training.memory import keep_freed_memory
-from xdm_ft.xdomainmix import one_pass
 
 IMAGES = 10_000
 STEPS = 100_000  # more than are taken
@@ -149,14 +148,17 @@ def must_move(method: str, shape: Shape) -> int:
 
 
 def moved(method: str, shape: Shape) -> int:
-    """Bytes of one head-step of the compiled path, every tensor each time that it is read or written."""
+    """Bytes of one head-step, every large tensor each time that it is read or written."""
     features, mask = 4 * shape.batch * shape.width, shape.batch * shape.width
     gather = 2 * features
     passes = gather + 2 * features  # the product with the head, forward and for its gradient
     if method == "xdomainmix":
-        masks = 2 * (features + mask)  # two rows of scores and masks
-        mixing = 3 * (features + 2 * mask) + features  # of x, x_i and x_j; z̃ is written
-        passes += masks + mixing + 2 * 2 * features  # z̃ through the class head, z through the domain head
+        scores = 2 * (2 * features + 2 * features)  # rows of weights gathered; their product with z
+        masks = 2 * (features + mask) + 12 * mask  # M_c and M_d; their four products
+        parts = features + 4 * (mask + features)
+        mixing = 6 * features + features  # own parts and two of partners; z̃ is written
+        # and z̃ goes through the class head, z through the domain head
+        passes += scores + masks + parts + mixing + 2 * 2 * features
     weights = 4 * parameters(method, shape)
     return passes + weights * (1 + 1 + 7)  # forward, gradient, and the update: 4 tensors read, 3 written
 
@@ -209,11 +211,10 @@ def main() -> None:
     given = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(given.threads)
-    compiled = one_pass.available(torch.zeros(1, 1))
-    results: dict[str, object] = {"threads": given.threads, "compiled": compiled, "torch": torch.__version__}
+    results: dict[str, object] = {"threads": given.threads, "torch": torch.__version__}
     copy = copy_bandwidth()
     results["copy_gb_per_second"] = copy / 1e9
-    print(f"threads {given.threads}, compiled code: {compiled}, copy {copy / 1e9:.1f} GB/s")
+    print(f"threads {given.threads}, copy {copy / 1e9:.1f} GB/s")
     for shape in SHAPES:
         data = data_of(shape)
         found: dict[str, object] = {}

@@ -29,7 +29,7 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features import cache
 from xdm_ft.features.cache import Features
-from xdm_ft.features.shards import Grid, encode, open_shard
+from xdm_ft.features.shards import ShardLayout, open_shard, write_shard
 from xdm_ft.features.store import shard_name
 from xdm_ft.protocol.splits import Split
 from xdm_ft.tensors import Annotations, Criteria, Task
@@ -69,20 +69,20 @@ def annotations_of(rows: int) -> Annotations:
 def make(folder: Path, rows: int, width: int) -> None:
     """Shards of float16 [rows, K]: a class's and a domain's mean, and noise."""
     generator = torch.Generator().manual_seed(0)
-    grid = Grid(rows)
-    noise = torch.randn(grid.rows_per_shard, width, generator=generator)
+    layout = ShardLayout(rows)
+    noise = torch.randn(layout.rows_per_shard, width, generator=generator)
     of_class, of_domain = (0.1 * torch.randn(n, width, generator=generator) for n in (CLASSES, DOMAINS))
     about = annotations_of(rows)
-    for number in range(len(grid)):
-        span = grid.span(number)
+    for number in range(len(layout)):
+        span = layout.span(number)
         own = slice(span.start, span.stop)
         # the same noise, moved on, in each shard: drawing billions of numbers would take most of the time
         z = noise.roll(number, dims=1)[: len(span)] + of_class[about.labels[own]] + of_domain[about.domains[own]]
-        (folder / shard_name(number)).write_bytes(encode(z.half(), {}, KEY, number))
+        write_shard(folder / shard_name(number), z.half(), {}, KEY, number)
 
 
 def opened(folder: Path, rows: int) -> Features:
-    return Features([open_shard(folder / shard_name(n), KEY, n).features for n in range(len(Grid(rows)))])
+    return Features([open_shard(folder / shard_name(n), KEY, n).features for n in range(len(ShardLayout(rows)))])
 
 
 def split_of(domains: Tensor) -> Split:

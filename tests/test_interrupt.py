@@ -1,4 +1,4 @@
-"""What signals do, in processes of their own."""
+"""SIGINT and SIGTERM, each sent to a process of its own."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from xdm_ft.interrupt import Interrupted, deferred, handled, stop_requested
 
 def patient():
     with deferred():
-        print("begun", flush=True)
+        print("started", flush=True)
         while not stop_requested():
             time.sleep(0.01)
-        print("asked", flush=True)
+        print("stopping", flush=True)
         time.sleep(float(sys.argv[2]))
         raise Interrupted("all of it")
 
 def impatient():
-    print("begun", flush=True)
+    print("started", flush=True)
     time.sleep(60)
 
 try:
@@ -41,10 +41,10 @@ except Interrupted as stop:
 
 
 @contextmanager
-def begun(kind: str, seconds: float = 0.0) -> Iterator[subprocess.Popen[str]]:
+def started(kind: str, seconds: float = 0.0) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", WORK, kind, str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        assert process.stdout is not None and process.stdout.readline() == "started\n"
         try:
             yield process
         finally:
@@ -52,29 +52,29 @@ def begun(kind: str, seconds: float = 0.0) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_work_that_looks_for_it_saves_first(number: int, status: int) -> None:
-    with begun("patient") as process:
+def test_work_that_checks_for_a_stop_saves_first(number: int, status: int) -> None:
+    with started("patient") as process:
         process.send_signal(number)
         output, errors = process.communicate(timeout=30)
-    assert output == "asked\ninterrupted; saved: all of it; the same command goes on from there\n"
+    assert output == "stopping\ninterrupted; saved: all of it; run the same command to resume\n"
     assert (process.returncode, errors) == (status, "")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_other_work_ends_at_once(number: int, status: int) -> None:
-    with begun("impatient") as process:
+def test_other_work_stops_at_once(number: int, status: int) -> None:
+    with started("impatient") as process:
         process.send_signal(number)
         output, errors = process.communicate(timeout=30)
-    assert output == "interrupted; what is finished is kept, and the same command goes on from there\n"
+    assert output == "interrupted; finished work is kept; run the same command to resume\n"
     assert (process.returncode, errors) == (status, "")
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_sigint_does_not_wait(first: int) -> None:
-    with begun("patient", seconds=60) as process:
+    with started("patient", seconds=60) as process:
         process.send_signal(first)
-        assert process.stdout is not None and process.stdout.readline() == "asked\n"
-        process.send_signal(signal.SIGTERM)  # which changes nothing
+        assert process.stdout is not None and process.stdout.readline() == "stopping\n"
+        process.send_signal(signal.SIGTERM)  # a second SIGTERM changes nothing
         time.sleep(0.2)
         assert process.poll() is None
         sent = time.monotonic()
@@ -82,27 +82,27 @@ def test_a_second_sigint_does_not_wait(first: int) -> None:
         output, errors = process.communicate(timeout=30)
     assert time.monotonic() - sent < 5
     assert process.returncode == 130 and output == ""
-    assert errors == "xdm-ft: interrupted again; left at once, the same command goes on from what was saved\n"
+    assert errors == "xdm-ft: interrupted again; stopped without saving; run the same command to resume\n"
 
 
-def test_what_a_launcher_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sigint_that_a_launcher_forwards_does_not_count_as_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with begun("patient", seconds=0.5) as process:
+    with started("patient", seconds=0.5) as process:
         process.send_signal(signal.SIGINT)
-        assert process.stdout is not None and process.stdout.readline() == "asked\n"
+        assert process.stdout is not None and process.stdout.readline() == "stopping\n"
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=30)
     assert process.returncode == 130 and "saved: all of it" in output
 
 
-def test_signals_are_as_before_afterwards() -> None:
+def test_the_earlier_handlers_come_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with interrupt.handled():
         assert signal.getsignal(signal.SIGTERM) != before[1]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_another_thread_leaves_them_alone() -> None:
+def test_another_thread_changes_no_handlers() -> None:
     seen = []
 
     def work() -> None:
@@ -124,7 +124,7 @@ DEATHS = [
 
 
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_loader_whose_workers_have_died_is_a_fault_unless_asked_to_stop(
+def test_dead_loader_workers_are_a_fault_unless_a_stop_was_requested(
     monkeypatch: pytest.MonkeyPatch, death: Exception
 ) -> None:
     def items() -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the documented hash, uniform, independent between keys, and stacked."""
+"""Counter-based random numbers: the documented hash, uniform, independent between keys, the same under `vmap`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORD = (1 << 64) - 1
 
 
 def splitmix(x: int) -> int:
-    """splitmix64's finaliser in Python's own integers."""
+    """splitmix64's finaliser, written with Python's integers."""
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & WORD
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & WORD
     return x ^ x >> 31
@@ -41,7 +41,7 @@ def test_is_the_documented_hash(seed: int, step: int, stream: Stream, index: int
 
 
 def test_pinned() -> None:
-    """Every published result hangs on these numbers and on the numbers of the streams."""
+    """Every published result depends on these numbers and on the numbers of the streams."""
     drawn = bits(7, 5, Stream.LAMBDA, torch.arange(3))
     assert [hex(word & WORD) for word in drawn.tolist()] == [
         "0x120fc317f93fa4c",
@@ -102,9 +102,9 @@ def test_same_numbers_alone_and_under_vmap() -> None:
 
 @pytest.mark.parametrize("alpha", [0.1, 0.2, 1.0, 2.0, 8.0])
 def test_beta(alpha: float) -> None:
-    """Exact at the knots; in between its distribution function is off by less than one of their steps.
+    """Exact at the knots; between them the distribution function is off by less than one step between knots.
 
-    Looked at below ½, as float32 rounds what is close to 1.
+    Checked below ½ only, because float32 rounds draws close to 1.
     """
     knots = torch.arange(BETA_KNOTS) / BETA_KNOTS
     exact = stats.beta(alpha, alpha)
@@ -117,7 +117,7 @@ def test_beta(alpha: float) -> None:
     u = torch.rand(10_000, generator=torch.Generator().manual_seed(0)) / 2
     assert abs(exact.cdf(beta(u, alpha).double().numpy()) - u.double().numpy()).max() < 1 / BETA_KNOTS
     torch.testing.assert_close(beta(1 - u, alpha), 1 - beta(u, alpha), atol=1e-4, rtol=0)
-    assert beta(torch.tensor(1 - 2.0**-24), alpha) <= 1  # the largest that `uniform` gives
+    assert beta(torch.tensor(1 - 2.0**-24), alpha) <= 1  # the largest draw of `uniform`
 
 
 def test_normal() -> None:

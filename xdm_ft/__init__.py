@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.errors import UserError
+from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
     from xdm_ft.experiment.results import Results
 
-__version__ = "0.1.0"
 __all__ = ["UserError", "__version__", "run"]
 
 

@@ -10,8 +10,9 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from xdm_ft import __version__, interrupt
+from xdm_ft import interrupt
 from xdm_ft.errors import UserError
+from xdm_ft.version import __version__
 
 Verb = Callable[[argparse.Namespace], int]
 GOES_ON = ("run", "features")  # verbs that keep what they have done when a signal ends them
@@ -166,7 +167,3 @@ def _lost_process(error: Exception) -> str | None:
 
 def _is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""Progress of long work on standard error: a bar with rate and time left on a terminal, sparse lines in a log.
+"""Progress of long work on standard error: a bar with rate and remaining time on a terminal, a few lines in a log.
 
-Every piece of it is also counted, so that other processes of the run can tell work that goes on from work that hangs.
+Every finished piece of work is also counted, so that other processes of the run notice when this one hangs.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ logger = logging.getLogger("xdm_ft")
 
 
 class Pulse:
-    """The pieces of work that this process and those forked from it have done, in memory that they share."""
+    """Counts the pieces of work that this process and the processes forked from it have finished."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 8)
-        self.waits = 0  # how many `waiting` are entered
+        self._memory = mmap.mmap(-1, 8)  # anonymous and shared: forked processes write to the same 8 bytes
+        self.waits = 0  # number of `waiting` contexts that are open
 
     def beat(self) -> None:
-        """One more piece. Two processes at the same instant may count one: that the number moves is what matters."""
+        """Counts one piece. Two processes at the same instant may count one piece only: readers look for a change."""
         self._memory[:] = (self.count + 1).to_bytes(8, "little")
 
     @property
@@ -33,7 +33,7 @@ class Pulse:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what may take any time without a piece of work here: what another process is doing, a download."""
+        """Context for what may take long without work in this process: a wait for another process, a download."""
         self.waits += 1
         try:
             yield
@@ -45,7 +45,7 @@ pulse = Pulse()
 
 
 class Progress:
-    """`advance(n, note)` after each piece of work."""
+    """Writes a line to the log every 30 seconds. Call `advance(n, note)` after each piece of work."""
 
     def __init__(self, description: str, total: int, unit: str) -> None:
         self.description, self.total, self.unit = description, total, unit
@@ -53,7 +53,7 @@ class Progress:
         self.started = self.last_line = time.monotonic()
 
     def skip(self, n: int) -> None:
-        """So much was done before."""
+        """Counts `n` units as done by an earlier run: they are part of the total, not of the rate."""
         self.done += n
         self.skipped += n
 
@@ -79,6 +79,7 @@ class _Bar(Progress):
         self.bar = tqdm(total=total, desc=description, unit=f" {unit}", file=sys.stderr, dynamic_ncols=True)
 
     def skip(self, n: int) -> None:
+        # tqdm takes the rate from n − initial, and its recent rate from n − last_print_n
         self.bar.initial += n
         self.bar.last_print_n += n
         self.bar.n += n
@@ -91,7 +92,7 @@ class _Bar(Progress):
 
 @contextmanager
 def progress(description: str, total: int, unit: str, shown: bool = True) -> Iterator[Progress]:
-    """A bar on a terminal, a line every 30 seconds elsewhere; nothing where `shown` is false (other ranks)."""
+    """Context that yields a `Progress`: a bar on a terminal, else log lines; nothing if not `shown` (other ranks)."""
     if shown and sys.stderr.isatty():
         bar = _Bar(description, total, unit)
         try:
@@ -99,7 +100,7 @@ def progress(description: str, total: int, unit: str, shown: bool = True) -> Ite
         finally:
             bar.bar.close()
     else:
-        quiet = Progress(description, total, unit)
+        lines = Progress(description, total, unit)
         if not shown:
-            quiet.last_line = float("inf")
-        yield quiet
+            lines.last_line = float("inf")
+        yield lines

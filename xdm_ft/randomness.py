@@ -1,8 +1,8 @@
 """Random numbers as a function, not a state: uniform(seed, step, stream, index).
 
-A counter-based hash in int64 tensor arithmetic (splitmix64's finaliser, Steele, Lea & Flood 2014, once per key).
-The same arguments give the same number alone or in a batch of heads (`torch.func.vmap`), on CPU or GPU, in one process
-or in many, and resuming needs no saved generator.
+A counter-based hash in int64 tensor arithmetic: splitmix64's finaliser (Steele, Lea & Flood 2014), once per key.
+The same arguments give the same number for one head or a batch of heads (`torch.func.vmap`), on CPU or GPU, in one
+process or in many. To resume, no state of a generator needs to be saved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Stream(IntEnum):
-    """One number per use, so that no two uses of randomness share their draws."""
+    """One number per use of randomness, so that no two uses draw the same numbers. Results depend on these numbers."""
 
     INIT = 0
     BATCH = 1
@@ -48,24 +48,26 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
+# splitmix64's increment, 2⁶⁴ divided by the golden ratio, and the two multipliers of its finaliser
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    # int64 shifts are arithmetic; the mask makes them logical
+    # torch shifts int64 arithmetically, with copies of the sign bit; the mask removes the copies
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _finalise(x: Tensor) -> Tensor:
+    # int64 products wrap around modulo 2⁶⁴, as splitmix64 needs
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
 
 
 def bits(seed: int | Tensor, step: int | Tensor, stream: int | Tensor, index: int | Tensor) -> Tensor:
-    """64 random bits as int64, in the broadcast shape of the four keys (int64 tensors or ints)."""
+    """Returns 64 random bits as int64, in the broadcast shape of the four keys (int64 tensors or ints)."""
     device = next((k.device for k in (seed, step, stream, index) if isinstance(k, Tensor)), None)
     x = torch.zeros((), dtype=torch.int64, device=device)
     for key in (seed, stream, step, index):
@@ -74,19 +76,24 @@ def bits(seed: int | Tensor, step: int | Tensor, stream: int | Tensor, index: in
 
 
 def uniform(seed: int | Tensor, step: int | Tensor, stream: int | Tensor, index: int | Tensor) -> Tensor:
-    """Uniform float32 in [0, 1) with 24 random bits, in the broadcast shape of the four keys."""
+    """Returns uniform float32 in [0, 1) with 24 random bits, in the broadcast shape of the four keys."""
+    # the significand of a float32 has 24 bits: every draw is exact, and none is rounded up to 1
     return _shift_right(bits(seed, step, stream, index), 40).to(torch.float32) * (1.0 / (1 << 24))
 
 
 def integers(
     seed: int | Tensor, step: int | Tensor, stream: int | Tensor, index: int | Tensor, high: int | Tensor
 ) -> Tensor:
-    """Uniform int64 in [0, high). 63 bits modulo `high`: the bias is below high / 2^63."""
+    """Returns uniform int64 in [0, high): 63 bits modulo `high`, whose bias is below high / 2⁶³."""
     return _shift_right(bits(seed, step, stream, index), 1) % high
 
 
 def normal(seed: int | Tensor, step: int | Tensor, stream: int | Tensor, index: Tensor) -> Tensor:
-    """Standard normal float32, in the broadcast shape of the keys: of the draws 2·index and 2·index+1 (Box, Muller)."""
+    """Returns standard normal float32, in the broadcast shape of the keys, from the draws 2·index and 2·index+1.
+
+    The transform of Box and Muller: √(−2 ln(1 − u)) · cos(2πv) for independent uniform u, v.
+    """
+    # log1p(−u) is finite, as u < 1; log(u) would not be at u = 0
     radius = (-2 * torch.log1p(-uniform(seed, step, stream, 2 * index))).sqrt()
     return radius * torch.cos(2 * math.pi * uniform(seed, step, stream, 2 * index + 1))
 
@@ -95,16 +102,16 @@ BETA_KNOTS = 4096
 
 
 def beta(u: Tensor, alpha: float) -> Tensor:
-    """Beta(α, α) from uniform draws `u`, element by element: its quantile function, linear between 4097 exact knots.
+    """Returns Beta(α, α) draws, one for each uniform draw in `u`: its quantile function, linear between 4097 knots.
 
-    So its distribution function is off by less than 1/4096 anywhere, before float32 rounds it. Rejection sampling, the
-    usual way, would take a number of draws that depends on their values, which neither stacked heads nor counted draws
-    allow.
+    The knots are exact, so the distribution function is off by less than 1/4096 (before float32 rounding).
     """
-    place = u * BETA_KNOTS
-    below = place.long()  # 0…4095, as u < 1
+    # Rejection sampling, the usual way, needs a number of draws that depends on their values. Neither `vmap` over heads
+    # nor draws with an index allow that.
+    position = u * BETA_KNOTS
+    below = position.long()  # 0…4095, as u < 1
     quantiles = _beta_quantiles(alpha, u.device)
-    return torch.lerp(quantiles[below], quantiles[below + 1], place - below)
+    return torch.lerp(quantiles[below], quantiles[below + 1], position - below)
 
 
 @cache
@@ -116,5 +123,5 @@ def _beta_quantiles(alpha: float, device: torch.device) -> Tensor:
 
 
 def permutation(seed: int, step: int, stream: int, n: int) -> Tensor:
-    """A permutation of 0…n−1 (int64 [n]) that depends on the three keys only: the order of n 64-bit draws."""
+    """Returns a permutation of 0…n−1 (int64 [n]) that depends on the three keys only: the order of n 64-bit draws."""
     return torch.argsort(bits(seed, step, stream, torch.arange(n)), stable=True)

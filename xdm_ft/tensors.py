@@ -92,13 +92,6 @@ class InputPartners(NamedTuple):
     found: Tensor  # bool [...,B]: False where there is none, and the sample is its own
 
 
-class Importance(NamedTuple):
-    """Equations (1) and (2): the importance scores of every feature dimension."""
-
-    by_class: Tensor  # float [B,K]
-    by_domain: Tensor  # float [B,K]
-
-
 class Parts(NamedTuple):
     """Equation (4): class-specific/generic × domain-specific/generic components of z. They sum to z exactly."""
 

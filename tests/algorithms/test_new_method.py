@@ -1,19 +1,25 @@
-"""Adding a method is one new file: it is listed, recipes accept it, and the contract tests cover it."""
+"""A method is added by one new file: recipes accept it, it is listed, searched and trained, contract tests cover it."""
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import miniature
 import pytest
 
+import xdm_ft.algorithms
+from xdm_ft.cli import main
+from xdm_ft.commands.ls import listing
+from xdm_ft.recipe.search import preset_ranges
+
 ROOT = Path(__file__).resolve().parents[2]
-METHOD = '''
-"""A method of one's own."""
+SEARCHED = '''
+"""A method with a search range."""
 
 from typing import Annotated
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field
 
@@ -25,6 +31,7 @@ class Smoothed(Algorithm):
     """Cross-entropy with label smoothing."""
 
     source = "Szegedy et al. 2016, label smoothing"
+    search_ranges = {"smoothing": {"uniform": (0.2, 0.4)}}
 
     def __init__(
         self, setup: Setup, *, smoothing: Annotated[float, Field(ge=0, lt=1, description="mass of other classes")] = 0.1
@@ -36,40 +43,165 @@ class Smoothed(Algorithm):
         per_sample = F.cross_entropy(
             linear(z, self.head), batch.y, reduction="none", label_smoothing=self.smoothing
         )
-        return Losses(self.average(per_sample, batch), torch.zeros_like(per_sample).sum())
+        return Losses(self.average(per_sample, batch), per_sample.new_zeros(()))
 '''
-PLUGIN = """
-import xdm_ft.algorithms
-xdm_ft.algorithms.__path__.append({folder!r})  # as if the file lay in xdm_ft/algorithms
-"""
+WITH_A_PROJECTION = '''
+"""A method with a module of its own beside the class head."""
+
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+
+from xdm_ft.algorithms import Setup, linear, linear_head
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.randomness import Stream
+from xdm_ft.tensors import Losses
+
+PROJECTED = 8
+
+
+class Contrastive(ERM):
+    """ERM + weight · the supervised contrastive loss of projected features, temperature 1."""
+
+    source = "Khosla et al. 2020, Supervised Contrastive Learning, eq. (2)"
+    loss_over = "batch"
+
+    def __init__(
+        self, setup: Setup, *, weight: Annotated[float, Field(ge=0, description="of the contrastive loss")] = 0.1
+    ) -> None:
+        super().__init__(setup)
+        self.weight = weight
+        self.projection = linear_head(setup.width, PROJECTED, setup.seed, Stream.DOMAIN_INIT)
+
+    def loss(self, z, batch, step):
+        of_class = super().loss(z, batch, step)
+        projected = F.normalize(linear(z, self.projection), dim=1)  # [B,PROJECTED]
+        itself = torch.eye(len(batch.y), dtype=torch.bool, device=z.device)
+        log_share = (projected @ projected.mT).masked_fill(itself, -1e9).log_softmax(1)  # [B,B]
+        same_class = ((batch.y[:, None] == batch.y) & ~itself).to(z.dtype)
+        contrast = -(same_class * log_share).sum(1) / same_class.sum(1).clamp(min=1)  # [B]
+        return of_class._replace(total=of_class.total + self.weight * contrast.mean())
+'''
+IN_THE_ENCODER = '''
+"""A method with a module in the encoder."""
+
+from typing import Annotated
+
+from pydantic import Field
+from torch import nn
+
+from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.randomness import Stream, uniform
+
+
+class Jittered(ERM):
+    """ERM, with every feature map after the first stage scaled by a draw from 1 ± width."""
+
+    source = "made up for this test"
+    frozen_reason = "it changes feature maps, and cached features have none; set encoder.trainable: true"
+
+    def __init__(
+        self, setup: Setup, *, width: Annotated[float, Field(ge=0, lt=1, description="largest change")] = 0.5
+    ) -> None:
+        super().__init__(setup)
+        self.width = width
+
+    def stage_modules(self, encoder):
+        return {encoder.stage_names[0]: _Jitter(int(self.seed), self.width)}
+
+
+class _Jitter(nn.Module):
+    def __init__(self, seed, width):
+        super().__init__()
+        self.seed, self.width = seed, width
+
+    def forward(self, x, batch, step):
+        u = uniform(self.seed, step, Stream.STYLE_NOISE, batch.place)  # [B]
+        return x * (1 + self.width * (2 * u - 1))[:, None, None, None]
+'''
+METHODS = {"smoothed": SEARCHED, "contrastive": WITH_A_PROJECTION, "jittered": IN_THE_ENCODER}
 RECIPE = """\
 name: own
-data: {name: digits}
-protocol: {test_domains: [ink], seeds: 1}
+data: {name: pacs, root: data, counts: any}
+protocol: {test_domains: [photo], seeds: 1, val_fraction: 0.4}
 encoder: {name: timm, model: test_resnet, preprocessing: {size: 32}}
-methods: [{name: smoothed+sam, smoothing: 0.2}]
-training: {steps: 4, batch_size: 8}
+features: {dir: cache, workers: 0}
+training: {steps: 4, batch_size: 4}
 """
+
+
+def write_methods(folder: Path) -> None:
+    folder.mkdir()
+    for name, source in METHODS.items():
+        (folder / f"{name}.py").write_text(source)
+
+
+@pytest.fixture
+def own_methods(tmp_path, monkeypatch):
+    """The three files, as if they lay in xdm_ft/algorithms."""
+    write_methods(tmp_path / "methods")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(xdm_ft.algorithms, "__path__", [*xdm_ft.algorithms.__path__, str(tmp_path / "methods")])
+    preset_ranges.cache_clear()
+    yield
+    preset_ranges.cache_clear()
+    for name in METHODS:
+        if sys.modules.pop(f"xdm_ft.algorithms.{name}", None):
+            delattr(xdm_ft.algorithms, name)
+
+
+def trained(methods: str, *overrides: str) -> list[dict]:
+    """Records of a run in which no model fails."""
+    miniature.domainbed(Path("data"), "pacs")
+    Path("own.yaml").write_text(f"{RECIPE}methods: {methods}\n")
+    assert main(["run", "own.yaml", *overrides]) == 0
+    records = json.loads(Path("output/own/results.json").read_text())["runs"]
+    assert {record["status"] for record in records} == {"ok"}
+    return records
+
+
+def test_they_are_listed(own_methods):
+    listed = listing("methods")
+    assert "smoothing=0.1 (mass of other classes)" in listed and "Khosla et al. 2020" in listed
+    [jittered] = [line for line in listed.splitlines() if line.startswith("jittered ")]
+    assert "end to end" in jittered and "cached" not in jittered
+
+
+def test_a_recipe_is_checked_against_them(own_methods, capsys):
+    Path("own.yaml").write_text(f"{RECIPE}methods: [jittered, {{name: contrastive, weights: 1}}, smothed]\n")
+    assert main(["validate", "own.yaml"]) == 2
+    complaint = capsys.readouterr().err
+    assert 'did you mean "weight"' in complaint and 'did you mean "smoothed"' in complaint
+
+
+def test_they_train_and_are_searched_on_cached_features(own_methods):
+    records = trained("[smoothed+sam, contrastive]", "search={trials: 3, preset: frozen}")
+    assert [record["method"] for record in records] == ["smoothed+sam"] * 3 + ["contrastive"] * 3
+    smoothed, contrastive = ([record["hparams"] for record in part] for part in (records[:3], records[3:]))
+    smoothing = [values["smoothing"] for values in smoothed]
+    assert smoothing[0] == 0.1 and len({*smoothing}) == 3 and all(0.2 <= drawn < 0.4 for drawn in smoothing[1:])
+    assert {values["weight"] for values in contrastive} == {0.1}, "no range, so no draw"
+    assert len({values["lr"] for values in contrastive}) == 3
+
+
+def test_they_train_end_to_end(own_methods):
+    records = trained("[erm, jittered, contrastive]", "encoder.trainable=true")
+    assert [record["method"] for record in records] == ["erm", "jittered", "contrastive"]
+    erm, jittered, _ = (record["selected"]["train_val"]["metrics"]["test"]["nll"] for record in records)
+    assert jittered != erm, "the module in the encoder was at work"
 
 
 @pytest.mark.slow
-def test_one_file_is_all_it_takes(tmp_path):
-    folder = tmp_path / "methods"
-    folder.mkdir()
-    (folder / "smoothed.py").write_text(METHOD)
-    (tmp_path / "own_plugin.py").write_text(PLUGIN.format(folder=str(folder)))
-    recipe = tmp_path / "own.yaml"
-    recipe.write_text(RECIPE + f"features: {{dir: '{tmp_path / 'cache'}'}}\noutput: {{dir: '{tmp_path}'}}\n")
+def test_the_contract_tests_cover_them(tmp_path):
+    write_methods(tmp_path / "methods")
+    plugin = f"import xdm_ft.algorithms\nxdm_ft.algorithms.__path__.append({str(tmp_path / 'methods')!r})\n"
+    (tmp_path / "own_plugin.py").write_text(plugin)
+    covered = ["-m", "not soak and not gpu", "-k", " or ".join(METHODS)]
+    files = ["tests/algorithms/test_contract.py", "tests/algorithms/test_doors_contract.py"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-
-    def python(*arguments):
-        command = [sys.executable, *map(str, arguments)]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-
-    verb = "import own_plugin, sys; from xdm_ft.cli import main; sys.exit(main(sys.argv[1:]))"
-    listed = python("-c", verb, "ls", "methods").stdout
-    assert "smoothed" in listed and "smoothing=0.1 (mass of other classes)" in listed
-    ran = python("-c", verb, "run", recipe)
-    assert ran.returncode == 0 and "smoothed+sam" in ran.stdout, ran.stderr
-    contract = python("-m", "pytest", "-p", "own_plugin", "-q", "-k", "smoothed", "tests/algorithms/test_contract.py")
-    assert contract.returncode == 0 and "passed" in contract.stdout, contract.stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "own_plugin", "-p", "no:cacheprovider", *covered, *files]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and "passed" in result.stdout, result.stdout

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms import Setup, xdomainmix
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.algorithms.xdomainmix import Draws, XDomainMix, mixed_domains
+from xdm_ft.algorithms.xdomainmix import Augmented, XDomainMix, mixed_domains
 from xdm_ft.errors import UserError
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.tensors import Batch, Parts, Task
 from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, mix, specific_mask
 
 WIDTH = 40
@@ -29,6 +29,12 @@ def batch(seed: int = 0, size: int = 60) -> Batch:
     return Batch(z, y, domain, torch.arange(size), torch.randperm(1000, generator=generator)[:size])
 
 
+def drawn(algorithm: XDomainMix, given: Batch, step: int) -> Augmented:
+    """Its partners, λ and discards at any step, which do not depend on the masks."""
+    mask = torch.zeros(given.x.shape, dtype=torch.bool)
+    return algorithm.augment(given.x, given, step, {"class_mask": mask, "domain_mask": mask})
+
+
 def plain_parts(algorithm: XDomainMix, given: Batch, quantile: float):
     """Straight from the paper: scores by autograd, four parts."""
     class_mask = specific_mask(autograd_scores(given.x, algorithm.head, given.y), 0.5)
@@ -38,13 +44,13 @@ def plain_parts(algorithm: XDomainMix, given: Batch, quantile: float):
 
 @pytest.mark.parametrize("step, quantile", [(57, 0.9), (59, 0.8), (61, 0.7), (63, 0.6), (66, 0.5), (67, 0.9)])
 def test_loss_is_that_of_the_pure_functions(step: int, quantile: float) -> None:
-    """Equation (8) with z̃ made whole and put through the head, value and gradients: mixing logits is the same."""
+    """Equation (8) value and gradients, written out with scores by autograd."""
     algorithm, given = XDomainMix(setup(), warmup_steps=57, quantile_steps=2), batch()
     z = given.x.clone().requires_grad_()
     losses = algorithm(z, given._replace(x=z), step)
 
     plain = z.detach().clone().requires_grad_()
-    draws = algorithm.draws(given, step)
+    draws = drawn(algorithm, given, step)
     mixed = mix(plain_parts(algorithm, given._replace(x=plain), quantile), draws.partners, draws.lam, draws.keep)
     ell = [F.cross_entropy(algorithm.head(features), given.y, reduction="none") for features in (plain, mixed)]
     expected = algorithm.average((ell[0] + ell[1]) / 2, given)
@@ -89,18 +95,18 @@ def test_warm_up_that_leaves_nothing(warmup_steps: int) -> None:
 
 def test_draws_depend_on_the_sample_and_not_on_its_place() -> None:
     algorithm, given = XDomainMix(setup()), batch()
-    draws = algorithm.draws(given, 70)
+    draws = drawn(algorithm, given, 70)
     order = torch.randperm(len(given.y), generator=torch.Generator().manual_seed(1))
-    moved = algorithm.draws(Batch(*(field[order] for field in given[:5])), 70)
+    moved = drawn(algorithm, Batch(*(field[order] for field in given[:5])), 70)
     assert torch.equal(moved.keep, draws.keep[order])
     both = draws.partners.has_same & draws.partners.has_other
     assert both.any() and torch.equal(moved.lam, draws.lam[order])
-    assert not torch.equal(algorithm.draws(given, 71).lam, draws.lam)
-    assert not torch.equal(XDomainMix(setup(seed=1)).draws(given, 70).lam, draws.lam)
+    assert not torch.equal(drawn(algorithm, given, 71).lam, draws.lam)
+    assert not torch.equal(drawn(XDomainMix(setup(seed=1)), given, 70).lam, draws.lam)
 
 
 def test_lambda_is_uniform_and_independent() -> None:
-    lam = torch.cat([XDomainMix(setup()).draws(batch(seed), 60 + seed).lam for seed in range(40)])
+    lam = torch.cat([drawn(XDomainMix(setup()), batch(seed), 60 + seed).lam for seed in range(40)])
     lam = lam[(lam < 1).all(1)]
     assert len(lam) > 2000
     torch.testing.assert_close(lam.mean(0), torch.tensor([0.5, 0.5]), atol=0.02, rtol=0)
@@ -111,23 +117,23 @@ def test_lambda_is_uniform_and_independent() -> None:
 
 @pytest.mark.parametrize("p_discard", [0.0, 0.2, 1.0])
 def test_discard_per_sample(p_discard: float) -> None:
-    kept = torch.cat([XDomainMix(setup(), p_discard=p_discard).draws(batch(seed), seed).keep for seed in range(40)])
+    kept = torch.cat([drawn(XDomainMix(setup(), p_discard=p_discard), batch(seed), seed).keep for seed in range(40)])
     share = 1 - kept.float().mean()
     assert share == p_discard if p_discard in (0, 1) else abs(share - p_discard) < 0.03
 
 
 def test_discard_per_batch() -> None:
     algorithm = XDomainMix(setup(), discard_per="batch")
-    kept = torch.stack([algorithm.draws(batch(step), step).keep for step in range(300)])
+    kept = torch.stack([drawn(algorithm, batch(step), step).keep for step in range(300)])
     assert (kept.all(1) | ~kept.any(1)).all()
     assert abs((1 - kept.float().mean()) - 0.2) < 0.07
 
 
 def test_switches_of_the_ablation() -> None:
     given = batch()
-    full = XDomainMix(setup()).draws(given, 60)
+    full = drawn(XDomainMix(setup()), given, 60)
     for place, key in enumerate(("mix_class_specific", "mix_class_generic")):
-        off = XDomainMix(setup(), **{key: False}).draws(given, 60)
+        off = drawn(XDomainMix(setup(), **{key: False}), given, 60)
         assert (off.lam[:, place] == 1).all()
         assert torch.equal(off.lam[:, 1 - place], full.lam[:, 1 - place])
         assert torch.equal(off.keep, full.keep)
@@ -137,7 +143,7 @@ def test_switches_of_the_ablation() -> None:
 
 def test_choice_of_x_j() -> None:
     given = batch()
-    draws = XDomainMix(setup(), other_partner="other_class_same_domain").draws(given, 60)
+    draws = drawn(XDomainMix(setup(), other_partner="other_class_same_domain"), given, 60)
     has = draws.partners.has_other
     assert has.any()
     assert (given.domain[draws.partners.other] == given.domain)[has].all()
@@ -176,7 +182,7 @@ def test_soft_domain_labels() -> None:
     partners = Partners(torch.tensor([1, 0, 1]), torch.tensor([2, 1, 0]), yes, no)
     lam = torch.tensor([[0.5, 0.25], [0.4, 1.0], [1.0, 0.0]])
     given = batch(size=3)._replace(domain=torch.tensor([0, 1, 2]))
-    labels = mixed_domains(given, Draws(partners, lam, yes), 3)
+    labels = mixed_domains(given, Augmented(given.x, partners, lam, yes, {}), 3)
     torch.testing.assert_close(labels, torch.tensor([[0.375, 0.25, 0.375], [0.3, 0.7, 0.0], [0.5, 0.0, 0.5]]))
     torch.testing.assert_close(labels.sum(1), torch.ones(3))
 
@@ -184,7 +190,7 @@ def test_soft_domain_labels() -> None:
 def test_domain_head_learns_from_augmented_features() -> None:
     """BCE on z, and on z̃ with its soft label where Z_c,d was not discarded; no gradient to anything but d."""
     algorithm, given = XDomainMix(setup(), domain_head_augmented=True), batch()
-    draws = algorithm.draws(given, 60)
+    draws = drawn(algorithm, given, 60)
     mixed = mix(plain_parts(algorithm, given, 0.9), draws.partners, draws.lam, draws.keep)
 
     def bce(features: Tensor, labels: Tensor) -> Tensor:
@@ -205,3 +211,69 @@ def test_domain_head_learns_from_augmented_features() -> None:
         "domain_head.weight",
         "domain_head.bias",
     }
+
+
+def of_heads(algorithm: XDomainMix, state: dict[str, Tensor], given: Batch, step: int) -> Tensor:
+    """The losses of two heads on the same batch, as a bank computes them."""
+
+    def total(state: dict[str, Tensor], fields: tuple[Tensor, ...]) -> Tensor:
+        return torch.func.functional_call(algorithm, state, (fields[0], Batch(*fields), step)).total
+
+    return torch.func.vmap(total)(state, tuple(field.expand(2, *field.shape).clone() for field in given[:5]))
+
+
+def negated(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
+    return Parts(*(-part for part in decompose(z, class_mask, domain_mask)))
+
+
+def test_another_equation_4_is_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End to end, where gradients flow to z, and in a bank."""
+    algorithm, given = XDomainMix(setup()), batch()
+    parameters, buffers = torch.func.stack_module_state([algorithm, XDomainMix(setup(seed=1))])
+
+    def totals() -> tuple[Tensor, Tensor]:
+        z = given.x.clone().requires_grad_()
+        in_bank = of_heads(algorithm, {**parameters, **buffers}, given, 60)
+        return algorithm(z, given._replace(x=z), 60).total, in_bank[0]
+
+    before = totals()
+    torch.testing.assert_close(*before)
+    monkeypatch.setattr(xdomainmix, "decompose", negated)
+    after = totals()
+    torch.testing.assert_close(*after)
+    assert all((one - other).abs() > 0.01 for one, other in zip(before, after, strict=True))
+
+
+class Cosine(nn.Module):
+    """A class head that is not linear in z."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.normalize(z, dim=1) @ F.normalize(self.weight, dim=1).T
+
+
+class WithCosineHead(XDomainMix):
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.head = Cosine()
+
+    def logits(self, z: Tensor) -> Tensor:
+        return self.head(z)
+
+
+def test_a_head_that_is_not_linear_is_scored_by_autograd() -> None:
+    algorithm, given = WithCosineHead(setup()), batch()
+    z = given.x.clone().requires_grad_()
+    found = algorithm(z, given._replace(x=z), 60)
+    scores = autograd_scores(given.x, algorithm.head, given.y)
+    torch.testing.assert_close(scores.sum(1), torch.zeros(60), atol=1e-6, rtol=0)  # the head does not see z's length
+    assert torch.equal(found.held["class_mask"], specific_mask(scores, 0.5))
+    mixed = algorithm.augment(given.x, given, 60).z
+    ell = [F.cross_entropy(algorithm.head(features), given.y, reduction="none") for features in (given.x, mixed)]
+    torch.testing.assert_close(found.total, algorithm.average((ell[0] + ell[1]) / 2, given))
+    state = {name: torch.stack([value, value]) for name, value in algorithm.state_dict().items()}
+    torch.testing.assert_close(of_heads(algorithm, state, given, 60), found.total.expand(2))
+    assert all(gradient.any() for gradient in torch.autograd.grad(found.total, [z, algorithm.head.weight]))

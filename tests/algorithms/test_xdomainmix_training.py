@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from xdm_ft.algorithms import Setup
-from xdm_ft.algorithms.xdomainmix import Draws, XDomainMix
+from xdm_ft.algorithms import Setup, xdomainmix
+from xdm_ft.algorithms.xdomainmix import Noise, XDomainMix
 from xdm_ft.tensors import Batch, Task
 from xdm_ft.xdomainmix import Partners
 
 GOLDEN = np.load(Path(__file__).resolve().parents[1] / "golden" / "clip_trajectory_sgd.npz")
-P_DISCARD = 0.2
 
 
 def golden(name: str) -> torch.Tensor:
@@ -22,13 +22,17 @@ def golden(name: str) -> torch.Tensor:
 
 
 class Replayed(XDomainMix):
-    """With the recorded draws in place of our own."""
+    """With the recorded random numbers in place of our own; those of partners are their places."""
 
-    def draws(self, batch: Batch, step: int) -> Draws:
+    def noise(self, place: Tensor, step: int) -> Noise:
         call = step - self.warmup_steps
-        everyone = torch.ones(len(batch.y), dtype=torch.bool)
-        partners = Partners(golden("same")[call], golden("diff")[call], everyone, everyone)
-        return Draws(partners, golden("lam")[call], everyone & bool(GOLDEN["p"][call] > P_DISCARD))  # p per batch
+        places = torch.stack([golden("same")[call], golden("diff")[call]], 1)
+        return Noise(places, golden("lam")[call], golden("p")[call].float().expand(len(place)))  # one p for the batch
+
+
+def recorded_partners(y: Tensor, domain: Tensor, noise: Tensor, other: str) -> Partners:
+    everyone = torch.ones(len(y), dtype=torch.bool)
+    return Partners(noise[:, 0], noise[:, 1], everyone, everyone)
 
 
 def set_parameters(head: nn.Linear, weight: str, bias: str) -> None:
@@ -37,9 +41,10 @@ def set_parameters(head: nn.Linear, weight: str, bias: str) -> None:
         head.bias.copy_(golden(bias))
 
 
-def test_trajectory_of_the_published_linear_head() -> None:
+def test_trajectory_of_the_published_linear_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 warm-up steps, 5 mixed ones with τ_d falling every 2; SGD, the class head's gradient clipped to norm 1, the
     domain head's not. No draw is ours, all else is: scores, masks, cycle, mixing, losses, both gradients."""
+    monkeypatch.setattr(xdomainmix, "draw_partners", recorded_partners)
     steps, _, width = GOLDEN["X"].shape
     task = Task(tuple("abcd"), tuple("xyz"))
     algorithm = Replayed(

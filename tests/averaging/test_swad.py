@@ -1,4 +1,4 @@
-"""SWAD's rule and averages, against values worked out by hand and the authors' queues written out."""
+"""SWAD's start, end and mean, against values worked out by hand and against the authors' queues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xdm_ft.training.averages import Averages
 
 
 def run(losses: list[float], lengths: list[int] | None = None, **settings) -> Segment:
-    """The weight of step t is 2ᵗ: its mean over a window tells the window."""
+    """SWAD's result for these losses. The weight after step t is 2ᵗ, so that a mean belongs to one window only."""
     average, taken = SWAD(**settings).begin(), 0
     for loss, length in zip(losses, lengths or [1] * len(losses), strict=True):
         steps = torch.arange(taken + 1, taken + length + 1)
@@ -23,8 +23,8 @@ def run(losses: list[float], lengths: list[int] | None = None, **settings) -> Se
 
 
 def in_the_queues(losses: list[float], n_s: int, n_e: int, r: float) -> tuple[int, list[int]] | None:
-    """What the authors' two queues, of the last N_s and N_e evaluations, come to: s, and the evaluations (from 1) in
-    the average, as often as they are taken in. None without s."""
+    """The result of the authors' two queues, of the last N_s and N_e evaluations: s, and the evaluations (from 1) in
+    the average, repeated as often as they are added. None without s."""
     taken, s, threshold, queue = list[int](), 0, 0.0, list[int]()
 
     def lowest(some: list[int]) -> float:
@@ -65,7 +65,7 @@ def test_segments_count_by_their_steps() -> None:
     assert got.mean["w"] == pytest.approx(sum(2.0**t for t in range(1, 11)) / 10)
 
 
-def test_what_is_above_the_threshold_at_the_end_of_training_is_left_out() -> None:
+def test_evaluations_above_the_threshold_at_the_end_of_training_are_left_out() -> None:
     got = run([0.5, 0.6, 0.55, 9.0, 0.6, 9.0, 9.0])
     assert (got.first, got.last) == (1, 5)
     assert got.mean["w"] == pytest.approx(sum(2.0**t for t in range(1, 6)) / 5)
@@ -75,7 +75,7 @@ def test_what_is_above_the_threshold_at_the_end_of_training_is_left_out() -> Non
 @pytest.mark.parametrize(
     ("early", "first"),
     [
-        ([0.7, 0.7, 0.7, 0.7], 3),  # of the N_e − N_s = 3 before s the earliest has no evaluation before it to look at
+        ([0.7, 0.7, 0.7, 0.7], 3),  # of the N_e − N_s = 3 before s, the earliest has no evaluation before it
         ([9.0, 0.7, 0.7, 0.7], 3),
         ([0.7, 9.0, 0.7, 0.7], 4),
         ([0.7, 0.7, 9.0, 0.7], 5),
@@ -84,8 +84,8 @@ def test_what_is_above_the_threshold_at_the_end_of_training_is_left_out() -> Non
         ([0.7], 2),
     ],
 )
-def test_the_start_goes_back_within_the_valley(early: list[float], first: int) -> None:
-    """l = 1.3 · 0.6 = 0.78; s is the evaluation behind `early`, which fall so that none of them is s."""
+def test_the_start_moves_back_within_the_valley(early: list[float], first: int) -> None:
+    """l = 1.3 · 0.6 = 0.78; s is the evaluation after `early`, whose losses fall, so that none of them is s."""
     falling = [loss - 0.001 * k for k, loss in enumerate(early)]
     got = run([*falling, 0.6, 0.6, 0.6, 0.6])
     assert (got.first, got.last) == (first, len(early) + 4)

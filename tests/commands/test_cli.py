@@ -22,8 +22,8 @@ training: {steps: 20, batch_size: 8}
 
 
 def xdm_ft(*arguments, cwd, script=False):
-    """`xdm-ft …`, or `python xdm_ft/run.py …`, which knows one verb."""
-    start = [str(ROOT / "xdm_ft" / "run.py")] if script else ["-m", "xdm_ft.cli"]
+    """`python -m xdm_ft …`, or `python xdm_ft/run.py …`, which has one verb."""
+    start = [str(ROOT / "xdm_ft" / "run.py")] if script else ["-m", "xdm_ft"]
     return subprocess.run([sys.executable, *start, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
 
 
@@ -56,6 +56,13 @@ def one_line(result, *words):
 def test_help_is_immediate_and_loads_nothing_heavy():
     code = "import sys; from xdm_ft.cli import parser; parser(); print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+def test_started_as_a_module_it_is_the_same_program(tmp_path):
+    """`python -m xdm_ft` names the command as the installed script does."""
+    helped = xdm_ft("--help", cwd=tmp_path)
+    assert helped.returncode == 0 and helped.stdout.startswith("usage: xdm-ft ")
+    one_line(xdm_ft("validate", "missing.yaml", cwd=tmp_path), "missing.yaml")
 
 
 def test_run_twice_continue_and_refuse(recipe, tmp_path):

@@ -1,4 +1,4 @@
-"""Miniature trees of the seven data sets in their real layouts on disk: dozens of made images."""
+"""Writes miniatures of the seven data sets in their real layouts on disk: dozens of generated images each."""
 
 import csv
 from pathlib import Path
@@ -18,7 +18,7 @@ CLASSES = {
 
 
 def save(path: Path, label: int, domain: int, number: int, side: int = 40) -> None:
-    """An image that no other call makes: its brightness tells the class, its colour the domain."""
+    """Writes an image that no other arguments give: its brightness depends on the class, its colour on the domain."""
     path.parent.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng([label, domain, number]).integers(0, 60, (side, side, 3))
     noise += np.array([30 * label % 150, 40 * domain % 180, 90])
@@ -26,7 +26,7 @@ def save(path: Path, label: int, domain: int, number: int, side: int = 40) -> No
 
 
 def domainbed(root: Path, name: str, per_class: int = 4, suffix: str = ".png") -> Path:
-    """A tree as DomainBed's download script makes it, in a folder of `root`. → that folder."""
+    """Writes the tree of DomainBed's download script into a folder of `root`. Returns that folder."""
     cls = components.find("data", name)
     base = root / cls.folder_names[0]
     for d, domain in enumerate(cls.domain_folders):
@@ -37,7 +37,7 @@ def domainbed(root: Path, name: str, per_class: int = 4, suffix: str = ".png") -
 
 
 def camelyon17(root: Path, per_slide: int = 4) -> Path:
-    """Five slides of three patients of each hospital, all with images that train and that validate, as in WILDS."""
+    """Five slides of three patients per hospital; each slide has images that train and images that validate."""
     base = root / "camelyon17_v1.0"
     rows = []
     for slide in range(25):
@@ -58,9 +58,9 @@ COUNTRIES = {"USA": "Americas", "FRA": "Europe", "CHN": "Asia", "NGA": "Africa",
 
 
 def fmow(root: Path, categories: tuple[str, ...] = ("airport", "multi-unit_residential", "zoo")) -> Path:
-    """Every category in every region in a year of training, validation and test; sequestered rows between them.
+    """Every category in every region, in years of training, validation and test, with sequestered rows between them.
 
-    Every other region has one place of each category, but for 2017; all else are places of one image.
+    In every other region the images of a category before 2017 show one place; all other places have one image.
     """
     base = root / "fmow_v1.1"
     places = [("train", 2002), ("train", 2012), ("val", 2010), ("test", 2011), ("seq", 2016)]

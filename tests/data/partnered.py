@@ -1,4 +1,4 @@
-"""Batches with the partners that a method mixes them with, as the engines supply them."""
+"""Adds partners to a batch, as the engines do for methods that mix inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xdm_ft.tensors import Batch, Samples
 
 
 def partnered(algorithm: Algorithm, batch: Batch, step: int) -> Batch:
-    """A whole batch, whose partners are of the batch; as it is where the method mixes no inputs."""
+    """Returns the batch with partners from the batch itself, unchanged if the method mixes no inputs."""
     drawn = Samples(*(field[None] for field in (batch.index, batch.y, batch.domain)))
     partners = algorithm.input_partners(drawn, Samples(*(field[0] for field in drawn)), torch.tensor([step]))
     if partners is None:
@@ -20,5 +20,5 @@ def partnered(algorithm: Algorithm, batch: Batch, step: int) -> Batch:
 
 
 def mixed(algorithm: Algorithm, batch: Batch, step: int) -> Batch:
-    """What the method makes of a whole batch."""
+    """Returns the whole batch after the method has mixed its inputs."""
     return algorithm.on_inputs(partnered(algorithm, batch, step), step)

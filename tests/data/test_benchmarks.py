@@ -1,4 +1,4 @@
-"""DomainBed's five in miniature, in their layout on disk and the variants of its names."""
+"""DomainBed's five data sets in miniature, in their layout on disk, with variants of their names."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ TOTAL = {  # Gulrajani & Lopez-Paz 2021, §4
 
 @pytest.fixture
 def published(monkeypatch):
-    """Makes a miniature count as complete."""
+    """Returns a function that makes a miniature count as complete."""
 
     def set_counts(name, counts):
         monkeypatch.setattr(components.find("data", name), "published", {"the miniature": counts})
@@ -88,7 +88,7 @@ def test_variants_of_the_names(name, folder, domains, tmp_path):
     base.rename(tmp_path / folder)
     data = build(name, tmp_path, counts="any")
     cls = components.find("data", name)
-    assert data.domain_names == tuple(cls.domain_folders)  # and in this order, whatever the folders are called
+    assert data.domain_names == tuple(cls.domain_folders)  # in this order for every name of the folders
     images = len(miniature.CLASSES[name])
     assert np.bincount(data.domains).tolist() == [images] * len(cls.domain_folders)
     for domain, variant in domains.items():
@@ -96,7 +96,7 @@ def test_variants_of_the_names(name, folder, domains, tmp_path):
         assert Path(data.content(row)).parent.parent.name == variant
 
 
-def test_what_is_missing_is_named(tmp_path, caplog):
+def test_missing_images_are_named(tmp_path, caplog):
     base = miniature.domainbed(tmp_path, "pacs")
     shutil.rmtree(base / "photo")
     shutil.rmtree(base / "sketch" / "house")
@@ -123,18 +123,23 @@ def test_a_folder_without_the_data(tmp_path):
     with pytest.raises(UserError, match=r"nowhere does not exist; .*domainbed.scripts.download.* data.name: hub"):
         build("vlcs", tmp_path / "nowhere")
     (tmp_path / "PACS").mkdir()
-    with pytest.raises(UserError, match=r"holds neither VLCS/ with the domains Caltech101, LabelMe, SUN09, VOC2007"):
+    with pytest.raises(
+        UserError, match=r"contains neither the folder VLCS/ nor .* \(Caltech101, LabelMe, SUN09, VOC2007\)"
+    ):
         build("vlcs", tmp_path)
 
 
-def test_two_folders_for_one_thing(tmp_path):
+def test_two_folders_for_one_domain_or_data_set(tmp_path):
     base = miniature.domainbed(tmp_path, "officehome", per_class=1)
     shutil.copytree(base / "Real World", base / "Real")
-    with pytest.raises(UserError, match=r"both Real( World)?/ and Real( World)?/ are Real World"):
+    with pytest.raises(UserError, match=r"both Real( World)?/ and Real( World)?/ contain the domain Real World"):
         build("officehome", tmp_path, counts="any")
     shutil.rmtree(base / "Real")
     shutil.copytree(base, tmp_path / "OfficeHome")
-    with pytest.raises(UserError, match=r"data.root: both .*OfficeHome and .*office_home hold the data"):
+    with pytest.raises(
+        UserError,
+        match=r"data.root: .*: both .*OfficeHome and .*office_home contain the data; set data.root to one of them",
+    ):
         build("officehome", tmp_path, counts="any")
 
 
@@ -145,7 +150,7 @@ def test_the_real_pacs_is_complete():
 
 
 def annotate(base, file, more=0):
-    """COCO annotations of camera traps, two frames a sequence; the last `more` images are not in them."""
+    """Writes COCO annotations of camera traps, two frames per sequence, without the last `more` images."""
     names = sorted({path.name for path in base.rglob("*.png")})
     images = [{"id": name, "file_name": name, "location": "38", "seq_id": f"s{i // 2}"} for i, name in enumerate(names)]
     file.parent.mkdir(exist_ok=True)
@@ -153,13 +158,13 @@ def annotate(base, file, more=0):
 
 
 def with_names_of_their_own(base):
-    """The names of the source: a frame's is in no other location."""
+    """Renames images as in the source, where no two locations share a name."""
     for number, path in enumerate(sorted(base.rglob("*.png"))):
         path.rename(path.with_name(f"{number:04}.png"))
 
 
 @pytest.mark.parametrize("place", ["caltech_images_20210113.json", "eccv_18_annotation_files/train_annotations.json"])
-def test_sequences_of_terra_incognita_are_groups_where_annotations_tell_them(place, tmp_path):
+def test_sequences_of_terra_incognita_are_groups_if_there_are_annotations(place, tmp_path):
     base = miniature.domainbed(tmp_path, "terraincognita", per_class=12)
     with_names_of_their_own(base)
     assert build("terraincognita", tmp_path, counts="any").groups is None
@@ -178,7 +183,7 @@ def test_sequences_of_terra_incognita_are_groups_where_annotations_tell_them(pla
     assert "images assumed independent" in splits(alone, Protocol(split_rule="domainbed"), 0)[0].notes
 
 
-def test_an_image_without_a_sequence_is_one_of_its_own(tmp_path, caplog):
+def test_an_image_without_a_sequence_has_a_group_of_its_own(tmp_path, caplog):
     base = miniature.domainbed(tmp_path, "terraincognita")
     with_names_of_their_own(base)
     annotate(base, base / "caltech_images_20210113.json", more=3)
@@ -191,6 +196,8 @@ def test_an_image_without_a_sequence_is_one_of_its_own(tmp_path, caplog):
 def test_damaged_annotations_of_terra_incognita(text, tmp_path):
     base = miniature.domainbed(tmp_path, "terraincognita")
     (base / "caltech_images_20210113.json").write_text(text)
-    with pytest.raises(UserError, match=r"caltech_images_20210113\.json holds no annotations of camera traps") as fault:
+    with pytest.raises(
+        UserError, match=r"caltech_images_20210113\.json contains no annotations of camera traps"
+    ) as fault:
         build("terraincognita", tmp_path, counts="any")
     assert "\n" not in str(fault.value) and "data.sequences: ignore" in str(fault.value)

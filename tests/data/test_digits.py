@@ -1,4 +1,4 @@
-"""The embedded digits: every scan once, in one style, the same for ever."""
+"""The digits: every scan appears once, in one style, and its pixels never change."""
 
 import hashlib
 

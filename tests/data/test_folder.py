@@ -1,4 +1,4 @@
-"""Images in folders: names from folders, stable order, every fault one clear line."""
+"""Images in folders: names from folders, stable order, one clear line for every fault."""
 
 import logging
 import os
@@ -62,7 +62,7 @@ def test_a_relative_root_is_shown_as_typed(tmp_path: Path, monkeypatch: pytest.M
     assert dataset.image(0).mode == "RGB"
 
 
-def test_what_is_left_out_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_files_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, "d/c/a.png", "d/c/.hidden.png", "d/.cache/b.png", ".git/c/x.png", "d/loose.png")
     for name in ("README.txt", "d/c/Thumbs.db", "d/c/notes"):
         (tmp_path / name).write_text("x")
@@ -72,8 +72,8 @@ def test_what_is_left_out_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert relative(dataset, tmp_path) == ["d/c/a.png"]
     assert dataset.domain_names == ("d",)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: left out 3 files that are no images, the first: README.txt",
-        f"{tmp_path}: left out 1 images outside a <domain>/<class> folder, the first: d/loose.png",
+        f"{tmp_path}: ignored 3 files that are not images, the first: README.txt",
+        f"{tmp_path}: ignored 1 images outside a <domain>/<class> folder, the first: d/loose.png",
     ]
 
 
@@ -98,7 +98,7 @@ def test_links_are_followed_but_never_in_circles(tmp_path: Path) -> None:
         dataset.image(1)
 
 
-def test_the_same_pictures_may_be_linked_under_two_domains(tmp_path: Path) -> None:
+def test_two_domains_may_link_to_the_same_images(tmp_path: Path) -> None:
     put(tmp_path, "d/c/a.png")
     (tmp_path / "e").symlink_to("d")
     assert relative(Folder(root=tmp_path), tmp_path) == ["d/c/a.png", "e/c/a.png"]
@@ -130,22 +130,24 @@ def fault(root: Path, group: str | None = None) -> str:
 def test_faults_are_one_clear_line(tmp_path: Path) -> None:
     assert f"data.root: {tmp_path}/no does not exist" in fault(tmp_path / "no")
     (tmp_path / "file").write_text("x")
-    assert "is no folder" in fault(tmp_path / "file")
+    assert "is not a folder; it must contain <domain>/<class>/<image>" in fault(tmp_path / "file")
     (tmp_path / "empty").mkdir()
-    assert fault(tmp_path / "empty").endswith("holds no images in <domain>/<class>/ folders; it is empty")
+    assert fault(tmp_path / "empty").endswith("contains no images in <domain>/<class>/ folders; it is empty")
     put(tmp_path, "flat/cat/a.png", "flat/cat/b.png")
-    assert fault(tmp_path / "flat").endswith("folders; 2 lie higher up, such as cat/a.png")
+    assert fault(tmp_path / "flat").endswith(
+        "folders; 2 are in higher folders, such as cat/a.png; move them into class folders"
+    )
     (tmp_path / "text/d/c").mkdir(parents=True)
     (tmp_path / "text/d/c/a.txt").write_text("x")
-    assert fault(tmp_path / "text").endswith("folders; it holds 1 other files")
+    assert fault(tmp_path / "text").endswith("folders; it contains 1 other files")
     put(tmp_path, "good/d/c/p1.png", "good/d/c/q.png")
     assert fault(tmp_path / "good", r"p\d").startswith(
         r'data.group: "p\d" matches nothing in 1 of 2 paths, the first: d/c/q.png'
     )
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser may read everything")
-def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser can read every folder")
+def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
     put(tmp_path, "d/c/a.png")
     (tmp_path / "d/c").chmod(0)
     try:
@@ -169,5 +171,5 @@ def test_recipe_keys() -> None:
         "root": "x",
         "group": r"p(\d)",
     }
-    with pytest.raises(ValueError, match="no regular expression: missing \\), unterminated subpattern"):
+    with pytest.raises(ValueError, match="not a regular expression: missing \\), unterminated subpattern"):
         settings.model_validate({"root": "x", "group": "p("})

@@ -1,4 +1,4 @@
-"""Parquet files, imagefolders and hub repositories through `datasets`, against the plain folder, bit for bit."""
+"""Parquet files, imagefolders and hub repositories, read by `datasets`: bit for bit as from plain folders."""
 
 import logging
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_several_files_other_columns_groups_and_splits(folder, tmp_path):
     assert found.splits[:4].tolist() == ["train", "val", "test", "train"]
 
 
-def test_what_datasets_wrote_keeps_its_order_of_classes(folder, tmp_path):
+def test_the_order_of_classes_of_a_classlabel_column_is_kept(folder, tmp_path):
     from datasets import ClassLabel, Dataset, Features, Image, Value
 
     names = ["person", *folder.class_names[:-1]]
@@ -133,13 +133,18 @@ def test_faults_of_a_table(folder, tmp_path, change, message):
 def test_faults_of_files(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         Parquet(file=tmp_path / "nothing.parquet")
-    with pytest.raises(UserError, match=r"holds no .parquet files"):
+    with pytest.raises(UserError, match=r"contains no .parquet files"):
         Parquet(file=tmp_path)
     (tmp_path / "junk.parquet").write_bytes(b"junk")
     with pytest.raises(UserError, match=r"junk.parquet: can not be read \(ArrowInvalid"):
         Parquet(file=tmp_path / "junk.parquet")
-    with pytest.raises(UserError, match="holds no folders"):
+    with pytest.raises(
+        UserError, match=r"data.root: .*nowhere does not exist; it must contain <domain>/<class>/<image>"
+    ):
         ImageFolder(root=tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"data.root: .*empty contains no folders; it must contain"):
+        ImageFolder(root=tmp_path / "empty")
 
 
 def test_domainbed_split_needs_the_order_of_folders(folder, tmp_path):
@@ -150,7 +155,7 @@ def test_domainbed_split_needs_the_order_of_folders(folder, tmp_path):
 
 @pytest.fixture
 def hub(folder, tmp_path, monkeypatch):
-    """The hub without a network: repositories are files here, asked for through the same function."""
+    """Replaces the hub by local files, read with the same function. Returns the list of requests."""
     import datasets
 
     real = datasets.load_dataset
@@ -180,7 +185,7 @@ def test_hub(hub, folder):
     assert sorted(np.unique(official.splits, return_counts=True)[1].tolist()) == [16, 40]
 
 
-def test_a_known_data_set_of_the_hub_is_counted_and_in_domainbeds_order(hub, monkeypatch, caplog):
+def test_a_known_data_set_on_the_hub_has_domainbeds_order_and_counts(hub, monkeypatch, caplog):
     from xdm_ft.data.pacs import Pacs
 
     with pytest.raises(UserError, match=r"flwrlabs/pacs on the hub is not the published PACS.* photo: 14 of 1670"):
@@ -195,10 +200,10 @@ def test_a_known_data_set_of_the_hub_is_counted_and_in_domainbeds_order(hub, mon
     assert np.array_equal(turned.domains, 3 - found.domains)
 
 
-def test_the_hub_out_of_reach(monkeypatch):
+def test_the_hub_without_a_network(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"flwrlabs/pacs on the hub: can not be read .*hf download --repo-type dataset"):
         Hub(repository="pacs")
-    with pytest.raises(UserError, match="no repository of the hub is known for vlcs"):
+    with pytest.raises(UserError, match="vlcs stands for no known repository on the hub"):
         Hub(repository="vlcs")

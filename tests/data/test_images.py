@@ -1,4 +1,4 @@
-"""Decoding: whatever Pillow reads becomes an upright RGB image; whatever is broken is named."""
+"""Decoding: every format that Pillow reads becomes an upright RGB image; broken images are reported by name."""
 
 import io
 import pickle
@@ -16,10 +16,10 @@ from xdm_ft.data._images import (
     decode,
     extensions,
     formats,
-    printable,
     scan,
     unreadable_message,
 )
+from xdm_ft.errors import printable
 
 NOISE = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
 
@@ -42,7 +42,7 @@ def pixels(data: bytes) -> np.ndarray:
 def test_formats_from_bytes_and_from_files(format: str, tmp_path: Path) -> None:
     smooth = Image.fromarray(NOISE).resize((64, 48), Image.Resampling.BICUBIC)
     data = encoded(smooth, format)
-    path = tmp_path / "picture.txt"  # what a file holds decides, not its name
+    path = tmp_path / "picture.txt"  # the content decides the format, not the name
     path.write_bytes(data)
     assert np.array_equal(pixels(data), np.asarray(decode(path, "x")))
     assert decode(path, "x").size == ((64, 48) if format != "ICO" else (48, 36))  # an icon has its own sizes
@@ -130,7 +130,7 @@ def test_integers_and_floats_of_unknown_scale_are_refused() -> None:
     ]
     for values in (np.array([[0, 65536]], np.int32), np.array([[-1, 5]], np.int32), np.array([[0, 1.5]], np.float32),
                    np.array([[0, np.nan]], np.float32)):  # fmt: skip
-        with pytest.raises(UnreadableImage, match=r"x: .* their scale is unknown"):
+        with pytest.raises(UnreadableImage, match=r"x: .* so that their scale is unknown"):
             decode(encoded(Image.fromarray(values), "TIFF"), "x")
 
 
@@ -145,7 +145,7 @@ def test_animations_show_their_first_frame(format: str) -> None:
 @pytest.mark.filterwarnings("ignore:Truncated File Read:UserWarning")
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "AVIF"])
-def test_truncated_files_are_refused_unless_every_pixel_is_there(format: str) -> None:
+def test_truncated_files_are_refused_unless_no_pixel_is_missing(format: str) -> None:
     data = encoded(Image.fromarray(np.tile(NOISE, (4, 4, 1))), format)
     whole, refused = pixels(data), 0
     for length in range(0, len(data), 3):
@@ -165,7 +165,7 @@ def reason(source: bytes | Path) -> str:
     return caught.value.reason
 
 
-def test_what_is_no_image_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_images_are_refused(tmp_path: Path) -> None:
     assert "not an image" in reason(b"")
     assert "not an image" in reason(b"some text")
     assert "not an image" in reason(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n")  # would start Ghostscript
@@ -199,11 +199,11 @@ def test_decompression_bombs_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_bombs_are_refused_where_warnings_are_none() -> None:
+def test_decompression_bombs_are_refused_where_warnings_are_ignored() -> None:
     assert reason(png_header(12000, 12000)) == "12000 × 12000 pixels, more than the limit of 89478485"
 
 
-def test_a_fault_of_the_machine_is_no_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_machine_is_not_an_unreadable_image(monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_files(*args: object, **kwargs: object) -> None:
         raise OSError(24, "Too many open files")
 

@@ -1,4 +1,4 @@
-"""The real PACS images, where they lie beside the repository."""
+"""The real PACS images, if they are in a folder beside the repository."""
 
 from pathlib import Path
 

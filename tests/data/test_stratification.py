@@ -1,4 +1,4 @@
-"""A stratified part: exact where rows are independent, near where groups are kept whole."""
+"""A stratified part: exact fractions for independent rows, approximate ones for whole groups."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -49,7 +49,7 @@ def test_groups_stay_whole_and_every_stratum_keeps_a_row(
     assert set(stratum[~taken]) == set(stratum)
 
 
-def test_many_groups_come_near_the_fraction_in_every_stratum() -> None:
+def test_many_groups_approach_the_fraction_in_every_stratum() -> None:
     draws = np.random.default_rng(0)
     group = np.sort(draws.integers(0, 300, 6000))  # about 20 rows each
     stratum = (group % 3) * 4 + draws.integers(0, 4, 6000)  # three domains, classes mixed within a group
@@ -59,7 +59,7 @@ def test_many_groups_come_near_the_fraction_in_every_stratum() -> None:
     assert abs(taken.mean() - 0.2) < 0.01
 
 
-def test_seeds_differ_and_rows_do_not_depend_on_their_company() -> None:
+def test_seeds_differ_and_rows_do_not_depend_on_other_rows() -> None:
     rows, stratum = np.arange(100), np.arange(100) // 50
     first, second = (validation_part(rows, stratum, None, 0.2, seed) for seed in (0, 1))
     assert not np.array_equal(first, second)

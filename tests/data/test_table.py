@@ -1,4 +1,4 @@
-"""Images in a table: every fault names the file, the row and the column."""
+"""Images in a table: every message names the file, the row and the column."""
 
 import os
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_rows_keep_the_order_of_the_table(folder: Path) -> None:
     assert dataset.content(3) == str(folder / "sub/e.png")
 
 
-def test_optional_columns_any_order_other_columns_and_spreadsheet_habits(folder: Path) -> None:
+def test_optional_columns_in_any_order_blanks_and_other_columns(folder: Path) -> None:
     text = (
         "extra, split, domain ,group,path,label\r\n"
         "1,train, photo,p2,a.png,NA\r\n"
@@ -84,7 +84,7 @@ def test_root_and_absolute_paths(folder: Path, tmp_path_factory: pytest.TempPath
     assert dataset.paths == [str(folder / "a.png"), str(folder / "b.png")]
 
 
-def test_the_recipes_group_goes_before_the_column(folder: Path) -> None:
+def test_the_recipes_group_overrides_the_column(folder: Path) -> None:
     file = write(
         folder,
         CSV.replace("domain\n", "domain,group\n").replace("photo\n", "photo,1\n").replace("sketch\n", "sketch,2\n"),
@@ -109,21 +109,24 @@ def fault(file: Path, **settings: str) -> str:
     return str(caught.value)
 
 
+CELLS = "but the header has 3; quote cells that contain commas"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("a.png,cat", "a.png,", "row 3, column label: empty"),
-        ("a.png,cat,photo", "a.png,cat,", "row 3, column domain: empty"),
-        ("c d.png,dog", ",dog", "row 4, column path: empty"),
-        ("a.png,cat", "b.png,cat", "row 3, column path: b.png is already in row 2"),
-        ("a.png,cat", "sub/../b.png,cat", "row 3, column path: sub/../b.png is already in row 2"),
-        ("a.png,cat,photo", "a.png,cat", "row 3: 2 cells, but the header has 3"),
-        ("a.png,cat,photo", "a.png,cat,photo,1", "row 3: 4 cells, but the header has 3"),
-        ("path,label", "file,class", "no column path, label; found: file, class, domain"),
-        ("path,label,domain", "path;label;domain", "no column path, label, domain; found: path;label;domain"),
-        ("path,label,domain", "path,label,domain,label", "two columns are called label"),
+        ("a.png,cat", "a.png,", "row 3, column label: the cell is empty; fill it in"),
+        ("a.png,cat,photo", "a.png,cat,", "row 3, column domain: the cell is empty; fill it in"),
+        ("c d.png,dog", ",dog", "row 4, column path: the cell is empty; fill it in"),
+        ("a.png,cat", "b.png,cat", "row 3, column path: b.png is already in row 2; remove one"),
+        ("a.png,cat", "sub/../b.png,cat", "row 3, column path: sub/../b.png is already in row 2; remove one"),
+        ("a.png,cat,photo", "a.png,cat", f"row 3: the row has 2 cells, {CELLS}"),
+        ("a.png,cat,photo", "a.png,cat,photo,1", f"row 3: the row has 4 cells, {CELLS}"),
+        ("path,label", "file,class", "there is no column path, label; found: file, class, domain"),
+        ("path,label,domain", "path;label;domain", "there is no column path, label, domain; found: path;label;domain"),
+        ("path,label,domain", "path,label,domain,label", "two columns have the name label; rename one"),
         ('a.png,cat,photo', '"a.png"x,cat,photo', "row 3: ',' expected after '\"'"),
-        ("a.png,cat", "é.png,cat", "is not UTF-8 text: invalid continuation byte at byte 34"),
+        ("a.png,cat", "é.png,cat", "the text is not UTF-8 (invalid continuation byte at byte 34); save it as UTF-8"),
     ],
 )  # fmt: skip
 def test_faults_of_a_csv_file(folder: Path, old: str, new: str, message: str) -> None:
@@ -134,37 +137,39 @@ def test_faults_of_a_csv_file(folder: Path, old: str, new: str, message: str) ->
 
 def test_repeated_faults_are_counted_and_blank_lines_too(folder: Path) -> None:
     file = write(folder, "path,label,domain\n\na.png,,d\nb.png,,d\n")
-    assert fault(file) == f"{file}: row 3, column label: empty (and 1 more rows like it)"
+    assert fault(file) == f"{file}: row 3, column label: the cell is empty; fill it in (and 1 more rows like it)"
 
 
 def test_missing_files_are_named_and_counted(folder: Path) -> None:
     rows = "".join(f"no{i}.png,cat,photo\n" for i in range(5))
     file = write(folder, CSV + rows)
     message = fault(file)
-    assert message.startswith(f"{file}: row 6, column path: no such file; missing 5 of 9: {folder}/no0.png, ")
+    assert message.startswith(
+        f"{file}: row 6, column path: the file does not exist; 5 of 9 are missing: {folder}/no0.png, "
+    )
     assert message.count(".png") == 3
 
 
 def test_unknown_splits(folder: Path) -> None:
     text = "path,label,domain,split\na.png,x,d,train\nb.png,y,d,tests\n"
     file = write(folder, text)
-    assert fault(file) == f'{file}: row 3, column split: no split "tests"; did you mean "test"?'
+    assert fault(file) == f'{file}: row 3, column split: "tests" is not a split; did you mean "test"?'
 
 
 def test_faults_of_the_file(folder: Path) -> None:
     assert "does not exist" in fault(folder / "none.csv")
-    assert "must end in .csv or .parquet" in fault(write(folder, CSV, "t.xlsx"))
+    assert "does not end in .csv or .parquet" in fault(write(folder, CSV, "t.xlsx"))
     (folder / "dir.csv").mkdir()
-    assert "is no file" in fault(folder / "dir.csv")
-    assert fault(write(folder, "path,label,domain\n")).endswith("has no rows")
+    assert "is not a file" in fault(folder / "dir.csv")
+    assert fault(write(folder, "path,label,domain\n")).endswith("the table has no rows; add one per image")
     assert "no column path, label, domain" in fault(write(folder, ""))
     assert "can not be read as Parquet" in fault(write(folder, "text", "t.parquet"))
     pandas.DataFrame({"path": ["a.png", "b.png"], "label": ["x", None], "domain": ["d", "d"]}).to_parquet(
         folder / "n.parquet"
     )
-    assert fault(folder / "n.parquet").endswith("n.parquet: row 2, column label: empty")
+    assert fault(folder / "n.parquet").endswith("n.parquet: row 2, column label: the cell is empty; fill it in")
     pandas.DataFrame({"path": ["a.png"]}).to_parquet(folder / "m.parquet")
-    assert fault(folder / "m.parquet").endswith("no column label, domain; found: path")
+    assert fault(folder / "m.parquet").endswith("there is no column label, domain; found: path")
 
 
 def test_recipe_keys() -> None:

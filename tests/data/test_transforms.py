@@ -1,4 +1,4 @@
-"""Preprocessing is bit for bit what timm and open_clip do themselves."""
+"""Preprocessing equals that of timm and of open_clip bit for bit."""
 
 import numpy as np
 import open_clip
@@ -55,7 +55,7 @@ def test_shape_type_and_values() -> None:
     assert tensor.dtype == torch.float32
     assert tensor.shape == (3, 16, 16)
     assert tensor[:, 8, 8].tolist() == [-1.0, -1.0, 0.0]
-    # the padding above is the mean colour, as near as 8 bits come to it
+    # the padding is the mean colour, rounded to 8 bits
     assert tensor[:, 0, 8].abs().max() < 0.01
 
 
@@ -74,7 +74,7 @@ def test_no_augmentation_is_the_evaluation_transform() -> None:
 
 
 def test_domainbeds_augmentation_in_the_encoders_own_numbers() -> None:
-    """Against DomainBed's list of transforms, written out with its numbers where they are the encoder's."""
+    """Against a copy of DomainBed's list of transforms, whose size, mean and std are this encoder's too."""
     from torchvision import transforms
 
     domainbeds = transforms.Compose(

@@ -1,4 +1,4 @@
-"""Camelyon17 and FMoW in miniature through the real WILDS loaders, and our numbers against WILDS' own `eval()`."""
+"""Camelyon17 and FMoW in miniature, read by the real WILDS loaders; our numbers against WILDS' own `eval()`."""
 
 import shutil
 import sys
@@ -49,7 +49,7 @@ def wilds_dataset(name, root):
 
 @pytest.fixture
 def stand_in_for_torch_scatter(monkeypatch):
-    """The one function of torch_scatter that WILDS' `eval` calls: means by group, 0 for an empty one."""
+    """Replaces the only function of torch_scatter that WILDS' `eval` calls: group means, 0 for an empty group."""
 
     def scatter(src, index, dim_size, reduce):
         assert reduce == "mean"
@@ -148,8 +148,8 @@ def test_groups_of_fmow_are_places(fmow):
     assert len(set(data.groups.tolist())) == 9 + 9 + 7 * 9
     (split,) = splits(data, Protocol(**OFFICIAL), seed=0)
     counted = [("train_val", 18), ("val_domain", 18), ("test", 36)]
-    told = ", ".join(f"9 of {n} groups of {part} also train (9 of {n} images)" for part, n in counted)
-    assert told in split.notes
+    note = ", ".join(f"9 of {n} groups of {part} also train (9 of {n} images)" for part, n in counted)
+    assert note in split.notes
 
 
 def test_fmow_without_coordinates(tmp_path):
@@ -166,16 +166,16 @@ def test_fmow_without_coordinates(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "note"),
     [
         ("region", "domains that are also trained on, none of them unseen"),
         ("year", "domains never trained on"),
         ("region_year", "domains never trained on"),
     ],
 )
-def test_fmow_says_whether_its_test_domains_are_unseen(fmow, kind, told):
+def test_fmow_reports_whether_its_test_domains_are_unseen(fmow, kind, note):
     (split,) = splits(Fmow(root=fmow, domains=kind), Protocol(**OFFICIAL), seed=0)
-    assert split.tested_on == told and f"tested on {told}" in split.notes
+    assert split.tested_on == note and f"tested on {note}" in split.notes
 
 
 def test_fmow_official_split(fmow):
@@ -253,10 +253,12 @@ def test_no_data_and_no_permission_to_download(cls, folder, size, tmp_path):
     assert not (tmp_path / "data").exists() and "\n" not in text
 
 
-def test_a_tree_without_its_release_file_is_told_from_no_tree(tmp_path):
+def test_a_folder_without_its_release_file_has_a_message_of_its_own(tmp_path):
     base = miniature.camelyon17(tmp_path)
     (base / "RELEASE_v1.0.txt").unlink()
-    with pytest.raises(UserError, match=r"camelyon17_v1.0 exists but lacks RELEASE_v1.0.txt, so .* not finished"):
+    with pytest.raises(
+        UserError, match=r"camelyon17_v1.0 contains no RELEASE_v1.0.txt, so that its download was not finished"
+    ):
         Camelyon17(root=tmp_path)
 
 
@@ -269,7 +271,7 @@ def test_a_damaged_tree(tmp_path):
 
 @pytest.fixture
 def archive_at(tmp_path, monkeypatch):
-    """WILDS' download address becomes a file of this machine."""
+    """Returns a function that replaces WILDS' download address by a local file."""
 
     def serve(path):
         from wilds.datasets.camelyon17_dataset import Camelyon17Dataset as Theirs
@@ -289,7 +291,7 @@ def test_download_goes_through_wilds_downloader(tmp_path, archive_at, capsys):
     assert captured.out == "" and "Downloading" in captured.err
     shutil.rmtree(tmp_path / "made")
     (tmp_path / "archive.tar.gz").unlink()
-    assert len(Camelyon17(root=tmp_path / "data", download=True)) == 100  # what is there is not downloaded again
+    assert len(Camelyon17(root=tmp_path / "data", download=True)) == 100  # existing data are not downloaded again
 
 
 def test_a_download_that_fails(tmp_path, archive_at):
@@ -298,10 +300,10 @@ def test_a_download_that_fails(tmp_path, archive_at):
         Camelyon17(root=tmp_path, download=True)
 
 
-def test_part_of_an_archive_is_not_taken_for_the_whole(tmp_path):
+def test_an_incomplete_archive_is_not_unpacked(tmp_path):
     folder = tmp_path / "camelyon17_v1.0"
     folder.mkdir()
     (folder / "archive.tar.gz").write_bytes(b"half of it")
-    with pytest.raises(UserError, match=r"archive.tar.gz is left of an earlier download"):
+    with pytest.raises(UserError, match=r"archive.tar.gz remains from an earlier download"):
         Camelyon17(root=tmp_path, download=True)
     assert (folder / "archive.tar.gz").read_bytes() == b"half of it"

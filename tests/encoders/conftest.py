@@ -1,4 +1,4 @@
-"""What the tests of the encoders share: images, a hub cache made in place, weight files with faults."""
+"""Fixtures for the tests of the encoders: real weights and images, a hub cache, weights files with faults."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SHARED = Path(__file__).resolve().parents[2] / "../shared/assets"
 @pytest.fixture
 def shared() -> Path:
     if not SHARED.is_dir():
-        pytest.skip(f"no {SHARED}: the real weights and images lie beside the repository, where there are any")
+        pytest.skip(f"{SHARED} does not exist; real weights and images are expected beside the repository")
     return SHARED
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """`hub(repository, {file: content})` puts a repository into a hub cache of its own, as a download would."""
+    """`hub(repository, {file: content})` adds a repository to a temporary hub cache, as a download would."""
     cache = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
 
@@ -45,7 +45,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
 
 
 class Bomb:
-    """Unpickled, it would leave a file behind."""
+    """Creates a folder if it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class Bomb:
 
 @pytest.fixture
 def faulty(tmp_path: Path) -> Callable[[str, dict[str, Tensor]], Path]:
-    """`faulty(fault, state)` writes a weights file with that fault, made from a good state dict."""
+    """`faulty(fault, state)` writes a weights file with that fault, made of a correct state dict."""
 
     def make(fault: str, state: dict[str, Tensor]) -> Path:
         path = tmp_path / f"{fault}.{'safetensors' if 'safetensors' in fault else 'pth'}"
@@ -99,5 +99,5 @@ FAULTS = {
 
 @pytest.fixture(params=FAULTS.items(), ids=FAULTS)
 def fault(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """The name of a fault and what the message must say of it."""
+    """The name of a fault, and a part of its message."""
     return request.param

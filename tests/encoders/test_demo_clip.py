@@ -1,4 +1,4 @@
-"""The CLIP that comes with the package: what it saw, its size, and that its model card tells the truth."""
+"""The CLIP that comes with the package: its training images, its size, and the numbers of its model card."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_size() -> None:
     assert WEIGHTS.stat().st_size <= 3_000_000
 
 
-def test_it_saw_the_training_parts_of_the_source_styles_only(digits: Digits, seen: dict[str, Any]) -> None:
+def test_it_was_trained_on_the_training_parts_of_the_source_styles_only(digits: Digits, seen: dict[str, Any]) -> None:
     held_out = digits.domain_names.index(seen["held_out_style"])
     allowed = [row for row in range(len(digits)) if digits.domains[row] != held_out and digits.splits[row] == "train"]
     digest = hashlib.sha256(np.array(allowed, dtype="<i8").tobytes())
@@ -74,7 +74,7 @@ def test_the_card_states_the_measured_accuracies(digits: Digits, seen: dict[str,
     assert set(rows) == set(digits.domain_names)
     for style, parts in accuracy.items():
         for stated, measured in zip(rows[style], parts.values(), strict=True):
-            assert float(stated) == pytest.approx(100 * measured, abs=0.5)  # another machine may round otherwise
+            assert float(stated) == pytest.approx(100 * measured, abs=0.5)  # rounding differs between machines
     assert 0.5 <= accuracy[seen["held_out_style"]]["all"] <= 0.8
     assert all(parts["val"] > 0.9 for style, parts in accuracy.items() if style != seen["held_out_style"])
     assert "python -m xdm_ft.encoders.demo.train" in card and seen["held_out_style"] in card
@@ -94,14 +94,14 @@ def test_the_loss_counts_every_true_caption_as_a_positive() -> None:
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_captions_are_true_of_their_images_and_silent_on_the_held_out_style(digits: Digits) -> None:
-    said = script.captions(digits)
-    assert "a photo of a three" in said.texts
-    true = said.true_of(torch.tensor([3]), torch.tensor([digits.domain_names.index("chalk")]))[0]
-    told = [text for text, is_true in zip(said.texts, true.tolist(), strict=True) if is_true]
-    assert "a three in chalk on a coloured board" in told
-    assert all("three" in text and "ink" not in text for text in told)
-    assert not any(script.STYLE_WORDS[script.HELD_OUT] in text for text in said.texts)
+def test_captions_are_true_of_their_images_and_never_name_the_held_out_style(digits: Digits) -> None:
+    captions = script.captions(digits)
+    assert "a photo of a three" in captions.texts
+    true = captions.true_of(torch.tensor([3]), torch.tensor([digits.domain_names.index("chalk")]))[0]
+    chosen = [text for text, is_true in zip(captions.texts, true.tolist(), strict=True) if is_true]
+    assert "a three in chalk on a coloured board" in chosen
+    assert all("three" in text and "ink" not in text for text in chosen)
+    assert not any(script.STYLE_WORDS[script.HELD_OUT] in text for text in captions.texts)
 
 
 def test_augmentation_keeps_range_and_repeats_with_its_generator(digits: Digits) -> None:

@@ -1,4 +1,4 @@
-"""The open_clip encoder: image features, text side, weights and configs from everywhere, and the activation trap."""
+"""The open_clip encoder: image features, text embeddings, sources of weights and configs, and the activation."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_text_embeddings_are_averages_of_normalised_prompts(tiny: Tiny, prompts:
 
 @torch.no_grad()
 def test_the_80_templates_of_clips_authors(tiny: Tiny) -> None:
-    """By their name, of the encoder or of one method, as the library has them."""
+    """Selected by name, for the encoder or for one method; equal to the library's own classifier."""
     words = ("dog", "guitar")
     frozen = copy.deepcopy(tiny.model).requires_grad_(False)
     tokenizer = open_clip.get_tokenizer("tiny_clip")
@@ -132,19 +132,19 @@ def test_the_80_templates_of_clips_authors(tiny: Tiny) -> None:
     assert prompts[80] == "my dog" and prompts[161] == "my guitar"
 
 
-def test_many_classes_are_embedded_as_few(tiny: Tiny) -> None:
+def test_embeddings_do_not_depend_on_the_number_of_classes(tiny: Tiny) -> None:
     encoder = tiny.encoder()
     names = tuple(f"object number {word}" for word in "abcdefghijklmnopqrstuvwxyz")
-    together = encoder.text_embeddings(names)
-    alone = torch.cat([encoder.text_embeddings((name,)) for name in names])
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+    all_at_once = encoder.text_embeddings(names)
+    one_by_one = torch.cat([encoder.text_embeddings((name,)) for name in names])
+    torch.testing.assert_close(all_at_once, one_by_one, rtol=1e-5, atol=1e-6)
 
 
 def test_braces_in_class_names_are_text(tiny: Tiny) -> None:
     assert tiny.encoder().exact_prompts(("{0} set",)) == ["a photo of a {0} set"]
 
 
-def test_cut_prompts_are_told(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_cut_prompts_are_reported(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "xdm_ft"):
         tiny.encoder().text_embeddings(("dog", " ".join(["very"] * 20) + " large dog"))
     assert "1 prompts are longer than 14 tokens" in caplog.text
@@ -194,8 +194,11 @@ def test_faulty_file(tiny: Tiny, faulty, fault: tuple[str, str], tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "wording"),
     [
-        (lambda s: {k: v for k, v in s.items() if "resblocks.1" not in k}, r"lacks \d+ of its tensors \(visual"),
-        (lambda s: {**s, "extra.weight": torch.zeros(2)}, r"holds 1 that it has not \(extra\.weight\)"),
+        (
+            lambda s: {k: v for k, v in s.items() if "resblocks.1" not in k},
+            r"lacks \d+ of the model's tensors \(visual",
+        ),
+        (lambda s: {**s, "extra.weight": torch.zeros(2)}, r"holds 1 that the model has not \(extra\.weight\)"),
         (lambda s: {**s, "text_projection": torch.zeros(16, 8)}, r"1 of another shape \(text_projection"),
     ],
 )
@@ -210,8 +213,8 @@ def test_file_that_does_not_fit(tiny: Tiny, tmp_path: Path, change, wording: str
 @pytest.mark.parametrize(
     ("content", "wording"),
     [
-        (None, "there is no config file"),
-        ("{", "is no JSON"),
+        (None, "the config file .* does not exist"),
+        ("{", "is not valid JSON"),
         ('{"embed_dim": 8}', "lacks text_cfg, vision_cfg"),
         ("[1]", "lacks embed_dim"),
         ('{"model_cfg": {}}', "write model: local-dir:"),
@@ -225,9 +228,9 @@ def test_faulty_config(tiny: Tiny, tmp_path: Path, content: str | None, wording:
         tiny.encoder(model=str(path))
 
 
-def test_own_config_must_not_hide_a_model_of_the_library(tiny: Tiny, tmp_path: Path) -> None:
+def test_own_config_must_not_replace_a_model_of_the_library(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "ViT-B-32.json").write_text(json.dumps(TINY))
-    with pytest.raises(UserError, match='would hide open_clip\'s own "ViT-B-32"'):
+    with pytest.raises(UserError, match='would replace open_clip\'s own "ViT-B-32"; rename'):
         tiny.encoder(model=str(tmp_path / "ViT-B-32.json"))
     assert open_clip.get_model_config("ViT-B-32")["embed_dim"] == 512
 
@@ -243,11 +246,11 @@ def test_own_config_must_not_hide_a_model_of_the_library(tiny: Tiny, tmp_path: P
         ({"model": "hf-hub:acme/none", "weights": "pretrained"}, "hf download acme/none"),
         ({"model": "hf-hub:acme/none", "weights": "openai"}, "write weights: pretrained"),
         ({"model": "ViT-B-16", "weights": "hf-hub:acme/none"}, "hf download acme/none"),
-        ({"model": "demo", "weights": "openai"}, "both"),
+        ({"model": "demo", "weights": "openai"}, "write model: demo, weights: demo"),
         ({"kwargs": {"precision": "fp16"}}, "precision can not be set"),
         ({"kwargs": {"quick_gelo": True}}, "unexpected keyword argument 'quick_gelo'"),
         ({"kwargs": {"embed_dim": 32}}, "of another shape"),
-        ({"weights": "openai"}, '"openai" is none'),
+        ({"weights": "openai"}, '"openai" is no file'),
         ({"preprocessing": PreprocessingOverrides(size=64)}, "does not take images of 64 px"),
     ],
 )
@@ -255,7 +258,7 @@ def test_faults_of_the_recipe(tiny: Tiny, keys: dict[str, Any], wording: str, ca
     with pytest.raises(UserError, match=wording) as raised:
         tiny.encoder(**keys)
     assert "\n" not in str(raised.value)
-    assert capfd.readouterr().err == ""  # open_clip tells the root logger as well
+    assert capfd.readouterr().err == ""  # open_clip also logs to the root logger
     assert logging.getLogger().filters == []
 
 
@@ -269,14 +272,14 @@ def test_quickgelu_tags_need_a_quickgelu_model(tag: str) -> None:
         OpenClip(model="ViT-B-16", weights=tag, kwargs={"quick_gelu": True})
 
 
-def test_every_known_pair_of_model_and_weights_passes_or_is_told_the_right_model() -> None:
+def test_every_known_pair_of_model_and_weights_passes_or_gets_the_name_of_the_right_model() -> None:
     pairs = open_clip.list_pretrained()
     assert len(pairs) > 100
     for model, tag in pairs:
-        with pytest.raises(UserError) as raised:  # nothing can be downloaded here
+        with pytest.raises(UserError) as raised:  # tests are offline
             OpenClip(model=model, weights=tag)
-        trap = open_clip.get_pretrained_cfg(model, tag).get("quick_gelu") and "quickgelu" not in model
-        expected = f"write encoder.model: {model}-quickgelu" if trap else "did not download"
+        wrong_activation = open_clip.get_pretrained_cfg(model, tag).get("quick_gelu") and "quickgelu" not in model
+        expected = f"write encoder.model: {model}-quickgelu" if wrong_activation else "did not download"
         assert expected in str(raised.value), (model, tag)
 
 
@@ -305,15 +308,15 @@ def test_gelu_files_are_refused_by_a_quickgelu_model(tiny: Tiny, tmp_path: Path)
         OpenClip(model="ViT-B-16-quickgelu", weights=str(path))
 
 
-def test_files_that_do_not_tell_their_activation(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_whose_activation_is_not_known(tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "best.safetensors"
     save_file({"x": torch.zeros(1)}, path)
     with caplog.at_level(logging.WARNING, "xdm_ft"), pytest.raises(UserError, match="does not fit"):
         OpenClip(model="RN50", weights=str(path))
-    assert "does not tell which activation" in caplog.text and "RN50-quickgelu" in caplog.text
+    assert "the activation that" in caplog.text and "is not known" in caplog.text and "RN50-quickgelu" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "xdm_ft"):
-        tiny.encoder()  # has no twin
+        tiny.encoder()  # this model does not exist with both activations
     assert caplog.text == ""
 
 
@@ -330,7 +333,7 @@ def test_hub_repository_and_folder(tiny: Tiny, hub, images: Tensor) -> None:
         assert torch.equal(encoder(images), tiny.model.encode_image(images))
         assert (encoder.preprocessing.mean, encoder.preprocessing.size) == ((0.1, 0.2, 0.3), 32)
         assert encoder.text_embeddings(CLASSES).shape == (3, 24)
-    with pytest.raises(UserError, match=r'is no "ViT-B-16".*write model: hf-hub:acme/clip'):
+    with pytest.raises(UserError, match=r'is not a "ViT-B-16".*write model: hf-hub:acme/clip'):
         OpenClip(model="ViT-B-16", weights="hf-hub:acme/clip")
 
 
@@ -350,11 +353,11 @@ def test_stages_run_in_the_order_of_their_names(tiny: Tiny, tmp_path: Path, imag
     for clip, stages in ((tiny, 2), (Tiny(tmp_path, "tiny_resnet_clip", vision_cfg=resnet), 6)):
         encoder = clip.encoder()
         order: list[str] = []
-        places = [*encoder.stem_names, *encoder.stage_names]
-        for stage in places:
+        expected = [*encoder.stem_names, *encoder.stage_names]
+        for stage in expected:
             encoder.get_submodule(stage).register_forward_hook(lambda *_, stage=stage, order=order: order.append(stage))
         encoder(images)
-        assert order == places
+        assert order == expected
         assert len(order) == stages
 
 
@@ -377,7 +380,7 @@ def test_files_get_the_preprocessing_that_all_tags_share() -> None:
     assert resolve("ViT-B-16", "own-laion2b_s34b_b88k.safetensors", {}).preprocess["resize_mode"] == "shortest"
 
 
-def test_identity_tells_apart_what_changes_features(tiny: Tiny) -> None:
+def test_identity_differs_where_features_do(tiny: Tiny) -> None:
     variants = [
         tiny.encoder(),
         tiny.encoder(normalize=True),
@@ -387,11 +390,11 @@ def test_identity_tells_apart_what_changes_features(tiny: Tiny) -> None:
     described = [json.dumps(encoder.identity(), sort_keys=True) for encoder in variants]
     assert len(set(described)) == len(variants)
     assert all(open_clip.__version__ in text and '"embed_dim": 24' in text for text in described)
-    # prompts concern the text side, not the features
+    # prompts change text embeddings, not features
     assert tiny.encoder(prompts=ENSEMBLE).identity() == variants[0].identity()
 
 
-def test_a_config_of_the_same_name_is_its_own(tiny: Tiny, tmp_path: Path) -> None:
+def test_two_configs_of_the_same_name_are_two_models(tiny: Tiny, tmp_path: Path) -> None:
     other = Tiny(tmp_path, "tiny_clip", embed_dim=8)  # same stem as `tiny`, registered later
     assert tiny.encoder().width == 24
     assert other.encoder().width == 8

@@ -1,4 +1,4 @@
-"""The timm encoder: features, weights from everywhere they come from, preprocessing, and every fault in one line."""
+"""The timm encoder: features, all sources of weights, preprocessing, and one line for every fault."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def features(encoder: Timm, x: Tensor) -> Tensor:
         ("levit_128s", 224, 384),
     ],
 )
-def test_features_are_what_the_head_would_see(name: str, size: int, width: int) -> None:
+def test_features_are_the_input_of_the_head(name: str, size: int, width: int) -> None:
     encoder = Timm(model=name, preprocessing=PreprocessingOverrides(size=size))
     assert encoder.width == width
     assert not encoder.training
@@ -83,12 +83,12 @@ def test_stages_run_in_the_order_of_their_names() -> None:
         order: list[str] = []
         stem, stages, transitions = encoder.stem_names, encoder.stage_names, encoder.transition_names
         assert len(transitions) in (0, len(stages) - 1)
-        between = [place for pair in zip(stages, (*transitions, ""), strict=False) for place in pair if place]
-        places = [*stem, *(between if transitions else stages)]
-        for stage in places:
+        between = [name for pair in zip(stages, (*transitions, ""), strict=False) for name in pair if name]
+        expected = [*stem, *(between if transitions else stages)]
+        for stage in expected:
             encoder.get_submodule(stage).register_forward_hook(lambda *_, stage=stage, order=order: order.append(stage))
         features(encoder, images(size))
-        assert order == places
+        assert order == expected
 
 
 def test_random_weights_follow_torch_seed() -> None:
@@ -154,10 +154,13 @@ def test_faulty_file(faulty, fault: tuple[str, str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "wording"),
     [
-        (lambda s: {k: v for k, v in s.items() if not k.startswith("layer4")}, r"lacks \d+ of its tensors \(layer4\."),
-        (lambda s: {**s, "extra.weight": torch.zeros(2)}, r"holds 1 that it has not \(extra\.weight\)"),
+        (
+            lambda s: {k: v for k, v in s.items() if not k.startswith("layer4")},
+            r"lacks \d+ of the model's tensors \(layer4\.",
+        ),
+        (lambda s: {**s, "extra.weight": torch.zeros(2)}, r"holds 1 that the model has not \(extra\.weight\)"),
         (lambda s: {**s, "layer1.0.conv1.weight": torch.zeros(2, 2)}, r"1 of another shape \(layer1\.0\.conv1\.weight"),
-        (lambda s: {f"backbone.{k}": v for k, v in s.items()}, r"lacks \d+ of its tensors"),
+        (lambda s: {f"backbone.{k}": v for k, v in s.items()}, r"lacks \d+ of the model's tensors"),
     ],
 )
 def test_file_that_does_not_fit(tmp_path: Path, change, wording: str) -> None:
@@ -175,7 +178,7 @@ def test_file_that_does_not_fit(tmp_path: Path, change, wording: str) -> None:
         ({"model": "resnet81"}, 'no model "resnet81"; did you mean resnet18'),
         ({"model": "resnet18.tv_in1k"}, "write weights: pretrained, or model: resnet18"),
         ({"model": "resnet18", "weights": "tv_in1"}, 'did you mean "tv_in1k"'),
-        ({"model": "resnet18.tv_in1k", "weights": "a1_in1k"}, "keep one"),
+        ({"model": "resnet18.tv_in1k", "weights": "a1_in1k"}, "keep one of them"),
         ({"model": "test_resnet.no_such"}, 'no weights "no_such"'),
         ({"model": "vit_base_patch16_xp_224", "weights": "pretrained"}, "has no pretrained weights"),
         ({"model": "resnet18", "weights": "tv_in1k"}, 'hf download timm/resnet18.tv_in1k".*HF_HUB_OFFLINE=1'),
@@ -198,7 +201,7 @@ def test_faults_of_the_recipe(keys: dict[str, object], wording: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_wrong_kwargs_are_not_blamed_on_the_file(tmp_path: Path) -> None:
+def test_wrong_kwargs_are_not_reported_as_a_fault_of_the_file(tmp_path: Path) -> None:
     save_file(reference().state_dict(), tmp_path / "good.safetensors")
     with pytest.raises(UserError, match=r"encoder.kwargs"):
         Timm(model="test_resnet", weights=str(tmp_path / "good.safetensors"), kwargs={"bn_epz": 1})
@@ -235,7 +238,7 @@ def test_any_hub_repository(hub) -> None:
         encoder = Timm(**keys)
         torch.testing.assert_close(features(encoder, images(64)), pooled(model, images(64)), rtol=1e-5, atol=1e-6)
         assert (encoder.preprocessing.size, encoder.preprocessing.mean) == (48, (0.1, 0.2, 0.3))
-    with pytest.raises(UserError, match="holds test_resnet"):
+    with pytest.raises(UserError, match=r"is a test_resnet, not a resnet18; set encoder\.model to test_resnet"):
         Timm(model="resnet18", weights="hf-hub:acme/own")
 
 
@@ -255,7 +258,7 @@ def test_preprocessing_follows_overrides_and_image_size() -> None:
     assert encoder.preprocessing.crop == 1.0
 
 
-def test_identity_tells_apart_what_changes_features() -> None:
+def test_identity_differs_where_features_do() -> None:
     variants = [
         Timm(model="test_resnet"),
         Timm(model="test_resnet", normalize=True),
@@ -298,5 +301,5 @@ def test_real_weights_without_a_head(shared: Path) -> None:
 
 def test_incomplete_real_weights_are_refused(shared: Path) -> None:
     path = shared / "weights/resnet18.tv_in1k_upto_layer3.fp16.safetensors"
-    with pytest.raises(UserError, match=r'does not fit "resnet18": lacks \d+ of its tensors \(layer4'):
+    with pytest.raises(UserError, match=r'does not fit "resnet18": lacks \d+ of the model.s tensors \(layer4'):
         Timm(model="resnet18", weights=str(path))

@@ -1,7 +1,7 @@
-"""A tiny data set and encoder for the tests of the cache; run as a script it is a process that extracts.
+"""A tiny data set and encoder for the tests of the cache; as a script, a process that extracts features.
 
-python cache_scenario.py CACHE IMAGES SECONDS_PER_BATCH VIEWS prints the number of images that it computed and a hash of
-the features, those of augmented views included.
+`python cache_scenario.py CACHE IMAGES SECONDS_PER_BATCH VIEWS` prints the number of images that it computed, and a hash
+of the features of all views.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def write_images(folder: Path, rows: int) -> Path:
 
 
 class Tiny(Encoder):
-    """A convolution and a linear layer. `seconds` makes every batch slow; `seen` counts the images."""
+    """A convolution and a linear layer. Each batch takes `seconds` longer; `seen` counts the images."""
 
     def __init__(self, seed: int = 0, seconds: float = 0.0, size: int = SIZE, argument: str = "a") -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Tiny(Encoder):
     def __deepcopy__(self, memo: dict[int, object]) -> Tiny:
         copy = Tiny(0, self.seconds, self.preprocessing.size, self.argument)
         copy.load_state_dict(self.state_dict())
-        copy.seen = self.seen  # counts what copies see as well
+        copy.seen = self.seen  # one count for the encoder and its copies
         return copy
 
     def forward(self, images: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Tiny(Encoder):
 
 
 def features_of(dataset: ImageDataset, cache: Path, encoder: Encoder | None = None, **settings: object) -> Features:
-    """`extract` with what the tests have in common. Settings other than the block's are arguments of `extract`."""
+    """`extract` with defaults for the tests. `settings` are keys of `FeatureSettings`, or arguments of `extract`."""
     arguments = {"on_bad_image": settings.pop("on_bad_image", "error"), "device": "cpu", "show": False}
     arguments["augmentation"] = settings.pop("augmentation", "none")
     block = FeatureSettings.model_validate({"dir": cache, "batch_size": 16, "workers": 0, **settings})
@@ -120,7 +120,7 @@ def digest(features: Features) -> str:
 
 def main(cache: Path, images: Path, seconds_per_batch: float, views: int) -> None:
     torch.set_num_threads(1)
-    shards.IMAGES = SHARD
+    shards.IMAGES_PER_SHARD = SHARD
     own = {"views": views, "augmentation": "domainbed" if views else "none"}
     features = features_of(Files(images), cache, Tiny(seconds=seconds_per_batch), workers=1, **own)
     print(features.extracted, digest(features), flush=True)

@@ -8,4 +8,4 @@ from xdm_ft.features import shards
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "IMAGES", SHARD)
+    monkeypatch.setattr(shards, "IMAGES_PER_SHARD", SHARD)

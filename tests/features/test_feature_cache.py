@@ -1,4 +1,4 @@
-"""What is found and what is computed, and that found features are the computed ones."""
+"""When features are computed and when they are read from the cache; both are the same numbers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.errors import UserError
-from xdm_ft.features import FeatureSettings, cache, cache_key
+from xdm_ft.features import FeatureSettings, cache, cache_key, views
 from xdm_ft.features.cache import Features
-from xdm_ft.features.shards import AT_MOST, Grid
+from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.features.shards import MAX_SHARDS, ShardLayout
 from xdm_ft.features.store import cache_folder, read_manifest
+from xdm_ft.features.views import View
 
 
 def every_row(features: Features) -> Tensor:
@@ -57,7 +59,7 @@ class Reversed(Pixels):
 
 
 class OtherReader(Pixels):
-    """Reads the same bytes, for all that the cache knows, as other pixels."""
+    """Its files hold the same bytes, but it may decode them to other pixels."""
 
 
 def weight_changed() -> Tiny:
@@ -79,24 +81,45 @@ OTHER: dict[str, Callable[[Path], Features]] = {
 }
 
 
-@pytest.mark.parametrize("ingredient", OTHER)
-def test_each_ingredient_is_part_of_the_key(ingredient: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("changed", OTHER)
+def test_a_change_of_any_key_part_changes_the_key(changed: str, tmp_path: Path) -> None:
     base = features_of(Pixels(70), tmp_path)
-    other = OTHER[ingredient](tmp_path)
+    other = OTHER[changed](tmp_path)
     assert other.key != base.key
     assert other.extracted == len(other)
-    assert features_of(Pixels(70), tmp_path).extracted == 0  # the first entry is still there
+    assert features_of(Pixels(70), tmp_path).extracted == 0  # the first entry still exists
 
 
 @pytest.mark.parametrize("library", ["xdm_ft", "torch", "torchvision", "timm", "PIL"])
 def test_versions_are_part_of_the_key(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = features_of(Pixels(3), tmp_path)
-    if library in ("torchvision", "timm"):
+    if library == "xdm_ft":
+        monkeypatch.setattr(cache_key, "__version__", "0.0")
+    elif library in ("torchvision", "timm"):
         monkeypatch.setattr(cache_key, "version", lambda name: "0.0" if name == library else version(name))
     else:
         monkeypatch.setattr(cache_key, library, SimpleNamespace(**vars(getattr(cache_key, library))))
         monkeypatch.setattr(getattr(cache_key, library), "__version__", "0.0")
     assert features_of(Pixels(3), tmp_path).key != base.key
+
+
+def test_keys_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded keys: another one would orphan every cache, whose features would all be computed again."""
+    monkeypatch.setattr(cache_key, "__version__", "1.0")
+    for library in ("torch", "PIL"):
+        monkeypatch.setattr(cache_key, library, SimpleNamespace(**vars(getattr(cache_key, library))))
+        monkeypatch.setattr(getattr(cache_key, library), "__version__", "1.0")
+    monkeypatch.setattr(cache_key, "version", lambda name: "1.0")
+    monkeypatch.setattr(views, "training_transform", lambda preprocessing, augmentation: "crop")
+    encoder = Tiny()
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.fill_(0.5)
+    dataset = Pixels(3)
+    plain = cache_key.key_parts(encoder, dataset, hash_files(dataset, None, show=False), "fp32", torch.device("cpu"))
+    augmented = {**plain, **View(2, "domainbed").key_parts(encoder.preprocessing)}
+    assert cache_key.key_of(plain) == "6b3b56cc42a0f402abb7e833702e184f"
+    assert cache_key.key_of(augmented) == "b80f9493c2016744ad007112cb61a845"
 
 
 def test_float32_arithmetic_is_part_of_the_key(tmp_path: Path) -> None:
@@ -110,7 +133,7 @@ def test_float32_arithmetic_is_part_of_the_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["type", "shape", "name", "bytes"])
-def test_weights_digest_sees_everything(name: str) -> None:
+def test_weights_digest_depends_on_everything(name: str) -> None:
     module = torch.nn.Module()
     module.register_buffer("a", torch.zeros(4))
     other = torch.nn.Module()
@@ -124,9 +147,9 @@ def test_weights_digest_sees_everything(name: str) -> None:
 def test_speed_settings_are_not_part_of_the_key(settings: dict[str, int], tmp_path: Path) -> None:
     base = features_of(Pixels(70), tmp_path / "a")
     assert features_of(Pixels(70), tmp_path / "a", **settings).extracted == 0
-    afresh = features_of(Pixels(70), tmp_path / "b", **settings)
-    assert afresh.extracted == 70
-    torch.testing.assert_close(every_row(afresh), every_row(base))
+    computed_again = features_of(Pixels(70), tmp_path / "b", **settings)
+    assert computed_again.extracted == 70
+    torch.testing.assert_close(every_row(computed_again), every_row(base))
 
 
 def test_bf16_is_stored_as_computed(tmp_path: Path) -> None:
@@ -172,15 +195,15 @@ def test_normalized_leaves_the_original(tmp_path: Path) -> None:
 
 
 def test_every_row_is_in_one_shard() -> None:
-    for rows in (1, 31, 32, 33, 70, 32 * AT_MOST, 32 * AT_MOST + 1, 500_000):
-        grid = Grid(rows)
-        spans = [grid.span(number) for number in range(len(grid))]
-        assert spans[0].start == 0 and spans[-1].stop == rows and len(spans) <= AT_MOST
+    for rows in (1, 31, 32, 33, 70, 32 * MAX_SHARDS, 32 * MAX_SHARDS + 1, 500_000):
+        layout = ShardLayout(rows)
+        spans = [layout.span(number) for number in range(len(layout))]
+        assert spans[0].start == 0 and spans[-1].stop == rows and len(spans) <= MAX_SHARDS
         assert all(a.stop == b.start for a, b in pairwise(spans))
-        assert {len(span) for span in spans[:-1]} <= {grid.rows_per_shard}
+        assert {len(span) for span in spans[:-1]} <= {layout.rows_per_shard}
 
 
-def test_manifest_says_what_it_is_of(tmp_path: Path) -> None:
+def test_manifest_describes_the_features(tmp_path: Path) -> None:
     features = features_of(Pixels(70), tmp_path)
     text = json.loads((tmp_path / features.key / "manifest.json").read_text(encoding="utf-8"))
     assert text["complete"] is True
@@ -207,9 +230,9 @@ def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert cache_folder(FeatureSettings(dir=Path("~/chosen"))) == tmp_path / "chosen"
 
 
-def test_cache_folder_that_can_not_be_made(tmp_path: Path) -> None:
+def test_cache_folder_that_can_not_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"features\.dir: .*file/cache can not be made \(File exists\)"):
+    with pytest.raises(UserError, match=r"features\.dir: .*file/cache can not be created \(File exists\)"):
         cache_folder(FeatureSettings(dir=tmp_path / "file" / "cache"))
 
 
@@ -217,21 +240,23 @@ def test_features_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     encoder = Tiny()
     with torch.no_grad():
         encoder.linear.bias[2] = float("nan")
-    with pytest.raises(UserError, match=r"^pixels 0: the encoder gives features that are not finite.*encoder\.weights"):
+    with pytest.raises(UserError, match=r"^pixels 0: .* returns features that are not finite.*encoder\.weights"):
         features_of(Pixels(3), tmp_path, encoder)
 
 
-def test_want_of_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(self: Tiny, images: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Tiny, "forward", forward)
-    with pytest.raises(UserError, match=r"^features\.batch_size: 16 images do not fit the memory of cpu; lower it$"):
+    with pytest.raises(
+        UserError, match=r"^features\.batch_size: 16 images do not fit the memory of cpu; set a smaller one$"
+    ):
         features_of(Pixels(3), tmp_path)
 
 
 class Killer(Pixels):
-    """Ends the process that decodes row 5, as the system does where shared memory is full."""
+    """Kills the process that decodes row 5, as the system does when shared memory is full."""
 
     def image(self, row: int) -> object:
         if row == 5:
@@ -239,6 +264,6 @@ class Killer(Pixels):
         return super().image(row)
 
 
-def test_death_of_a_worker_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^features\.workers: a decoding process died.*\(1 processes, 16 images"):
+def test_death_of_a_worker_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^features\.workers: 1: a process that decodes images died.*\(now 16\)$"):
         features_of(Killer(20), tmp_path, workers=1)

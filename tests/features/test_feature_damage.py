@@ -1,4 +1,4 @@
-"""Damage, full disks and images that do not decode: found, named, and nothing more is lost than must be."""
+"""Damaged files, full disks and images that do not decode are found and named, and cost no finished shard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shard(tmp_path: Path, good: Features, number: int = 1) -> Path:
 
 
 def again(tmp_path: Path, good: Features) -> int:
-    """Extracts, checks the numbers, and returns how many images it took."""
+    """Extracts, compares the features with `good`, and returns the number of images computed."""
     features = features_of(Pixels(70), tmp_path)
     assert torch.equal(features[ROWS], good[ROWS])
     assert features_of(Pixels(70), tmp_path).extracted == 0
@@ -114,7 +114,7 @@ def test_a_missing_manifest_costs_no_shard(tmp_path: Path, good: Features) -> No
     assert store.read_manifest(tmp_path / good.key)["complete"]
 
 
-def test_too_little_room_is_told_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_reported_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     encoder = Tiny()
     with pytest.raises(UserError, match=r"the disk is full: 0\.4 MB more are needed for features, 0\.0 MB are free"):
@@ -152,7 +152,7 @@ def test_bad_images_are_refused_by_name_and_cost_nothing_else(tmp_path: Path) ->
     assert "data.on_bad_image: skip" in str(fault.value) and "\n" not in str(fault.value)
 
     features = features_of(Files(images), tmp_path / "cache", on_bad_image="skip")
-    assert features.extracted == 70 - SHARD  # the first shard was whole
+    assert features.extracted == 70 - SHARD  # the first shard was complete
     assert list(features.unreadable) == [40, 41]
     assert torch.equal(features[torch.tensor([40, 41])], torch.zeros(2, WIDTH))
     assert features[torch.tensor([39, 42])].abs().sum(1).min() > 0
@@ -161,7 +161,7 @@ def test_bad_images_are_refused_by_name_and_cost_nothing_else(tmp_path: Path) ->
 
     found = features_of(Files(images), tmp_path / "cache", on_bad_image="skip")
     assert (found.extracted, found.unreadable) == (0, features.unreadable)
-    with pytest.raises(UserError, match="2 images do not decode"):  # also where the features are cached
+    with pytest.raises(UserError, match="2 images do not decode"):  # also if the features are cached
         features_of(Files(images), tmp_path / "cache")
 
 
@@ -192,9 +192,9 @@ class Changing(Files):
         return super().image(row)
 
 
-def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_changes_during_extraction_is_refused(tmp_path: Path) -> None:
     images = write_images(tmp_path / "images", 70)
-    with pytest.raises(UserError, match=r"00040\.png: changed while features were computed"):
+    with pytest.raises(UserError, match=r"00040\.png: this file was changed while features were computed"):
         features_of(Changing(images), tmp_path / "cache")
     assert features_of(Files(images), tmp_path / "cache").extracted == 70
 

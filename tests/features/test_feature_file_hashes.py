@@ -1,4 +1,4 @@
-"""The index of content hashes: a warm start opens no image, and no change is missed."""
+"""The index of hashes: a later run opens no image, and every change is noticed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cache_scenario import Files, Pixels, features_of, write_images
 
 from xdm_ft.errors import UserError
 from xdm_ft.features import file_hashes
-from xdm_ft.features.file_hashes import Contents, read_contents
+from xdm_ft.features.file_hashes import FileHashes, hash_files
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def images(tmp_path: Path) -> Path:
     return write_images(tmp_path / "images", 5)
 
 
-def read(folder: Path) -> Contents:
-    return read_contents(Files(folder), folder.parent, show=False)
+def hashes_of(folder: Path) -> FileHashes:
+    return hash_files(Files(folder), folder.parent, show=False)
 
 
 def expected(folder: Path) -> np.ndarray:
@@ -50,21 +50,21 @@ def expected(folder: Path) -> np.ndarray:
 def test_hashes_are_of_the_bytes(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_hashes, "FILES_PER_COMMIT", 2)
     monkeypatch.setattr(file_hashes, "READ_BYTES", 10)
-    assert np.array_equal(read(images).digests, expected(images))
+    assert np.array_equal(hashes_of(images).digests, expected(images))
     pixels = Pixels(3)
-    in_memory = read_contents(pixels, tmp_path, show=False)
+    in_memory = hash_files(pixels, tmp_path, show=False)
     assert in_memory.digests[2].tobytes() == xxhash.xxh3_128_digest(pixels.content(2))
 
 
-def test_warm_start_opens_no_image(images: Path, hashed: list[str]) -> None:
-    first = read(images)
+def test_a_later_run_opens_no_image(images: Path, hashed: list[str]) -> None:
+    first = hashes_of(images)
     assert len(hashed) == 5
-    second = read(images)
+    second = hashes_of(images)
     assert len(hashed) == 5
     assert np.array_equal(first.digests, second.digests)
 
 
-def test_touched_files_are_hashed_again_and_hit(tmp_path: Path, images: Path, hashed: list[str]) -> None:
+def test_touched_files_are_hashed_again_and_found_in_the_cache(tmp_path: Path, images: Path, hashed: list[str]) -> None:
     first = features_of(Files(images), tmp_path / "cache")
     os.utime(images / "00002.png", (1, 1))
     second = features_of(Files(images), tmp_path / "cache")
@@ -72,7 +72,7 @@ def test_touched_files_are_hashed_again_and_hit(tmp_path: Path, images: Path, ha
     assert (second.key, second.extracted) == (first.key, 0)
 
 
-def test_changed_content_is_seen(tmp_path: Path, images: Path, hashed: list[str]) -> None:
+def test_changed_content_is_noticed(tmp_path: Path, images: Path, hashed: list[str]) -> None:
     first = features_of(Files(images), tmp_path / "cache")
     (images / "00002.png").write_bytes((images / "00001.png").read_bytes())
     second = features_of(Files(images), tmp_path / "cache")
@@ -80,81 +80,83 @@ def test_changed_content_is_seen(tmp_path: Path, images: Path, hashed: list[str]
     assert second.key != first.key
 
 
-def test_content_changed_behind_size_and_mtime_is_seen(images: Path) -> None:
+def test_content_changed_with_equal_size_and_mtime_is_noticed(images: Path) -> None:
     path = images / "00002.png"
-    before, status = read(images).digests, path.stat()
+    before, status = hashes_of(images).digests, path.stat()
     data = bytearray(path.read_bytes())
     data[50] ^= 1
     path.write_bytes(data)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-    assert np.array_equal(read(images).digests, expected(images))
-    assert not np.array_equal(read(images).digests, before)
+    assert np.array_equal(hashes_of(images).digests, expected(images))
+    assert not np.array_equal(hashes_of(images).digests, before)
 
 
-def test_a_moved_data_set_hits(tmp_path: Path, images: Path) -> None:
+def test_a_moved_data_set_is_found_in_the_cache(tmp_path: Path, images: Path) -> None:
     first = features_of(Files(images), tmp_path / "cache")
     moved = images.rename(tmp_path / "moved")
     second = features_of(Files(moved), tmp_path / "cache")
     assert (second.key, second.extracted) == (first.key, 0)
 
 
-def test_relative_paths_are_told_apart(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_relative_paths_in_two_folders_are_two_files(
+    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = write_images(tmp_path / "other", 7)
     (other / "00000.png").write_bytes(b"different")
     for folder in (images, other):
         monkeypatch.chdir(folder)
         dataset = Files(Path())
         assert not os.path.isabs(dataset.content(0))
-        assert np.array_equal(read_contents(dataset, tmp_path, show=False).digests, expected(folder))
+        assert np.array_equal(hash_files(dataset, tmp_path, show=False).digests, expected(folder))
 
 
 def test_file_names_need_not_be_unicode(images: Path, hashed: list[str]) -> None:
     odd = os.fsdecode(os.fsencode(images) + b"/caf\xe9 \n'<b>.png")
     os.rename(images / "00000.png", odd)
-    assert np.array_equal(read(images).digests, expected(images))
+    assert np.array_equal(hashes_of(images).digests, expected(images))
     assert len(hashed) == 5
-    read(images)
+    hashes_of(images)
     assert len(hashed) == 5
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a database at all" * 9, None], ids=["empty", "text", "middle"])
-def test_a_damaged_index_is_made_anew(damage: bytes | None, images: Path, hashed: list[str], caplog) -> None:
-    read(images)
+def test_a_damaged_index_is_replaced(damage: bytes | None, images: Path, hashed: list[str], caplog) -> None:
+    hashes_of(images)
     path = images.parent / "index.sqlite"
     if damage is None:
         whole = bytearray(path.read_bytes())
         whole[4096 : 4096 + 200] = b"\xff" * 200
         damage = bytes(whole)
     path.write_bytes(damage)
-    assert np.array_equal(read(images).digests, expected(images))
+    assert np.array_equal(hashes_of(images).digests, expected(images))
     assert len(hashed) == 10
     assert bool(damage) == (f"{path} is damaged" in caplog.text)
-    read(images)
+    hashes_of(images)
     assert len(hashed) == 10
 
 
-def test_a_full_disk_is_told(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = file_hashes._add
+def test_a_full_disk_is_reported(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = file_hashes._insert
 
     def add_on_a_small_disk(index: sqlite3.Connection, known: list[tuple[bytes, int, int, int, bytes]]) -> None:
-        index.execute("PRAGMA max_page_count = 2")  # what sqlite then raises is what it raises on a full disk
+        index.execute("PRAGMA max_page_count = 2")  # SQLite then raises the error of a full disk
         original(index, [(name * 100, *rest) for name, *rest in known])
 
-    monkeypatch.setattr(file_hashes, "_add", add_on_a_small_disk)
+    monkeypatch.setattr(file_hashes, "_insert", add_on_a_small_disk)
     with pytest.raises(UserError, match=r"index\.sqlite: the disk is full; make room, or set features\.dir"):
-        read(images)
+        hashes_of(images)
 
 
-def test_an_index_that_can_not_be_opened_is_told(images: Path) -> None:
+def test_an_index_that_can_not_be_opened_is_reported(images: Path) -> None:
     (images.parent / "index.sqlite").mkdir()
     with pytest.raises(UserError, match=r"index\.sqlite: can not be written .*set features\.dir"):
-        read(images)
+        hashes_of(images)
 
 
 def test_many_threads_write_at_once(images: Path) -> None:
     results: list[np.ndarray] = []
-    threads = [threading.Thread(target=lambda: results.append(read(images).digests)) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: results.append(hashes_of(images).digests)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -166,7 +168,7 @@ def test_many_threads_write_at_once(images: Path) -> None:
 
 
 def test_index_is_private(images: Path) -> None:
-    read(images)
+    hashes_of(images)
     assert (images.parent / "index.sqlite").stat().st_mode & 0o777 == 0o600
 
 
@@ -183,5 +185,5 @@ def test_a_file_that_is_being_written_is_refused(images: Path, monkeypatch: pyte
     monkeypatch.setattr(file_hashes, "READ_BYTES", 10)
     monkeypatch.setattr(file_hashes, "xxhash", SimpleNamespace(xxh3_128=WhileAnotherWrites))
     (images / "00003.png").write_bytes(b"eighteen bytes .." + b"!")
-    with pytest.raises(UserError, match=r"00003\.png: is being written to"):
-        read(images)
+    with pytest.raises(UserError, match=r"00003\.png: another program is writing to this file"):
+        hashes_of(images)

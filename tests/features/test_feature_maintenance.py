@@ -1,4 +1,4 @@
-"""Listing, checking and clearing the cache."""
+"""Listing, checking and pruning the cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_entries_last_used_first(tmp_path: Path) -> None:
     assert entries(tmp_path / "nowhere") == []
 
 
-def test_use_is_noted(tmp_path: Path) -> None:
+def test_use_of_an_entry_is_recorded(tmp_path: Path) -> None:
     keys = filled(tmp_path)
     assert features_of(Pixels(70), tmp_path).extracted == 0
     assert entries(tmp_path)[0].key == keys[70]
@@ -47,7 +47,7 @@ def test_entry_without_a_good_manifest_is_listed(tmp_path: Path) -> None:
     assert [(entry.key, entry.manifest) for entry in entries(tmp_path)] == [(key, None)]
 
 
-def test_verify_names_every_fault(tmp_path: Path) -> None:
+def test_verify_names_every_damaged_or_missing_file(tmp_path: Path) -> None:
     key = features_of(Pixels(120), tmp_path).key
     assert verify(tmp_path, key) == []
     path = tmp_path / key / "shard-00001.safetensors"
@@ -88,14 +88,14 @@ def test_prune_by_size(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-def test_prune_leaves_what_is_being_computed(tmp_path: Path) -> None:
+def test_prune_keeps_entries_that_are_being_computed(tmp_path: Path) -> None:
     keys = filled(tmp_path)
     with FileLock(tmp_path / keys[40] / "shard-00000.safetensors.lock"):
         assert [entry.key for entry in prune(tmp_path, max_bytes=0)] == [keys[70], keys[10]]
     assert [entry.key for entry in prune(tmp_path, max_bytes=0)] == [keys[40]]
 
 
-def test_prune_clears_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_prune_deletes_what_a_killed_prune_left(tmp_path: Path) -> None:
     keys = filled(tmp_path)
     (tmp_path / keys[40]).rename(tmp_path / f".cleared-{keys[40]}")
     assert len(entries(tmp_path)) == 2
@@ -103,7 +103,7 @@ def test_prune_clears_what_a_killed_one_left(tmp_path: Path) -> None:
     assert not (tmp_path / f".cleared-{keys[40]}").exists()
 
 
-def test_cleared_features_stay_readable(tmp_path: Path, monkeypatch) -> None:
+def test_deleted_features_stay_readable_for_their_process(tmp_path: Path, monkeypatch) -> None:
     import torch
 
     from xdm_ft.features import cache

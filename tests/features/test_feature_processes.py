@@ -28,7 +28,7 @@ def images(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def expected(images: Path, tmp_path: Path) -> str:
-    """Hash of the features that a process computes which nobody disturbs."""
+    """Hash of the features as one process computes them without interruption."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     features = features_of(Files(images), tmp_path / "undisturbed")
@@ -43,7 +43,7 @@ def start(cache: Path, images: Path, seconds_per_batch: float, views: int = 0) -
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """What the process computed: number of images, hash of all features."""
+    """Waits for the process and returns the number of images that it computed, and the hash of all features."""
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     extracted, of_all = output.split()
@@ -61,7 +61,7 @@ def done(cache: Path) -> int:
     return len(list(cache.glob("*/shard-*.safetensors")))
 
 
-def test_killed_extraction_goes_on_at_the_next_shard(tmp_path: Path, images: Path, expected: str) -> None:
+def test_killed_extraction_resumes_at_the_next_shard(tmp_path: Path, images: Path, expected: str) -> None:
     cache = tmp_path / "cache"
     killed = start(cache, images, 0.1)
     wait_for(lambda: done(cache) >= 3)
@@ -86,7 +86,7 @@ def test_two_processes_share_one_extraction(tmp_path: Path, images: Path, expect
     assert first_digest == second_digest == expected
 
 
-def test_work_of_a_killed_process_is_taken_over(tmp_path: Path, images: Path, expected: str) -> None:
+def test_another_process_computes_the_shards_of_a_killed_one(tmp_path: Path, images: Path, expected: str) -> None:
     cache = tmp_path / "cache"
     killed, other = start(cache, images, 0.1), start(cache, images, 0.1)
     wait_for(lambda: done(cache) >= 2)
@@ -97,7 +97,7 @@ def test_work_of_a_killed_process_is_taken_over(tmp_path: Path, images: Path, ex
     assert features_of(Files(images), cache).extracted == 0
 
 
-def test_views_killed_and_shared_are_those_of_one_undisturbed_process(tmp_path: Path, images: Path) -> None:
+def test_views_killed_and_shared_equal_those_of_one_uninterrupted_process(tmp_path: Path, images: Path) -> None:
     _, expected = finish(start(tmp_path / "undisturbed", images, 0.0, views=2))
     cache = tmp_path / "cache"
     killed = start(cache, images, 0.05, views=2)

@@ -1,4 +1,4 @@
-"""Augmented views in the cache: what they are, what is part of their keys, and what damage and kills cost."""
+"""Augmented views in the cache: their features, their keys, and recovery from damage and kills."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_a_view_is_the_encoder_on_the_seeded_transform_of_each_image(tmp_path: P
     assert min(differ) > 0.95
 
 
-def test_what_views_hold_depends_on_nothing_else(tmp_path: Path) -> None:
-    """Batches, worker processes, the state of torch's generator, and which views there are besides."""
+def test_a_view_does_not_depend_on_how_it_is_computed(tmp_path: Path) -> None:
+    """Nor on the state of torch's generator, nor on how many other views are cached."""
     expected = with_views(tmp_path / "a", 2)
     torch.manual_seed(5)
     other = with_views(tmp_path / "b", 3, batch_size=7, workers=2)
@@ -66,14 +66,14 @@ def test_what_views_hold_depends_on_nothing_else(tmp_path: Path) -> None:
         torch.testing.assert_close(view(other, number), view(expected, number))
 
 
-def test_making_a_view_leaves_torchs_generator_as_it_was() -> None:
+def test_drawing_a_view_leaves_torchs_generator_unchanged() -> None:
     transform = views.View(1, "domainbed").transform(Tiny().preprocessing)
     state = torch.get_rng_state()
     first, second = (transform(Pixels(1).image(0), row) for row in (0, 1))
     assert torch.equal(torch.get_rng_state(), state) and not torch.equal(first, second)
 
 
-def test_more_views_reuse_those_that_are_there(tmp_path: Path) -> None:
+def test_more_views_reuse_the_cached_ones(tmp_path: Path) -> None:
     two = with_views(tmp_path, 2)
     encoder = Tiny()
     four = with_views(tmp_path, 4, encoder)
@@ -83,7 +83,7 @@ def test_more_views_reuse_those_that_are_there(tmp_path: Path) -> None:
     assert len(entries(tmp_path)) == 5
 
 
-def test_a_view_is_keyed_by_all_that_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_a_view_depends_on_all_that_determines_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_views(tmp_path, 1)
     before = keys(tmp_path)
     assert len(set(before.values())) == 2
@@ -106,7 +106,7 @@ def test_a_view_is_keyed_by_all_that_makes_it(tmp_path: Path, monkeypatch: pytes
     assert with_views(tmp_path, 1).extracted == 0
 
 
-def test_damage_of_a_view_costs_its_shard_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_only_the_damaged_shard_of_a_view_is_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = with_views(tmp_path, 2)
     path = tmp_path / keys(tmp_path)[2] / store.shard_name(1)
     data = bytearray(path.read_bytes())
@@ -119,7 +119,7 @@ def test_damage_of_a_view_costs_its_shard_alone(tmp_path: Path, caplog: pytest.L
 
 
 class Stopped(Pixels):
-    """Ends the extraction at the 138th image that is asked for: in the third shard of the second pass."""
+    """Interrupts the extraction at the 138th image that is read: in the third shard of the second pass."""
 
     asked = 0
 
@@ -130,7 +130,7 @@ class Stopped(Pixels):
         return super().image(row)
 
 
-def test_an_interrupted_extraction_goes_on_with_the_next_shard_of_a_view(tmp_path: Path) -> None:
+def test_an_interrupted_extraction_resumes_at_the_next_shard_of_a_view(tmp_path: Path) -> None:
     whole = with_views(tmp_path / "whole", 2)
     Stopped.__module__, Stopped.__qualname__ = Pixels.__module__, Pixels.__qualname__  # one reader, one key
     with pytest.raises(KeyboardInterrupt):
@@ -140,7 +140,7 @@ def test_an_interrupted_extraction_goes_on_with_the_next_shard_of_a_view(tmp_pat
     assert all(torch.equal(view(resumed, number), view(whole, number)) for number in (0, 1, 2))
 
 
-def test_listing_checking_and_clearing_count_views(tmp_path: Path) -> None:
+def test_list_verify_and_prune_count_views(tmp_path: Path) -> None:
     with_views(tmp_path, 2)
     lines = list_cache_of(tmp_path)
     assert len(lines) == 3
@@ -151,20 +151,20 @@ def test_listing_checking_and_clearing_count_views(tmp_path: Path) -> None:
 
 
 def list_cache_of(path: Path) -> list[str]:
-    for entry in entries(path):  # a real encoder has a model besides
+    for entry in entries(path):  # the listing shows the encoder's model, which a tiny encoder lacks
         assert entry.manifest is not None
         manifest = {**entry.manifest, "encoder": {**entry.manifest["encoder"], "model": "m"}}
         store._write_manifest(path / entry.key, manifest)
     return list_cache(str(path)).splitlines()
 
 
-def test_room_for_all_views_is_asked_for_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_space_for_all_views_is_checked_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
     from xdm_ft.errors import UserError
 
-    room = 2 * N * WIDTH * 4  # two of three passes
-    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=room))
+    free = 2 * N * WIDTH * 4  # bytes of two of the three passes
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     encoder = Tiny()
     with pytest.raises(UserError, match="the disk is full"):
         with_views(tmp_path, 2, encoder)
@@ -198,9 +198,9 @@ def test_memory_mapped_views_equal_those_in_memory(
         z = table.of_views(rows, numbers)
         assert z.shape == (*shape, WIDTH)
         assert torch.equal(mapped.of_views(rows, numbers), z)
-        for place in range(len(rows.flatten())):
-            row, number = rows.flatten()[place], numbers.flatten()[place]
-            assert torch.equal(z.reshape(-1, WIDTH)[place], view(table, int(number))[row])
+        for position in range(len(rows.flatten())):
+            row, number = rows.flatten()[position], numbers.flatten()[position]
+            assert torch.equal(z.reshape(-1, WIDTH)[position], view(table, int(number))[row])
     for features in (table, mapped):  # the plain view ends where the first augmented one begins
         for row in (-1, N):
             with pytest.raises(IndexError):

@@ -1,4 +1,4 @@
-"""DomainBed's split, against what its own code gave."""
+"""DomainBed's split, against recorded output of its own code."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_keys_in_their_order():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_very_same_rows(seed):
+def test_rows_are_those_of_domainbed(seed):
     """Three domains of 20 images: row 20·d + k is DomainBed's key k of environment d."""
     data = MadeUp([0, 1] * 30, np.repeat([0, 1, 2], 20))
     expected = {d: GOLDEN["split_n20_first4"][f"{seed},{d}"] for d in range(3)}
@@ -47,7 +47,7 @@ def test_the_very_same_rows(seed):
         assert any("DomainBed" in note for note in split.notes)
 
 
-def test_unreadable_images_leave_and_move_no_other():
+def test_unreadable_images_are_removed_without_moving_others():
     data = MadeUp([0, 1] * 30, np.repeat([0, 1, 2], 20))
     protocol = Protocol(split_rule="domainbed", test_domains=("d0",))
     (whole,), (without,) = splits(data, protocol, 0), splits(data, protocol, 0, [23, 24, 57])
@@ -56,13 +56,13 @@ def test_unreadable_images_leave_and_move_no_other():
     assert set(without.evaluation["train_val"].tolist()) == set(whole.evaluation["train_val"].tolist()) - {23, 24, 57}
 
 
-def test_what_it_does_not_go_with():
+def test_it_refuses_groups_and_the_datas_own_split():
     rule = {"split_rule": "domainbed"}
     labels, domains = [0, 1] * 4, [0] * 4 + [1] * 4
     with pytest.raises(UserError, match="divide groups"):
         splits(MadeUp(labels, domains, groups=range(8)), Protocol(**rule), 0)
     with_splits = MadeUp(labels, domains, splits=["train", "train", "val", "val"] * 2)
-    with pytest.raises(UserError, match="comes with its own split"):
+    with pytest.raises(UserError, match="would ignore the split that the data comes with"):
         splits(with_splits, Protocol(**rule), 0)
     with pytest.raises(UserError, match=r"protocol.split_rule: the official split"):
         official(with_splits, Protocol(name="official", **rule), 0)

@@ -65,7 +65,7 @@ def test_per_domain_draws_are_uniform() -> None:
     count = torch.stack([(rows == row).sum() for row in POOLS[1]]).double()
     chi2 = ((count - 8000) ** 2 / 8000).sum().item()
     assert chi2 < 18.5  # 4 degrees of freedom, p = 0.001
-    first, second = rows[:, 0], rows[:, 1]  # two places of a batch are independent
+    first, second = rows[:, 0], rows[:, 1]  # two positions of a batch are independent
     both = ((first == POOLS[1][0]) & (second == POOLS[1][0])).double().mean()
     assert abs(both - 1 / 25) < 0.012
 
@@ -84,7 +84,7 @@ def test_class_balanced_batches_are_domain_after_domain_and_classes_alike() -> N
         assert ((count - expected) ** 2 / expected).sum() < 13.8  # p = 0.001 with 2 degrees of freedom
     of_class = first[labels[first] == 1].bincount(minlength=18)[10:].double()
     assert ((of_class - of_class.mean()) ** 2 / of_class.mean()).sum() < 24.3  # 7 degrees of freedom
-    # the class that is drawn tells nothing of the image within it, nor of the next place
+    # the drawn class is independent of the row within it and of the next position
     assert abs(float((rows[:, 0] == 18).double().mean()) - 1 / 6) < 0.025
     both = ((labels[rows[:, 0]] == 2) & (labels[rows[:, 1]] == 2)).double().mean()
     assert abs(float(both) - 1 / 9) < 0.02
@@ -108,14 +108,14 @@ def test_pooled_epochs_have_different_orders() -> None:
 
 def test_an_empty_pool_is_refused() -> None:
     for name in get_args(SamplerName):
-        with pytest.raises(ValueError, match="a row in each"):
+        with pytest.raises(ValueError, match="one row in each"):
             sampler(name, [torch.arange(3), torch.arange(0)], 2, 0, LABELS)
 
 
 def test_steps_of() -> None:
     assert steps_of(7, None, 10, 3) == 7
     assert steps_of(None, 2, 10, 3) == 7
-    assert steps_of(None, 0.7, 10, 7) == 1  # 0.7 · 10 / 7 is a little more than 1 in binary
+    assert steps_of(None, 2.2, 25, 5) == 11  # 2.2 · 25 is 55.00000000000001 in floating point
     assert steps_of(None, 1, 9, 3) == 3
     for steps, epochs in ((None, None), (3, 1.0)):
         with pytest.raises(UserError, match="either steps or epochs"):
@@ -145,7 +145,7 @@ def test_image_rows_in_a_loader(tmp_path: Path, workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_undecodable_image_is_one_line_even_from_a_worker(tmp_path: Path, workers: int) -> None:
+def test_an_undecodable_image_is_reported_in_one_line_even_from_a_worker(tmp_path: Path, workers: int) -> None:
     dataset = make_folder(tmp_path)
     Path(dataset.paths[1]).write_bytes(b"no image")
     transform = evaluation_transform(Preprocessing(mean=(0, 0, 0), std=(1, 1, 1), size=8))

@@ -1,4 +1,4 @@
-"""The protocol's splits: what trains, what selects, what tests."""
+"""The protocol's splits: which images train, which select, which test."""
 
 import numpy as np
 import pytest
@@ -80,7 +80,7 @@ def two_domains(n: int = 40) -> MadeUp:
     return MadeUp(np.arange(n) % 2, np.arange(n) // (n // 2))
 
 
-def test_the_same_seed_gives_the_same_split_and_another_another() -> None:
+def test_the_split_depends_on_the_seed() -> None:
     dataset = two_domains()
     one, same, other = (parts(leave_one_domain_out(dataset, Protocol(), "d1", seed)) for seed in (3, 3, 4))
     assert all(np.array_equal(one[name], same[name]) for name in one)
@@ -101,7 +101,7 @@ def test_unreadable_rows_are_in_no_part() -> None:
         assert not unreadable & set(np.concatenate(list(parts(split).values())).tolist())
 
 
-def test_source_images_of_a_held_out_group_are_left_out() -> None:
+def test_training_images_of_a_held_out_group_are_removed() -> None:
     dataset = two_domains()
     dataset.groups = np.arange(40)
     dataset.groups[[0, 1, 2]] = 30  # three images of d0 show a patient of d1
@@ -143,7 +143,7 @@ def test_test_rows_of_training_domains_train() -> None:
 
 
 @pytest.mark.parametrize("held_out", range(4))
-def test_all_labelled_rows_take_part_where_the_official_split_does_not_divide_each_domain(held_out: int) -> None:
+def test_all_labelled_rows_are_used_if_the_official_split_does_not_divide_each_domain(held_out: int) -> None:
     dataset = wilds_like()
     assert dataset.splits is not None
     dataset.splits[[4, 44, 64]] = ""  # in no part of the official split
@@ -155,7 +155,7 @@ def test_all_labelled_rows_take_part_where_the_official_split_does_not_divide_ea
     assert [(dataset.domains[rows["train_val"]] == d).sum() for d in range(4) if d != held_out] == [4, 4, 4]
     assert not set(dataset.groups[rows["train"]]) & set(dataset.groups[rows["train_val"]])
     notes = leave_one_domain_out(dataset, Protocol(), f"d{held_out}", 0).notes
-    assert "the data's own split set aside, all labelled images take part" in notes
+    assert "the data's own split is not used, all labelled images take part" in notes
 
 
 def wilds_like() -> MadeUp:
@@ -192,7 +192,7 @@ def test_official_counts_the_groups_that_also_train() -> None:
     assert official(dataset, Protocol(name="official"), 0).notes[1] == "groups kept together"
 
 
-def test_whether_test_domains_are_unseen_is_told() -> None:
+def test_whether_test_domains_are_unseen_is_reported() -> None:
     assert splits(two_domains(), Protocol(), 0)[0].tested_on == "domains never trained on"
     dataset = wilds_like()
     assert official(dataset, Protocol(name="official"), 0).notes[0] == "tested on domains never trained on"
@@ -218,8 +218,7 @@ def test_gaps_are_noted() -> None:
     marks = ["train"] * 15 + ["train"] * 8 + ["val"] * 2 + ["train"] * 15
     marked = MadeUp(labels, dataset.domains, splits=marks)
     assert (
-        "no validation image of d2, which train_val leaves out"
-        in leave_one_domain_out(marked, Protocol(), "d0", 0).notes
+        "no validation image of d2, which train_val ignores" in leave_one_domain_out(marked, Protocol(), "d0", 0).notes
     )
 
 
@@ -230,11 +229,11 @@ def fault(dataset: MadeUp, protocol: Protocol, unreadable: tuple[int, ...] = ())
     return str(caught.value)
 
 
-def test_faults_are_one_clear_line() -> None:
+def test_every_fault_is_one_clear_line() -> None:
     dataset = two_domains()
-    assert 'no domain "d3"' in fault(dataset, Protocol(test_domains=("d3",)))
+    assert '"d3" is not a domain of the data' in fault(dataset, Protocol(test_domains=("d3",)))
     assert "did you mean" in fault(dataset, Protocol(test_domains=("d01",)))
-    assert "names a domain twice: d0, d0" in fault(dataset, Protocol(test_domains=("d0", "d0")))
+    assert "d0, d0: a domain appears twice" in fault(dataset, Protocol(test_domains=("d0", "d0")))
     assert "val_domain needs val_domain images" in fault(dataset, Protocol(selection="val_domain"))
     assert "possible here: train_val, oracle" in fault(dataset, Protocol(selection="val_domain"))
     assert "comes with a split" in fault(dataset, Protocol(name="official"))
@@ -256,7 +255,9 @@ def test_official_needs_training_and_test_images() -> None:
         dataset = wilds_like()
         assert dataset.splits is not None
         dataset.splits[dataset.splits == part] = "val"
-        assert f'no image whose split is "{part}"' in fault(dataset, Protocol(name="official"))
+        assert f'official needs images whose split is "{part}"; the data has none' in fault(
+            dataset, Protocol(name="official")
+        )
 
 
 def test_groups_too_large_for_a_validation_part_are_explained() -> None:

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.recipe import components
 from xdm_ft.recipe.blocks import drawn_training
 from xdm_ft.recipe.components import settings_model
-from xdm_ft.recipe.search import PRESETS, TRAINING_KEYS, Distribution, Search, at_the_edge, settings_of
+from xdm_ft.recipe.search import TRAINING_KEYS, Distribution, Search, at_the_edge, preset_ranges, settings_of
 from xdm_ft.training import Training
 
 LOG = Distribution(log_uniform=(1e-4, 1e-1))
@@ -72,17 +73,27 @@ def test_domainbed_has_one_learning_rate_for_encoder_and_head():
     assert apart.drawn(1)["lr"] != apart.drawn(1)["encoder_lr"]
 
 
-def test_presets_name_settings_that_there_are():
-    from xdm_ft.recipe import components
+@pytest.mark.parametrize("preset", ["frozen", "domainbed"])
+def test_presets_name_settings_that_there_are(preset):
+    keys = [*preset_ranges(preset)]
+    assert {"lr", "irm.penalty_weight", "xdomainmix.p_discard", "sam.rho"} < {*keys}
+    folders = components.method_parts()
+    for key in keys:
+        component, _, name = key.rpartition(".")
+        if not component:
+            assert name in TRAINING_KEYS
+            continue
+        assert name in settings_model(components.find(folders[component], component)).model_fields, key
 
-    for preset in PRESETS.values():
-        for key in preset:
-            component, _, name = key.rpartition(".")
-            if not component:
-                assert name in TRAINING_KEYS
-                continue
-            folder = "sharpness" if component in components.names("sharpness") else "algorithms"
-            assert name in settings_model(components.find(folder, component)).model_fields, key
+
+@pytest.mark.parametrize("name", components.method_parts())
+def test_a_component_accepts_the_ends_of_its_search_ranges(name):
+    cls = components.find(components.method_parts()[name], name)
+    settings = settings_model(cls)
+    for key, range_ in cls.search_ranges.items():
+        distribution = Distribution.model_validate(range_)
+        for value in distribution.choice or distribution.bounds:
+            settings.model_validate({key: value})
 
 
 def test_the_edge_is_the_outer_twentieth():
@@ -120,7 +131,7 @@ def test_sagm_draws_what_its_code_draws():
     """hparams_registry.py of Wang-pengfei/SAGM: `random_state.choice([0.01, 0.02, 0.05, 0.1])` for both."""
     for preset in ("frozen", "domainbed"):
         for key in ("sagm.rho", "sagm.alpha"):
-            assert PRESETS[preset][key].choice == (0.01, 0.02, 0.05, 0.1)
+            assert preset_ranges(preset)[key].choice == (0.01, 0.02, 0.05, 0.1)
     values = {Search(trials=60, preset="frozen").drawn(trial)["sagm.alpha"] for trial in range(1, 60)}
     assert values == {0.01, 0.02, 0.05, 0.1}
 

@@ -85,7 +85,7 @@ def test_interrupted_runs_save_and_say_so(whole: tuple[Path, Path], tmp_path: Pa
         assert run.end() == status, run.text()
         assert time.monotonic() - sent < 5
         [line] = run.text()[before:].strip().splitlines()
-        assert line.startswith("xdm-ft: interrupted; saved: ") and line.endswith("the same command goes on from there")
+        assert line.startswith("xdm-ft: interrupted; saved: ") and line.endswith("; run the same command to resume")
         [kept] = run.output.glob(CHECKPOINTS)
         assert f": {read(kept)[0]['taken']} of 15 steps;" in line
     run = Run(recipe, tmp_path / "out")

@@ -1,25 +1,13 @@
-"""SAM against the recorded steps, by hand, and stacked."""
+"""SAM against recorded steps and values worked out by hand, alone and for a bank of heads."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from recorded_steps import assert_recorded, initial, take_step
 from torch.func import vmap
 
 from xdm_ft.sharpness.sam import SAM
-
-GOLDEN = np.load(Path(__file__).resolve().parents[1] / "golden" / "sam_sagm.npz")
-
-
-def gradients_at(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    x, y = torch.tensor(GOLDEN["X"]), torch.tensor(GOLDEN["y"])
-    parameters = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-    loss = F.cross_entropy(x @ parameters["W"].T + parameters["b"], y)
-    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
 def sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -39,21 +27,12 @@ def adam(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
     ],
 )
 def test_three_recorded_steps(recorded: str, sam: SAM, optimizer) -> None:
-    parameters = {name: torch.tensor(GOLDEN[f"{name}_init"]) for name in ("W", "b")}
+    parameters = initial()
     steps = optimizer(list(parameters.values()))
     for step in range(3):
-        first = gradients_at(parameters)
-        offset = sam.offset(parameters, first, sam.rho)
-        perturbed = {name: parameters[name] + offset[name] for name in parameters}
-        for name, value in sam.combine(first, gradients_at(perturbed)).items():
-            parameters[name].grad = value
-        steps.step()
-        for name in parameters:
-            close = {"atol": 1e-6, "rtol": 0, "msg": f"{name} at step {step}"}
-            torch.testing.assert_close(
-                perturbed[name], torch.tensor(GOLDEN[f"{recorded}_perturbed_{name}"][step]), **close
-            )
-            torch.testing.assert_close(parameters[name], torch.tensor(GOLDEN[f"{recorded}_{name}"][step]), **close)
+        perturbed = take_step(parameters, sam, steps)
+        assert_recorded(perturbed, f"{recorded}_perturbed", step)
+        assert_recorded(parameters, recorded, step)
 
 
 def test_offset_by_hand() -> None:
@@ -72,8 +51,8 @@ def test_offset_is_in_proportion_to_rho() -> None:
 
 
 def test_no_gradient_no_offset() -> None:
-    nothing = {"w": torch.zeros(3)}
-    assert torch.equal(SAM().offset({"w": torch.ones(3)}, nothing, 0.05)["w"], torch.zeros(3))
+    zero = {"w": torch.zeros(3)}
+    assert torch.equal(SAM().offset({"w": torch.ones(3)}, zero, 0.05)["w"], torch.zeros(3))
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
@@ -82,9 +61,9 @@ def test_every_head_of_a_bank_has_its_own_norm_and_rho(adaptive: bool) -> None:
     parameters = {"w": torch.randn(5, 3, 4), "b": torch.randn(5, 3)}
     gradients = {name: torch.randn_like(value) for name, value in parameters.items()}
     rho, sam = torch.rand(5), SAM(adaptive=adaptive)
-    together = vmap(sam.offset)(parameters, gradients, rho)
+    stacked = vmap(sam.offset)(parameters, gradients, rho)
     for head in range(5):
         one = sam.offset(
-            *({name: value[head] for name, value in d.items()} for d in (parameters, gradients)), rho[head]
+            *({name: value[head] for name, value in tensors.items()} for tensors in (parameters, gradients)), rho[head]
         )
-        torch.testing.assert_close({name: value[head] for name, value in together.items()}, one)
+        torch.testing.assert_close({name: value[head] for name, value in stacked.items()}, one)

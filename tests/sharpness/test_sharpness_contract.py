@@ -1,4 +1,4 @@
-"""What every way of stepping promises, over whatever lies in `xdm_ft/sharpness/`."""
+"""The contract of sharpness-aware steps, for every module of `xdm_ft/sharpness/`."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def tensors(seed: int, *stacked: int) -> dict[str, torch.Tensor]:
     }
 
 
-def test_there_are_some() -> None:
+def test_the_names_are_found() -> None:
     assert "sam" in NAMES
 
 
@@ -37,7 +37,7 @@ def test_pure_functions_of_the_right_shape(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_climbs_in_proportion_to_rho(name: str) -> None:
-    """What is added per ρ; an offset may hold more that ρ has no part in."""
+    """The part of the offset that depends on ρ is linear in ρ and ascends; SAGM's other part does not depend on ρ."""
     sharpness = find("sharpness", name)()
     parameters, gradients = tensors(0), tensors(1)
     near, middle, far = (sharpness.offset(parameters, gradients, rho) for rho in (0.1, 0.2, 0.3))

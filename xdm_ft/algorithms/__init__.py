@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.randomness import Stream, uniform
+from xdm_ft.settings import SearchRanges
 from xdm_ft.tensors import Batch, InputPartners, Losses, Samples, Task
 
 LossAverage = Literal["domain", "sample"]
@@ -51,11 +52,6 @@ def linear_head(width: int, outputs: int, seed: int, stream: int) -> nn.Linear:
 def linear(z: Tensor, head: nn.Linear) -> Tensor:
     """W z + b of z [B,K], as (b + W zᵀ)ᵀ: on a CPU its backward pass is five times as fast as that of `head(z)`."""
     return torch.addmm(head.bias[:, None], head.weight, z.mT).mT
-
-
-def product(z: Tensor, weight: Tensor) -> Tensor:
-    """W z of z [B,K], W [C,K]: [B,C]."""
-    return (weight @ z.mT).mT
 
 
 def mean_weights(
@@ -110,6 +106,7 @@ class Method:
     """What `xdm-ft ls methods` and the plan ask of every method."""
 
     source: str = ""  # one line: paper and equation
+    search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
     min_domains: int = 1  # training domains needed; with fewer the method becomes a `skipped` row
     needs_text: bool = False  # needs the text side of the encoder
 
@@ -177,6 +174,10 @@ class Algorithm(nn.Module, Method, ABC):
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
         """`loss` at perturbed weights, with what the first pass `held` (`Losses.held`): masks, which no draw fixes."""
         return self.loss(z, batch, step)
+
+    def logits(self, z: Tensor) -> Tensor:
+        """c(z), what the class head makes of features z [B,K]: [B,C]."""
+        return linear(z, self.head)
 
     def forward(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
         """What the engines call: `loss`, or `second_pass` where something is held; no less than float32 anywhere."""

@@ -25,6 +25,8 @@ class CORAL(Algorithm):
     """
 
     source = "Sun & Saenko 2016, Deep CORAL (ECCV workshops), eq. (1), as DomainBed has it for several domains"
+    # DomainBed's range (hparams_registry.py)
+    search_ranges = {"gamma": {"log_uniform": (1e-1, 1e1)}}
     min_domains = 2
     frozen_reason = (
         "its penalty is on the features, which a frozen encoder does not change, so it would be erm; "

@@ -24,6 +24,8 @@ class Fish(ERM):
     """
 
     source = "Shi et al. 2022, Gradient Matching for Domain Generalization (ICLR), Algorithm 1 (Fish)"
+    # DomainBed's range (hparams_registry.py)
+    search_ranges = {"meta_lr": {"choice": (0.05, 0.1, 0.5)}}
     min_domains = 2
     pooled_reason = "its inner steps take one domain each; set training.sampler: per_domain"
 

@@ -26,6 +26,8 @@ class GroupDRO(Algorithm):
     """
 
     source = "Sagawa et al. 2020, Distributionally Robust Neural Networks for Group Shifts (ICLR), algorithm 1"
+    # DomainBed's range (hparams_registry.py)
+    search_ranges = {"eta": {"log_uniform": (1e-3, 1e-1)}}
     min_domains = 2
 
     def __init__(

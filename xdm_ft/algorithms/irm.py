@@ -27,6 +27,8 @@ class IRM(AnnealedPenalty):
     """
 
     source = "Arjovsky et al. 2019, Invariant Risk Minimization (IRMv1), as DomainBed estimates and anneals it"
+    # DomainBed's range (hparams_registry.py)
+    search_ranges = {"penalty_weight": {"log_uniform": (1e-1, 1e5)}}
 
     def __init__(
         self,

@@ -28,6 +28,8 @@ class Mixup(ERM):
     """
 
     source = "Zhang et al. 2018, mixup: Beyond Empirical Risk Minimization (ICLR); between domains: DomainBed"
+    # DomainBed's range (hparams_registry.py)
+    search_ranges = {"alpha": {"log_uniform": (1e-1, 1e1)}}
 
     def __init__(
         self,

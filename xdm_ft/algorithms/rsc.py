@@ -30,6 +30,8 @@ class RSC(Algorithm):
     """
 
     source = "Huang et al. 2020, Self-Challenging Improves Cross-Domain Generalization (ECCV), eq. (1)-(5)"
+    # DomainBed's ranges (hparams_registry.py)
+    search_ranges = {"feature_drop": {"uniform": (0.001, 0.5)}, "batch_drop": {"uniform": (0.001, 0.5)}}
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class RSC(Algorithm):
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
         # g < its (1−p)-quantile is −g > its p-quantile; a row of W serves all samples of its class
         kept = specific_mask(-self.head.weight, exact(self.feature_drop))[batch.y]  # bool [B,K]
-        logits = self.logits(z, kept)
+        logits = self.both_logits(z, kept)
         with torch.no_grad():
             whole, muted = (self.true_probability(v, batch.y) for v in logits)
         spared = specific_mask(muted - whole, exact(self.batch_drop))  # bool [B], of −fall
@@ -57,9 +59,9 @@ class RSC(Algorithm):
 
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
         """The loss with given masks."""
-        return self.losses(self.logits(z, held["kept"]), batch, held["kept"], held["spared"])
+        return self.losses(self.both_logits(z, held["kept"]), batch, held["kept"], held["spared"])
 
-    def logits(self, z: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    def both_logits(self, z: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """c(z) and c(z ⊙ m), [B,C] each. As bytes, since a product with bools takes fifteen times as long on a CPU."""
         return linear(z, self.head), linear(z * kept.view(torch.uint8), self.head)
 

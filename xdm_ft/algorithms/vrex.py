@@ -23,6 +23,8 @@ class VREx(AnnealedPenalty):
     """
 
     source = "Krueger et al. 2021, Out-of-Distribution Generalization via Risk Extrapolation (ICML), V-REx"
+    # DomainBed's range (hparams_registry.py)
+    search_ranges = {"penalty_weight": {"log_uniform": (1e-1, 1e5)}}
 
     def __init__(
         self,

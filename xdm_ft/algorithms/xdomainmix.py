@@ -10,17 +10,18 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from xdm_ft.algorithms import Algorithm, Setup, linear, linear_head, product
+from xdm_ft.algorithms import Algorithm, Setup, linear, linear_head
 from xdm_ft.errors import UserError
 from xdm_ft.randomness import Stream, uniform
-from xdm_ft.tensors import Batch, Losses, Parts
+from xdm_ft.tensors import Batch, Losses
 from xdm_ft.xdomainmix import (
     Partners,
+    autograd_scores,
+    decompose,
     domain_quantile,
     draw_partners,
     linear_scores,
     mix,
-    one_pass,
     specific_mask,
 )
 from xdm_ft.xdomainmix.partners import OtherPartner
@@ -29,12 +30,26 @@ CLASS_QUANTILE = 0.5
 """The quantile behind τ_c."""
 
 
-class Draws(NamedTuple):
-    """The random choices of one step."""
+# those of the five numbers that a sample needs: for x_i, x_j, λ1, λ2 and discarding
+STREAMS = torch.tensor([[Stream.PARTNERS], [Stream.PARTNERS], [Stream.LAMBDA], [Stream.LAMBDA], [Stream.DISCARD]])
 
+
+class Noise(NamedTuple):
+    """Random numbers in [0, 1)."""
+
+    partners: Tensor  # for x_i and x_j, [B,2]
+    lam: Tensor  # λ1 and λ2, [B,2]
+    discard: Tensor  # [B]
+
+
+class Augmented(NamedTuple):
+    """The augmented features of a batch and what made them."""
+
+    z: Tensor  # z̃, like z
     partners: Partners
     lam: Tensor  # λ1 and λ2 as they act, [B,2]: 1 without a partner
     keep: Tensor  # bool [B]; False discards Z_c,d
+    masks: dict[str, Tensor]  # `class_mask` and `domain_mask`, bool [B,K]
 
 
 class XDomainMix(Algorithm):
@@ -46,6 +61,8 @@ class XDomainMix(Algorithm):
     """
 
     source = "Liu et al. 2024, Cross-Domain Feature Augmentation for Domain Generalization (IJCAI), eq. (1)-(8)"
+    # the values that the authors' own code draws from
+    search_ranges = {"p_discard": {"choice": (0.2, 0.3, 0.4)}}
     min_domains = 2
     auxiliary = ("domain_head",)
 
@@ -100,29 +117,56 @@ class XDomainMix(Algorithm):
 
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
         if step >= self.warmup_steps:
-            return self.second_pass(z, batch, step, self.masks(z, batch, step))
-        of_class = F.cross_entropy(linear(z, self.head), batch.y, reduction="none")  # [B]
+            return self.mixed_loss(z, batch, self.augment(z, batch, step))
+        of_class = F.cross_entropy(self.logits(z), batch.y, reduction="none")  # [B]
         of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)  # [B]
         return Losses(*self.averages(of_class, of_domain, batch))
 
     def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
-        """The loss (8) with given masks."""
-        draws = self.draws(batch, step)
-        logits = mixed_logits(z, self.head, held, draws)  # c(z) and c(z̃), [2B,C]
+        return self.mixed_loss(z, batch, self.augment(z, batch, step, held))
+
+    def augment(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Augmented:
+        """z̃ at a step after the warm-up, by equations (1) to (7) in order; with the masks `held`, if there are any."""
+        if held is None:
+            if isinstance(self.head, nn.Linear):
+                by_class = linear_scores(z, self.head.weight, batch.y)  # (1)
+            else:
+                by_class = autograd_scores(z, self.logits, batch.y)  # (1)
+            by_domain = linear_scores(z, self.domain_head.weight, batch.domain)  # (2)
+            quantile = domain_quantile(step - self.warmup_steps, self.quantile_steps)
+            of_class, of_domain = specific_mask(by_class, CLASS_QUANTILE), specific_mask(by_domain, quantile)  # (3)
+            held = {"class_mask": of_class, "domain_mask": of_domain}
+        parts = decompose(z, held["class_mask"], held["domain_mask"])  # (4)
+        noise = self.noise(batch.place, step)
+        partners = draw_partners(batch.y, batch.domain, noise.partners, self.other_partner)  # x_i and x_j of (5)
+        acts = partners.has_same & self.mix_class_specific, partners.has_other & self.mix_class_generic
+        lam = torch.where(torch.stack(acts, 1), noise.lam, 1.0)
+        # discarded where u < p: never at p = 0, always at p = 1 (the paper's ≤ differs with probability 0)
+        keep = noise.discard >= self.p_discard
+        return Augmented(mix(parts, partners, lam, keep), partners, lam, keep, dict(held))  # (5)(6)(7)
+
+    def noise(self, place: Tensor, step: int) -> Noise:
+        """The random numbers of a step: functions of the seed, the step and the samples' places in the batch."""
+        two = 2 * place, 2 * place + 1  # of x_i and x_j
+        discard = place if self.discard_per == "sample" else torch.zeros_like(place)
+        u = uniform(self.seed, step, STREAMS.to(place.device), torch.stack([*two, *two, discard]))  # [5,B]
+        return Noise(partners=u[:2].mT, lam=u[2:4].mT, discard=u[4])
+
+    def mixed_loss(self, z: Tensor, batch: Batch, augmented: Augmented) -> Losses:
+        """The losses of z and z̃. (8)"""
+        logits = torch.cat([self.logits(z), self.logits(augmented.z)])  # [2B,C]
         of_class = F.cross_entropy(logits, batch.y.repeat(2), reduction="none").view(2, -1).mean(0)  # [B]
+        of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)
         if self.domain_head_augmented:
-            clean, mixed = mixed_logits(z.detach(), self.domain_head, held, draws).chunk(2)  # [B,D] each
-            on_mixed = soft_loss(mixed, mixed_domains(batch, draws, self.task.num_domains))
-            of_domain = self.domain_loss(clean, batch)
-            of_domain = torch.where(draws.keep, (of_domain + on_mixed) / 2, of_domain)
-        else:
-            of_domain = self.domain_loss(linear(z.detach(), self.domain_head), batch)
-        found = torch.stack([draws.partners.has_same, draws.partners.has_other]).float().mean(1)  # [2]
+            on_mixed = linear(augmented.z.detach(), self.domain_head)
+            on_mixed = soft_loss(on_mixed, mixed_domains(batch, augmented, self.task.num_domains))
+            of_domain = torch.where(augmented.keep, (of_domain + on_mixed) / 2, of_domain)
+        found = torch.stack([augmented.partners.has_same, augmented.partners.has_other]).float().mean(1)  # [2]
         without_same, without_other = (1 - found).unbind()
         return Losses(
             *self.averages(of_class, of_domain, batch),
             logs={"without_same_partner": without_same, "without_other_partner": without_other},
-            held=dict(held),
+            held=augmented.masks,
         )
 
     def domain_loss(self, logits: Tensor, batch: Batch) -> Tensor:
@@ -137,62 +181,12 @@ class XDomainMix(Algorithm):
         of_class = plain if weight is None else self.mean_weights(batch, weight, class_losses.dtype)
         return class_losses @ of_class, domain_losses @ plain
 
-    def masks(self, z: Tensor, batch: Batch, step: int) -> dict[str, Tensor]:
-        """M_c and M_d at a step after the warm-up, bool [B,K]. (1)(2)(3)"""
-        quantile = domain_quantile(step - self.warmup_steps, self.quantile_steps)
-        of_class, of_domain = self.head.weight, self.domain_head.weight
-        if one_pass.available(z):
-            masks = one_pass.linear_masks(z, of_class, of_domain, batch.y, batch.domain, CLASS_QUANTILE, quantile)
-            return dict(zip(("class_mask", "domain_mask"), masks, strict=True))
-        return {
-            "class_mask": specific_mask(linear_scores(z, of_class, batch.y), CLASS_QUANTILE),
-            "domain_mask": specific_mask(linear_scores(z, of_domain, batch.domain), quantile),
-        }
 
-    def draws(self, batch: Batch, step: int) -> Draws:
-        """Partners, λ and discard: functions of the seed, the step and the places in the batch."""
-        if one_pass.available(batch.x):
-            return Draws(
-                *one_pass.draw(
-                    batch.y, batch.domain, batch.place, self.seed, step, self.p_discard, self.other_partner,
-                    self.discard_per == "batch", self.mix_class_specific, self.mix_class_generic,
-                )
-            )  # fmt: skip
-        two = 2 * batch.place[:, None] + torch.arange(2, device=batch.place.device)  # [B,2]
-        noise = uniform(self.seed, step, Stream.PARTNERS, two)
-        partners = draw_partners(batch.y, batch.domain, noise, self.other_partner)
-        mixed = partners.has_same & self.mix_class_specific, partners.has_other & self.mix_class_generic
-        lam = torch.where(torch.stack(mixed, 1), uniform(self.seed, step, Stream.LAMBDA, two), 1.0)
-        discard_key = batch.place if self.discard_per == "sample" else torch.zeros_like(batch.place)
-        # discarded where u < p: never at p = 0, always at p = 1 (the paper's ≤ differs with probability 0)
-        keep = uniform(self.seed, step, Stream.DISCARD, discard_key) >= self.p_discard
-        return Draws(partners, lam, keep)
-
-
-def mixed_logits(z: Tensor, head: nn.Linear, masks: Mapping[str, Tensor], draws: Draws) -> Tensor:
-    """What the head makes of z and of z̃, below each other: [2B,C].
-
-    Mixing is linear in the parts and the head is linear in z, so they commute. Without the compiled pass over z, which
-    makes z̃ whole, the parts are mixed after the product with W, on [B,C] instead of [B,K], and the two generic parts,
-    which stay as they are, never leave the logits of z.
-    """
-    of_class, of_domain, logits = masks["class_mask"], masks["domain_mask"], linear(z, head)
-    if one_pass.available(z):
-        partners = draws.partners
-        mixed = one_pass.mixed(z, of_class, of_domain, partners.same, partners.other, draws.lam, draws.keep)
-        return torch.cat([logits, linear(mixed, head)])
-    # on a CPU a product with bytes is vectorised; with bools, or `torch.where`, it takes fifteen times as long
-    csds = product(z * (of_class & of_domain).view(torch.uint8), head.weight)  # W Z_c,d
-    cgds = product(z * (~of_class & of_domain).view(torch.uint8), head.weight)  # W Z_¬c,d
-    parts = Parts(csds, logits - csds - cgds, cgds, torch.zeros_like(logits))
-    return torch.cat([logits, mix(parts, draws.partners, draws.lam, draws.keep)])
-
-
-def mixed_domains(batch: Batch, draws: Draws, num_domains: int) -> Tensor:
+def mixed_domains(batch: Batch, augmented: Augmented, num_domains: int) -> Tensor:
     """The soft domain label of z̃, [B,D]: (λ1+λ2)/2 at its own domain, (1−λ1)/2 at x_i's, (1−λ2)/2 at x_j's."""
-    domain = F.one_hot(batch.domain, num_domains).to(draws.lam.dtype)  # [B,D]
-    lam_1, lam_2 = draws.lam[:, :1], draws.lam[:, 1:]  # [B,1]
-    of_same, of_other = domain[draws.partners.same], domain[draws.partners.other]
+    domain = F.one_hot(batch.domain, num_domains).to(augmented.lam.dtype)  # [B,D]
+    lam_1, lam_2 = augmented.lam[:, :1], augmented.lam[:, 1:]  # [B,1]
+    of_same, of_other = domain[augmented.partners.same], domain[augmented.partners.other]
     return ((lam_1 + lam_2) * domain + (1 - lam_1) * of_same + (1 - lam_2) * of_other) / 2
 
 

@@ -1,7 +1,7 @@
-"""One file per way to average weights over a training: `ALGORITHM+NAME` in a recipe.
+"""Averages of a model's weights over the steps of its training, one kind per file: `ALGORITHM+NAME` in a recipe.
 
-What the optimizer does is left as it is; only the weights that the training ends with are others. The file's stem is
-its name in a recipe; its class's constructor keywords are recipe keys, with that name before them: `swad.n_converge`.
+The optimizer is not affected: only the final weights are replaced by the average. The file's stem is the name in a
+recipe. The class's constructor keywords are recipe keys with that name as prefix: `swad.n_converge`.
 """
 
 from __future__ import annotations
@@ -12,55 +12,62 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from xdm_ft.settings import SearchRanges
+
 Tensors = dict[str, Tensor]  # parameter name → value
 
 
 class Segment(NamedTuple):
-    """The mean of the weights after steps first…last, numbers of steps taken, the last of which was evaluated."""
+    """The mean of the weights after the steps first…last, counted from 1. The model was evaluated after the last."""
 
     first: int
     last: int
     mean: Tensors
 
-    def joined(self, later: Segment) -> Segment:
-        """The mean of both, each step counting the same. `later` begins where this one ends."""
+    def merged_with(self, later: Segment) -> Segment:
+        """The mean over the steps of both segments. `later` must begin at the step after `last`."""
+        # each step has the same weight, however many steps a segment has
         share = (later.last - later.first + 1) / (later.last - self.first + 1)
         mean = {name: value.lerp(later.mean[name], share) for name, value in self.mean.items()}
         return Segment(self.first, later.last, mean)
 
 
 class Average(ABC):
-    """The average of ONE model, as far as its training has come."""
+    """The average of ONE model up to the present step of its training."""
 
     @abstractmethod
     def add(self, segment: Segment, loss: float) -> None:
-        """The next segment, and the loss at its end on the training domains' validation images."""
+        """Adds the next segment; `loss` is that at its end, on validation images of the training domains."""
 
     @abstractmethod
     def result(self) -> Segment:
-        """What the training ends with, after all segments (at least one)."""
+        """Returns the steps that were averaged and their mean, after all segments (at least one) were added."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """All that `add` has moved, for `load_state`: tensors, numbers, text, None, in lists, tuples and dicts."""
+        """All that `add` has changed, for `load_state`: tensors, numbers, text, None, in lists, tuples and dicts."""
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there. What were tuples are lists now."""
+        """Restores what `state` returned. Tuples may have become lists."""
 
 
 class Averaging(ABC):
-    """The settings, from which every model's average starts anew."""
+    """The settings of an average. `begin` makes a new, empty average for one model."""
 
-    source: str = ""
-    reads_loss: bool = True  # whether the average looks at the validation loss
+    source: str = ""  # paper and equation
+    reads_loss: bool = True  # whether `Average.add` uses the validation loss
+    search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
 
     @abstractmethod
     def begin(self) -> Average: ...
 
 
 class Interval(Averaging):
-    """The mean of the weights after steps first…last, known beforehand. Evaluations must fall on first − 1 and last."""
+    """The mean over the steps first…last, which are known beforehand.
+
+    The model must be evaluated after the steps first − 1 and last, so that segments begin and end there.
+    """
 
     reads_loss = False
 
@@ -68,17 +75,17 @@ class Interval(Averaging):
         self.first, self.last = first, last
 
     def begin(self) -> Average:
-        return _OfInterval(self.first, self.last)
+        return _IntervalMean(self.first, self.last)
 
 
-class _OfInterval(Average):
+class _IntervalMean(Average):
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
         self.joined: Segment | None = None
 
     def add(self, segment: Segment, loss: float) -> None:
         if self.first <= segment.first and segment.last <= self.last:
-            self.joined = segment if self.joined is None else self.joined.joined(segment)
+            self.joined = segment if self.joined is None else self.joined.merged_with(segment)
 
     def result(self) -> Segment:
         assert self.joined is not None, f"no segment lies between the steps {self.first} and {self.last}"

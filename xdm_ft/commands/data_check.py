@@ -12,14 +12,14 @@ from xdm_ft.experiment.data_faults import data_faults, images_of, plan_faults
 from xdm_ft.experiment.findings import Finding, fault
 from xdm_ft.experiment.machine import cores
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
-from xdm_ft.features.file_hashes import read_contents
+from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.store import cache_folder
 
 if TYPE_CHECKING:
-    from xdm_ft.features.file_hashes import Contents
+    from xdm_ft.features.file_hashes import FileHashes
     from xdm_ft.recipe.read import Recipe
 
-Checked = Generator[Finding, None, tuple[ImageDataset, "Contents"] | None]
+Checked = Generator[Finding, None, tuple[ImageDataset, "FileHashes"] | None]
 
 
 def check_data(recipe: Recipe) -> Checked:
@@ -39,12 +39,12 @@ def check_data(recipe: Recipe) -> Checked:
     plan = yield from planned(recipe, dataset)
     if plan is not None and unreadable:
         yield from planned(recipe, dataset, unreadable)
-    contents = read_contents(dataset, cache_folder(recipe.features), show=True)
-    found = list(data_faults(dataset, contents, plan.splits if plan else ()))
+    hashes = hash_files(dataset, cache_folder(recipe.features), show=True)
+    found = list(data_faults(dataset, hashes, plan.splits if plan else ()))
     if plan is not None:
         found += plan_faults(plan)
     yield from found or [Finding("images and groups", "none is there twice, none is in training and test")]
-    return dataset, contents
+    return dataset, hashes
 
 
 def _in_any_number(recipe: Recipe) -> ImageDataset | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from xdm_ft.data import ImageDataset
     from xdm_ft.encoders import Encoder
-    from xdm_ft.features.file_hashes import Contents
+    from xdm_ft.features.file_hashes import FileHashes
     from xdm_ft.recipe.read import Recipe
 
 MODULES = ("torchvision", "timm", "open_clip", "accelerate", "datasets", "wilds", "sklearn", "safetensors", "PIL")
@@ -101,7 +101,6 @@ def devices() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     free, total = memory.available / GIGABYTE, memory.total / GIGABYTE
     yield Finding("processor", f"{cores()} cores, {free:.1f} of {total:.1f} GB free; float32 and bf16, no fp16")
-    yield from compiled_code()
     for number in range(torch.cuda.device_count()):
         left, whole = (size / GIGABYTE for size in torch.cuda.mem_get_info(number))
         with torch.cuda.device(number):
@@ -114,20 +113,6 @@ def devices() -> Iterator[Finding]:
             f"an NVIDIA driver is installed, but torch {torch.__version__} sees no GPU",
             "install torch built for CUDA (https://pytorch.org), or make the GPU visible (CUDA_VISIBLE_DEVICES)",
         )
-
-
-def compiled_code() -> Iterator[Finding]:
-    """Whether the package's C code compiles: nothing needs it, but heads on cached features train faster with it."""
-    from xdm_ft.compiled import NotCompiled, compiled
-    from xdm_ft.training.bank.optimizers import SOURCE as OPTIMIZERS
-    from xdm_ft.xdomainmix.kernel import SOURCE as KERNEL
-
-    try:
-        folder = {compiled(source).parent for source in (KERNEL, OPTIMIZERS)}.pop()
-    except (NotCompiled, OSError, UserError) as error:
-        yield Finding("compiled code", f"none ({error}); PyTorch computes the same, more slowly")
-    else:
-        yield Finding("compiled code", f"in {folder}")
 
 
 def precision(recipe: Recipe) -> Iterator[Finding]:
@@ -173,11 +158,11 @@ def of_recipe(recipe: Recipe) -> Iterator[Finding]:
         yield from _guarded("cache", lambda: features_space(recipe, encoder, *checked))
 
 
-def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, contents: Contents) -> Iterator[Finding]:
+def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, hashes: FileHashes) -> Iterator[Finding]:
     """Whether the features that are not cached yet fit on the disk. Raises `UserError` where they do not."""
     from xdm_ft.features.cache import cached_sets
 
-    sets = cached_sets(encoder, dataset, contents, recipe.features, recipe.train_augmentation, _device())
+    sets = cached_sets(encoder, dataset, hashes, recipe.features, recipe.train_augmentation, _device())
     missing = sum(cached.entry.images(cached.entry.missing()) for cached in sets)
     needed = sum(cached.entry.needed for cached in sets)
     sets[0].entry.require_space(needed - sets[0].entry.needed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -12,7 +11,7 @@ from xdm_ft.evaluation.records import Identity, Record
 from xdm_ft.experiment.cross_domain import cross_domain_values
 from xdm_ft.experiment.engines import Engines
 from xdm_ft.experiment.machine import start, stop
-from xdm_ft.experiment.plan import PlannedModel, make_plan, read_data
+from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder, prepare
 from xdm_ft.experiment.records import train_planned
 from xdm_ft.experiment.results import ResultsFile
@@ -28,35 +27,24 @@ def retrain(run_directory: str, method: str, held_out: str, seed: int, trial: in
     which gives the same numbers at least to rounding. `held_out` is the test domains, joined by commas.
     """
     folder = Path(run_directory)
-    recorded_before = _recorded(folder, (method, tuple(held_out.split(",")), seed, trial))
+    before = _recorded(folder, (method, tuple(held_out.split(",")), seed, trial))
     with tempfile.TemporaryDirectory() as scratch:
         recipe = load(str(folder / "recipe.yaml"), [f"output.dir={json.dumps(scratch)}"])
         accelerator, dataset = start(recipe), read_data(recipe)
         plan = make_plan(recipe, dataset)
         prepared = prepare(recipe, dataset, build_encoder(recipe, recipe.protocol.seeds[0]), accelerator)
-        plan, key = plan.without(prepared.unreadable), recorded_before.key
+        plan, key = plan.without(prepared.unreadable), before.key
         planned = {model.key: model for model in plan.models if model.item.label == method and not model.skipped}
         if alone:
-            planned = {key: planned[key]} | _twin(planned[key], len(planned))
+            planned = {key: planned[key]}
         with opened(recipe, accelerator) as directory:
             engines = Engines(plan, prepared, directory, accelerator)
             results = ResultsFile(recipe, directory, Earlier(), {}, {})
             known = cross_domain_values(engines, planned.keys(), results)
-            if alone:
-                known = dict.fromkeys(planned, known.get(key, {}))
             train_planned(engines, planned, known, {key}, results)
-            compared = _compared(folder, recorded_before, directory.path, recorded(directory)[key])
+            compared = _compared(folder, before, directory.path, recorded(directory)[key])
         stop(accelerator)
     return compared
-
-
-def _twin(model: PlannedModel, models: int) -> dict[Identity, PlannedModel]:
-    """A copy to train beside the head, where it had company: a head by itself takes a shorter way, rounded otherwise.
-
-    Which heads a head trains beside, and how many, changes none of its bits on a CPU.
-    """
-    copied = dataclasses.replace(model, trial=model.trial + 1_000_000)
-    return {copied.key: copied} if models > 1 else {}
 
 
 def _recorded(folder: Path, key: Identity) -> Record:

@@ -1,6 +1,7 @@
-"""One file per data set. The file's stem is its name in a recipe, its class's constructor keywords are recipe keys.
+"""One file per data set. The file's stem is its name in a recipe; the keywords of its constructor are recipe keys.
 
-What a data set promises is `ImageDataset`; decoding, transforms, splits and samplers are in `data/loading`.
+`ImageDataset` is the base class. Decoding, transforms and what several data sets share are in modules whose name begins
+with `_`.
 """
 
 from __future__ import annotations
@@ -16,39 +17,40 @@ Augmentation = Literal["none", "domainbed"]
 
 
 class ImageDataset(ABC):
-    """N labelled images from D domains. Row i is the same image for ever: caches and splits refer to it by number.
+    """N labelled images from D domains. Row i must always be the same image: caches and splits refer to row numbers.
 
-    Constructors check what can be checked without decoding and raise `UserError`.
+    Constructors check everything that needs no decoding and raise `UserError`.
     """
 
     class_names: tuple[str, ...]  # C
     domain_names: tuple[str, ...]  # D
     labels: np.ndarray  # int64 [N]
     domains: np.ndarray  # int64 [N]
-    groups: np.ndarray | None = None  # int64 [N]: patient, slide, sequence; None where unknown
+    groups: np.ndarray | None = None  # int64 [N]: patient, slide or sequence; None if unknown
     splits: np.ndarray | None = None
-    """str [N], where the data set comes with a split: train | val | test; instead of val also train_val | val_domain,
-    where the data set tells them apart and not the domain does; "" for an image that is in no part."""
+    """str [N], None if the data set has no split of its own: train | val | test; "" for an image in no part. The
+    official protocol takes val as train_val if its domain also trains, else as val_domain; a data set may also name
+    these two itself."""
     worst_of: np.ndarray | None = None
-    """int64 [N], where the groups of the worst group's accuracy are not the domains; −1: in none of them."""
+    """int64 [N], the groups of `worst_domain_accuracy` if they are not the domains; −1: in no group."""
+    folder_order: bool = False
+    """Whether the rows of a domain are in the order of class and file names, on which DomainBed's split depends."""
+    train_augmentation: ClassVar[Augmentation] = "none"
+    """The default augmentation of end-to-end training and of `features.views`."""
+    as_published: bool = False
+    """Whether the images are known to be the published ones. A class missing from a domain is then not reported."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    folder_order: bool = (
-        False  # rows of a domain are in the order of class and file names, which DomainBed's split counts
-    )
-    train_augmentation: ClassVar[Augmentation] = "none"  # what is usual with it, end to end
-    as_published: bool = False  # known to hold what was published: a class that a domain lacks, it lacks by nature
-
     @abstractmethod
     def image(self, row: int) -> Image.Image:
-        """The decoded image, RGB, EXIF orientation applied. Raises `UnreadableImage` with its name."""
+        """Returns the decoded image: RGB, EXIF orientation applied. Raises `UnreadableImage` with its name."""
 
     @abstractmethod
     def name(self, row: int) -> str:
-        """What to call the image in a message: its path, or its place in memory."""
+        """Returns the name of the image for messages: its path, or its place in a table or in memory."""
 
     @abstractmethod
     def content(self, row: int) -> str | bytes:
-        """What determines the image's pixels: the path of its file (str), or its bytes where there is no file."""
+        """Returns what determines the pixels: the path of the image file (str), or the bytes if there is no file."""

@@ -1,4 +1,4 @@
-"""DomainBed's data sets as its download script lays them out: `<data set>/<domain>/<class>/<image>`."""
+"""DomainBed's data sets in the layout of its download script: `<data set>/<domain>/<class>/<image>`."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from pydantic import Field
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._files import ImageFiles, numbered
-from xdm_ft.data._images import NAMED_AT_MOST, printable
-from xdm_ft.data._trees import images_below
-from xdm_ft.errors import UserError
+from xdm_ft.data._images import NAMED_AT_MOST
+from xdm_ft.data._trees import images_below, refuse_missing_folder
+from xdm_ft.errors import UserError, printable
 
 logger = logging.getLogger("xdm_ft")
 
-Root = Annotated[Path, Field(description="folder that holds the data set's own folder, or that folder itself")]
+Root = Annotated[Path, Field(description="the data set's own folder, or the folder that contains it")]
 Counts = Annotated[
     Literal["published", "any"],
     Field(
-        description="number of images per domain of DomainBed's data sets: as published, or it is an error; any: only "
-        "a warning"
+        description="published: an error if a domain of a DomainBed data set does not have its published number of "
+        "images; any: only a warning"
     ),
 ]
 
 
 class BenchmarkFolders(ImageFiles):
-    """One of the five. Domains, their order and so the seeds of DomainBed's splits are DomainBed's.
+    """One of DomainBed's five data sets. Domains are in DomainBed's order, on which the seeds of its splits depend.
 
-    Raises `UserError` that names what differs from the published data, unless `counts` is any.
+    Raises `UserError` that names the differences from the published data, unless `counts` is any.
     """
 
     folder_order = True
     train_augmentation = "domainbed"
 
     folder_names: ClassVar[tuple[str, ...]]
-    """What the folder is called, DomainBed's name first. Case and punctuation do not matter, here and below."""
+    """Accepted names of the folder, DomainBed's first. Case and punctuation are ignored, here and below."""
     domain_folders: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Domain, in DomainBed's order → other names of its folder."""
+    """Domain, in DomainBed's order → other accepted names of its folder."""
     published: ClassVar[Mapping[str, tuple[int, ...]]]
-    """Edition → images per domain, in the order of the domains. The first is the one that DomainBed downloads."""
+    """Edition → images per domain, in the order of the domains. DomainBed downloads the first edition."""
 
     base: Path
-    """The folder that holds the domains."""
+    """The folder that contains the domains."""
 
     def __init__(self, *, root: Root, counts: Counts = "published") -> None:
         self.base = base = self._find(root.expanduser())
@@ -68,37 +68,35 @@ class BenchmarkFolders(ImageFiles):
 
     @classmethod
     def _find(cls, root: Path) -> Path:
-        """The folder that holds the domains: `root` or a folder in it."""
-        if not root.is_dir():
-            problem = "is no folder" if root.exists() else "does not exist"
-            raise UserError(f"data.root: {printable(root)} {problem}; {cls._remedy()}")
-        if len(cls._domains(root)) >= 2:  # one folder may be called so by chance
+        """Returns the folder that contains the domains: `root`, a folder in it, or one level deeper."""
+        refuse_missing_folder(root, cls._remedy())
+        if len(cls._domains(root)) >= 2:  # a single folder may have the name of a domain by chance
             return root
         names = {_plain(name) for name in cls.folder_names}
         inside = [folder for folder in _subfolders(root) if _plain(folder.name) in names]
         inside += [deeper for folder in inside for deeper in _subfolders(folder) if _plain(deeper.name) in names]
-        holding = [folder for folder in inside if cls._domains(folder)]
-        if not holding:
+        found = [folder for folder in inside if cls._domains(folder)]
+        if not found:
             domains = ", ".join(cls.domain_folders)
             raise UserError(
-                f"data.root: {printable(root)} holds neither {cls.folder_names[0]}/ with the domains {domains} nor "
-                f"these themselves; {cls._remedy()}"
+                f"data.root: {printable(root)} contains neither the folder {cls.folder_names[0]}/ nor the folders of "
+                f"its domains ({domains}); {cls._remedy()}"
             )
-        if len(holding) > 1:
-            both = " and ".join(printable(folder) for folder in holding[:2])
-            raise UserError(f"data.root: both {both} hold the data; name the one that is meant")
-        return holding[0]
+        if len(found) > 1:
+            both = " and ".join(printable(folder) for folder in found[:2])
+            raise UserError(f"data.root: {printable(root)}: both {both} contain the data; set data.root to one of them")
+        return found[0]
 
     @classmethod
     def _remedy(cls) -> str:
         return (
-            "download the data by DomainBed's `python -m domainbed.scripts.download --data_dir DIR` and set data.root "
-            "to DIR, or read them from the Hugging Face hub with data.name: hub"
+            "download the data with DomainBed's `python -m domainbed.scripts.download --data_dir DIR` and set "
+            "data.root to DIR, or set data.name: hub to read them from the Hugging Face hub"
         )
 
     @classmethod
     def canonical(cls, name: str) -> str | None:
-        """What DomainBed calls the domain of this name."""
+        """Returns DomainBed's name of the domain, None if `name` is not an accepted name."""
         for domain, others in cls.domain_folders.items():
             if _plain(name) in map(_plain, (domain, *others)):
                 return domain
@@ -106,14 +104,14 @@ class BenchmarkFolders(ImageFiles):
 
     @classmethod
     def _domains(cls, base: Path) -> dict[str, str]:
-        """Domain → its folder in `base`, for the domains that have one."""
+        """Returns {domain: name of its folder in `base`} for the domains that have a folder there."""
         found: dict[str, str] = {}
         for folder in _subfolders(base):
             domain = cls.canonical(folder.name)
             if domain is not None and domain in found:
                 raise UserError(
                     f"data.root: {printable(base)}: both {printable(found[domain])}/ and {printable(folder.name)}/ "
-                    f"are {domain}; remove one"
+                    f"contain the domain {domain}; remove one"
                 )
             if domain is not None:
                 found[domain] = folder.name
@@ -123,14 +121,14 @@ class BenchmarkFolders(ImageFiles):
 def check_counts(
     benchmark: type[BenchmarkFolders], dataset: ImageDataset, where: str, counts: Literal["published", "any"]
 ) -> bool:
-    """Whether the data set holds what was published. Raises `UserError` that names what differs, or warns of it."""
+    """Returns whether the data set has the published images. Else warns of the differences or raises `UserError`."""
     images = np.zeros((len(dataset.domain_names), len(dataset.class_names)), np.int64)
     np.add.at(images, (dataset.domains, dataset.labels), 1)
     per_domain = dict(zip(dataset.domain_names, images.sum(1).tolist(), strict=True))
     found = tuple(per_domain.get(domain, 0) for domain in benchmark.domain_folders)
-    strangers = [domain for domain in per_domain if domain not in benchmark.domain_folders]
+    unknown = [domain for domain in per_domain if domain not in benchmark.domain_folders]
     edition = next((name for name, published in benchmark.published.items() if published == found), None)
-    if edition is not None and not strangers:
+    if edition is not None and not unknown:
         logger.info("%s: complete (%s)", where, edition)
         return True
     (name, published), *others = benchmark.published.items()
@@ -139,7 +137,7 @@ def check_counts(
         for domain, n, expected in zip(benchmark.domain_folders, found, published, strict=True)
         if n != expected
     ]
-    differing += [f"{domain}: no domain of it" for domain in strangers]
+    differing += [f"{domain}: not one of its domains" for domain in unknown]
     lacking = [
         f"no {dataset.class_names[c]} in {dataset.domain_names[d]}" for d, c in np.argwhere(images == 0).tolist()
     ]
@@ -148,8 +146,8 @@ def check_counts(
     fault = f"data: {where} is not {name}: {', '.join([*differing, *lacking])}"
     if others:
         fault += f" (nor {', '.join(other for other, _ in others)})"
-    if counts == "published" or len(per_domain) < 2:
-        raise UserError(f"{fault}; complete the data, or set data.counts: any")
+    if counts == "published" or len(per_domain) < 2:  # one domain can not be both held out and trained on
+        raise UserError(f"{fault}; complete the data, or accept the difference with data.counts: any")
     logger.warning("%s", fault)
     return False
 

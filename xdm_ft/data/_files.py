@@ -1,4 +1,4 @@
-"""Data sets whose images are files, and the groups that their paths tell."""
+"""Data sets whose images are files, and groups that are read from their paths."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from PIL import Image
 from pydantic import AfterValidator, Field
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data._images import decode, printable
-from xdm_ft.errors import UserError
+from xdm_ft.data._images import decode
+from xdm_ft.errors import UserError, printable
 
 
 def _regular_expression(pattern: str | None) -> str | None:
     try:
         re.compile(pattern or "")
     except re.error as error:
-        raise ValueError(f"no regular expression: {error}") from None
+        raise ValueError(f"not a regular expression: {error}") from None
     return pattern
 
 
@@ -27,14 +27,15 @@ GroupPattern = Annotated[
     str | None,
     AfterValidator(_regular_expression),
     Field(
-        description="regular expression on an image's path; what it matches, or what its parentheses capture, is the "
-        "image's group: patient, slide, sequence. No split divides a group; null: images are independent"
+        description="regular expression for an image's path; the text that it matches, or that its parentheses "
+        "capture, is the image's group: patient, slide or sequence. No split divides a group; null: images are "
+        "independent"
     ),
 ]
 
 
 class ImageFiles(ImageDataset):
-    """Row i is the file `paths[i]` (absolute); `shown[i]` is the path as its user knows it."""
+    """Row i is the file `paths[i]` (absolute); `shown[i]` is its path as the user wrote it, for messages."""
 
     paths: list[str]
     shown: list[str]
@@ -50,20 +51,21 @@ class ImageFiles(ImageDataset):
 
 
 def numbered(values: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
-    """The distinct values, sorted, and the number of each value in that order (int64 [N])."""
+    """Returns the distinct values, sorted and printable, and for every value its index among them (int64 [N])."""
     names = sorted(set(values))
     number = {name: i for i, name in enumerate(names)}
     return tuple(printable(name) for name in names), np.fromiter((number[v] for v in values), np.int64, len(values))
 
 
 def groups_of(paths: list[str], pattern: str) -> np.ndarray:
-    """The group of every path, numbered (int64 [N]). Raises `UserError` where one has no match."""
+    """Returns the number of every path's group (int64 [N]). Raises `UserError` if a path does not match."""
     expression = re.compile(pattern)
     matches = [expression.search(path) for path in paths]
     without = [path for path, match in zip(paths, matches, strict=True) if match is None]
     if without:
         raise UserError(
             f'data.group: "{pattern}" matches nothing in {len(without)} of {len(paths)} paths, '
-            f"the first: {printable(without[0])}; every image needs a group"
+            f"the first: {printable(without[0])}; change it so that every image has a group"
         )
+    # \0 is in no path, so that ("a", "bc") and ("ab", "c") stay two groups
     return numbered(["\0".join(m.groups("")) if m.re.groups else m[0] for m in matches if m is not None])[1]

@@ -14,9 +14,9 @@ from xdm_ft.data._transforms import drawing_from
 
 
 class ImageRows(Dataset[tuple[Tensor, int]]):
-    """Item `row` is (transformed image float [3,H,W], row): feed it rows through a sampler or a batch sampler.
+    """Item `row` is (transformed image float [3,H,W], row). A sampler or a batch sampler supplies the rows.
 
-    Raises `UserError` that names the image where one does not decode, also out of DataLoader workers.
+    Raises `UserError` that names an image that does not decode, from DataLoader workers too.
     """
 
     def __init__(self, dataset: ImageDataset, transform: Callable[[Image.Image], Tensor]) -> None:
@@ -35,10 +35,10 @@ class ImageRows(Dataset[tuple[Tensor, int]]):
 
 
 class DrawnRows(Dataset[tuple[Tensor, int]]):
-    """Item (row, seed) is that of `images` at `row`, whose transform draws from torch's generator seeded with `seed`.
+    """Item (row, seed) is item `row` of `images`, whose transform draws from torch's generator seeded with `seed`.
 
-    So an image depends on its key alone, whoever reads it and whatever was read before. torch's global generator is
-    left as it was.
+    An image thus depends on its key alone: neither on the worker that reads it nor on the images read before. torch's
+    global generator keeps its state.
     """
 
     def __init__(self, images: ImageRows) -> None:

@@ -1,4 +1,4 @@
-"""Data sets that `datasets` reads: tables in Arrow files on disk, whose image column holds whole image files."""
+"""Data sets that the package `datasets` reads: Arrow tables on disk with a column of encoded image files."""
 
 from __future__ import annotations
 
@@ -13,50 +13,57 @@ from pydantic import Field
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._files import numbered
-from xdm_ft.data._images import decode, printable
-from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.data._images import decode
+from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.settings import Block
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
+# the names of splits that data sets on the hub use → ours
 PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
 
 
 class Columns(Block):
-    """Which column of the table holds what."""
+    """The names of the table's columns."""
 
-    image: Annotated[str, Field(description="image files, as bytes")] = "image"
-    label: Annotated[str, Field(description="class, a text or a number")] = "label"
-    domain: Annotated[str | None, Field(description="domain; null: each split of the data is a domain")] = "domain"
-    group: Annotated[str | None, Field(description="patient, slide, sequence; null: images are independent")] = None
-    split: Annotated[str | None, Field(description="train, val or test; null: the data comes without")] = None
+    image: Annotated[str, Field(description="column of the images: encoded image files as bytes")] = "image"
+    label: Annotated[str, Field(description="column of the class: text or an integer")] = "label"
+    domain: Annotated[
+        str | None, Field(description="column of the domain; null: each split of the data is a domain")
+    ] = "domain"
+    group: Annotated[
+        str | None, Field(description="column of the patient, slide or sequence; null: images are independent")
+    ] = None
+    split: Annotated[
+        str | None, Field(description="column with train, val or test; null: the data has no split of its own")
+    ] = None
 
 
 OWN_COLUMNS = Columns()
 
 
 def load(read: Callable[[], DatasetDict], where: str, remedy: str) -> DatasetDict:
-    """What `datasets` reads, its faults in one line."""
+    """Returns what `read` loads with `datasets`. Raises `UserError`, one line that ends with `remedy`."""
     from datasets.exceptions import DatasetsError
 
     try:
         return read()
-    except (DatasetsError, OSError, ValueError) as error:  # a damaged Parquet file is a ValueError of Arrow's
+    except (DatasetsError, OSError, ValueError) as error:  # Arrow raises ValueError for a damaged Parquet file
         cause = error.__cause__ or error
         reason = " ".join(printable(f"{type(cause).__name__}: {cause}").split())[:200]
         raise UserError(f"{where}: can not be read ({reason}); {remedy}") from error
 
 
 class ImageTable(ImageDataset):
-    """Row i is row i of the table. Images are decoded by us, not by `datasets`: the same pixels as from a folder."""
+    """Row i is row i of the table. Images are decoded here, not by `datasets`: pixels equal those of `Folder`."""
 
-    table: Dataset  # of the image column alone
+    table: Dataset  # the image column only
     column: str
-    where: str
+    where: str  # name of the data for messages
 
-    def _take(self, parts: Mapping[str, Dataset], columns: Columns, where: str, use_splits: bool = False) -> None:
-        """`parts` by the name of their split, one after the other. Raises `UserError` where columns do not fit."""
+    def _fill(self, parts: Mapping[str, Dataset], columns: Columns, where: str, use_splits: bool = False) -> None:
+        """Concatenates `parts`, {name of the split: table}. Raises `UserError` if a column is missing or has gaps."""
         from datasets import Image as ImageFeature
         from datasets import concatenate_datasets
 
@@ -70,9 +77,9 @@ class ImageTable(ImageDataset):
         try:
             table = concatenate_datasets([part.select_columns(wanted) for part in parts.values()])
         except ValueError as error:
-            raise UserError(f"{where}: its splits have different columns: {printable(error)}") from error
+            raise UserError(f"{where}: the splits have different types of columns: {printable(error)}") from error
         if isinstance(table.features[columns.image], ImageFeature):
-            table = table.cast_column(columns.image, ImageFeature(decode=False))
+            table = table.cast_column(columns.image, ImageFeature(decode=False))  # else reading a row decodes it
         self.table = table.select_columns([columns.image])
         self.class_names, self.labels = self._numbered(table, columns.label)
         part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts.values()])
@@ -88,14 +95,14 @@ class ImageTable(ImageDataset):
             self.splits = self._parts_of(tuple(parts), part_of)
 
     def _numbered(self, table: Dataset, column: str) -> tuple[tuple[str, ...], np.ndarray]:
-        """The values that occur, in the order of the data's own list of them, else sorted; and each row's number."""
+        """Returns the values that occur, in the order of ClassLabel or sorted, and for every row its value's index."""
         from datasets import ClassLabel
 
         values, feature = list(table[column]), table.features[column]
         known = range(len(feature.names)) if isinstance(feature, ClassLabel) else None
         for row, value in enumerate(values):
             if value is None or (known is not None and value not in known):
-                raise UserError(f"{self.where}: row {row}, column {column}: no value")
+                raise UserError(f"{self.where}: row {row}, column {column}: no value; add one, or remove the row")
         if not all(isinstance(value, int) for value in values):
             return numbered([str(value) for value in values])
         present, numbers = np.unique(np.array(values, dtype=np.int64), return_inverse=True)
@@ -105,7 +112,7 @@ class ImageTable(ImageDataset):
     def _parts_of(self, names: tuple[str, ...], numbers: np.ndarray) -> np.ndarray:
         for name in names:
             if name not in PARTS:
-                raise UserError(f'{self.where}: no split "{name}"{did_you_mean(name, list(PARTS))}')
+                raise UserError(f'{self.where}: the split "{name}" is unknown{did_you_mean(name, list(PARTS))}')
         return np.array([PARTS[name] for name in names])[numbers]
 
     def image(self, row: int) -> Image.Image:
@@ -121,7 +128,7 @@ class ImageTable(ImageDataset):
         value = self._value(row)
         if isinstance(value, dict):
             return value["bytes"] if value["bytes"] is not None else os.path.abspath(value["path"] or "")
-        return value if isinstance(value, bytes) else b""  # no bytes: an image that does not decode
+        return value if isinstance(value, bytes) else b""  # b"" does not decode and is reported as such
 
     def _value(self, row: int) -> Any:
         return self.table[int(row)][self.column]

@@ -1,4 +1,4 @@
-"""File or bytes → RGB image, and what a broken image is called."""
+"""Decodes a file or bytes to an RGB image; finds and describes images that do not decode."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from xdm_ft.errors import UserError, printable
 from xdm_ft.progress import progress
 
 ROWS_PER_TASK = 64
-NAMED_AT_MOST = 3  # faults that a message spells out before it only counts
-NO_PICTURES = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow knows these by name but does not decode them
-RUNS_PROGRAMS = {"EPS"}  # Ghostscript interprets the file
-OF_THE_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # say nothing about the image that was being read
+NAMED_AT_MOST = 3  # faults that a message names; it counts the others
+NOT_DECODED = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow recognizes these formats but can not decode them
+EXECUTED = {"EPS"}  # Pillow starts Ghostscript, which runs the file as a program
+OF_THE_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine lacks something; the image may be good
 
 
 class UnreadableImage(Exception):
-    """An image that does not decode: its `name` for a message and the `reason`."""
+    """An image does not decode: `name` of the image for messages, and the `reason`."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -35,39 +35,38 @@ class UnreadableImage(Exception):
 
 
 class UndecodableInLoader(UserError):
-    """`UserError` that stays one line when a DataLoader worker raises it.
-
-    A DataLoader re-raises a worker's exception as `type(error)(text of the worker's whole traceback)`. The last line of
-    that text is "<class>: <message>", and messages hold no newlines.
-    """
+    """`UserError` that stays one line when a DataLoader worker raises it."""
 
     def __init__(self, text: str) -> None:
+        # A DataLoader re-raises a worker's exception as type(error)(text of the worker's traceback). The last line of
+        # that text is "<class>: <message>", as messages contain no newlines.
         last = text.rstrip().rsplit("\n", 1)[-1]
         super().__init__(last.removeprefix(f"{type(self).__module__}.{type(self).__qualname__}: "))
 
 
 @lru_cache
 def formats() -> tuple[str, ...]:
-    """The formats that are read, by Pillow's names."""
+    """Returns Pillow's names of the formats that `decode` reads."""
     Image.init()
-    return tuple(name for name in Image.OPEN if name not in NO_PICTURES | RUNS_PROGRAMS)
+    return tuple(name for name in Image.OPEN if name not in NOT_DECODED | EXECUTED)
 
 
 @lru_cache
 def extensions() -> frozenset[str]:
-    """The file name extensions of `formats()`, in lower case, with their dot."""
+    """Returns the file name extensions of `formats()`, in lower case, with the dot."""
     known = set(formats())
     return frozenset(extension for extension, name in Image.registered_extensions().items() if name in known)
 
 
 def decode(source: Path | bytes, name: str) -> Image.Image:
-    """The first frame, upright (EXIF), as RGB. Transparent pixels show white, as on a page.
+    """Returns the first frame as RGB, EXIF orientation applied. Transparent pixels become white.
 
-    16-bit and float greys keep their whole range: 0…65535 and 0…1 become 0…255. Raises `UnreadableImage` for anything
-    that is no whole image, and for images of more pixels than `PIL.Image.MAX_IMAGE_PIXELS`.
+    16-bit and float greys keep their whole range: 0…65535 and 0…1 become 0…255. Raises `UnreadableImage` for a damaged
+    or truncated image, and for an image with more pixels than `PIL.Image.MAX_IMAGE_PIXELS`.
     """
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=formats()) as image:
+            # Pillow refuses an image only above twice the limit; between the two it warns
             limit = Image.MAX_IMAGE_PIXELS
             if limit is not None and image.width * image.height > limit:
                 raise UnreadableImage(name, f"{image.width} × {image.height} pixels, more than the limit of {limit}")
@@ -77,7 +76,7 @@ def decode(source: Path | bytes, name: str) -> Image.Image:
         raise UnreadableImage(name, error.reason) from None
     except MemoryError:
         raise
-    except Exception as error:  # PIL's decoders raise nearly anything on damaged files
+    except Exception as error:  # damaged files make Pillow's decoders raise nearly any type
         if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
             raise
         raise UnreadableImage(name, _reason(error)) from error
@@ -85,7 +84,7 @@ def decode(source: Path | bytes, name: str) -> Image.Image:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
-        return "not an image in a format that Pillow knows"
+        return "not an image in a format that Pillow reads"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return printable(f"{error}" or type(error).__name__)
@@ -102,22 +101,22 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def _from_deep_grey(image: Image.Image) -> Image.Image:
-    # PIL's own conversion to 8 bits clips at 255 instead of scaling
+    # Pillow's own conversion to 8 bits clips at 255 instead of scaling
     values = np.asarray(image)
     if image.mode == "F":
         if not (values.min() >= 0 and values.max() <= 1):
-            raise UnreadableImage("", "float pixels outside 0…1: their scale is unknown")
+            raise UnreadableImage("", "float pixels outside 0…1, so that their scale is unknown")
         grey = np.rint(values * 255)
     else:
         values = values.astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
-            raise UnreadableImage("", "integer pixels outside 0…65535: their scale is unknown")
-        grey = (values + 128) // 257  # 65535 = 255 · 257
+            raise UnreadableImage("", "integer pixels outside 0…65535, so that their scale is unknown")
+        grey = (values + 128) // 257  # rounded, as 65535 = 255 · 257
     return Image.fromarray(grey.astype(np.uint8), mode="L").convert("RGB")
 
 
 def scan(dataset: ImageDataset, workers: int, show: bool = True) -> dict[int, str]:
-    """Decodes every image once: row → reason for those that do not decode, in row order."""
+    """Decodes every image once. Returns {row: reason} for the images that do not decode, in the order of rows."""
 
     def faults(rows: range) -> list[tuple[int, str]]:
         found = []
@@ -133,7 +132,7 @@ def scan(dataset: ImageDataset, workers: int, show: bool = True) -> dict[int, st
             yield range(first, min(first + ROWS_PER_TASK, len(dataset)))
 
     unreadable: dict[int, str] = {}
-    # threads: Pillow decodes outside the interpreter lock
+    # threads suffice: Pillow releases the interpreter lock while it decodes
     with ThreadPoolExecutor(max(1, workers)) as pool, progress("checking", len(dataset), "images", show) as bar:
         for rows, found in zip(tasks(), pool.map(faults, tasks()), strict=True):
             unreadable.update(found)
@@ -142,11 +141,11 @@ def scan(dataset: ImageDataset, workers: int, show: bool = True) -> dict[int, st
 
 
 def unreadable_message(unreadable: Mapping[int, str], dataset: ImageDataset) -> str:
-    """One line that counts the images that do not decode, names the first and says what to do."""
+    """Returns one line: the number of images that do not decode, the names of the first, and what to do."""
     named = [f"{dataset.name(row)} ({reason})" for row, reason in list(unreadable.items())[:NAMED_AT_MOST]]
     more = len(unreadable) - len(named)
     count = "1 image does" if len(unreadable) == 1 else f"{len(unreadable)} images do"
     return (
         f"{count} not decode: {', '.join(named)}{f' and {more} more' if more else ''}; "
-        "mend or remove them, or set data.on_bad_image: skip"
+        "repair or remove them, or set data.on_bad_image: skip"
     )

@@ -1,4 +1,4 @@
-"""The encoder's own preprocessing: PIL image → normalised float tensor. With random changes for training."""
+"""The encoder's preprocessing, PIL image → normalised float tensor, and random augmentation for training."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ Colour = tuple[float, float, float]
 
 
 class Preprocessing(Block):
-    """What an encoder does to an image before it sees it."""
+    """The preprocessing of an encoder's images."""
 
     mean: Colour
     std: Colour
     size: int  # px, side of the square input
-    crop: float = 1.0  # fraction of the resized side that is kept
+    crop: float = 1.0  # fraction of the resized side that the centre crop keeps
     interpolation: Interpolation = "bicubic"
     resize: Resize = "native"
 
 
 class PreprocessingOverrides(Block):
-    """`encoder.preprocessing`: what the recipe changes of the encoder's own preprocessing. null: the encoder's own."""
+    """`encoder.preprocessing`: replaces single values of the encoder's preprocessing. null: the encoder's value."""
 
-    mean: Annotated[Colour | None, Field(description="mean of each RGB channel, images in 0…1")] = None
+    mean: Annotated[Colour | None, Field(description="mean of each RGB channel, for pixels in 0…1")] = None
     std: Annotated[Colour | None, Field(description="standard deviation of each RGB channel")] = None
     size: Annotated[int | None, Field(ge=1, description="side of the square input, px")] = None
-    crop: Annotated[float | None, Field(gt=0, le=1, description="fraction of the resized side kept; 1.0: all")] = None
+    crop: Annotated[
+        float | None, Field(gt=0, le=1, description="fraction of the resized side that the centre crop keeps; 1.0: all")
+    ] = None
     interpolation: Annotated[Interpolation | None, Field(description="resampling filter")] = None
     resize: Annotated[
         Resize | None,
         Field(
-            description="native: shorter side, then centre crop; squash: both sides, aspect ratio lost; "
-            "pad: longer side, then padded with the mean colour (both keep the whole image)"
+            description="native: resizes the shorter side; squash: resizes both sides, which changes the aspect ratio; "
+            "pad: resizes the longer side and pads with the mean colour. A centre crop to the square follows; with "
+            "squash or pad and crop 1.0 it removes nothing"
         ),
     ] = None
 
@@ -52,9 +55,10 @@ class PreprocessingOverrides(Block):
 
 
 def evaluation_transform(preprocessing: Preprocessing) -> Callable[[Image.Image], Tensor]:
-    """RGB image of any size → float32 [3, size, size]. Bit for bit timm's and open_clip's own evaluation transforms.
+    """Returns a transform, RGB image of any size → float32 [3, size, size], bit for bit that of timm and of open_clip.
 
-    native is timm's crop mode "center" and open_clip's "shortest", squash is called so in both, pad is timm's "border".
+    native is timm's crop mode "center" and open_clip's resize mode "shortest"; squash has that name in both; pad is
+    timm's "border".
     """
     from timm.data.transforms import CenterCropOrPad, ResizeKeepRatio
     from torchvision import transforms
@@ -73,14 +77,15 @@ def evaluation_transform(preprocessing: Preprocessing) -> Callable[[Image.Image]
 
 
 def training_transform(preprocessing: Preprocessing, augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:
-    """RGB image of any size → float32 [3, size, size], changed at random by draws from torch's global generator.
+    """Returns a transform, RGB image of any size → float32 [3, size, size], that draws from torch's global generator.
 
-    none: `evaluation_transform`, which is also what WILDS' examples do to Camelyon17 and FMoW while training
-    (`image_base` without `additional_train_transform`). domainbed: `augment_transform` of DomainBed's datasets.py
-    (Gulrajani & Lopez-Paz 2021), which is a crop of 70% to 100% of the area, resized to the square; flipped left to
-    right with probability 1/2; brightness, contrast, saturation and hue moved by up to 0.3; grey with probability 0.1.
-    Size, interpolation, mean and std are the encoder's own (DomainBed's: 224, bilinear, ImageNet's); its `crop` and
-    `resize` have no say.
+    none: `evaluation_transform`, as in WILDS' examples when they train on Camelyon17 and FMoW (`image_base` without
+    `additional_train_transform`).
+
+    domainbed: `augment_transform` of DomainBed's datasets.py (Gulrajani & Lopez-Paz 2021). A random crop of 70% to 100%
+    of the area is resized to the square and flipped left to right with probability 1/2; brightness, contrast,
+    saturation and hue change by up to 0.3; the image becomes grey with probability 0.1. Size, interpolation, mean and
+    std are the encoder's (DomainBed's: 224, bilinear, ImageNet's). `crop` and `resize` are not used.
     """
     from torchvision import transforms
 
@@ -101,7 +106,7 @@ def training_transform(preprocessing: Preprocessing, augmentation: Augmentation)
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Within it a `training_transform` draws from torch's generator seeded with `seed`, then left as it was before."""
+    """Context in which a `training_transform` draws from `seed`. torch's generator gets its earlier state back."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach those of GPUs too
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the generators of GPUs
         yield

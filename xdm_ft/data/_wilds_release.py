@@ -1,7 +1,7 @@
-"""Data sets that the `wilds` package reads: found, downloaded where allowed, and opened without its side effects.
+"""Finds data sets of the package `wilds`, downloads them if allowed, and opens them without its side effects.
 
-WILDS makes `root` even where it then finds nothing there, gives one message for several faults, prints to standard
-output and switches off Pillow's guard against decompression bombs; hence the care.
+WILDS creates `root` even if it has no data to put there, has one message for several faults, prints to standard output
+and switches off Pillow's limit on the number of pixels.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from filelock import FileLock
 from PIL import Image
 from pydantic import Field
 
-from xdm_ft.data._images import printable
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, printable
 
 logger = logging.getLogger("xdm_ft")
 
-Root = Annotated[Path, Field(description="folder that holds the data set's own folder, as WILDS lays it out")]
-Download = Annotated[bool, Field(description="download the data by WILDS' own downloader where they are missing")]
+Root = Annotated[Path, Field(description="folder that contains the data set's own folder, in the layout of WILDS")]
+Download = Annotated[bool, Field(description="true: download missing data with WILDS' downloader")]
 
 
 def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
-    """The WILDS data set `name` (WILDS' class `class_name`), official split. Raises `UserError` where it is not whole.
+    """Returns the WILDS data set `name` (WILDS' class `class_name`) with its official split.
 
-    Downloads only with `download`, once however many processes ask.
+    Missing data are downloaded if `download` is true, by one of several processes. Raises `UserError` if data are
+    missing, incomplete or damaged.
     """
     root = root.expanduser()
     with _own_pixel_limit():
@@ -47,7 +47,7 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
         _download(cls, folder, marker, size)
     try:
         with warnings.catch_warnings():
-            # pandas 3 hands out read-only arrays, which WILDS wraps as tensors and does not write
+            # pandas 3 returns read-only arrays; WILDS wraps them as tensors and does not write to them
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             warnings.filterwarnings("ignore", message="Minimum metadata value for CombinatorialGrouper")
             return cls(root_dir=str(root), download=False, split_scheme="official")
@@ -64,30 +64,32 @@ def _missing(name: str, folder: Path, marker: Path, size: str) -> str:
     if not folder.is_dir():
         return f"data.root: {printable(folder)} does not exist; {remedy}"
     return (
-        f"data.root: {printable(folder)} exists but lacks {marker.name}, so its download was not finished; "
-        f"remove the folder, then {remedy}"
+        f"data.root: {printable(folder)} contains no {marker.name}, so that its download was not finished; remove the "
+        f"folder, then {remedy}"
     )
 
 
 def _about(size: int) -> str:
-    """Bytes to one digit: 10658709504 → "10 GB"."""
+    """Returns a size in bytes as text, rounded to one digit: 10658709504 → "10 GB"."""
     return f"{round(size, -9 if size < 1e10 else -10) / 1e9:.0f} GB"
 
 
 def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
-    """WILDS' downloader swallows its own exceptions: whether it worked is told by what it leaves behind."""
+    """Downloads and unpacks the data into `folder`. Raises `UserError` if that fails."""
+    # WILDS' downloader catches its own exceptions, so that only `marker` shows its success
     archive = folder / "archive.tar.gz"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if marker.is_file():  # another process was first
+            if marker.is_file():  # another process has downloaded it
                 return
-            if archive.exists():  # WILDS would take a part of it for the whole
+            if archive.exists():  # WILDS would unpack it even if it is incomplete
                 raise UserError(
-                    f"data.root: {printable(archive)} is left of an earlier download; if it is whole, unpack it there "
-                    f"by `tar xzf`, else remove it, and run again"
+                    f"data.root: {printable(archive)} remains from an earlier download; unpack it there with "
+                    "`tar xzf` if it is complete, else remove it; then run again"
                 )
             logger.info("downloading about %s to %s", size, folder)
+            # WILDS' downloader alone, as its constructor would also read the metadata
             unopened = cls.__new__(cls)
             unopened._version = None  # the latest
             with contextlib.redirect_stdout(sys.stderr), _plain_members_only():
@@ -96,14 +98,14 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
         raise UserError(f"data.root: {printable(folder)} can not be written: {error.strerror or error}") from error
     if not marker.is_file():
         raise UserError(
-            f"data.download: the download to {printable(folder)} failed, WILDS' message is above; check network and "
-            f"free space on the disk (the archive of {size} and its content), remove the folder and run again"
+            f"data.download: the download to {printable(folder)} failed with WILDS' message above; check the network "
+            f"and the free disk space (for the archive of {size} and its content), remove the folder and run again"
         )
 
 
 @contextlib.contextmanager
 def _plain_members_only() -> Iterator[None]:
-    """Archives unpacked within can not write outside their folder. Python 3.14 does so by itself."""
+    """Context in which an archive can not write outside its folder. Python 3.14 needs no such context."""
     tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
     try:
         yield
@@ -113,6 +115,7 @@ def _plain_members_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_pixel_limit() -> Iterator[None]:
+    """Context that restores Pillow's limit on the number of pixels, which importing WILDS switches off."""
     limit = Image.MAX_IMAGE_PIXELS
     try:
         yield

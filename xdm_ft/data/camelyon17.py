@@ -14,9 +14,9 @@ from xdm_ft.data._wilds_release import Download, Root, open_release
 class Camelyon17(ImageFiles):
     """455,954 patches of 96 × 96 px (Bandi et al. 2018; Koh et al. 2021), domains: hospitals as WILDS numbers them.
 
-    Groups are patients, of whom some have several slides. WILDS' official split: hospitals 0, 3 and 4 train, 1
-    validates (`val_domain`), 2 tests; the validation part of the training hospitals (`train_val`, WILDS' id_val) comes
-    from the patients that also train.
+    Groups are patients; some have several slides. WILDS' official split: hospitals 0, 3 and 4 train, hospital 1
+    validates (`val_domain`), hospital 2 tests. The validation part of the training hospitals (`train_val`, WILDS'
+    id_val) shows patients that are also trained on.
     """
 
     def __init__(self, *, root: Root = Path("data"), download: Download = False) -> None:

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits in four visual styles: a real domain generalization task that needs no download."""
+"""scikit-learn's handwritten digits in four visual styles: a domain generalization task without a download."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SIDE = 32  # px
 STYLES = ("ink", "chalk", "blurred", "texture")
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 VAL_FRACTION = 0.2
-SEED = 0  # of every draw below: the images are the same everywhere and for ever
+SEED = 0  # of every draw below, so that the images are the same on every machine
 
-# Every draw of an image has its own number, the `step` of the random stream.
+# Every kind of draw has a number of its own, used as the `step` of the random stream.
 _STYLE_OF_SCAN, _ANGLE, _SHIFT_X, _SHIFT_Y, _SIZE, _BACK, _FRONT, _GRAIN, _COARSE, _LIGHT, _POLARITY = range(11)
 
-# All arithmetic on pixels is on integers, so that the images do not depend on the machine.
+# Pixels are computed with integers only: floating point could round differently on another machine.
 _BOARDS = np.array([[38, 84, 62], [34, 50, 96], [98, 40, 52], [70, 50, 92], [52, 58, 60]])
 _CHALKS = np.array([[244, 244, 238], [248, 226, 140], [246, 188, 196], [176, 222, 248]])
 _INKS = np.array([[24, 28, 44], [20, 44, 124], [122, 26, 32], [18, 82, 54]])
@@ -30,7 +30,7 @@ class Digits(ImageDataset):
     """The 1,797 scans of 8 × 8 px (UCI Optical Recognition of Handwritten Digits, Alpaydin & Kaynak 1998) as RGB 32 px.
 
     Each scan appears in one style (its domain) only, so that no scan of a held-out style is seen in training. Row i is
-    scan i. `splits` is fixed: 80% train and 20% val of every class of every style. Made in memory.
+    scan i. `splits` is fixed: 80% train and 20% val of every class in every style. Images are made in memory.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Digits(ImageDataset):
 
 
 def _deal(labels: np.ndarray) -> np.ndarray:
-    """The style of every scan, int64 [N]: each class is shuffled and dealt out like cards."""
+    """Returns the style of every scan, int64 [N]: each class is shuffled and dealt to the styles like cards."""
     draws = bits(SEED, _STYLE_OF_SCAN, Stream.STYLE, torch.arange(len(labels))).numpy()
     order = np.lexsort((draws, labels))
     styles = np.empty(len(labels), dtype=np.int64)
@@ -66,7 +66,7 @@ def _deal(labels: np.ndarray) -> np.ndarray:
 
 
 def _draw(what: int, rows: np.ndarray, low: int, high: int, per_row: int = 1) -> np.ndarray:
-    """Uniform integers in low…high−1, int64 [rows, per_row]."""
+    """Returns uniform integers in low…high−1, int64 [rows, per_row]."""
     index = torch.from_numpy(rows)[:, None] * per_row + torch.arange(per_row)
     return low + integers(SEED, what, Stream.STYLE, index, high - low).numpy()
 
@@ -81,7 +81,7 @@ def _paint(scans: np.ndarray, styles: np.ndarray) -> np.ndarray:
 
 
 def _ink(scans: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """A pen on cream paper: sharp dark strokes, hardly slanted."""
+    """A pen on cream paper: sharp dark strokes, turned by at most 6 degrees."""
     stroke = _sharpen(_place(scans, rows, _draw(_ANGLE, rows, -6, 7)), 96, 176)
     paper = np.array([252, 248, 236]) - _draw(_BACK, rows, 0, 16)[:, :, None, None]
     paper = paper + _noise(_GRAIN, rows, -5, 6)
@@ -89,7 +89,7 @@ def _ink(scans: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _chalk(scans: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Chalk on a coloured board: pale crumbling strokes, the reverse of ink."""
+    """Chalk on a coloured board: pale, rough strokes on a dark ground."""
     stroke = _sharpen(_place(scans, rows, _draw(_ANGLE, rows, -10, 11)), 56, 150)
     stroke = stroke * _noise(_GRAIN, rows, 110, 256)[..., 0] // 255
     board = _BOARDS[_draw(_BACK, rows, 0, len(_BOARDS))[:, 0]][:, None, None] + _cloud(rows, 8)[..., None] // 8
@@ -107,7 +107,7 @@ def _blurred(scans: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _texture(scans: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """A plain-coloured digit, lighter or darker, on a gaudy noisy ground."""
+    """A digit in one colour, lighter or darker than its noisy, coloured ground."""
     stroke = _sharpen(_place(scans, rows, _draw(_ANGLE, rows, -10, 11)), 70, 150)
     dark, light = _draw(_BACK, rows, 0, 110, 3), _draw(_FRONT, rows, 165, 256, 3)
     is_light = _draw(_POLARITY, rows, 0, 2)
@@ -142,7 +142,7 @@ def _place(scans: np.ndarray, rows: np.ndarray, degrees: np.ndarray) -> np.ndarr
 
 
 def _sharpen(stroke: np.ndarray, low: int, high: int) -> np.ndarray:
-    """0 up to `low`, 255 from `high`, linear between."""
+    """Returns 0 up to `low`, 255 from `high`, and linear values between."""
     return ((stroke - low) * 255 // (high - low)).clip(0, 255)
 
 
@@ -157,12 +157,12 @@ def _blur(stroke: np.ndarray) -> np.ndarray:
 
 
 def _noise(what: int, rows: np.ndarray, low: int, high: int, channels: int = 1) -> np.ndarray:
-    """A draw per pixel: int64 [n,32,32,channels] in low…high−1."""
+    """Returns one draw per pixel: int64 [n,32,32,channels] in low…high−1."""
     return _draw(what, rows, low, high, SIDE * SIDE * channels).reshape(-1, SIDE, SIDE, channels)
 
 
 def _cloud(rows: np.ndarray, cell: int) -> np.ndarray:
-    """Smooth noise, int64 [n,32,32] in −128…127: a draw per cell of `cell` px, bilinear between."""
+    """Returns smooth noise, int64 [n,32,32] in −128…127: a draw per `cell` × `cell` px, bilinear between."""
     points = SIDE // cell + 1
     grid = _draw(_COARSE, rows, -128, 128, points * points).reshape(-1, points, points)
     i, d = np.divmod(np.arange(SIDE), cell)
@@ -171,5 +171,5 @@ def _cloud(rows: np.ndarray, cell: int) -> np.ndarray:
 
 
 def _blend(back: np.ndarray, front: np.ndarray, stroke: np.ndarray) -> np.ndarray:
-    """Colour `front` [n,3] over `back` [n,32,32,1 or 3], as opaque as `stroke` [n,32,32] in 0…255 says."""
+    """Returns the colour `front` [n,3] over `back` [n,32,32,1 or 3], with opacity `stroke` [n,32,32] in 0…255."""
     return back + (front[:, None, None] - back) * stroke[..., None] // 255

@@ -1,4 +1,4 @@
-"""DomainNet: 345 kinds of things in six styles."""
+"""DomainNet: 345 classes of objects in six styles."""
 
 from xdm_ft.data._benchmarks import BenchmarkFolders
 
@@ -6,8 +6,8 @@ from xdm_ft.data._benchmarks import BenchmarkFolders
 class DomainNet(BenchmarkFolders):
     """586,575 images of 345 classes in 6 styles (Peng et al. 2019), under `domain_net/<domain>/<class>/`.
 
-    Counts: train and test lists of the cleaned version together, as in http://ai.bu.edu/M3SDA/ and the catalogue of
-    TensorFlow Datasets; they sum to the 586,575 of Gulrajani & Lopez-Paz 2021. The version before cleaning has about
+    Counts: the train and test lists of the cleaned version together, from http://ai.bu.edu/M3SDA/ and the catalogue of
+    TensorFlow Datasets. Their sum is the 586,575 of Gulrajani & Lopez-Paz 2021. The version before cleaning has about
     596,000 images and is refused.
     """
 

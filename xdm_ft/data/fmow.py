@@ -1,4 +1,4 @@
-"""FMoW of WILDS: what buildings and land are used for, seen from satellites, over years and regions."""
+"""FMoW of WILDS: the use of buildings and land in satellite images, over years and regions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SPLIT_OF = {"train": "train", "id_val": "train_val", "val": "val_domain", "test"
 class Fmow(ImageFiles):
     """Satellite images of 224 × 224 px, 62 classes (Christie et al. 2018; Koh et al. 2021), domains: region or year.
 
-    WILDS' official split by time: before 2013 trains (and `train_val`), 2013 to 2015 validates (`val_domain`), 2016
-    and 2017 test. Whatever the domains, `worst_of` are the five regions: 'Other', of few images, is not one of them,
-    but it trains and counts in averages as any. Groups are places, images of the same coordinates, where the metadata
-    has the columns lat and lon. The official split is by time: the same place may train and test.
+    WILDS' official split is by time: images before 2013 train (and `train_val`), 2013 to 2015 validate (`val_domain`),
+    2016 and 2017 test. The same place may thus train and test. `worst_of` are the five regions for any kind of domain.
+    'Other', which has few images, is not one of the five, but it trains and counts in averages. Groups are places,
+    which are images of the same coordinates, if the metadata has the columns lat and lon.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Fmow(ImageFiles):
         download: Download = False,
         domains: Annotated[
             Literal["region", "year", "region_year"],
-            Field(description="what training domains are; the worst region is one of the regions with each"),
+            Field(description="what a domain is; worst_domain_accuracy is over the five regions in each case"),
         ] = "region",
     ) -> None:
         release = open_release("fmow", "FMoWDataset", root, download)
@@ -62,8 +62,8 @@ class Fmow(ImageFiles):
 
 
 def _places(coordinates: DataFrame) -> np.ndarray:
-    """A number per place, int64 [N], from the columns lat and lon; one of its own for an image without them."""
+    """Returns a number per place, int64 [N], from the columns lat and lon; an image without them has its own."""
     known = coordinates.notna().all(axis=1).to_numpy()
-    places = np.arange(len(coordinates)) + len(coordinates)
+    places = np.arange(len(coordinates)) + len(coordinates)  # beyond the numbers of known places, which are below N
     places[known] = np.unique(coordinates.to_numpy(np.float64)[known], axis=0, return_inverse=True)[1].reshape(-1)
     return places

@@ -1,4 +1,4 @@
-"""Own images in folders: `<domain>/<class>/<image>`."""
+"""Your own images in folders: `<domain>/<class>/<image>`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import Annotated
 from pydantic import Field
 
 from xdm_ft.data._files import GroupPattern, ImageFiles, groups_of, numbered
-from xdm_ft.data._images import printable
-from xdm_ft.data._trees import images_below, is_image
-from xdm_ft.errors import UserError
+from xdm_ft.data._trees import TREE, images_below, is_image, refuse_missing_folder
+from xdm_ft.errors import UserError, printable
 
 
 class Folder(ImageFiles):
-    """Images of any format that Pillow reads, in their class folder or deeper, in the order of their paths.
+    """Images of any format that Pillow reads, in a class folder or deeper, in the order of their paths.
 
-    The classes are those of all domains together, sorted. Hidden files are passed over; files that are no images, or
-    lie outside a class folder, are left out and counted in the log. Links are followed, though not round in circles.
+    Classes are those of all domains together, sorted. Hidden files are skipped. Files that are not images, or are
+    outside a class folder, are ignored and counted in the log. Links are followed, but not in circles.
     """
 
     folder_order = True
@@ -26,16 +25,16 @@ class Folder(ImageFiles):
     def __init__(
         self,
         *,
-        root: Annotated[Path, Field(description="folder that holds <domain>/<class>/<image>")],
+        root: Annotated[Path, Field(description="folder that contains <domain>/<class>/<image>")],
         group: GroupPattern = None,
     ) -> None:
         root = root.expanduser()
-        if not root.is_dir():
-            problem = "is no folder" if root.exists() else "does not exist"
-            raise UserError(f"data.root: {printable(root)} {problem}; it must hold <domain>/<class>/<image>")
+        refuse_missing_folder(root, TREE)
         images, found = images_below(root)
         if not images:
-            raise UserError(f"data.root: {printable(root)} holds no images in <domain>/<class>/ folders{_hint(found)}")
+            raise UserError(
+                f"data.root: {printable(root)} contains no images in <domain>/<class>/ folders; {_found(found)}"
+            )
         absolute = os.path.abspath(root)
         self.paths = [os.path.join(absolute, path) for path in images]
         self.shown = [os.path.join(root, path) for path in images]
@@ -44,8 +43,9 @@ class Folder(ImageFiles):
         self.groups = None if group is None else groups_of(images, group)
 
 
-def _hint(found: list[str]) -> str:
+def _found(found: list[str]) -> str:
+    """Returns the end of the message: the files that are there instead of images in class folders."""
     higher = [path for path in found if path.count("/") < 2 and is_image(path)]
     if higher:
-        return f"; {len(higher)} lie higher up, such as {printable(higher[0])}"
-    return f"; it holds {len(found)} other files" if found else "; it is empty"
+        return f"{len(higher)} are in higher folders, such as {printable(higher[0])}; move them into class folders"
+    return f"it contains {len(found)} other files" if found else "it is empty"

@@ -1,4 +1,4 @@
-"""Any image data set of the Hugging Face hub that has a column for the domain."""
+"""Any image data set on the Hugging Face hub that has a column for the domain."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ KNOWN: dict[str, tuple[str, type[BenchmarkFolders]]] = {
     "officehome": ("flwrlabs/office-home", OfficeHome),
     "domainnet": ("wltjr1007/DomainNet", DomainNet),
 }
-"""DomainBed's data sets that the hub is known to have; the columns of each are called as `Columns` has them.
+"""DomainBed's data sets that are known to be on the hub; their columns have the default names of `Columns`.
 
-Read off their pages and code that uses them, not downloaded: flwrlabs/pacs and flwrlabs/office-home are one split
-`train` each, of all 9,991 and 15,588 images, with domains as text; wltjr1007/DomainNet is `train` and `test` of 409,832
-and 176,743, 586,575 in all.
+From their pages and from code that uses them, not from a download: flwrlabs/pacs and flwrlabs/office-home have one
+split `train` each, of all 9,991 and 15,588 images, with domains as text; wltjr1007/DomainNet has `train` and `test` of
+409,832 and 176,743 images, 586,575 in all.
 """
 UNKNOWN = ("vlcs", "terraincognita")
-"""What the hub has under like names is undocumented, in archives, or other data (BGLab/TerraIncognita: insects)."""
+"""Repositories with similar names are undocumented, archives, or other data (BGLab/TerraIncognita: insects)."""
 
 
 class Hub(ImageTable):
-    """All splits of a repository, one after the other. DomainBed's data sets go by their names: pacs, officehome, …
+    """All splits of a repository, one after the other. pacs, officehome and domainnet stand for known repositories.
 
-    Downloaded once into the cache of `datasets` (HF_HOME); images are never unpacked to files.
+    The data are downloaded once into the cache of `datasets` (HF_HOME). Images are not unpacked to files.
     """
 
     def __init__(
@@ -41,13 +41,14 @@ class Hub(ImageTable):
         repository: Annotated[
             str, Field(min_length=1, description="ORGANISATION/NAME on the hub; or pacs, officehome, domainnet")
         ],
-        revision: Annotated[str | None, Field(description="commit or tag that is read; null: the newest")] = None,
+        revision: Annotated[str | None, Field(description="commit or tag to read; null: the newest commit")] = None,
         configuration: Annotated[
-            str | None, Field(description="of those that the repository has; null: its own")
+            str | None, Field(description="configuration of the repository to read; null: its default")
         ] = None,
-        columns: Annotated[Columns, Field(description="which column holds what")] = OWN_COLUMNS,
+        columns: Annotated[Columns, Field(description="names of the columns")] = OWN_COLUMNS,
         use_splits: Annotated[
-            bool, Field(description="true: the repository's train, validation and test are those of the protocol")
+            bool,
+            Field(description="true: the repository's splits train, validation and test become the data's own split"),
         ] = False,
         counts: Counts = "published",
     ) -> None:
@@ -55,25 +56,26 @@ class Hub(ImageTable):
 
         if repository in UNKNOWN:
             raise UserError(
-                f"data.repository: no repository of the hub is known for {repository}; give one as ORGANISATION/NAME, "
-                f"or use data.name: {repository} on DomainBed's folders"
+                f"data.repository: {repository} stands for no known repository on the hub; give ORGANISATION/NAME, or "
+                f"set data.name: {repository} to read DomainBed's folders"
             )
         name = KNOWN[repository][0] if repository in KNOWN else repository
         where = f"{name} on the hub"
         remedy = (
-            f"check data.repository and the network, or run `hf download --repo-type dataset {name}` where there is one"
+            f"check data.repository and the network, or run `hf download --repo-type dataset {name}` on a machine "
+            "with a network"
         )
         found = load(lambda: load_dataset(name, configuration, revision=revision), where, remedy)
-        self._take(found, columns, where, use_splits)
+        self._fill(found, columns, where, use_splits)
         if repository in KNOWN:
             self._as_in_domainbed(repository, counts)
 
     def _as_in_domainbed(self, repository: str, counts: Literal["published", "any"]) -> None:
-        """Domains called and ordered as DomainBed's, and their images counted."""
+        """Gives domains DomainBed's names and order, and checks the number of their images."""
         benchmark = KNOWN[repository][1]
-        called = [benchmark.canonical(name) or name for name in self.domain_names]
-        ranks = [*benchmark.domain_folders, *called]  # domains that DomainBed does not have come last
-        order = sorted(range(len(called)), key=lambda number: ranks.index(called[number]))
-        self.domain_names = tuple(called[number] for number in order)
-        self.domains = np.argsort(order)[self.domains]
+        names = [benchmark.canonical(name) or name for name in self.domain_names]
+        ranks = [*benchmark.domain_folders, *names]  # domains that DomainBed does not have come last
+        order = sorted(range(len(names)), key=lambda number: ranks.index(names[number]))
+        self.domain_names = tuple(names[number] for number in order)
+        self.domains = np.argsort(order)[self.domains]  # argsort inverts the permutation: old number → new number
         self.as_published = check_counts(benchmark, self, self.where, counts)

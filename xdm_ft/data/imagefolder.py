@@ -1,4 +1,4 @@
-"""Own images in folders, `<domain>/<class>/<image>`, as `datasets` reads them."""
+"""Your own images in folders, `<domain>/<class>/<image>`, read by the package `datasets`."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import Annotated
 from pydantic import Field
 
 from xdm_ft.data._image_tables import Columns, ImageTable, load
-from xdm_ft.data._images import printable
-from xdm_ft.errors import UserError
+from xdm_ft.data._trees import TREE, refuse_missing_folder
+from xdm_ft.errors import UserError, printable
 
-FROM_FOLDERS = Columns(domain=None)  # imagefolder itself knows classes and splits, no domains
+FROM_FOLDERS = Columns(domain=None)  # imagefolder has classes and splits only, so that domains are read as splits
 
 
 class ImageFolder(ImageTable):
-    """What `datasets` calls an imagefolder, one per domain. `folder` reads the same without it, deeper trees too."""
+    """One imagefolder of `datasets` per domain. `data.name: folder` reads the same images, and deeper trees too."""
 
     def __init__(
-        self, *, root: Annotated[Path, Field(description="folder that holds <domain>/<class>/<image>")]
+        self, *, root: Annotated[Path, Field(description="folder that contains <domain>/<class>/<image>")]
     ) -> None:
         from datasets import load_dataset
 
         root = root.expanduser()
-        inside = sorted(root.iterdir()) if root.is_dir() else []
-        domains = [path for path in inside if path.is_dir() and not path.name.startswith(".")]
+        refuse_missing_folder(root, TREE)
+        domains = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
         where = printable(root)
         if not domains:
-            raise UserError(f"data.root: {where} holds no folders; it must hold <domain>/<class>/<image>")
-        # the names of domains need not be names of splits, which `datasets` restricts
+            raise UserError(f"data.root: {where} contains no folders; {TREE}")
+        # numbered, as `datasets` allows fewer characters in the name of a split than a folder may have
         files = {f"domain{number}": f"{path.absolute()}/**" for number, path in enumerate(domains)}
-        remedy = "it must hold <domain>/<class>/<image>"
-        found = load(lambda: load_dataset("imagefolder", data_files=files), where, remedy)
+        found = load(lambda: load_dataset("imagefolder", data_files=files), where, TREE)
         parts = {path.name: found[split] for path, split in zip(domains, files, strict=True)}
-        self._take(parts, FROM_FOLDERS, where)
+        self._fill(parts, FROM_FOLDERS, where)

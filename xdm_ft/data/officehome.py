@@ -1,4 +1,4 @@
-"""Office-Home: things of office and home, drawn, cut out, on sale and at home."""
+"""Office-Home: objects of offices and homes as art, clip art, product pictures and photographs."""
 
 from xdm_ft.data._benchmarks import BenchmarkFolders
 
@@ -6,7 +6,7 @@ from xdm_ft.data._benchmarks import BenchmarkFolders
 class OfficeHome(BenchmarkFolders):
     """15,588 images of 65 classes in 4 styles (Venkateswara et al. 2017), under `office_home/<domain>/<class>/`.
 
-    Counts: those of the published data; they sum to the 15,588 of Gulrajani & Lopez-Paz 2021.
+    Counts: those of the published data. Their sum is the 15,588 of Gulrajani & Lopez-Paz 2021.
     """
 
     folder_names = ("office_home", "OfficeHomeDataset", "OfficeHomeDataset_10072016")

@@ -6,7 +6,7 @@ from xdm_ft.data._benchmarks import BenchmarkFolders
 class Pacs(BenchmarkFolders):
     """9,991 images of 7 classes in 4 styles (Li et al. 2017), under `PACS/<domain>/<class>/`.
 
-    Counts: those of the published data, 9,991 in all (Li et al. 2017; Gulrajani & Lopez-Paz 2021).
+    Counts: those of the published data. Their sum is the 9,991 of Gulrajani & Lopez-Paz 2021.
     """
 
     folder_names = ("PACS", "kfold")

@@ -1,4 +1,4 @@
-"""Own images in a table: a CSV or Parquet file with the columns path, label, domain and optionally group, split."""
+"""Your own images in a table: a CSV or Parquet file with the columns path, label, domain; optional: group, split."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.data._files import GroupPattern, ImageFiles, groups_of, numbered
-from xdm_ft.data._images import NAMED_AT_MOST, printable
-from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.data._images import NAMED_AT_MOST
+from xdm_ft.errors import UserError, did_you_mean, printable
 
 NEEDED = ("path", "label", "domain")
 OPTIONAL = ("group", "split")
@@ -21,18 +21,20 @@ PARTS = ["train", "val", "test"]
 
 
 class Table(ImageFiles):
-    """One image per row, in the order of the table. Other columns are allowed and not read.
+    """One image per row, in the order of the table. Other columns are ignored.
 
-    Faults name the row as a spreadsheet shows it: the header of a CSV file is row 1, and blank lines count. The first
+    Messages number the rows of a CSV file as a spreadsheet does: the header is row 1, and blank lines count. The first
     row of a Parquet file is row 1.
     """
 
     def __init__(
         self,
         *,
-        file: Annotated[Path, Field(description="CSV or Parquet file with columns path, label, domain (group, split)")],
+        file: Annotated[
+            Path, Field(description="CSV or Parquet file with columns path, label, domain; optional: group, split")
+        ],
         root: Annotated[
-            Path | None, Field(description="folder that relative paths start from; null: the folder of the file")
+            Path | None, Field(description="folder at which relative paths start; null: the folder of the table")
         ] = None,
         group: GroupPattern = None,
     ) -> None:
@@ -45,7 +47,7 @@ class Table(ImageFiles):
         _refuse_missing(columns, self.paths, self.shown)
         self.class_names, self.labels = numbered(columns.values["label"])
         self.domain_names, self.domains = numbered(columns.values["domain"])
-        if group is not None:  # the recipe's word goes before the table's
+        if group is not None:  # the recipe overrides the table
             self.groups = groups_of(paths, group)
         elif "group" in columns.values:
             self.groups = numbered(columns.values["group"])[1]
@@ -53,42 +55,45 @@ class Table(ImageFiles):
             columns.refuse(
                 "split",
                 lambda value: value not in PARTS,
-                lambda value: f'no split "{value}"{did_you_mean(value, PARTS)}',
+                lambda value: f'"{value}" is not a split{did_you_mean(value, PARTS)}',
             )
             self.splits = np.array(columns.values["split"])
 
 
 class _Columns:
-    """The cells of a table as text, checked: `values[column]` is a list with an entry per row."""
+    """The checked cells of a table as text: `values[column]` has an entry per row, `rows` their row numbers."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         reader = {".csv": _read_csv, ".parquet": _read_parquet}.get(file.suffix.lower())
         if reader is None:
-            raise UserError(f"data.file: {printable(file)} must end in .csv or .parquet")
+            raise UserError(f"data.file: {printable(file)} does not end in .csv or .parquet; name a table that does")
         if not file.is_file():
-            raise UserError(f"data.file: {printable(file)} {'is no file' if file.exists() else 'does not exist'}")
+            problem = "is not a file" if file.exists() else "does not exist"
+            raise UserError(f"data.file: {printable(file)} {problem}; name a CSV or Parquet file")
         self.values, self.rows = reader(file)
         if not self.values["path"]:
-            raise UserError(f"{printable(file)}: has no rows")
+            raise UserError(f"{printable(file)}: the table has no rows; add one per image")
         for column in self.values:
-            self.refuse(column, lambda value: not value, lambda value: "empty")
+            self.refuse(column, lambda value: not value, lambda value: "the cell is empty; fill it in")
 
     def refuse(self, column: str, is_wrong: Callable[[str], bool], problem: Callable[[str], str]) -> None:
+        """Raises `UserError` with `problem(value)` for the first value of `column` that is wrong by `is_wrong`."""
         wrong = [i for i, value in enumerate(self.values[column]) if is_wrong(value)]
         if wrong:
             self.fault(wrong[0], column, problem(self.values[column][wrong[0]]), len(wrong) - 1)
 
     def refuse_repeated(self, paths: list[str]) -> None:
+        """Raises `UserError` if two rows name the same file. `paths` are absolute: a/../b.png repeats b.png."""
         first: dict[str, int] = {}
         repeated = [i for i, path in enumerate(paths) if first.setdefault(path, i) != i]
         if repeated:
             i = repeated[0]
             before = self.rows[first[paths[i]]]
-            self.fault(i, "path", f"{self.values['path'][i]} is already in row {before}", len(repeated) - 1)
+            self.fault(i, "path", f"{self.values['path'][i]} is already in row {before}; remove one", len(repeated) - 1)
 
     def fault(self, i: int, column: str, problem: str, more: int = 0) -> None:
-        """Raises `UserError` for the i-th image; `more` other rows have the same fault."""
+        """Raises `UserError` for image i. `more` is the number of other rows with the same fault."""
         others = f" (and {more} more rows like it)" if more else ""
         place = f"{printable(self.file)}: row {self.rows[i]}, column {column}"
         raise UserError(f"{place}: {printable(problem)}{others}")
@@ -98,20 +103,24 @@ def _refuse_missing(columns: _Columns, paths: list[str], shown: list[str]) -> No
     missing = [i for i, path in enumerate(paths) if not os.path.isfile(path)]
     if missing:
         named = ", ".join(shown[i] for i in missing[:NAMED_AT_MOST])
-        columns.fault(missing[0], "path", f"no such file; missing {len(missing)} of {len(paths)}: {named}")
+        columns.fault(
+            missing[0], "path", f"the file does not exist; {len(missing)} of {len(paths)} are missing: {named}"
+        )
 
 
 def _check_header(file: Path, header: list[str]) -> None:
     missing = [column for column in NEEDED if column not in header]
     if missing:
-        raise UserError(f"{printable(file)}: no column {', '.join(missing)}; found: {printable(', '.join(header))}")
+        raise UserError(
+            f"{printable(file)}: there is no column {', '.join(missing)}; found: {printable(', '.join(header))}"
+        )
     twice = [column for column in (*NEEDED, *OPTIONAL) if header.count(column) > 1]
     if twice:
-        raise UserError(f"{printable(file)}: two columns are called {twice[0]}")
+        raise UserError(f"{printable(file)}: two columns have the name {twice[0]}; rename one")
 
 
 def _read_csv(file: Path) -> tuple[dict[str, list[str]], list[int]]:
-    """Cells by column and the number of every row. UTF-8, separated by commas, with a header."""
+    """Returns {column: cells} and the number of every row. The file is UTF-8 with commas and a header."""
     number, cells, rows = 1, list[list[str]](), list[int]()
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
@@ -120,26 +129,29 @@ def _read_csv(file: Path) -> tuple[dict[str, list[str]], list[int]]:
             _check_header(file, header)
             for number, row in enumerate(reader, start=2):
                 if row and len(row) != len(header):
-                    problem = f"{len(row)} cells, but the header has {len(header)}"
-                    raise UserError(f"{printable(file)}: row {number}: {problem}")
+                    raise UserError(
+                        f"{printable(file)}: row {number}: the row has {len(row)} cells, but the header has "
+                        f"{len(header)}; quote cells that contain commas"
+                    )
                 if row:
                     cells.append(row)
                     rows.append(number)
     except UnicodeDecodeError as error:
-        raise UserError(f"{printable(file)}: is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise UserError(
+            f"{printable(file)}: the text is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from error
     except csv.Error as error:
         raise UserError(f"{printable(file)}: row {number + 1}: {error}") from error
-    places = {column: header.index(column) for column in (*NEEDED, *OPTIONAL) if column in header}
-    # blanks around a name are a slip of the hand; in a path they may be meant
+    position = {column: header.index(column) for column in (*NEEDED, *OPTIONAL) if column in header}
+    # blanks around a name are taken as typing errors; the name of a file may contain them
     values = {
-        column: [row[place] if column == "path" else row[place].strip() for row in cells]
-        for column, place in places.items()
+        column: [row[i] if column == "path" else row[i].strip() for row in cells] for column, i in position.items()
     }
     return values, rows
 
 
 def _read_parquet(file: Path) -> tuple[dict[str, list[str]], list[int]]:
-    """Cells by column, as text, and the number of every row."""
+    """Returns {column: cells as text} and the number of every row."""
     import pyarrow
     import pyarrow.parquet
 

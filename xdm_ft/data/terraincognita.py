@@ -1,4 +1,4 @@
-"""Terra Incognita: wild animals before four camera traps."""
+"""Terra Incognita: wild animals in the pictures of four camera traps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pydantic import Field
 
 from xdm_ft.data._benchmarks import BenchmarkFolders, Counts, Root
 from xdm_ft.data._files import numbered
-from xdm_ft.data._images import printable
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, printable
 
 logger = logging.getLogger("xdm_ft")
 
@@ -22,16 +21,16 @@ logger = logging.getLogger("xdm_ft")
 class TerraIncognita(BenchmarkFolders):
     """10 classes from 4 camera traps (Beery et al. 2018), under `terra_incognita/<location>/<class>/`.
 
-    Groups are sequences, the frames of one passing animal, where the annotations lie beside the locations, as the
-    source has them: `caltech_images_….json` or `eccv_18_annotation_files/` (COCO, with `seq_id`). DomainBed's script
-    deletes them in the end.
+    Groups are sequences, the frames of one passing animal, if the annotations of the source are in the same folder as
+    the locations: `caltech_images_….json` or `eccv_18_annotation_files/` (COCO, with `seq_id`). DomainBed's script
+    deletes them at its end.
 
-    Counts: DomainBed's script has made 24,330 images since its source changed, 24,788 before; papers quote the latter,
-    per location as in https://github.com/khanrc/miro/issues/9.
+    Counts: DomainBed's script makes 24,330 images; before its source changed it made 24,788, the number in papers, per
+    location as in https://github.com/khanrc/miro/issues/9.
     """
 
     folder_names = ("terra_incognita",)
-    # in the order of the names as text, which is DomainBed's
+    # sorted as text, which is DomainBed's order
     domain_folders = {
         "location_100": ("L100", "100"),
         "location_38": ("L38", "38"),
@@ -51,8 +50,8 @@ class TerraIncognita(BenchmarkFolders):
         sequences: Annotated[
             Literal["group", "ignore"],
             Field(
-                description="group: no split divides a sequence, where annotations tell them; ignore: images are "
-                "independent, as DomainBed's split takes them"
+                description="group: no split divides a sequence, if there are annotations; ignore: images count as "
+                "independent, as in DomainBed's split"
             ),
         ] = "group",
     ) -> None:
@@ -61,7 +60,7 @@ class TerraIncognita(BenchmarkFolders):
             self.groups = self._sequences()
 
     def _sequences(self) -> np.ndarray | None:
-        """A number per sequence, int64 [N]; None without annotations. An image without one is a sequence of its own."""
+        """Returns the number of each image's sequence, int64 [N]; None without annotations."""
         sequence_of: dict[str, str] = {}
         for file in sorted([*self.base.glob("*.json"), *self.base.glob("eccv_18_annotation_files/*.json")]):
             sequence_of |= _read_sequences(file)
@@ -71,16 +70,17 @@ class TerraIncognita(BenchmarkFolders):
             return None
         if unknown:
             logger.warning("%s: %d of %d images have no seq_id", printable(self.base), unknown, len(names))
+        # an image without seq_id is a sequence of its own
         return numbered([sequence_of.get(name, f"of its own: {name}") for name in names])[1]
 
 
 def _read_sequences(file: Path) -> dict[str, str]:
-    """File name of an image → its sequence, of a COCO file whose images have `seq_id`."""
+    """Reads a COCO file whose images have `seq_id`. Returns {file name of an image: its sequence}."""
     try:
         images = json.loads(file.read_bytes())["images"]
         return {os.path.basename(image["file_name"]): str(image["seq_id"]) for image in images if "seq_id" in image}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"data.root: {printable(file)} holds no annotations of camera traps ({type(error).__name__}: "
-            f"{printable(error)}); mend or remove it, or set data.sequences: ignore"
+            f"data.root: {printable(file)} contains no annotations of camera traps ({type(error).__name__}: "
+            f"{printable(error)}); repair or remove it, or set data.sequences: ignore"
         ) from error

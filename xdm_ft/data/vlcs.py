@@ -1,4 +1,4 @@
-"""VLCS: photographs of four older data sets."""
+"""VLCS: photographs from four older data sets."""
 
 from xdm_ft.data._benchmarks import BenchmarkFolders
 
@@ -6,7 +6,7 @@ from xdm_ft.data._benchmarks import BenchmarkFolders
 class Vlcs(BenchmarkFolders):
     """10,729 photographs of 5 classes from 4 data sets (Fang et al. 2013), under `VLCS/<domain>/<class>/`.
 
-    Counts: those of DomainBed's download; they sum to the 10,729 of Gulrajani & Lopez-Paz 2021.
+    Counts: those of DomainBed's download. Their sum is the 10,729 of Gulrajani & Lopez-Paz 2021.
     """
 
     folder_names = ("VLCS",)

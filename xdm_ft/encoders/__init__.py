@@ -1,6 +1,7 @@
-"""Images → features. The file's stem is its name in a recipe, its class's constructor keywords are recipe keys.
+"""Images → features. A file's stem is its name in a recipe; its class's constructor keywords are recipe keys.
 
-Modules of this package import timm and open_clip inside their functions: reading a signature must stay fast.
+Modules of this package import timm and open_clip inside functions: checking a recipe only reads the signatures and has
+to be fast.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from xdm_ft.data._transforms import Preprocessing
 
 
 class Encoder(nn.Module, ABC):
-    """f: images [B,3,H,W], preprocessed by `preprocessing`, → features z [B,K]. In eval mode after construction.
+    """f: images [B,3,H,W], preprocessed as `preprocessing` says, → features z [B,K]. In eval mode after construction.
 
-    Constructors raise `UserError` with a remedy where weights are missing, wrong or can not be downloaded.
+    Constructors raise `UserError` if weights are missing, do not fit, or can not be downloaded.
     """
 
     width: int  # K
     preprocessing: Preprocessing  # the encoder's own, with the recipe's overrides
-    # names of modules inside, in the order in which they run (for MixStyle and its like)
-    stem_names: tuple[str, ...] = ()  # before the stages: the first convolution, and the pooling after it if any
-    stage_names: tuple[str, ...]  # its stages: blocks of a ViT, in a CNN those from a quarter of the resolution down
-    transition_names: tuple[str, ...] = ()  # modules between the stages, where they are apart from them (DenseNet)
-    pretraining: str  # one line for the protocol: weights and, where known, the corpus they saw
+    # names of modules inside, in the order in which they run; MixStyle and other style methods work after them
+    stem_names: tuple[str, ...] = ()  # before the stages: the first convolution, and its pooling if there is one
+    stage_names: tuple[str, ...]  # blocks of a ViT; stages of a CNN, from a quarter of the resolution down
+    transition_names: tuple[str, ...] = ()  # modules between the stages, if they are not part of them (DenseNet)
+    pretraining: str  # one line for the protocol: the weights and, if known, the corpus they were trained on
     normalize: bool  # z is L2-normalised
 
     @abstractmethod
@@ -33,22 +34,22 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, object]:
-        """JSON-serialisable description of everything but the weights that determines the features: component,
-        model, arguments, `normalize`, library versions. Weights are hashed from `state_dict()` by the cache."""
+        """All that determines the features, except the weights, JSON-serialisable: component, model, arguments,
+        `normalize`, library versions. The feature cache hashes the weights from `state_dict()`."""
 
 
 class TextEncoder(ABC):
-    """What an encoder with a text side (CLIP) offers besides."""
+    """What an encoder with a text side (CLIP) offers in addition."""
 
-    logit_scale: float  # exp of the learned one
+    logit_scale: float  # exp of the learned parameter
 
     @abstractmethod
     def text_embeddings(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> Tensor:
         """L2-normalised class embeddings float32 [C,K], averaged over the prompt templates (Radford et al. 2021).
 
-        `prompts` take the place of the encoder's own.
+        `prompts` replace the encoder's own templates.
         """
 
     @abstractmethod
     def exact_prompts(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> list[str]:
-        """Every prompt exactly as tokenised, class by class, for `validate` to print."""
+        """Returns every prompt exactly as it is tokenised, class by class; `validate` prints them."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xdm_ft.encoders import _quickgelu as quickgelu
-from xdm_ft.encoders._corpora import corpus
-from xdm_ft.encoders._downloads import download_fault, not_downloaded
+from xdm_ft.encoders._arguments import check_hub_weights, unknown_model
+from xdm_ft.encoders._corpora import corpora_in
+from xdm_ft.encoders._downloads import download_failed, network_error
 from xdm_ft.encoders._files import is_file_name
 from xdm_ft.errors import UserError, did_you_mean
 
@@ -21,41 +21,49 @@ _POSSIBLY_SEEN = "unseen in fine-tuning, possibly seen in pre-training"
 
 @dataclass(frozen=True)
 class ClipSource:
-    """What open_clip.create_model is given."""
+    """The arguments of open_clip.create_model, and what messages say of them."""
 
     name: str  # a registered name, hf-hub:… or local-dir:…
-    pretrained: str | None  # a tag or a file; None where the name brings its weights
+    pretrained: str | None  # a tag or a file; None if the name includes the weights
     file: Path | None
-    preprocess: dict[str, Any]  # what differs from open_clip's default preprocessing
-    repository: str  # where the weights are, for a message
+    preprocess: dict[str, Any]  # differences from open_clip's default preprocessing
+    repository: str  # where the weights can be downloaded, for a message
     pretraining: str
 
 
 def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
-    """Checks names, tags, files and the activation before anything is built. Raises `UserError`."""
+    """Returns the source of `encoder.model` and `encoder.weights`.
+
+    Raises `UserError` if a name, tag or file is not known, or if the activation is not that of the weights. Nothing is
+    built or downloaded yet, except the config of a hub repository.
+    """
+    import open_clip
+
     if "demo" in (model, weights):
         return _demo(model, weights)
     if model.startswith(_HUB):
-        if weights != "pretrained":
-            raise UserError(f'encoder.weights: "{model}" brings its own weights; write weights: pretrained')
+        check_hub_weights(model, weights)
         return ClipSource(model, None, None, {}, model, _pretraining(model))
     if model.endswith(".json"):
-        return _own_config(Path(model).expanduser(), weights, kwargs)
-    name = model.replace("/", "-")
-    _check_name(name)
+        return _from_config_file(Path(model).expanduser(), weights, kwargs)
+    name = model.replace("/", "-")  # OpenAI writes ViT-B/16, open_clip ViT-B-16
+    if name not in (known := open_clip.list_models()):
+        raise unknown_model(open_clip, name, known)
     if weights.startswith("hf-hub:"):
         _check_architecture(name, weights)
         return ClipSource(weights, None, None, {}, weights, _pretraining(weights))
     if is_file_name(weights):
         path = Path(weights).expanduser()
         quickgelu.check_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
-        return ClipSource(name, str(path), path, _preprocessing_of_all_tags(name), "", _from_file(path))
-    return _tagged(name, weights, kwargs)
+        return ClipSource(name, str(path), path, _preprocessing_shared_by_tags(name), "", _pretraining_of_file(path))
+    return _from_tag(name, weights, kwargs)
 
 
 def _demo(model: str, weights: str) -> ClipSource:
     if (model, weights) != ("demo", "demo"):
-        raise UserError("encoder: the CLIP that comes with the package is model: demo with weights: demo, both")
+        raise UserError(
+            f"encoder: model: {model}, weights: {weights}: the demo's CLIP needs both; write model: demo, weights: demo"
+        )
     from safetensors import safe_open
 
     path = DEMO / "demo_clip.safetensors"
@@ -68,68 +76,60 @@ def _demo(model: str, weights: str) -> ClipSource:
     return ClipSource(_register(DEMO / "demo_clip.json"), str(path), path, {}, "", pretraining)
 
 
-def _own_config(config: Path, weights: str, kwargs: dict[str, Any]) -> ClipSource:
+def _from_config_file(config: Path, weights: str, kwargs: dict[str, Any]) -> ClipSource:
     if not is_file_name(weights):
-        raise UserError(f'encoder.weights: {config.name} needs a weights file, "{weights}" is none')
+        raise UserError(f'encoder.weights: "{weights}" is no file; {config.name} needs a .safetensors or .pt file')
     path = Path(weights).expanduser()
     name = _register(config)
     quickgelu.check_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
-    return ClipSource(name, str(path), path, {}, "", _from_file(path))
+    return ClipSource(name, str(path), path, {}, "", _pretraining_of_file(path))
 
 
 def _register(config: Path) -> str:
-    """Makes a config file known to open_clip under its stem."""
+    """Registers a config file with open_clip and returns the name, which is the file's stem. Raises `UserError`."""
     import open_clip
 
     if not config.is_file():
-        raise UserError(f"encoder.model: there is no config file {config}")
+        raise UserError(f"encoder.model: the config file {config} does not exist")
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:  # JSON or UTF-8
-        raise UserError(f"encoder.model: {config} is no JSON ({error})") from error
+        raise UserError(f"encoder.model: {config} is not valid JSON ({error})") from error
     if isinstance(content, dict) and "model_cfg" in content:
         raise UserError(
-            f"encoder.model: {config} is a hub config; write model: local-dir:{config.parent}, weights: pretrained"
+            f"encoder.model: {config} is the config of a hub repository; "
+            f"write model: local-dir:{config.parent}, weights: pretrained"
         )
     missing = {"embed_dim", "vision_cfg", "text_cfg"} - set(content if isinstance(content, dict) else ())
     if missing:
-        raise UserError(f"encoder.model: {config} is no open_clip config: it lacks {', '.join(sorted(missing))}")
+        raise UserError(f"encoder.model: {config} is not an open_clip config: it lacks {', '.join(sorted(missing))}")
+    # add_model_config would replace a model of the library without a message
     built_in = Path(open_clip.__file__).parent / "model_configs" / f"{config.stem}.json"
     if built_in.is_file() and json.loads(built_in.read_text(encoding="utf-8")) != content:
-        raise UserError(f'encoder.model: {config} would hide open_clip\'s own "{config.stem}"; give it another name')
+        raise UserError(f'encoder.model: {config} would replace open_clip\'s own "{config.stem}"; rename the file')
     open_clip.add_model_config(config)
     return config.stem
-
-
-def _check_name(name: str) -> None:
-    import open_clip
-
-    known = open_clip.list_models()
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "open_clip.list_models() lists them"
-        raise UserError(f'encoder.model: open_clip {open_clip.__version__} has no model "{name}"; {hint}')
 
 
 def _quick_gelu(name: str, kwargs: dict[str, Any]) -> bool:
     import open_clip
 
-    own = open_clip.get_model_config(name).get("quick_gelu", False)
-    return bool(kwargs.get("quick_gelu", kwargs.get("force_quick_gelu", False) or own))
+    in_config = open_clip.get_model_config(name).get("quick_gelu", False)
+    return bool(kwargs.get("quick_gelu", kwargs.get("force_quick_gelu", False) or in_config))
 
 
-def _tagged(name: str, tag: str, kwargs: dict[str, Any]) -> ClipSource:
+def _from_tag(name: str, tag: str, kwargs: dict[str, Any]) -> ClipSource:
     import open_clip
 
     known = open_clip.list_pretrained_tags_by_model(name)
     if not known:
-        raise UserError(f'encoder.weights: open_clip has no weights for "{name}"; give a file')
+        raise UserError(f'encoder.weights: {tag}: open_clip has no weights for "{name}"; give a file')
     config = open_clip.get_pretrained_cfg(name, tag)
     if not config:
         twin = name.removesuffix(quickgelu.SUFFIX)
         hint = f'; they are those of "{twin}"' if open_clip.get_pretrained_cfg(twin, tag) else did_you_mean(tag, known)
         raise UserError(
-            f'encoder.weights: open_clip has no weights "{tag}" for "{name}"{hint}; a file needs its suffix'
+            f'encoder.weights: open_clip has no weights "{tag}" for "{name}"{hint}; give a file with its suffix'
         )
     quickgelu.check_tag(name, tag, _quick_gelu(name, kwargs))
     repository = "/".join(config["hf_hub"].split("/")[:2]) if config.get("hf_hub") else config["url"]
@@ -137,24 +137,25 @@ def _tagged(name: str, tag: str, kwargs: dict[str, Any]) -> ClipSource:
 
 
 def _check_architecture(name: str, repository: str) -> None:
-    """Refuses a hub repository that holds another architecture than `encoder.model`."""
+    """Raises `UserError` if the hub repository has another architecture than `encoder.model`."""
     import open_clip
 
     try:
-        held = open_clip.get_model_config(repository)
+        hub_config = open_clip.get_model_config(repository)
     except (OSError, RuntimeError) as error:
-        raise not_downloaded(repository, repository, download_fault(error) or error) from error
-    own = open_clip.get_model_config(name)
-    differing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if held.get(key) != own[key]]
+        raise download_failed(repository, repository, network_error(error) or error) from error
+    config = open_clip.get_model_config(name)
+    differing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if hub_config.get(key) != config[key]]
     if differing:
         raise UserError(
-            f'encoder.weights: {repository} is no "{name}" ({", ".join(differing)} differ); '
+            f'encoder.weights: {repository} is not a "{name}" ({", ".join(differing)} differ); '
             f"write model: {repository}, weights: pretrained"
         )
 
 
-def _preprocessing_of_all_tags(name: str) -> dict[str, Any]:
-    """A file does not tell its preprocessing. Where all tags of the model agree (SigLIP, …) it is theirs."""
+def _preprocessing_shared_by_tags(name: str) -> dict[str, Any]:
+    """The preprocessing for a weights file, which does not hold it: that of the model's tags, if they all agree
+    (SigLIP, …). If not, empty: open_clip's default."""
     import open_clip
 
     keys = ("mean", "std", "interpolation", "resize_mode")
@@ -164,9 +165,9 @@ def _preprocessing_of_all_tags(name: str) -> dict[str, Any]:
 
 
 def _pretraining(name: str) -> str:
-    seen = corpus(name)
+    seen = corpora_in(name)
     return f"weights {name}, pre-trained on {seen or 'a corpus not named'}: {_POSSIBLY_SEEN}"
 
 
-def _from_file(path: Path) -> str:
+def _pretraining_of_file(path: Path) -> str:
     return f"weights from the file {path.name}: {_POSSIBLY_SEEN}"

@@ -1,8 +1,8 @@
-"""Which images weights have seen, read off their tag."""
+"""The corpora that weights were trained on, read from their tag."""
 
 from __future__ import annotations
 
-# the first that occurs in a tag; names as in the model cards of timm and open_clip
+# part of a tag → name as in the model cards of timm and open_clip; longer parts first: "laion" is in "laion2b"
 CORPORA = {
     "in12k": "ImageNet-12k",
     "in21k": "ImageNet-21k",
@@ -31,8 +31,8 @@ CORPORA = {
 }
 
 
-def corpus(tag: str) -> str | None:
-    """The corpora named in a weights tag, e.g. "ImageNet-21k, ImageNet-1k"; None where the tag names none."""
+def corpora_in(tag: str) -> str | None:
+    """The corpora named in a weights tag, e.g. "ImageNet-21k, ImageNet-1k"; None if it names none."""
     rest, found = tag.lower(), []
     for part, name in CORPORA.items():
         if part in rest:

@@ -1,4 +1,4 @@
-"""Downloads that fail: what to do about them."""
+"""Downloads that fail, and what to do about them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from xdm_ft.errors import UserError
 _NETWORK_LIBRARIES = ("httpx", "httpcore", "huggingface_hub", "urllib", "requests")
 
 
-def download_fault(error: BaseException) -> BaseException | None:
-    """The first cause in the chain of `error` that comes from the network or the hub's cache, if there is one."""
+def network_error(error: BaseException) -> BaseException | None:
+    """The first of `error` and its causes that is from the network or the hub's cache; None if none is.
+
+    Causes, since a library may wrap the hub's exception in its own.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) or type(cause).__module__.startswith(_NETWORK_LIBRARIES):
@@ -17,8 +20,8 @@ def download_fault(error: BaseException) -> BaseException | None:
     return None
 
 
-def not_downloaded(what: str, where: str, fault: BaseException) -> UserError:
-    """`what` is the model and its weights, `where` the hub repository or address that holds them."""
+def download_failed(what: str, where: str, cause: BaseException) -> UserError:
+    """The error for `what` (a model and its weights), to be found at `where` (a hub repository or an address)."""
     repository = where.removeprefix("hf-hub:")
     if "://" in repository:
         fetch = f"download {repository} on a machine with a network and set encoder.weights to the file"
@@ -27,4 +30,4 @@ def not_downloaded(what: str, where: str, fault: BaseException) -> UserError:
             f'run "hf download {repository}" on a machine with a network and copy its cache folder (HF_HOME, '
             "~/.cache/huggingface) here, then set HF_HUB_OFFLINE=1; or set encoder.weights to a downloaded file"
         )
-    return UserError(f"encoder: {what} is not on this machine and did not download ({type(fault).__name__}); {fetch}")
+    return UserError(f"encoder: {what} is not on this machine and did not download ({type(cause).__name__}); {fetch}")

@@ -1,4 +1,4 @@
-"""Weight files: read without unpickling, and every fault told in one line."""
+"""Weights files: read without running pickled code. Every fault is a `UserError` of one line."""
 
 from __future__ import annotations
 
@@ -15,59 +15,63 @@ _SHOWN = 3  # tensor names listed in a message
 
 
 def is_file_name(weights: str) -> bool:
-    """Whether `encoder.weights` means a file and not a tag: by its suffix or a slash (`hf-hub:…` is neither)."""
+    """Whether `encoder.weights` is a file and not a tag: it ends in one of `SUFFIXES` or has a slash (not hf-hub:)."""
     return not weights.startswith("hf-hub:") and (weights.endswith(SUFFIXES) or "/" in weights or "\\" in weights)
 
 
 def read_weights(path: Path, read: Callable[[str], Mapping[str, object]]) -> dict[str, Tensor]:
-    """The tensors of a weight file, by name. `read` is the library's own reader, which must not unpickle code.
+    """Returns the tensors of a weights file by name. `read` is the library's reader, which must not run pickled code.
 
-    Raises `UserError` where the file is missing, damaged, holds code, NaN or no tensors.
+    Raises `UserError` if the file is missing or damaged, or holds code, NaN or no tensors.
     """
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         raise UserError(f"encoder.weights: {path} {found}; give the path of a .safetensors or .pth file")
     if not path.name.endswith(SUFFIXES):
-        raise UserError(f"encoder.weights: {path} is no weight file ({', '.join(SUFFIXES)})")
+        raise UserError(f"encoder.weights: {path} is no weights file; give one of {', '.join(SUFFIXES)}")
     try:
         state = read(str(path))
-    except Exception as error:  # a damaged file can make the readers raise almost anything; all of it is told
-        raise UserError(f"encoder.weights: {path} {_unreadable(error)}") from error
+    except Exception as error:  # on a damaged file, the readers raise almost any exception
+        raise UserError(f"encoder.weights: {path} {_read_failure(error)}") from error
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise UserError(f"encoder.weights: {path} holds no tensors; it is no state dict")
+        raise UserError(f"encoder.weights: {path} holds no tensors; give a file with a state dict")
     broken = [name for name, value in tensors.items() if value.is_floating_point() and value.isnan().any()]
     if broken:
         raise UserError(
-            f"encoder.weights: {path} holds numbers that are NaN, in {len(broken)} tensors ({_few(broken)}); "
-            "its training has diverged, or the file is damaged: give another one"
+            f"encoder.weights: {path} holds NaN in {len(broken)} tensors ({_first_few(broken)}): "
+            "its training has diverged or the file is damaged; give another one"
         )
     return tensors
 
 
-def _unreadable(error: Exception) -> str:
+def _read_failure(error: Exception) -> str:
+    """Why a reader failed, in words that follow the path."""
     text = " ".join(str(error).split())
     if "TorchScript" in text:
-        return "is a TorchScript archive, which is code; save its state dict as .safetensors and give that"
-    behind = f"{text} {error.__cause__ or error.__context__ or ''}"  # timm tells torch's fault in words of its own
-    code = re.search(r"(?:Unsupported globals?: (?:GLOBAL )?|GLOBAL )([\w.]+)", behind)
+        return "is a TorchScript archive, which is code; save its state dict as .safetensors and give that file"
+    with_cause = f"{text} {error.__cause__ or error.__context__ or ''}"  # timm replaces torch's message by its own
+    code = re.search(r"(?:Unsupported globals?: (?:GLOBAL )?|GLOBAL )([\w.]+)", with_cause)
     if code:
         return (
             f"holds pickled code ({code[1]}), which is never run; "
-            "where you trust it, save its state dict as .safetensors and give that"
+            "if you trust it, save its state dict as .safetensors and give that file"
         )
-    return f"is damaged or of another format ({type(error).__name__}: {text[:120]}); copy or download it again"
+    return f"is damaged or has another format ({type(error).__name__}: {text[:120]}); copy or download it again"
 
 
 def mismatch(path: Path | str, model: str, error: Exception) -> UserError:
-    """What torch's strict loading found, in one line."""
-    text = str(error)
+    """The error that a file does not fit the model, in one line; `error` is that of torch's strict loading."""
+    text = str(error)  # several lines: "Missing key(s) in state_dict: …", "Unexpected key(s) …", "size mismatch for …"
     found = []
-    for title, wording in (("Missing", "lacks {n} of its tensors"), ("Unexpected", "holds {n} that it has not")):
+    for title, wording in (
+        ("Missing", "lacks {n} of the model's tensors"),
+        ("Unexpected", "holds {n} that the model has not"),
+    ):
         section = re.search(rf"{title} key\(s\) in state_dict: (.*?)\.\s*(?:\n|$)", text)
         names = re.findall(r'"([^"]+)"', section[1]) if section else []
         if names:
-            found.append(f"{wording.format(n=len(names))} ({_few(names)})")
+            found.append(f"{wording.format(n=len(names))} ({_first_few(names)})")
     shapes = re.findall(
         r"size mismatch for (\S+): .*? shape torch\.Size\((.*?)\) from checkpoint, .*? torch\.Size\((.*?)\)", text
     )
@@ -81,5 +85,5 @@ def mismatch(path: Path | str, model: str, error: Exception) -> UserError:
     )
 
 
-def _few(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")

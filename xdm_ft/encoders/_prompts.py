@@ -1,4 +1,4 @@
-"""Prompts of zero-shot classification: templates, class names in words."""
+"""Prompts of zero-shot classification: templates and class names."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pydantic import AfterValidator, BeforeValidator, Field
 PLACEHOLDER = "{}"
 DEFAULT_PROMPTS = ("a photo of a {}",)
 OPENAI_IMAGENET = "openai_imagenet"
-"""In a list of templates: the 80 with which Radford et al. 2021 classify ImageNet, as open_clip has them."""
+"""Stands in a list of templates for the 80 with which Radford et al. 2021 classify ImageNet, as in open_clip."""
 _SHORTEST_NAME = 3  # letters
 
 
 def check_templates(templates: tuple[str, ...]) -> tuple[str, ...]:
-    """Every template names the class exactly once. Raises ValueError, for pydantic to collect."""
+    """Returns the templates. Raises `ValueError`, which pydantic collects, unless each has `{}` exactly once."""
     for template in templates:
         if template == OPENAI_IMAGENET:
             continue
         if template.count(PLACEHOLDER) != 1 or template.replace(PLACEHOLDER, "").count("{"):
-            raise ValueError(f'"{template}" must hold {{}} once, where the class name goes: "a photo of a {{}}"')
+            raise ValueError(f'"{template}" must hold {{}} once, in place of the class name: "a photo of a {{}}"')
     return templates
 
 
@@ -32,13 +32,14 @@ Prompts = Annotated[
 ]
 
 
-def spelled_out(prompts: tuple[str, ...]) -> list[str]:
-    """The templates, a name replaced by those that it stands for."""
+def expand_templates(prompts: tuple[str, ...]) -> list[str]:
+    """The templates, with `openai_imagenet` replaced by its 80."""
     templates = []
     for prompt in prompts:
         if prompt == OPENAI_IMAGENET:
             from open_clip import OPENAI_IMAGENET_TEMPLATES
 
+            # open_clip's templates are functions of the class name
             templates += [template(PLACEHOLDER) for template in OPENAI_IMAGENET_TEMPLATES]
         else:
             templates.append(prompt)
@@ -46,18 +47,19 @@ def spelled_out(prompts: tuple[str, ...]) -> list[str]:
 
 
 def in_words(class_name: str) -> str:
-    """A class name as it stands in a prompt: underscores are spaces."""
+    """The class name as it is written in a prompt: with spaces instead of underscores."""
     return " ".join(class_name.replace("_", " ").split())
 
 
 def fill(template: str, words: str) -> str:
+    # not str.format, which raises on a template with a single "}"
     return template.replace(PLACEHOLDER, words)
 
 
 def warn_of_class_names(class_names: tuple[str, ...]) -> list[str]:
-    """One line for each kind of class name that a text encoder can make little of: numbers, and very short ones."""
+    """One line for each kind of class name that says little to a text encoder: numbers, and very short names."""
     numeric = [name for name in class_names if not any(c.isalpha() for c in name)]
     short = [name for name in class_names if name not in numeric and len(in_words(name)) < _SHORTEST_NAME]
-    remedy = "give words in data.class_names"
+    remedy = "set words in data.class_names"
     found = ((numeric, "numbers, not words"), (short, f"shorter than {_SHORTEST_NAME} letters"))
     return [f"class names {', '.join(names)} are {what}; {remedy}" for names, what in found if names]

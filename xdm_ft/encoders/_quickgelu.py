@@ -1,4 +1,7 @@
-"""The activation trap: weights trained with QuickGELU load without a word into a GELU model."""
+"""Checks of the activation: weights trained with QuickGELU load into a model with GELU without any error.
+
+The features are then wrong, and nothing else shows it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ SUFFIX = "-quickgelu"
 
 
 def check_tag(model: str, tag: str, quick_gelu: bool) -> None:
-    """Refuses a tag of open_clip whose weights were trained with QuickGELU where the model has GELU.
+    """Raises `UserError` if the weights of an open_clip tag were trained with QuickGELU and the model has GELU.
 
-    The reverse is not refused: a model's own config may know better (roberta-ViT-B-32) than its tag.
+    The reverse is allowed: a model's config may be right where its tag is not (roberta-ViT-B-32).
     """
     import open_clip
 
@@ -23,37 +26,38 @@ def check_tag(model: str, tag: str, quick_gelu: bool) -> None:
 
 
 def check_file(model: str, path: Path, quick_gelu: bool, explicit: bool) -> None:
-    """Refuses a file whose name, folder or hub cache folder names a tag that was trained with the other activation.
+    """Raises `UserError` if the name of the file, its folder or its hub cache folder contains a tag whose weights were
+    trained with the other activation than the model's.
 
-    The tensors themselves don't tell the activation. Where no name does either, and the model exists with both, that is
-    said in the log. Where the recipe sets the activation itself (`explicit`), that is believed.
+    The tensors do not show the activation. If the names do not either, and the model exists with both, a warning is
+    logged. Nothing is checked if the recipe sets the activation itself (`explicit`).
     """
     if explicit:
         return
     import open_clip
 
-    tags = _activations(model)
+    tags = _quickgelu_by_tag(model)
     for part in (path.name, path.parent.name, *(p.name for p in path.parents if p.name.startswith("models--"))):
         found = [tag for tag in tags if tag in part.lower().replace("-", "_")]
         if found:
-            tag = max(found, key=len)
+            tag = max(found, key=len)  # one tag may be part of another
             if tags[tag] != quick_gelu:
                 raise UserError(
                     f'encoder.model: "{part}" looks like the weights "{tag}", which were trained with '
                     f"{_remedy(model, tags[tag])}, or encoder.kwargs={{quick_gelu: {str(quick_gelu).lower()}}} "
-                    "where the name misleads"
+                    "if the name is misleading"
                 )
             return
     family = model.removesuffix(SUFFIX)
     if {family, family + SUFFIX} <= set(open_clip.list_models()):
         logger.warning(
-            "encoder: %s does not tell which activation its weights were trained with; %s uses %s",
+            "encoder: the activation that %s was trained with is not known; %s uses %s",
             path, model, "QuickGELU" if quick_gelu else f"GELU ({model}{SUFFIX}: QuickGELU, as OpenAI's weights need)",
         )  # fmt: skip
 
 
-def _activations(model: str) -> dict[str, bool]:
-    """The tags of a model and its QuickGELU twin → whether their weights were trained with QuickGELU."""
+def _quickgelu_by_tag(model: str) -> dict[str, bool]:
+    """{tag of the model or its QuickGELU twin: whether its weights were trained with QuickGELU}."""
     import open_clip
 
     family = model.removesuffix(SUFFIX)
@@ -64,10 +68,11 @@ def _activations(model: str) -> dict[str, bool]:
 
 
 def _remedy(model: str, wanted: bool) -> str:
+    """The end of a message: the activation that the weights need, and how to get it."""
     import open_clip
 
     twin = model.removesuffix(SUFFIX) + (SUFFIX if wanted else "")
     activation = "QuickGELU" if wanted else "GELU"
     if twin != model and twin in open_clip.list_models():
-        return f"{activation}, {model} has the other one; write encoder.model: {twin}"
-    return f"{activation}, {model} has the other one; set encoder.kwargs={{quick_gelu: {str(wanted).lower()}}}"
+        return f"{activation}, but {model} has the other one; write encoder.model: {twin}"
+    return f"{activation}, but {model} has the other one; set encoder.kwargs={{quick_gelu: {str(wanted).lower()}}}"

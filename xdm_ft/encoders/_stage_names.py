@@ -1,4 +1,4 @@
-"""Where inside an encoder MixStyle and its like can work."""
+"""The modules of an encoder after which MixStyle and other style methods can work."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from typing import NamedTuple
 
 from torch import nn
 
-FIRST_STAGE = 4  # from this reduction of the resolution on; what timm names before (a ResNet's first ReLU) is stem
+FIRST_STAGE = 4  # stages begin at 1/4 of the resolution; what timm lists before (a ResNet's first ReLU) is stem
 
 
-class Places(NamedTuple):
-    """Names of modules, in the order in which they run; see `Encoder`."""
+class StageNames(NamedTuple):
+    """Names of an encoder's modules, in the order in which they run; see `Encoder`."""
 
     stem: tuple[str, ...]
     stages: tuple[str, ...]
     transitions: tuple[str, ...]
 
     @classmethod
-    def below(cls, root: str, stem: Iterable[str], stages: Iterable[str], transitions: Iterable[str]) -> Places:
-        """With the names from the encoder's root, where the model is called `root`."""
+    def with_prefix(
+        cls, root: str, stem: Iterable[str], stages: Iterable[str], transitions: Iterable[str]
+    ) -> StageNames:
+        """These names of a model's modules with `root`, the name of the model in the encoder, in front."""
         return cls(*(tuple(f"{root}.{name}" for name in names) for names in (stem, stages, transitions)))
 
 
-def timm_places(model: nn.Module, root: str) -> Places:
-    """Stages as timm's feature extraction names them; empty where timm names none."""
+def timm_stage_names(model: nn.Module, root: str) -> StageNames:
+    """Stages are those of timm's feature extraction; none for a model that does not support it."""
     from timm.models.densenet import DenseTransition
 
     modules = dict(model.named_modules())
-    named = [info for info in getattr(model, "feature_info", None) or () if info["module"] in modules]
-    stages = [info["module"] for info in named if info["reduction"] >= FIRST_STAGE]
+    listed = [info for info in getattr(model, "feature_info", None) or () if info["module"] in modules]
+    stages = [info["module"] for info in listed if info["reduction"] >= FIRST_STAGE]
     transitions = [name for name, module in modules.items() if isinstance(module, DenseTransition)]
-    return Places.below(root, _stem(modules, stages), stages, transitions)
+    return StageNames.with_prefix(root, _stem(modules, stages), stages, transitions)
 
 
 def _stem(modules: dict[str, nn.Module], stages: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Any open_clip model (CLIP, SigLIP, CoCa, …): projected image features, and the text side for zero-shot."""
+"""Any open_clip model (CLIP, SigLIP, CoCa, …): projected image features, and text embeddings for zero-shot."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
 from xdm_ft.encoders._clip_source import ClipSource, resolve
-from xdm_ft.encoders._downloads import download_fault, not_downloaded
+from xdm_ft.encoders._downloads import download_failed, network_error
 from xdm_ft.encoders._files import mismatch, read_weights
-from xdm_ft.encoders._probe import measured_width
-from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, Prompts, check_templates, fill, in_words, spelled_out
-from xdm_ft.encoders._stage_names import Places, timm_places
+from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, Prompts, check_templates, expand_templates, fill, in_words
+from xdm_ft.encoders._stage_names import StageNames, timm_stage_names
 from xdm_ft.encoders._versions import versions
+from xdm_ft.encoders._width import measure_width
 from xdm_ft.errors import UserError
 
 logger = logging.getLogger("xdm_ft")
@@ -32,15 +32,15 @@ RESERVED = (
     "pretrained_image_path", "pretrained_text_path", "force_preprocess_cfg", "cache_dir", "output_dict",
     "require_pretrained", "weights_only",
 )  # fmt: skip
-"""Arguments of open_clip.create_model that are this class's to set."""
+"""Arguments of open_clip.create_model that this class sets itself."""
 _RESIZE = {"shortest": "native", "squash": "squash", "longest": "pad"}  # open_clip's resize_mode → ours
 
 
 class OpenClip(Encoder, TextEncoder):
-    """Any model of open_clip with its weights. z is the projected image feature [B,K], unnormalised unless asked.
+    """Any model of open_clip with its weights. z is the projected image feature [B,K], L2-normalised if `normalize`.
 
-    Weights are always loaded (there is no CLIP without pre-training), by safetensors or with `weights_only=True`. The
-    text side stays as it is: its parameters never train.
+    Weights are always loaded, since CLIP without pre-training is of no use, by safetensors or with `weights_only=True`.
+    The parameters of the text side never train.
     """
 
     def __init__(
@@ -50,30 +50,30 @@ class OpenClip(Encoder, TextEncoder):
             str,
             Field(
                 min_length=1,
-                description="open_clip model, hf-hub:ORGANISATION/NAME, local-dir:FOLDER, a config file of one's own "
-                "(.json), or demo: the tiny CLIP that comes with the package",
+                description="open_clip model, hf-hub:ORGANISATION/NAME, local-dir:FOLDER, a config file (.json), or "
+                "demo (the tiny CLIP that comes with the package)",
             ),
         ],
         weights: Annotated[
             str,
             Field(
                 min_length=1,
-                description="tag; .safetensors or .pt file; hf-hub:ORGANISATION/NAME; pretrained where the model names "
-                "a hub repository or folder; demo",
+                description="tag; .safetensors or .pt file; hf-hub:ORGANISATION/NAME; pretrained if the model is a hub "
+                "repository or a folder; demo",
             ),
         ],
         kwargs: Annotated[
             dict[str, Any], Field(description="the model's own arguments, as for open_clip.create_model")
         ] = {},  # noqa: B006 (read only)
         preprocessing: Annotated[
-            PreprocessingOverrides, Field(description="what differs from the model's own preprocessing")
+            PreprocessingOverrides, Field(description="replaces parts of the model's own preprocessing")
         ] = OWN_PREPROCESSING,
         normalize: Annotated[bool, Field(description="L2-normalise the features (zero_shot always does)")] = False,
         prompts: Annotated[
             Prompts,
             Field(
-                description="prompt templates; {} is the class name; several are averaged; openai_imagenet: the 80 of "
-                "CLIP's authors"
+                description="prompt templates; {} is the class name; the embeddings of several are averaged; "
+                "openai_imagenet: the 80 templates of CLIP's authors"
             ),
         ] = DEFAULT_PROMPTS,
     ) -> None:
@@ -91,12 +91,13 @@ class OpenClip(Encoder, TextEncoder):
         self.normalize, self.prompts, self.kwargs = normalize, prompts, kwargs
         self.pretraining = self.source.pretraining
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model))
-        self.stem_names, self.stage_names, self.transition_names = _places(self.model.visual)
+        self.stem_names, self.stage_names, self.transition_names = _stage_names_of(self.model.visual)
         self.logit_scale = self.model.logit_scale.exp().item()
-        self.width = measured_width(self, model)
+        self.width = measure_width(self, model)
         logger.info("encoder: open_clip %s, %s, %d features", model, self.pretraining, self.width)
 
     def forward(self, images: Tensor) -> Tensor:
+        # the weights may have been cast to bfloat16 (`features.precision`)
         images = images.to(next(self.model.visual.parameters()).dtype)
         z = self.model.encode_image(images, normalize=False).float()  # [B,K]
         return F.normalize(z, dim=-1) if self.normalize else z
@@ -122,44 +123,44 @@ class OpenClip(Encoder, TextEncoder):
             return open_clip.get_tokenizer(self.source.name)
         except ImportError as error:
             raise UserError(
-                f'encoder: the tokenizer of "{self.source.name}" needs {error.name}; pip install {error.name}'
+                f'encoder.model: the tokenizer of "{self.source.name}" needs {error.name}; pip install {error.name}'
             ) from error
         except OSError as error:
-            raise not_downloaded(f"the tokenizer of {self.source.name}", self.source.repository, error) from error
+            raise download_failed(f"the tokenizer of {self.source.name}", self.source.repository, error) from error
 
     def text_embeddings(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> Tensor:
-        """On the CPU. Prompts longer than the model's context are cut, and that is said in the log."""
+        """See `TextEncoder`. On the CPU. Prompts longer than the model's context are cut, with a warning."""
         import open_clip
 
-        self._tell_of_cut_prompts(self.exact_prompts(class_names, prompts))
+        self._warn_about_cut_prompts(self.exact_prompts(class_names, prompts))
         weight = open_clip.build_zero_shot_classifier(
             self.model,
             self.tokenizer,
             [in_words(name) for name in class_names],
-            [partial(fill, template) for template in spelled_out(prompts or self.prompts)],
+            [partial(fill, template) for template in expand_templates(prompts or self.prompts)],
             device=next(self.model.parameters()).device,
         )  # [K,C]
         return weight.T.float().cpu()
 
     def exact_prompts(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> list[str]:
-        templates = spelled_out(prompts or self.prompts)
+        templates = expand_templates(prompts or self.prompts)
         return [fill(template, in_words(name)) for name in class_names for template in templates]
 
-    def _tell_of_cut_prompts(self, prompts: list[str]) -> None:
+    def _warn_about_cut_prompts(self, prompts: list[str]) -> None:
         from open_clip import SimpleTokenizer
 
-        if isinstance(self.tokenizer, SimpleTokenizer):  # those of transformers cut in their own ways
-            room = self.tokenizer.context_length - 2  # start and end tokens
-            cut = [prompt for prompt in prompts if len(self.tokenizer.encode(prompt)) > room]
+        if isinstance(self.tokenizer, SimpleTokenizer):  # tokenizers of transformers cut in other ways
+            longest = self.tokenizer.context_length - 2  # without start and end token
+            cut = [prompt for prompt in prompts if len(self.tokenizer.encode(prompt)) > longest]
             if cut:
-                logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(cut), room, cut[0])
+                logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(cut), longest, cut[0])
 
 
 def _create(source: ClipSource, kwargs: dict[str, Any]) -> Any:
     import open_clip
     from open_clip.factory import load_state_dict
 
-    if source.file is not None:
+    if source.file is not None:  # create_model reads the file again; this finds its faults first
         read_weights(source.file, partial(load_state_dict, weights_only=True))
     try:
         with _root_logger_silenced():
@@ -176,23 +177,23 @@ def _create(source: ClipSource, kwargs: dict[str, Any]) -> Any:
             raise wrong_kwargs(source.name, kwargs, error) from error
         if source.file is not None:
             raise mismatch(source.file, source.name, error) from error
-        fault = download_fault(error)
+        fault = network_error(error)
         if fault is None:
             raise
         what = f"{source.name} {source.pretrained}" if source.pretrained else source.name
-        raise not_downloaded(what, source.repository, fault) from error
+        raise download_failed(what, source.repository, fault) from error
 
 
 @contextmanager
 def _root_logger_silenced() -> Iterator[None]:
-    """open_clip tells its faults to the root logger too, before it raises them: they would be printed twice."""
+    """open_clip logs its errors to the root logger before it raises them; without this they would be printed twice."""
     root, handler = logging.getLogger(), logging.NullHandler()
 
     def silence(record: logging.LogRecord) -> bool:
         return False
 
     root.addFilter(silence)
-    root.addHandler(handler)  # without one, logging.error() would set up the root logger for good
+    root.addHandler(handler)  # without a handler, logging.error() configures the root logger permanently
     try:
         yield
     finally:
@@ -215,13 +216,13 @@ def _own_preprocessing(model: Any) -> Preprocessing:
     )
 
 
-def _places(visual: Any) -> Places:
-    """A ViT's blocks, a ResNet's first convolution, pooling and layers, or the places of an image trunk of timm."""
+def _stage_names_of(visual: Any) -> StageNames:
+    """The blocks of a ViT; first convolution, pooling and layers of a ResNet; or the names of timm's image trunk."""
     modules = dict(visual.named_modules())
     if "trunk" in modules:
-        return timm_places(visual.trunk, "model.visual.trunk")
+        return timm_stage_names(visual.trunk, "model.visual.trunk")
     if "transformer.resblocks" in modules:
         blocks = [f"transformer.resblocks.{name}" for name, _ in modules["transformer.resblocks"].named_children()]
-        return Places.below("model.visual", [], blocks, [])
+        return StageNames.with_prefix("model.visual", [], blocks, [])
     # the stem of a CLIP ResNet, three convolutions, ends in `avgpool`
-    return Places.below("model.visual", ["conv1", "avgpool"], ["layer1", "layer2", "layer3", "layer4"], [])
+    return StageNames.with_prefix("model.visual", ["conv1", "avgpool"], ["layer1", "layer2", "layer3", "layer4"], [])

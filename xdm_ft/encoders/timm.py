@@ -1,11 +1,11 @@
-"""Any timm model, CNN or ViT, as an encoder: pooled features, its classification head left out.
+"""Any timm model, CNN or ViT, as an encoder: pooled features, without its classification head.
 
-Inside this module `timm` is the library: imports are absolute, and `xdm_ft/run.py` keeps this folder off the path.
+In this module `timm` is the library: imports are absolute, and `xdm_ft/run.py` keeps the package's folder off the
+import path.
 """
 
 from __future__ import annotations
 
-import difflib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder
-from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
-from xdm_ft.encoders._corpora import corpus
-from xdm_ft.encoders._downloads import download_fault, not_downloaded
+from xdm_ft.encoders._arguments import check_hub_weights, refuse_reserved, unknown_model, wrong_kwargs
+from xdm_ft.encoders._corpora import corpora_in
+from xdm_ft.encoders._downloads import download_failed, network_error
 from xdm_ft.encoders._files import is_file_name, mismatch, read_weights
-from xdm_ft.encoders._probe import measured_width
-from xdm_ft.encoders._stage_names import timm_places
+from xdm_ft.encoders._stage_names import timm_stage_names
 from xdm_ft.encoders._versions import versions
+from xdm_ft.encoders._width import measure_width
 from xdm_ft.errors import UserError, did_you_mean
 
 logger = logging.getLogger("xdm_ft")
@@ -33,28 +33,28 @@ RESERVED = (
     "num_classes", "in_chans", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir",
     "features_only", "out_indices", "scriptable", "exportable", "no_jit",
 )  # fmt: skip
-"""Arguments of timm.create_model that are this class's to set."""
+"""Arguments of timm.create_model that this class sets itself."""
 _RESIZE = {"center": "native", "squash": "squash", "border": "pad"}  # timm's crop_mode → ours
 
 
 class Timm(Encoder):
-    """Any model of timm. z is its pooled feature [B,K] before the classification head, which is left out.
+    """Any model of timm. z is its pooled feature [B,K] before the classification head, which is removed.
 
     Random weights (`weights: null`) are drawn from torch's global generator, which a run seeds with the model's seed.
-    Files are read by safetensors or with `weights_only=True`, float16 is cast to float32, a head in them is ignored.
+    Files are read by safetensors or with `weights_only=True`; float16 is cast to float32; a head in them is ignored.
     """
 
     def __init__(
         self,
         *,
         model: Annotated[
-            str, Field(min_length=1, description="timm model, with its tag where wanted, or hf-hub:ORGANISATION/NAME")
+            str, Field(min_length=1, description="timm model, with or without a tag, or hf-hub:ORGANISATION/NAME")
         ],
         weights: Annotated[
             str | None,
             Field(
                 min_length=1,
-                description="null: random; pretrained: those of the model's tag (timm's default where it has none); "
+                description="null: random; pretrained: those of the model's tag (without a tag, timm's default); "
                 "a tag; hf-hub:ORGANISATION/NAME; or a .safetensors or .pth file",
             ),
         ] = None,
@@ -62,7 +62,7 @@ class Timm(Encoder):
             dict[str, Any], Field(description="the model's own arguments, as for timm.create_model")
         ] = {},  # noqa: B006 (read only)
         preprocessing: Annotated[
-            PreprocessingOverrides, Field(description="what differs from the model's own preprocessing")
+            PreprocessingOverrides, Field(description="replaces parts of the model's own preprocessing")
         ] = OWN_PREPROCESSING,
         normalize: Annotated[bool, Field(description="L2-normalise the features")] = False,
     ) -> None:
@@ -74,12 +74,13 @@ class Timm(Encoder):
         self.normalize = normalize
         self.pretraining = source.pretraining
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model, kwargs))
-        self.stem_names, self.stage_names, self.transition_names = timm_places(self.model, "model")
-        self.width = measured_width(self, model)
-        self._described = {"model": source.name, "kwargs": kwargs}
+        self.stem_names, self.stage_names, self.transition_names = timm_stage_names(self.model, "model")
+        self.width = measure_width(self, model)
+        self._identity = {"model": source.name, "kwargs": kwargs}
         logger.info("encoder: timm %s, %s, %d features", model, source.pretraining, self.width)
 
     def forward(self, images: Tensor) -> Tensor:
+        # the weights may have been cast to bfloat16 (`features.precision`)
         images = images.to(next(self.model.parameters()).dtype)
         maps = self.model.forward_features(images)  # [B,K',h,w] or [B,tokens,K']
         z = self.model.forward_head(maps, pre_logits=True).float()  # [B,K]
@@ -88,7 +89,7 @@ class Timm(Encoder):
     def identity(self) -> dict[str, object]:
         return {
             "component": "timm",
-            **self._described,
+            **self._identity,
             "normalize": self.normalize,
             "preprocessing": self.preprocessing.model_dump(mode="json"),
             "versions": versions("timm"),
@@ -97,27 +98,30 @@ class Timm(Encoder):
 
 @dataclass(frozen=True)
 class _Source:
-    """Where architecture and weights come from."""
+    """What to pass to timm for `encoder.model` and `encoder.weights`, and what the protocol says of it."""
 
     name: str  # for timm.create_model: ARCHITECTURE[.TAG] or hf-hub:…
-    architecture: str | None  # None where only the hub knows
+    architecture: str | None  # None if only the hub repository says it
     file: Path | None
     pretrained: bool
     pretraining: str
 
 
 def _resolve(model: str, weights: str | None) -> _Source:
+    """Raises `UserError` if a name or tag is not known, or if model and weights contradict each other."""
+    import timm
+
     if model.startswith("hf-hub:"):
-        if weights != "pretrained":
-            raise UserError(f'encoder.weights: "{model}" brings its own weights; write weights: pretrained')
+        check_hub_weights(model, weights)
         return _Source(model, None, None, True, _pretraining(model))
     architecture, _, tag = model.partition(".")
-    _check_architecture(architecture)
+    if not timm.is_model(architecture):
+        raise unknown_model(timm, architecture, timm.list_models())
     _check_tag(architecture, tag)
     if weights is None:
         if tag:
             raise UserError(
-                f'encoder.weights: null asks for random weights, but "{model}" names the weights "{tag}"; '
+                f'encoder.weights: null means random weights, but "{model}" names the weights "{tag}"; '
                 f"write weights: pretrained, or model: {architecture}"
             )
         return _Source(architecture, architecture, None, False, "random weights, no pre-training")
@@ -129,18 +133,11 @@ def _resolve(model: str, weights: str | None) -> _Source:
     if weights != "pretrained":
         _check_tag(architecture, weights)
         if tag not in ("", weights):
-            raise UserError(f'encoder.weights: "{weights}" and the tag of encoder.model: {model} differ; keep one')
+            raise UserError(
+                f'encoder.weights: "{weights}" differs from the tag of encoder.model: {model}; keep one of them'
+            )
         tag = weights
-    return _tagged(architecture, tag)
-
-
-def _check_architecture(architecture: str) -> None:
-    import timm
-
-    if not timm.is_model(architecture):
-        close = difflib.get_close_matches(architecture, timm.list_models(), n=3)
-        hint = f"did you mean {' or '.join(close)}?" if close else "timm.list_models() lists them"
-        raise UserError(f'encoder.model: timm {timm.__version__} has no model "{architecture}"; {hint}')
+    return _from_tag(architecture, tag)
 
 
 def _check_tag(architecture: str, tag: str) -> None:
@@ -149,10 +146,10 @@ def _check_tag(architecture: str, tag: str) -> None:
     known = [name.partition(".")[2] for name in get_arch_pretrained_cfgs(architecture)]
     if tag and tag not in known:
         hint = did_you_mean(tag, known)
-        raise UserError(f'encoder: timm has no weights "{tag}" for "{architecture}"{hint}; a file needs its suffix')
+        raise UserError(f'encoder: timm has no weights "{tag}" for "{architecture}"{hint}; give a file with its suffix')
 
 
-def _tagged(architecture: str, tag: str) -> _Source:
+def _from_tag(architecture: str, tag: str) -> _Source:
     from timm.models import get_pretrained_cfg
 
     config = get_pretrained_cfg(f"{architecture}.{tag}" if tag else architecture)
@@ -166,7 +163,7 @@ def _tagged(architecture: str, tag: str) -> _Source:
 
 
 def _pretraining(name: str) -> str:
-    seen = corpus(name)
+    seen = corpora_in(name)
     return f"weights {name}" + (f", pre-trained on {seen}" if seen else "")
 
 
@@ -178,20 +175,22 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     try:
         model: Any = timm.create_model(source.name, pretrained=source.pretrained, num_classes=0, **kwargs)
     except Exception as error:
-        fault = download_fault(error) if source.pretrained else None
+        fault = network_error(error) if source.pretrained else None
         if fault is not None:
-            raise not_downloaded(source.name, _repository(source.name), fault) from error
+            raise download_failed(source.name, _repository(source.name), fault) from error
         if not kwargs:
             raise
         raise wrong_kwargs(source.name, kwargs, error) from error
     found = model.pretrained_cfg["architecture"]
     if source.architecture not in (None, found):
-        raise UserError(f"encoder.weights: {source.name} holds {found}; set encoder.model to that")
+        raise UserError(
+            f"encoder.weights: {source.name} is a {found}, not a {source.architecture}; set encoder.model to {found}"
+        )
     return model
 
 
 def _repository(name: str) -> str:
-    """The hub repository, or the address, of the weights that timm knows under a name."""
+    """The hub repository or the address of the weights of this name."""
     from timm.models import get_pretrained_cfg
 
     config = None if name.startswith("hf-hub:") else get_pretrained_cfg(name)
@@ -199,10 +198,10 @@ def _repository(name: str) -> str:
 
 
 def _create_from_file(source: _Source, path: Path, kwargs: dict[str, Any]) -> Any:
-    """The model with the file's weights, strictly.
+    """The model with the file's weights. Raises `UserError` if any tensor is missing, unexpected or of another shape.
 
-    Where the head is left out timm tells of missing tensors in its log only. So the head is built with as many classes
-    as the file's has, is checked with the rest, and is left out afterwards.
+    Without a head, timm only logs missing tensors. So the model is built with a head of as many classes as the file's,
+    the head is checked with the rest, and then removed.
     """
     import timm
     from timm.models import get_pretrained_cfg, load_state_dict
@@ -212,11 +211,11 @@ def _create_from_file(source: _Source, path: Path, kwargs: dict[str, Any]) -> An
     assert config is not None, "_resolve knows the model"
     classifier = config.classifier if isinstance(config.classifier, str) else (config.classifier or ("",))[0]
     head = state.get(f"{classifier}.weight")
-    # no head of that name: the file has none, or one that timm's own filter renames, as large as its registered one
+    # no head of this name: the file has none, or timm's own filter renames it; then its size is that of the tag's head
     counts = [0, config.num_classes] if head is None else [head.shape[0]]
     errors = []
     for classes in counts:
-        # "file" stops timm from looking elsewhere; equal class counts make it strict
+        # "file": timm loads this file and no other. It loads strictly only if both class counts are equal.
         overlay = {"file": str(path), "num_classes": classes, "label_offset": 0}
         try:
             model: Any = timm.create_model(

@@ -14,7 +14,7 @@ from xdm_ft.data._images import NAMED_AT_MOST
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.plan import Plan
-from xdm_ft.features.file_hashes import Contents, read_contents
+from xdm_ft.features.file_hashes import FileHashes, hash_files
 from xdm_ft.features.store import cache_folder
 from xdm_ft.protocol.splits import Split
 
@@ -28,8 +28,8 @@ picked; the protocol line counts the groups that they share."""
 
 def faults(plan: Plan, show: bool) -> list[Finding]:
     """All of them. Reads and hashes image files of equal size; the others are not opened. `show`: with progress."""
-    contents = read_contents(plan.dataset, _index_folder(plan.recipe), show, equal_sizes_only=True)
-    return [*data_faults(plan.dataset, contents, plan.splits), *plan_faults(plan)]
+    hashes = hash_files(plan.dataset, _index_folder(plan.recipe), show, equal_sizes_only=True)
+    return [*data_faults(plan.dataset, hashes, plan.splits), *plan_faults(plan)]
 
 
 def _index_folder(recipe: Recipe) -> Path | None:
@@ -42,11 +42,11 @@ def _index_folder(recipe: Recipe) -> Path | None:
         return None
 
 
-def data_faults(dataset: ImageDataset, contents: Contents, splits: Sequence[Split]) -> Iterator[Finding]:
+def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
     """Those of the data itself; `splits` say which of them touch the estimate."""
     yield from classes_spelt_alike(dataset)
     yield from lacking_classes(dataset)
-    yield from repeated_images(dataset, contents, splits)
+    yield from repeated_images(dataset, hashes, splits)
 
 
 def plan_faults(plan: Plan) -> Iterator[Finding]:
@@ -89,11 +89,11 @@ def _named(dataset: ImageDataset, domains: np.ndarray) -> str:
     return ", ".join(dataset.domain_names[d] for d in np.flatnonzero(domains))
 
 
-def repeated_images(dataset: ImageDataset, contents: Contents, splits: Sequence[Split]) -> Iterator[Finding]:
+def repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
     """Images that are there more than once, byte for byte: in two domains, or twice in one."""
     across: list[list[int]] = []
     within: list[list[int]] = []
-    for rows in contents.equal():
+    for rows in hashes.duplicates():
         (across if len(set(dataset.domains[rows].tolist())) > 1 else within).append(rows)
     for repeated, where in ((across, "in more than one domain"), (within, "twice or more in one domain")):
         if not repeated:

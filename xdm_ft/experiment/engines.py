@@ -12,7 +12,6 @@ from urllib.parse import quote
 import yaml
 from torch import Tensor
 
-from xdm_ft import __version__
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared, build_encoder
@@ -27,6 +26,7 @@ from xdm_ft.tensors import Criteria
 from xdm_ft.training import Identity, Job, Selected, Trained
 from xdm_ft.training.memory import running_out_named
 from xdm_ft.training.selection import FINAL_FIT
+from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""Features of a frozen encoder: extracted once, cached by all that determines them, shared by every later run."""
+"""Features of a frozen encoder: computed once, cached under a key of all that determines them, reused by later runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 class FeatureSettings(Block):
-    """How features of a frozen encoder are computed and where they are kept."""
+    """How features of a frozen encoder are computed, and where they are cached."""
 
     dir: Annotated[
         Path | None,
@@ -30,22 +30,23 @@ class FeatureSettings(Block):
         int,
         Field(
             ge=1,
-            description="images that the encoder sees at once, at most a shard of the cache (256 or more); "
-            "changes features by rounding only, so cached ones are used whatever it is",
+            description="images per forward pass of the encoder, at most a shard of the cache (256 or more); changes "
+            "features by rounding only, so cached features serve any batch size",
         ),
     ] = 64
     views: Annotated[
         int,
         Field(
             ge=0,
-            description="augmented passes over all images that are cached besides the plain one; each draw of a "
-            "training image is one of them, uniformly, the plain one only evaluates; 0: the plain one trains too",
+            description="number of augmented passes over all images to cache besides the plain pass; each time a "
+            "training image is drawn, one of them is picked uniformly, and the plain pass is for evaluation only; 0: "
+            "the plain pass is for training too",
         ),
     ] = 0
     workers: Annotated[
         int | None,
         Field(
             ge=0,
-            description="processes that decode images; null: as many as cores up to 4, none for images in memory",
+            description="processes that decode images; null: one per core, at most 4, and none for images in memory",
         ),
     ] = None

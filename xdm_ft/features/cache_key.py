@@ -1,7 +1,7 @@
-"""What determines cached features, and the key made of it.
+"""The key of cached features: a hash of all that determines them.
 
-Not part of the key, since they change features by rounding only: batch size, thread and process count, the model of the
-processor. A cache that another setting of these filled is used as it is.
+Batch size, number of threads and processes, and the model of the processor are not part of the key, since they change
+features by rounding only: features computed with other values of these are reused.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import PIL
 import torch
 from torch import Tensor, nn
 
-import xdm_ft
 from xdm_ft.data import ImageDataset
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import Precision
-from xdm_ft.features.file_hashes import Contents
+from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.storage.digests import digest
+from xdm_ft.version import __version__
 
-SCHEMA = 1  # of the files; raised also when a change of our own code changes features
+SCHEMA = 1  # version of the files; raise it also when a change of our own code changes features
 
 
-def ingredients(
-    encoder: Encoder, dataset: ImageDataset, contents: Contents, precision: Precision, device: torch.device
+def key_parts(
+    encoder: Encoder, dataset: ImageDataset, hashes: FileHashes, precision: Precision, device: torch.device
 ) -> dict[str, object]:
-    """Everything that determines the features, JSON-serialisable."""
+    """All that determines the features of the plain view, JSON-serialisable. Renaming a part changes every key."""
     reader = type(dataset)
     return {
         "schema": SCHEMA,
@@ -37,11 +37,11 @@ def ingredients(
         "device": {"type": device.type, **_float32_arithmetic(device)},
         "data": {
             "images": len(dataset),
-            "content": digest(contents.digests, bits=128),  # in data order
-            "reader": f"{reader.__module__}.{reader.__qualname__}",  # two readers may see different pixels in a file
+            "content": digest(hashes.digests, bits=128),  # in row order
+            "reader": f"{reader.__module__}.{reader.__qualname__}",  # two readers may decode a file to different pixels
         },
-        "versions": {  # the encoder's own library is in its identity
-            "xdm_ft": xdm_ft.__version__,
+        "versions": {  # the version of the encoder's own library is in its identity
+            "xdm_ft": __version__,
             "torch": torch.__version__,
             "torchvision": version("torchvision"),
             "timm": version("timm"),  # the transforms use it
@@ -51,7 +51,7 @@ def ingredients(
 
 
 def key_of(parts: dict[str, object]) -> str:
-    """32 hexadecimal digits."""
+    """The key of these parts: xxh3_128, 32 hexadecimal digits."""
     return digest(json.dumps(parts, sort_keys=True), bits=128)
 
 
@@ -64,6 +64,6 @@ def weights_digest(module: nn.Module) -> str:
 
 
 def _float32_arithmetic(device: torch.device) -> dict[str, object]:
-    """What torch is set to make of "float32": it may round to TF32 or bfloat16 on the way."""
+    """torch's settings of float32 arithmetic: it may round products to TF32 or bfloat16."""
     matmul: dict[str, object] = {"matmul": torch.get_float32_matmul_precision()}
     return {**matmul, "cudnn_tf32": torch.backends.cudnn.allow_tf32} if device.type == "cuda" else matmul

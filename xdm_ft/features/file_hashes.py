@@ -1,8 +1,8 @@
-"""What the images hold: a hash of each one's bytes, indexed so that a warm start opens no image.
+"""A hash of each image's bytes, kept in an index, so that a later run opens no image.
 
-A file is taken to be unchanged while its path, size, time of modification and time of status change (ctime, which can
-not be set back) are those in the index. A moved or touched file is hashed again and has the same hash. Where a file
-system keeps no ctime, a change that restores both size and time of modification goes unseen.
+A file counts as unchanged if its path, size, time of modification and time of status change (ctime, which a program can
+not set back) equal those in the index. A file that was moved or touched is hashed again, with the same result. On a
+file system without ctime, a change that restores both size and time of modification is not noticed.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from xdm_ft.progress import progress
 logger = logging.getLogger("xdm_ft")
 T = TypeVar("T")
 
-READERS = 8  # threads: on a network disk most of the time is waiting
+READER_THREADS = 8  # more than cores: on a network disk most of the time is spent waiting
 READ_BYTES = 1 << 22
-FILES_PER_COMMIT = 1024  # what a kill while hashing can lose
-WAIT_SECONDS = 60.0  # for another process that writes to the index
-_EMPTY = xxhash.xxh3_128_digest(b"")
+FILES_PER_COMMIT = 1024  # at most so many hashes are lost when a process is killed
+WAIT_SECONDS = 60.0  # at most, for another process that writes to the index
+_EMPTY_FILE = xxhash.xxh3_128_digest(b"")
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _SCHEMA = """CREATE TABLE IF NOT EXISTS files
     (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, xxh3_128 BLOB) WITHOUT ROWID"""
 
 
 class Stamp(NamedTuple):
-    """What tells that a file has changed."""
+    """The state of a file by which a change is noticed."""
 
     size: int
     mtime_ns: int
@@ -54,23 +54,23 @@ class Stamp(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Contents:
-    """Content of N images."""
+class FileHashes:
+    """Hashes of N images. An image in memory has a digest and no file."""
 
     digests: np.ndarray  # uint8 [N,16]: xxh3_128 of the bytes; zeros where they can not be read
     unreadable: dict[int, str] = field(default_factory=dict)  # row → why its bytes can not be read
-    files: dict[int, tuple[str, Stamp]] = field(default_factory=dict)  # row → its file, and its state when hashed
+    files: dict[int, tuple[str, Stamp]] = field(default_factory=dict)  # row → file, and its state when hashed
 
-    def equal(self) -> list[list[int]]:
-        """The rows of every image that is there more than once, byte for byte. Empty files are no images."""
+    def duplicates(self) -> list[list[int]]:
+        """One list of rows for each image that occurs more than once, byte for byte. Empty files are not compared."""
         rows_of: dict[bytes, list[int]] = {}
         for row in np.flatnonzero(self.digests.any(1)).tolist():
             rows_of.setdefault(self.digests[row].tobytes(), []).append(row)
-        rows_of.pop(_EMPTY, None)
+        rows_of.pop(_EMPTY_FILE, None)
         return [rows for rows in rows_of.values() if len(rows) > 1]
 
-    def changed(self, rows: range) -> str | None:
-        """A file of these rows that is no longer what was hashed."""
+    def changed_file(self, rows: range) -> str | None:
+        """The first file of these rows that has changed since it was hashed; None if none has."""
         for path, stamp in (self.files[row] for row in rows if row in self.files):
             try:
                 if Stamp.of(os.stat(path)) != stamp:
@@ -80,43 +80,46 @@ class Contents:
         return None
 
 
-def read_contents(dataset: ImageDataset, cache: Path | None, show: bool, equal_sizes_only: bool = False) -> Contents:
-    """Hashes every image of the data set, or finds its hash in `<cache>/index.sqlite` (`cache` None: there is none).
+def hash_files(dataset: ImageDataset, cache: Path | None, show: bool, equal_sizes_only: bool = False) -> FileHashes:
+    """Returns the hash of every image of the data set, from the index `<cache>/index.sqlite` or from the file.
 
-    `equal_sizes_only` leaves out files of a size that no other one has, which is enough for `Contents.equal`.
+    New hashes are added to the index (`cache` None: there is no index). `equal_sizes_only` skips files whose size no
+    other file has: they have no duplicate. Raises `UserError` for a file that is being written, and for an index that
+    can not be written.
     """
-    contents = Contents(np.zeros((len(dataset), 16), dtype=np.uint8))
+    hashes = FileHashes(np.zeros((len(dataset), 16), dtype=np.uint8))
     for row in range(len(dataset)):
         content = dataset.content(row)
         if isinstance(content, bytes):
-            contents.digests[row] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
+            hashes.digests[row] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
             continue
         try:
-            contents.files[row] = content if os.path.isabs(content) else os.path.abspath(content), _stamp(content)
+            hashes.files[row] = content if os.path.isabs(content) else os.path.abspath(content), _stamp(content)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-            contents.unreadable[row] = _reason(error)
+            hashes.unreadable[row] = _reason(error)
     if equal_sizes_only:
-        files_of = Counter(stamp.size for _, stamp in contents.files.values())
-        for row in [row for row, (_, stamp) in contents.files.items() if files_of[stamp.size] == 1]:
-            del contents.files[row]
-    if contents.files:
-        known = {} if cache is None else _with_index(cache, partial(_find, files=contents.files))
+        files_of = Counter(stamp.size for _, stamp in hashes.files.values())
+        for row in [row for row, (_, stamp) in hashes.files.items() if files_of[stamp.size] == 1]:
+            del hashes.files[row]
+    if hashes.files:
+        known = {} if cache is None else _run_on_index(cache, partial(_look_up, files=hashes.files))
         for row, digest in known.items():
-            contents.digests[row] = np.frombuffer(digest, np.uint8)
-        unknown = [row for row in contents.files if row not in known]
+            hashes.digests[row] = np.frombuffer(digest, np.uint8)
+        unknown = [row for row in hashes.files if row not in known]
         if unknown:
-            _hash_files(unknown, contents, cache, show)
-    return contents
+            _hash_new_files(unknown, hashes, cache, show)
+    return hashes
 
 
 def _stamp(path: str) -> Stamp:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("not a regular file")  # opening a pipe would wait for ever
+        raise ValueError("not a regular file")  # opening a pipe would block for ever
     return Stamp.of(status)
 
 
 def _reason(error: Exception) -> str:
+    """Why a file can not be read. Raises `error` again if the machine is at fault (too many open files, no memory)."""
     if isinstance(error, OSError):
         if error.errno in OF_THE_MACHINE:
             raise error
@@ -124,30 +127,30 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _hash_files(rows: list[int], contents: Contents, cache: Path | None, show: bool) -> None:
-    """Reads and hashes the files of these rows, and adds them to the index as it goes."""
+def _hash_new_files(rows: list[int], hashes: FileHashes, cache: Path | None, show: bool) -> None:
+    """Hashes the files of these rows into `hashes`, and adds every `FILES_PER_COMMIT` of them to the index."""
 
     def hashed(row: int) -> tuple[Stamp, bytes] | str:
         try:
-            return _hash_file(contents.files[row][0])
+            return _hash_file(hashes.files[row][0])
         except OSError as error:
             return _reason(error)
 
-    with ThreadPoolExecutor(READERS) as pool, progress("hashing", len(rows), "images", show) as bar:
+    with ThreadPoolExecutor(READER_THREADS) as pool, progress("hashing", len(rows), "images", show) as bar:
         for first in range(0, len(rows), FILES_PER_COMMIT):
             some, known = rows[first : first + FILES_PER_COMMIT], []
             for row, result in zip(some, pool.map(hashed, some), strict=True):
-                path, _ = contents.files.pop(row)
+                path, _ = hashes.files.pop(row)
                 if isinstance(result, str):
-                    contents.unreadable[row] = result
+                    hashes.unreadable[row] = result
                 else:
                     stamp, digest = result
-                    contents.files[row] = path, stamp
-                    contents.digests[row] = np.frombuffer(digest, np.uint8)
+                    hashes.files[row] = path, stamp
+                    hashes.digests[row] = np.frombuffer(digest, np.uint8)
                     known.append((os.fsencode(path), *stamp, digest))
                 bar.advance()
             if cache is not None:
-                _with_index(cache, partial(_add, known=known))
+                _run_on_index(cache, partial(_insert, known=known))
 
 
 def _hash_file(path: str) -> tuple[Stamp, bytes]:
@@ -157,15 +160,16 @@ def _hash_file(path: str) -> tuple[Stamp, bytes]:
         while chunk := file.read(READ_BYTES):
             digest.update(chunk)
         if Stamp.of(os.fstat(file.fileno())) != before:
-            raise UserError(f"{path}: is being written to; run again when the data are complete")
+            raise UserError(f"{path}: another program is writing to this file; run again when the data are complete")
     return before, digest.digest()
 
 
-def _find(index: sqlite3.Connection, files: Mapping[int, tuple[str, Stamp]]) -> dict[int, bytes]:
-    """Row → hash, for files that are as the index knows them."""
+def _look_up(index: sqlite3.Connection, files: Mapping[int, tuple[str, Stamp]]) -> dict[int, bytes]:
+    """Row → hash, for files whose state equals that in the index."""
     index.execute("CREATE TEMP TABLE wanted (row INTEGER PRIMARY KEY, path BLOB, size, mtime_ns, ctime_ns)")
     wanted = ((row, os.fsencode(path), *stamp) for row, (path, stamp) in files.items())
     index.executemany("INSERT INTO wanted VALUES (?, ?, ?, ?, ?)", wanted)
+    # CROSS JOIN keeps SQLite from reordering the tables: it looks each wanted path up in the index by its key
     return dict(
         index.execute(
             "SELECT row, xxh3_128 FROM wanted CROSS JOIN files USING (path, size, mtime_ns, ctime_ns)"
@@ -174,21 +178,24 @@ def _find(index: sqlite3.Connection, files: Mapping[int, tuple[str, Stamp]]) -> 
     )
 
 
-def _add(index: sqlite3.Connection, known: list[tuple[bytes, int, int, int, bytes]]) -> None:
+def _insert(index: sqlite3.Connection, known: list[tuple[bytes, int, int, int, bytes]]) -> None:
     index.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", known)
 
 
-def _with_index(cache: Path, work: Callable[[sqlite3.Connection], T]) -> T:
-    """`work` in one transaction on the index. A damaged index is thrown away: it only saves time."""
+def _run_on_index(cache: Path, work: Callable[[sqlite3.Connection], T]) -> T:
+    """Returns what `work` returns, run in one transaction on the index. Deletes a damaged index: it only saves time."""
     path = cache / "index.sqlite"
     try:
         return _transaction(path, work)
     except sqlite3.DatabaseError as error:
+        # the low byte is the primary code; the rest says more than is needed here
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
         if code == sqlite3.SQLITE_FULL:
             raise UserError(f"{path}: the disk is full; make room, or set features.dir to another disk") from error
         if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-            raise UserError(f"{path}: can not be written ({error}); mend it, or set features.dir") from error
+            raise UserError(
+                f"{path}: can not be written ({error}); allow writing to it, or set features.dir to another folder"
+            ) from error
         if code not in _DAMAGED:
             raise
         logger.warning("%s is damaged (%s): hashing the images again", path, error)
@@ -198,8 +205,8 @@ def _with_index(cache: Path, work: Callable[[sqlite3.Connection], T]) -> T:
 
 
 def _transaction(path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
-    # opened anew each time: a connection must not be carried into forked DataLoader workers
-    path.touch(mode=0o600)
+    # opened for each transaction: SQLite forbids using a connection in a forked process, such as a DataLoader worker
+    path.touch(mode=0o600)  # for its user only; SQLite itself would follow the umask
     with closing(sqlite3.connect(path, timeout=WAIT_SECONDS)) as index:
         index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait for each other
         index.execute("PRAGMA temp_store = MEMORY")

@@ -1,4 +1,4 @@
-"""Listing, checking and clearing the cache."""
+"""Listing, checking and pruning the cache."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from xdm_ft.features.store import MANIFEST, read_manifest, shard_name
 from xdm_ft.storage.checksummed import Damaged
 
 SECONDS_PER_DAY = 86400.0
-_CLEARED = ".cleared-"
+_BEING_DELETED = ".cleared-"  # beginning of the name of a folder whose deletion has begun
 
 
 class Cached(NamedTuple):
     """One set of features in the cache."""
 
     key: str
-    manifest: dict[str, Any] | None  # None where it is damaged or not there yet
+    manifest: dict[str, Any] | None  # None if it is damaged or not written yet
     bytes: int
     last_used: float  # seconds since 1970
 
 
 def entries(cache: Path) -> list[Cached]:
-    """What the cache holds, last used first. A folder that does not exist holds nothing."""
+    """The entries of the cache, last used first; none if the folder does not exist."""
     folders = [folder for folder in _folders(cache) if re.fullmatch("[0-9a-f]{32}", folder.name)]
     return sorted((_cached(folder) for folder in folders), key=lambda entry: -entry.last_used)
 
@@ -43,14 +43,19 @@ def _cached(folder: Path) -> Cached:
         manifest = read_manifest(folder)
     except (FileNotFoundError, Damaged):
         manifest = None
-    stamped = folder / MANIFEST
-    last_used = (stamped if stamped.exists() else folder).stat().st_mtime
+    manifest_path = folder / MANIFEST
+    # each use sets the manifest's time of modification (`Entry.update_manifest`)
+    last_used = (manifest_path if manifest_path.exists() else folder).stat().st_mtime
     return Cached(folder.name, manifest, sum(file.stat().st_size for file in folder.iterdir()), last_used)
 
 
 def verify(cache: Path, key: str) -> list[str]:
-    """Reads all files of an entry; a line for each that is damaged or missing. A run that uses it mends them."""
+    """Reads all files of an entry and returns one line for each damaged or missing file.
+
+    Nothing is repaired: the next run that uses the entry does that.
+    """
     folder, faults = cache / key, []
+    # not only those of the manifest, which may be missing or damaged itself
     shards = {int(path.name[6:11]): path for path in folder.glob("shard-*.safetensors")}
     try:
         manifest = read_manifest(folder)
@@ -77,13 +82,14 @@ def prune(
     max_bytes: int | None = None,
     referenced: Collection[str] | None = None,
 ) -> list[Cached]:
-    """Removes entries not used for `unused_days` and those whose key is not `referenced`, then the longest unused until
-    `max_bytes` remain; returns them.
+    """Deletes entries and returns them: those not used for `unused_days`, those whose key is not in `referenced`, and
+    then those not used for longest, until at most `max_bytes` remain. None: that limit does not apply.
 
-    An entry that a process is computing stays. One that a process has open may go: what is mapped stays readable.
+    An entry that a process is computing is kept. One that a process only reads may be deleted: files that are mapped
+    into memory stay readable.
     """
     for leftover in _folders(cache):
-        if leftover.name.startswith(_CLEARED):
+        if leftover.name.startswith(_BEING_DELETED):
             shutil.rmtree(leftover)
     removed = []
 
@@ -92,18 +98,20 @@ def prune(
         return too_old or (referenced is not None and entry.key not in referenced)
 
     kept = sum(entry.bytes for entry in entries(cache))
-    for entry in sorted(reversed(entries(cache)), key=unwanted, reverse=True):  # then the longest unused first
+    for entry in sorted(reversed(entries(cache)), key=unwanted, reverse=True):
+        # sorted() is stable: unwanted entries come first, and within both groups those not used for longest
         too_much = max_bytes is not None and kept > max_bytes
-        if (unwanted(entry) or too_much) and not _in_work(cache / entry.key):
-            # renamed first: a process that dies here leaves no half-deleted entry under its name
-            gone = (cache / entry.key).rename(cache / f"{_CLEARED}{entry.key}")
-            shutil.rmtree(gone)
+        if (unwanted(entry) or too_much) and not _is_being_computed(cache / entry.key):
+            # renamed first: if this process is killed while deleting, no incomplete entry stays under the key
+            renamed = (cache / entry.key).rename(cache / f"{_BEING_DELETED}{entry.key}")
+            shutil.rmtree(renamed)
             kept -= entry.bytes
             removed.append(entry)
     return removed
 
 
-def _in_work(folder: Path) -> bool:
+def _is_being_computed(folder: Path) -> bool:
+    """Whether a process has locked one of the shards. Lock files of killed processes are not locked any more."""
     for path in folder.glob("shard-*.lock"):
         try:
             with FileLock(path, timeout=0):

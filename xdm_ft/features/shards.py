@@ -1,4 +1,4 @@
-"""One file of cached features. It proves itself: what it belongs to and a checksum travel inside it."""
+"""One file of cached features. Its header holds its key, its number and a checksum, so that it can be checked alone."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 from xdm_ft.storage.checksummed import Damaged, read_tensors, write_tensors
 from xdm_ft.storage.digests import digest
 
-IMAGES = 256  # per shard, so that little is lost when an extraction is killed …
-AT_MOST = 1024  # … but no more shards than this: large data sets have larger ones
+IMAGES_PER_SHARD = 256  # few, so that little is lost when an extraction is killed
+MAX_SHARDS = 1024  # more images than fit in so many shards make the shards larger
 
 
 @dataclass(frozen=True)
-class Grid:
-    """How N rows are cut into shards. A function of N alone: runs that share a cache agree on it."""
+class ShardLayout:
+    """How N rows are cut into shards. It depends on N alone, so that runs which share a cache agree on it."""
 
     rows: int
 
     @property
     def rows_per_shard(self) -> int:
-        return max(IMAGES, -(-self.rows // AT_MOST))
+        return max(IMAGES_PER_SHARD, -(-self.rows // MAX_SHARDS))  # −(−a // b) is a / b rounded up
 
     def __len__(self) -> int:
         return -(-self.rows // self.rows_per_shard)
@@ -37,23 +37,23 @@ class Grid:
 
 @dataclass(frozen=True)
 class Shard:
-    """What a shard's file holds."""
+    """The checked contents of a shard's file."""
 
     features: Tensor  # [rows, K] in the stored precision, memory-mapped
     unreadable: dict[int, str]  # row of the data set → why its image does not decode
-    digest: str
+    checksum: str
 
 
 def write_shard(path: Path, features: Tensor, unreadable: Mapping[int, str], key: str, number: int) -> None:
     metadata = {"key": key, "shard": str(number), "unreadable": json.dumps(unreadable)}
-    write_tensors(path, {"features": features}, {**metadata, "xxh3": _digest(features, metadata)})
+    write_tensors(path, {"features": features}, {**metadata, "xxh3": _checksum(features, metadata)})
 
 
 def open_shard(path: Path, key: str, number: int) -> Shard:
-    """Maps the file and checks all of it. Raises `Damaged`, and `FileNotFoundError` where there is none."""
+    """Maps the file and checks all of it. Raises `Damaged`, or `FileNotFoundError` if it does not exist."""
     tensors, metadata = read_tensors(path)
     checksum = metadata.pop("xxh3", "")
-    if "features" not in tensors or checksum != _digest(tensors["features"], metadata):
+    if "features" not in tensors or checksum != _checksum(tensors["features"], metadata):
         raise Damaged("its checksum differs")
     if (metadata["key"], metadata["shard"]) != (key, str(number)):
         raise Damaged(f"it is shard {metadata['shard']} of {metadata['key']}")
@@ -61,6 +61,6 @@ def open_shard(path: Path, key: str, number: int) -> Shard:
     return Shard(tensors["features"], unreadable, checksum)
 
 
-def _digest(features: Tensor, metadata: Mapping[str, str]) -> str:
+def _checksum(features: Tensor, metadata: Mapping[str, str]) -> str:
     header = [sorted(metadata.items()), str(features.dtype), list(features.shape)]
     return digest(json.dumps(header), features)

@@ -1,19 +1,18 @@
-"""Where cached features lie: `<cache>/<key>/manifest.json` and `shard-00000.safetensors`, `shard-00001.safetensors`, …
+"""How features are stored: `<cache>/<key>/manifest.json` and `shard-00000.safetensors`, `shard-00001.safetensors`, …
 
 manifest.json:
 
-    what, key, created      what this folder is, its own name, and when it was begun (UTC)
-    schema … versions       everything that the key is made of (`ingredients`)
+    what, key, created      a line for people, the key, and when the entry was created (UTC)
+    schema … versions       all parts of the key (`key_parts`)
     summary                 {"domains": {name: images}, "classes": [name, …]}
-    width, batch_size       K, and the batch size of the run that began it
-    complete                whether all shards are there
+    width, batch_size       K, and the batch size of the run that created the entry
+    complete                whether all shards exist
     unreadable              {row: why its image does not decode}
     shards                  [{"file", "rows", "xxh3"}, …] in the order of the rows
     checksum                of all the above
 
-A shard holds `features` [rows, K] and proves itself by what is in its own header, so that an extraction that was
-killed, or a manifest that was damaged, costs no finished shard. Everything is written whole or not at all, for its
-user's eyes only.
+A shard holds `features` [rows, K], and its header holds all that is needed to check it. So finished shards are not lost
+when an extraction is killed or a manifest is damaged. Every file is written atomically. Only its user can read it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.shards import Grid, Shard, open_shard, write_shard
+from xdm_ft.features.shards import Shard, ShardLayout, open_shard, write_shard
 from xdm_ft.storage.atomic import replace_text
 from xdm_ft.storage.checksummed import Damaged, json_object
 from xdm_ft.storage.digests import digest
@@ -46,7 +45,10 @@ MANIFEST = "manifest.json"
 
 
 def cache_folder(settings: FeatureSettings) -> Path:
-    """The folder of the cache, made with access for its user only where it did not exist."""
+    """Returns the folder of the cache. Creates it, for its user only, if it does not exist.
+
+    Raises `UserError` if it can not be created or written.
+    """
     default = os.environ.get("XDM_FT_CACHE") or "~/.cache/xdm_ft/features"
     folder = Path(settings.dir or default).expanduser().absolute()
     try:
@@ -54,7 +56,7 @@ def cache_folder(settings: FeatureSettings) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"features.dir: {folder} can not be made ({error.strerror}); set features.dir or XDM_FT_CACHE"
+            f"features.dir: {folder} can not be created ({error.strerror}); set features.dir or XDM_FT_CACHE"
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"features.dir: {folder} can not be written; set features.dir or XDM_FT_CACHE")
@@ -62,32 +64,30 @@ def cache_folder(settings: FeatureSettings) -> Path:
 
 
 class Entry:
-    """One set of features on disk, shared by every process that needs it. Shards are opened as they appear."""
+    """One set of features on disk, shared by all processes that need it. `missing` opens new shards of all of them."""
 
-    def __init__(self, cache: Path, key: str, grid: Grid, width: int, dtype: torch.dtype) -> None:
-        self.folder, self.key, self.grid = cache / key, key, grid
+    def __init__(self, cache: Path, key: str, layout: ShardLayout, width: int, dtype: torch.dtype) -> None:
+        self.folder, self.key, self.layout = cache / key, key, layout
         self.bytes_per_row = width * dtype.itemsize
-        self.shards: dict[int, Shard] = {}
+        self.shards: dict[int, Shard] = {}  # number → opened and checked
         self._reported: set[int] = set()
-        self.manifest = self._own_manifest()
-
-    def _own_manifest(self) -> dict[str, Any] | None:
+        self.manifest: dict[str, Any] | None = None  # as read or written last
         try:
-            return read_manifest(self.folder)
+            self.manifest = read_manifest(self.folder)
         except FileNotFoundError:
-            return None
+            pass
         except Damaged as error:
-            logger.warning("%s is damaged (%s): written again from the shards", self.folder / MANIFEST, error)
-            return None
+            logger.warning("%s is damaged (%s): writing it again from the shards", self.folder / MANIFEST, error)
 
     def path(self, number: int) -> Path:
         return self.folder / shard_name(number)
 
     def missing(self) -> list[int]:
-        """The shards that are still to be computed. Opens, and checks, those that are new."""
-        return [number for number in range(len(self.grid)) if not self._opened(number)]
+        """Returns the numbers of the shards that are still to be computed. Opens and checks those that are new."""
+        return [number for number in range(len(self.layout)) if not self._open(number)]
 
-    def _opened(self, number: int) -> bool:
+    def _open(self, number: int) -> bool:
+        """Opens a shard, unless it is open already. Returns False, with a warning, if it is damaged."""
         if number not in self.shards:
             try:
                 self.shards[number] = open_shard(self.path(number), self.key, number)
@@ -104,70 +104,74 @@ class Entry:
             logger.warning("%s %s: computing its %d images again", self.path(number), fault, self.images([number]))
 
     def claim(self, number: int) -> FileLock | None:
-        """The right to compute a shard, until released or this process ends; None where it is taken or done."""
-        with self._writing():
+        """Returns a lock on a shard that is to be computed; None if another process has it, or the shard is finished.
+
+        The lock is free again when it is released or when this process ends, however it ends.
+        """
+        with self._folder_to_write():
             lock = FileLock(self.folder / f"{shard_name(number)}.lock", timeout=0)
             try:
                 lock.acquire()
             except Timeout:
                 return None
-        if self._opened(number):
+        if self._open(number):  # another process finished it before the lock was free
             lock.release()
             return None
         return lock
 
     def write(self, number: int, features: Tensor, unreadable: Mapping[int, str]) -> None:
-        """Adds a shard (features [rows, K] in the stored precision). It is on the disk when this returns."""
+        """Writes a shard (features [rows, K] in the stored precision) to the disk, reads it back and checks it."""
         path = self.path(number)
-        with self._writing():
+        with self._folder_to_write():
             write_shard(path, features, unreadable, self.key, number)
         try:
             self.shards[number] = open_shard(path, self.key, number)
         except Damaged as error:
-            raise UserError(f"{path}: reads back otherwise than it was written ({error}); check the disk") from error
+            raise UserError(f"{path}: differs from what was written to it ({error}); check the disk") from error
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """The folder is there, anew where another process has cleared the cache; a full disk is told with numbers."""
+    def _folder_to_write(self) -> Iterator[None]:
+        """Around writing: creates the folder, which another process may have deleted, and reports a full disk."""
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             yield
         except (OSError, UserError) as error:
             cause = error if isinstance(error, OSError) else error.__cause__
             if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._full() from error
+                raise self._disk_full() from error
             raise
 
-    def require_space(self, besides: int = 0) -> None:
-        """Raises `UserError` where the missing shards, and so many bytes besides, do not fit on the disk."""
-        if self.needed + besides > shutil.disk_usage(self.folder.parent).free:
-            raise self._full(besides)
+    def require_space(self, extra_bytes: int = 0) -> None:
+        """Raises `UserError` if the missing shards and `extra_bytes` do not fit on the disk."""
+        if self.needed + extra_bytes > shutil.disk_usage(self.folder.parent).free:
+            raise self._disk_full(extra_bytes)
 
     def images(self, numbers: Iterable[int]) -> int:
-        """How many images these shards hold."""
-        return sum(len(self.grid.span(number)) for number in numbers)
+        """Number of images in these shards."""
+        return sum(len(self.layout.span(number)) for number in numbers)
 
     @property
     def needed(self) -> int:
         """Bytes of the missing shards."""
-        return (self.grid.rows - self.images(self.shards)) * self.bytes_per_row
+        return (self.layout.rows - self.images(self.shards)) * self.bytes_per_row
 
-    def _full(self, besides: int = 0) -> UserError:
+    def _disk_full(self, extra_bytes: int = 0) -> UserError:
         free = shutil.disk_usage(self.folder.parent).free
         return UserError(
-            f"{self.folder}: the disk is full: {(self.needed + besides) / 1e6:,.1f} MB more are needed for features, "
-            f"{free / 1e6:,.1f} MB are free; make room (xdm-ft cache prune), or set features.dir to another disk, "
-            "and run the same command again"
+            f"{self.folder}: the disk is full: {(self.needed + extra_bytes) / 1e6:,.1f} MB more are needed for "
+            f"features, {free / 1e6:,.1f} MB are free; make room (xdm-ft cache prune) or set features.dir to "
+            "another disk, and run the same command again"
         )
 
-    def describe(self, about: Mapping[str, object]) -> None:
-        """Writes the manifest where it is not up to date, and marks the entry as used now.
+    def update_manifest(self, description: Mapping[str, object]) -> None:
+        """Writes the manifest if it is not up to date, and marks the entry as used now.
 
-        `about` says what the features are of. Files that killed processes left are removed from a complete entry.
+        `description`: the parts of the key and what else the manifest says of the features. From a complete entry, the
+        lock files and temporary files that killed processes left are deleted.
         """
-        complete = len(self.shards) == len(self.grid)
+        complete = len(self.shards) == len(self.layout)
         shards = [
-            {"file": shard_name(number), "rows": len(shard.features), "xxh3": shard.digest}
+            {"file": shard_name(number), "rows": len(shard.features), "xxh3": shard.checksum}
             for number, shard in sorted(self.shards.items())
         ]
         current = self.manifest is not None and self.manifest["complete"] and self.manifest["shards"] == shards
@@ -176,17 +180,17 @@ class Entry:
             unreadable = {str(row): reason for row, reason in self.unreadable.items()}
             state = {"complete": complete, "unreadable": unreadable, "shards": shards}
             head = {"what": "image features, cached by xdm_ft; safe to delete", "key": self.key, "created": created}
-            with self._writing():
-                self.manifest = _write_manifest(self.folder, {**head, **about, **state})
+            with self._folder_to_write():
+                self.manifest = _write_manifest(self.folder, {**head, **description, **state})
         if complete:
             for leftover in (*self.folder.glob("shard-*.lock"), *self.folder.glob(".shard-*")):
                 leftover.unlink(missing_ok=True)
-        with suppress(FileNotFoundError):  # another process clears the cache; what is mapped here stays
+        with suppress(FileNotFoundError):  # another process deleted the entry; what is mapped here stays readable
             os.utime(self.folder / MANIFEST)
 
     @property
     def unreadable(self) -> dict[int, str]:
-        """Row → why its image does not decode, over the shards that are there."""
+        """Row → why its image does not decode, of all open shards."""
         return {row: reason for _, shard in sorted(self.shards.items()) for row, reason in shard.unreadable.items()}
 
 
@@ -195,7 +199,7 @@ def shard_name(number: int) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of an entry, checked against its checksum. Raises `Damaged`, or `FileNotFoundError`."""
+    """Returns the manifest of an entry without its checksum. Raises `Damaged`, or `FileNotFoundError`."""
     manifest = json_object((folder / MANIFEST).read_bytes())
     if manifest.pop("checksum", None) != _checksum(manifest):
         raise Damaged("its checksum differs")

@@ -1,4 +1,4 @@
-"""Views of an image: the plain one, which evaluates, and seeded augmented ones, which train."""
+"""Views of an image: the plain one, for evaluation, and augmented ones drawn from a fixed seed, for training."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from xdm_ft.data import Augmentation
 from xdm_ft.data._transforms import Preprocessing, drawing_from, evaluation_transform, training_transform
 from xdm_ft.randomness import Stream, bits
 
-SEED = 0  # of the augmentations: every run draws the same views, so that they are cached once
+SEED = 0  # of the augmentations; the same in every run, so that runs of all seeds share the cached views
 
 
 @dataclass(frozen=True)
 class View:
-    """One pass over all images. View v is the same whatever the number of views."""
+    """One pass over all images. View v does not depend on the number of views, so that views can be added later."""
 
     number: int = 0  # 0: the plain one; 1, 2, …: augmented
     augmentation: Augmentation = "none"
@@ -24,8 +24,8 @@ class View:
     def transform(self, preprocessing: Preprocessing) -> ViewTransform:
         return ViewTransform(self, preprocessing)
 
-    def ingredients(self, preprocessing: Preprocessing) -> dict[str, object]:
-        """What determines its features besides what determines the plain ones: nothing for those."""
+    def key_parts(self, preprocessing: Preprocessing) -> dict[str, object]:
+        """The parts of the cache key that an augmented view adds to those of the plain view."""
         if self.number == 0:
             return {}
         steps = repr(training_transform(preprocessing, self.augmentation))  # every transform with its parameters
@@ -33,14 +33,14 @@ class View:
 
 
 class ViewTransform:
-    """(RGB image, its row) → float32 [3, size, size]. An augmented view draws by view and row alone."""
+    """(RGB image, its row) → float32 [3, size, size]. The random draws depend on view and row alone."""
 
     def __init__(self, view: View, preprocessing: Preprocessing) -> None:
         self.view = view
-        plain = view.number == 0
-        self._transform = (
-            evaluation_transform(preprocessing) if plain else training_transform(preprocessing, view.augmentation)
-        )
+        if view.number == 0:
+            self._transform = evaluation_transform(preprocessing)
+        else:
+            self._transform = training_transform(preprocessing, view.augmentation)
 
     def __call__(self, image: Image.Image, row: int) -> Tensor:
         if self.view.number == 0:
@@ -49,6 +49,6 @@ class ViewTransform:
             return self._transform(image)
 
 
-def views_of(augmentation: Augmentation, count: int) -> list[View]:
+def all_views(augmentation: Augmentation, count: int) -> list[View]:
     """The plain view and `count` augmented ones."""
     return [View(), *(View(number, augmentation) for number in range(1, 1 + count))]

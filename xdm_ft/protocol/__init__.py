@@ -1,1 +1,1 @@
-"""Who is held out: splits, their parts and groups, and samplers."""
+"""Which images train, select and test: held-out domains, validation parts, groups, and the samplers of batches."""

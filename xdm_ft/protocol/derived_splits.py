@@ -1,4 +1,4 @@
-"""Splits of models that are trained beside the planned ones: for `cross_domain`, and to ship."""
+"""Splits of the additional models: those of the rule `cross_domain`, and the one that `final_fit` ships."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.protocol.splits import Split, check_classes
 
 LEFT_OUT = ("left_out_0", "left_out_1")
-"""Splits of the domains that a model of `without` does not train on and is measured on."""
+"""Names of the evaluation splits of a `cross_domain` model: its two held-out domains."""
 
 
 def without(dataset: ImageDataset, split: Split, domain: str) -> Split:
-    """`split` without one of its training domains, whose training images become `left_out_0`.
+    """Returns `split` with one more held-out domain, whose training images become `left_out_0`.
 
-    Images whose group is also in that domain are left out. Selection by leaving out one training domain at a time is
-    DomainBed's third rule (Gulrajani & Lopez-Paz 2021, section 3).
+    Images whose group is also in that domain are removed. DomainBed's third selection rule leaves out one training
+    domain at a time in this way (Gulrajani & Lopez-Paz 2021, section 3). Raises `UserError` if a remaining domain has
+    fewer than two classes.
     """
     number = split.train_domains.index(domain)
     left_out = split.train[number]
@@ -41,25 +42,20 @@ def without(dataset: ImageDataset, split: Split, domain: str) -> Split:
         train_domains=tuple(name for name in split.train_domains if name != domain),
         train=tuple(rest),
         evaluation={LEFT_OUT[0]: left_out},
-        domain_of=_numbered(split.domain_of, number),
+        # −1 for the removed domain; the numbers above it move down by one
+        domain_of=torch.where(split.domain_of == number, -1, split.domain_of - (split.domain_of > number).long()),
     )
 
 
 def also_measuring(split: Split, rows: Tensor) -> Split:
-    """A split of `without` that measures its other held-out domain too, on `rows`: `left_out_1`."""
+    """Returns a split of `without` that also evaluates its other held-out domain, on `rows`: `left_out_1`."""
     return dataclasses.replace(split, evaluation={**split.evaluation, LEFT_OUT[1]: rows})
 
 
-def _numbered(domain_of: Tensor, removed: int) -> Tensor:
-    """The numbers of training domains once one is removed: −1 for it, those above it one less."""
-    lower = domain_of - (domain_of > removed).long()
-    return torch.where(domain_of == removed, -1, lower)
-
-
 def all_domains(dataset: ImageDataset, unreadable: Collection[int] = ()) -> Split:
-    """Every labelled image of every domain trains, whatever part it was in; none is left to validate or to test.
+    """Returns the split in which all labelled images of all domains train, and none validates or tests.
 
-    Raises `UserError` for a domain of one class only.
+    Raises `UserError` if a domain has images of one class only.
     """
     train = np.setdiff1d(np.arange(len(dataset)), list(unreadable))
     numbers = np.unique(dataset.domains[train])
@@ -76,7 +72,7 @@ def all_domains(dataset: ImageDataset, unreadable: Collection[int] = ()) -> Spli
 
 
 def mean_course(courses: Iterable[Mapping[int, float]]) -> dict[int, float]:
-    """Steps → mean over the left-out domains, for the steps at which all were measured."""
+    """Returns {step: mean over the left-out domains} for the steps at which all of them were measured."""
     listed = list(courses)
     steps = [step for step in listed[0] if all(step in course for course in listed)]
     return {step: float(np.mean([course[step] for course in listed])) for step in steps}

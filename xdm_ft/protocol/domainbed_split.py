@@ -8,21 +8,21 @@ import numpy as np
 
 
 def seed_hash(*numbers: int) -> int:
-    """The seed that DomainBed derives from trial and number of the domain: md5 of the tuple's text, modulo 2³¹."""
+    """Returns DomainBed's seed for a trial seed and the number of a domain: md5 of the tuple's text, modulo 2³¹."""
     return int(hashlib.md5(str(numbers).encode(), usedforsecurity=False).hexdigest(), 16) % 2**31
 
 
-def split_keys(images: int, held_out: int, seed: int) -> tuple[list[int], list[int]]:
-    """0…images−1, shuffled by `seed`: the first `held_out` of them, and the rest."""
-    keys = list(range(images))
+def split_keys(images: int, validation: int, seed: int) -> tuple[list[int], list[int]]:
+    """Returns 0…images−1, shuffled with `seed`, in two lists: the first `validation` of them, and the rest."""
+    keys = list(range(images))  # a list, as DomainBed shuffles one
     np.random.RandomState(seed).shuffle(keys)
-    return keys[:held_out], keys[held_out:]
+    return keys[:validation], keys[validation:]
 
 
 def validation_rows(domains: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """The validation rows of every domain (int64 [N], numbered in DomainBed's order), sorted.
+    """Returns the validation rows of all domains, sorted. `domains` int64 [N] are numbered in DomainBed's order.
 
-    Keys count the rows of a domain in the order of the data set, which for folders is torchvision's.
+    A key is an index into the rows of a domain. For folders these are in torchvision's order, which DomainBed uses.
     """
     parts = []
     for number in range(int(domains.max()) + 1):

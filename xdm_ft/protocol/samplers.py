@@ -1,4 +1,4 @@
-"""Which rows are in which batch, as a function of seed and step; and rows → image tensors for a DataLoader."""
+"""The rows of every batch, as a function of seed and step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SamplerName = Literal["per_domain", "class_balanced", "pooled"]
 
 
 class BatchSampler(ABC):
-    """Rows of every batch. A pure function of seed and step: it can start anywhere and has no state to save."""
+    """The rows of every batch: a pure function of seed and step. It starts at any step and has no state to save."""
 
     batch: int  # rows per step
 
     @abstractmethod
     def indices(self, first: int, last: int) -> Tensor:
-        """The rows of steps first…last−1: int64 [last − first, batch]."""
+        """Returns the rows of the steps first…last−1: int64 [last − first, batch]."""
 
 
 class PerDomainSampler(BatchSampler):
@@ -39,53 +39,57 @@ class PerDomainSampler(BatchSampler):
         self.batch, self.seed = batch_size * len(pools), seed
         self.rows = torch.cat(list(pools))
         sizes = torch.tensor([len(pool) for pool in pools])
-        self.size = sizes.repeat_interleave(batch_size)  # [batch]: size of the pool that each place draws from
-        self.start = (sizes.cumsum(0) - sizes).repeat_interleave(batch_size)  # [batch]: where it begins in `rows`
+        self.size = sizes.repeat_interleave(batch_size)  # [batch]: size of the pool that each position draws from
+        self.start = (sizes.cumsum(0) - sizes).repeat_interleave(
+            batch_size
+        )  # [batch]: where that pool begins in `rows`
 
     def indices(self, first: int, last: int) -> Tensor:
         steps = torch.arange(first, last)[:, None]  # [S,1]
-        place = torch.arange(self.batch)[None]  # [1,batch]
-        return self.rows[self.start + integers(self.seed, steps, Stream.BATCH, place, self.size)]  # [S,batch]
+        position = torch.arange(self.batch)[None]  # [1,batch]
+        return self.rows[self.start + integers(self.seed, steps, Stream.BATCH, position, self.size)]  # [S,batch]
 
 
 class ClassBalancedSampler(BatchSampler):
-    """`batch_size` rows from each of D pools at every step, domain after domain, its classes alike.
+    """`batch_size` rows from each of D pools at every step, domain after domain; classes are equally likely.
 
-    Each is drawn in two steps, with replacement: a class uniformly among those that the pool has, then a row of that
-    class uniformly.
+    A row is drawn in two steps, with replacement: first one of the classes in the pool, then one of its rows, both
+    uniformly.
     """
 
     def __init__(self, pools: Sequence[Tensor], batch_size: int, seed: int, labels: Tensor) -> None:
-        """`labels` int64 [N] are those of all rows, by their number."""
+        """`labels` int64 [N] are the labels of all rows of the data set."""
         _refuse_empty(pools)
         self.batch, self.seed = batch_size * len(pools), seed
         ordered = [pool[labels[pool].argsort(stable=True)] for pool in pools]
         self.rows = torch.cat(ordered)
         sizes = [labels[rows].unique_consecutive(return_counts=True)[1] for rows in ordered]
-        self.size = torch.cat(sizes)  # of every class of every pool
-        self.start = self.size.cumsum(0) - self.size  # where it begins in `rows`
+        self.size = torch.cat(sizes)  # rows of every class of every pool, pool after pool
+        self.start = self.size.cumsum(0) - self.size  # where that class begins in `rows`
         classes = torch.tensor([len(of_pool) for of_pool in sizes])
-        self.classes = classes.repeat_interleave(batch_size)  # [batch]: number of classes that each place draws from
-        self.first = (classes.cumsum(0) - classes).repeat_interleave(batch_size)  # [batch]: the first of them
+        self.classes = classes.repeat_interleave(batch_size)  # [batch]: number of classes that each position draws from
+        self.first = (classes.cumsum(0) - classes).repeat_interleave(
+            batch_size
+        )  # [batch]: index of its first class in `size`
 
     def indices(self, first: int, last: int) -> Tensor:
         steps = torch.arange(first, last)[:, None]  # [S,1]
-        place = torch.arange(self.batch)[None]  # [1,batch]
-        drawn = self.first + integers(self.seed, steps, Stream.BATCH_CLASS, place, self.classes)  # [S,batch]
-        return self.rows[self.start[drawn] + integers(self.seed, steps, Stream.BATCH, place, self.size[drawn])]
+        position = torch.arange(self.batch)[None]  # [1,batch]
+        drawn = self.first + integers(self.seed, steps, Stream.BATCH_CLASS, position, self.classes)  # [S,batch]
+        return self.rows[self.start[drawn] + integers(self.seed, steps, Stream.BATCH, position, self.size[drawn])]
 
 
 class PooledSampler(BatchSampler):
     """`batch_size` rows from all pools together, by successive seeded permutations.
 
-    Every row comes once per epoch; a batch may straddle two epochs, and no row is left over.
+    Every row appears once per epoch. A batch may contain rows of two epochs, so that no row is dropped.
     """
 
     def __init__(self, pools: Sequence[Tensor], batch_size: int, seed: int) -> None:
         _refuse_empty(pools)
         self.batch, self.seed = batch_size, seed
         self.rows = torch.cat(list(pools))
-        # only a memory of what is recomputed at will: callers ask for neighbouring steps, which share an epoch
+        # a cache, not state: neighbouring steps share an epoch, and a batch may contain rows of two
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def _permutation(self, epoch: int) -> Tensor:
@@ -105,13 +109,13 @@ class PooledSampler(BatchSampler):
 
 def _refuse_empty(pools: Sequence[Tensor]) -> None:
     if not pools or any(len(pool) == 0 for pool in pools):
-        raise ValueError("a sampler needs at least one pool, and a row in each of them")
+        raise ValueError("a sampler needs at least one pool, and at least one row in each")
 
 
 def sampler(name: SamplerName, pools: Sequence[Tensor], batch_size: int, seed: int, labels: Tensor) -> BatchSampler:
-    """The sampler that `training.sampler` names, over one pool of rows (int64) per training domain.
+    """Returns the sampler with the name `training.sampler`, over one pool of rows (int64) per training domain.
 
-    `labels` int64 [N] are those of all rows, by their number.
+    `labels` int64 [N] are the labels of all rows of the data set.
     """
     if name == "class_balanced":
         return ClassBalancedSampler(pools, batch_size, seed, labels.cpu())
@@ -119,10 +123,10 @@ def sampler(name: SamplerName, pools: Sequence[Tensor], batch_size: int, seed: i
 
 
 def steps_of(steps: int | None, epochs: float | None, rows: int, batch: int) -> int:
-    """The number of training steps: `steps`, or as many as `epochs` passes over `rows` rows need (rounded up)."""
+    """Returns the number of training steps: `steps`, or what `epochs` passes over `rows` rows need, rounded up."""
     if (steps is None) == (epochs is None):
         raise UserError("training: give either steps or epochs")
     if steps is not None:
         return steps
-    # decimal, as typed: in binary 0.7 epochs of 10 rows are a little more than 7
+    # as a decimal fraction: in floating point 2.2 · 25 rows are 55.00000000000001, one batch more than 55
     return math.ceil(Fraction(str(epochs)) * rows / batch)

@@ -1,4 +1,4 @@
-"""What the protocol line says of a split: whether test domains are unseen, and which groups are on both sides."""
+"""Notes on a split for the protocol line: whether test domains are unseen, and which groups are on both sides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xdm_ft.data import ImageDataset
 
 
 def seen_or_unseen(test_domains: Sequence[str], train_domains: Sequence[str]) -> str:
-    """How to go on after "tested on": an official split need not hold out whole domains."""
+    """Returns what follows "tested on" in the note. An official split may train and test on the same domain."""
     seen = [name for name in test_domains if name in train_domains]
     if not seen:
         return "domains never trained on"
@@ -20,15 +20,15 @@ def seen_or_unseen(test_domains: Sequence[str], train_domains: Sequence[str]) ->
 
 
 def independence(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray]) -> str:
-    """Whether groups are known, and how many groups and images of each evaluated part are of groups that also train."""
+    """Returns the note on groups: unknown, kept together, or how many groups and images of each part also train."""
     if dataset.groups is None:
         return "images assumed independent"
     overlaps = []
     for part, rows in evaluation.items():
-        if part == "test_val":  # a part of the test images
+        if part == "test_val":  # a part of the test images, which are counted already
             continue
         shared = rows[np.isin(dataset.groups[rows], dataset.groups[train])]
         if len(shared):
-            of_part, both = len(np.unique(dataset.groups[rows])), len(np.unique(dataset.groups[shared]))
-            overlaps.append(f"{both} of {of_part} groups of {part} also train ({len(shared)} of {len(rows)} images)")
+            groups, both = len(np.unique(dataset.groups[rows])), len(np.unique(dataset.groups[shared]))
+            overlaps.append(f"{both} of {groups} groups of {part} also train ({len(shared)} of {len(rows)} images)")
     return ", ".join(overlaps) or "groups kept together"

@@ -1,4 +1,4 @@
-"""Which images train, which select, which test: the protocol's splits."""
+"""The protocol's splits: which images train, which select, which test."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from xdm_ft.settings import Block
 
 Rule = Literal["train_val", "val_domain", "cross_domain", "oracle"]
 SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_domain", "oracle": "test_val"}
-"""Selection rule → the split whose metric it looks at. `oracle` looks at a part of the test domain: cheating.
-`cross_domain` looks at other models (`derived_splits.without`)."""
+"""Selection rule → the evaluation split on which it selects. `oracle` uses a part of the test domain: cheating.
+`cross_domain` is not here, as it uses the splits of additional models (`derived_splits.without`)."""
 
 MOST_SEEDS = 10_000
 Metric = Literal["accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "nll", "ece"]
@@ -33,7 +33,7 @@ class Protocol(Block):
 
     name: Annotated[
         Literal["leave_one_domain_out", "official"],
-        Field(description="leave_one_domain_out: each test domain in turn; official: the split of the data set"),
+        Field(description="leave_one_domain_out: each test domain is held out in turn; official: the data's own split"),
     ] = "leave_one_domain_out"
     test_domains: Annotated[
         tuple[str, ...] | None,
@@ -42,8 +42,8 @@ class Protocol(Block):
     split_rule: Annotated[
         Literal["stratified", "domainbed"],
         Field(
-            description="how validation parts are drawn: stratified by class, groups kept together; or exactly "
-            "DomainBed's, whose trial seed is the seed (leave_one_domain_out only)"
+            description="how validation parts are drawn. stratified: by class, without dividing a group; domainbed: "
+            "exactly as DomainBed, with the seed as its trial seed (leave_one_domain_out only)"
         ),
     ] = "stratified"
     val_fraction: Annotated[
@@ -52,10 +52,10 @@ class Protocol(Block):
     selection: Annotated[
         Rule,
         Field(
-            description="which images pick the step, and the headline: train_val, validation parts of the training "
-            "domains; val_domain, the official validation domain; cross_domain, each training domain under a model "
-            "trained without it (extra models); oracle, a part of the test domain (cheating). All but cross_domain "
-            "are reported beside it where the data allows"
+            description="images that select the step and the headline. train_val: validation parts of the training "
+            "domains; val_domain: the official validation domain; cross_domain: each training domain, with a model "
+            "trained without it (additional models); oracle: a part of the test domain (cheating). The other rules "
+            "except cross_domain are reported too if the data allows them"
         ),
     ] = "train_val"
     metric: Annotated[Metric, Field(description="metric that selects the step, and the headline of the tables")] = (
@@ -69,8 +69,8 @@ class Protocol(Block):
     final_fit: Annotated[
         bool,
         Field(
-            description="afterwards train the method of the best selection value on all labelled images of all "
-            "domains, to the median selected step: the model to ship, whose estimate is the table's"
+            description="true: afterwards trains the method with the best selection value on all labelled images of "
+            "all domains, up to the median selected step. This is the model to ship; its estimate is in the table"
         ),
     ] = False
 
@@ -79,45 +79,45 @@ class Protocol(Block):
     def _count_to_list(cls, value: object) -> object:
         if isinstance(value, int) and not isinstance(value, bool):
             if value < 1:
-                raise ValueError("at least 1 seed is needed")
+                raise ValueError(f"{value} seeds; at least 1 is needed")
             if value > MOST_SEEDS:
-                raise ValueError(f"at most {MOST_SEEDS} seeds")
+                raise ValueError(f"{value} seeds; at most {MOST_SEEDS} are allowed")
             return tuple(range(value))
         return value
 
 
 @dataclass(frozen=True)
 class Split:
-    """The rows of one model: what it trains on and what it is evaluated on. Row numbers are those of the data set."""
+    """The rows on which one model is trained and evaluated. Rows are those of the data set."""
 
     test_domains: tuple[str, ...]
-    train_domains: tuple[str, ...]  # names, in the order of `Batch.domain`
+    train_domains: tuple[str, ...]  # names; index d is domain d of `Batch.domain`
     train: tuple[Tensor, ...]  # int64 rows, one tensor per training domain
     evaluation: dict[str, Tensor]  # split name (train_val | val_domain | test | test_val) → int64 rows
     domain_of: Tensor  # int64 [number of domains of the data set] → 0…D−1 of `train_domains`, −1 for the others
-    notes: tuple[str, ...] = field(default=())  # what the protocol line must say of this split
+    notes: tuple[str, ...] = field(default=())  # notes on this split for the protocol line
 
     @property
     def tested_on(self) -> str:
-        """What the domains of the test images are to training: unseen, seen, or some of them."""
+        """Whether training sees the domains of the test images: none, some or all of them."""
         return seen_or_unseen(self.test_domains, self.train_domains)
 
 
 def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> list[Split]:
-    """One split per test domain, in the order of `protocol.test_domains` (or of the data set); one in all if official.
+    """Returns one split per test domain, in the order of `protocol.test_domains` or of the data set; if official, one.
 
-    `unreadable` rows are in no part. Raises `UserError` where the data does not bear the protocol.
+    `unreadable` rows are in no part. Raises `UserError` if the data do not allow the protocol.
     """
     if protocol.name == "official":
         return [official(dataset, protocol, seed, unreadable)]
     held_out = protocol.test_domains or dataset.domain_names
     if len(set(held_out)) < len(held_out):
-        raise UserError(f"protocol.test_domains: names a domain twice: {', '.join(held_out)}")
+        raise UserError(f"protocol.test_domains: {', '.join(held_out)}: a domain appears twice; remove one of the two")
     return [leave_one_domain_out(dataset, protocol, name, seed, unreadable) for name in held_out]
 
 
 def rules_of(protocol: Protocol, planned: Iterable[Split]) -> tuple[str, ...]:
-    """The recipe's selection rule, then the others that every split bears."""
+    """Returns the recipe's selection rule, then the other rules for which every split has images."""
     parts = set.intersection(*(set(split.evaluation) for split in planned))
     others = [rule for rule, name in SELECTION_SPLIT.items() if name in parts]
     return tuple(dict.fromkeys([protocol.selection, *others]))
@@ -126,21 +126,21 @@ def rules_of(protocol: Protocol, planned: Iterable[Split]) -> tuple[str, ...]:
 def leave_one_domain_out(
     dataset: ImageDataset, protocol: Protocol, test_domain: str, seed: int, unreadable: Collection[int] = ()
 ) -> Split:
-    """All of `test_domain` tests; the other domains train, but for their validation parts.
+    """Returns the split in which all of `test_domain` tests and the other domains train, except validation parts.
 
-    All labelled images take part, those too that an official split tests or leaves out. Validation parts are as
-    `parts_of` says. Source images whose group is also in `test_domain` are left out.
+    All labelled images are used, also those that the official split tests on or ignores. `_validation` draws the
+    validation parts. Images of other domains whose group is also in `test_domain` are removed.
     """
     if test_domain not in dataset.domain_names:
         known = list(dataset.domain_names)
         raise UserError(
-            f'protocol.test_domains: no domain "{test_domain}" in the data{did_you_mean(test_domain, known)}'
+            f'protocol.test_domains: "{test_domain}" is not a domain of the data{did_you_mean(test_domain, known)}'
         )
     held_out = dataset.domain_names.index(test_domain)
     train_domains = tuple(name for name in dataset.domain_names if name != test_domain)
     if not train_domains:
         raise UserError(
-            f'data: "{test_domain}" is the only domain; leave_one_domain_out needs a second one to train on'
+            f'data: "{test_domain}" is the only domain; leave_one_domain_out needs another domain to train on'
         )
     readable = np.ones(len(dataset), dtype=bool)
     readable[list(unreadable)] = False
@@ -154,53 +154,56 @@ def leave_one_domain_out(
         if shared.any():
             is_source &= ~shared
             notes.append(f"{shared.sum()} training images left out whose group is also in {test_domain}")
-    is_train, is_val, how = parts_of(dataset, protocol, is_source, is_test, seed)
+    is_val, how = _validation(dataset, protocol, is_source, is_test, seed)
     evaluation = {
         "train_val": np.flatnonzero(is_val & is_source),
         "test": np.flatnonzero(is_test),
         "test_val": np.flatnonzero(is_val & is_test),
     }
-    train = np.flatnonzero(is_train & is_source)
+    train = np.flatnonzero(~is_val & is_source)
     return _split(dataset, protocol, (test_domain,), train_domains, train, evaluation, notes + how)
 
 
-def parts_of(
+def _validation(
     dataset: ImageDataset, protocol: Protocol, is_source: np.ndarray, is_test: np.ndarray, seed: int
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Which rows train and which validate, bool [N], and what the protocol line must say of it.
+) -> tuple[np.ndarray, list[str]]:
+    """Returns which rows are in validation parts, bool [N], and notes on that for the protocol line.
 
-    Validation parts are stratified by domain and class, drawn from `seed`, and divide no group; unless groups span
-    domains, a domain's part is the same whichever domain is held out. `split_rule: domainbed` draws DomainBed's. Where
-    the data set comes with validation images of its domains (its split "val"), these validate and all others train.
-    An official split that does not divide each domain is set aside: WILDS' parts are whole hospitals, or years.
+    Validation parts are stratified by domain and class, drawn with `seed`, and divide no group. Unless groups span
+    domains, a domain's part does not depend on which domain is held out. `split_rule: domainbed` draws DomainBed's
+    parts. If the data set has its own validation images of each domain (split "val"), these are used. Its split is not
+    used if it does not divide each domain: WILDS' parts are whole hospitals, or years.
     """
     own = _own_validation(dataset)
     if protocol.split_rule == "domainbed":
         if dataset.splits is not None:
-            raise UserError("protocol.split_rule: the data comes with its own split; domainbed would ignore it")
+            raise UserError(
+                "protocol.split_rule: domainbed would ignore the split that the data comes with; use stratified"
+            )
         if dataset.groups is not None:
-            raise UserError("protocol.split_rule: domainbed would divide groups; use stratified, or leave groups out")
+            raise UserError("protocol.split_rule: domainbed would divide groups; use stratified, or remove the groups")
         if not dataset.folder_order:
-            raise UserError("protocol.split_rule: domainbed counts images in the order of folders; use stratified here")
+            raise UserError("protocol.split_rule: domainbed needs images in the order of folders; use stratified here")
         rows = [validation_rows(dataset.domains, protocol.val_fraction, seed)]
         how = ["validation parts as DomainBed draws them", "tested on the whole held-out domain (DomainBed: on 80%)"]
     elif own is not None:
-        return ~own, own, ["validation parts as they come with the data"]
+        return own, ["validation parts as they come with the data"]
     else:
         rows = [
             _validation_part(dataset, np.flatnonzero(part), protocol.val_fraction, seed)
             for part in (is_source, is_test)
         ]
-        how = [] if dataset.splits is None else ["the data's own split set aside, all labelled images take part"]
+        how = [] if dataset.splits is None else ["the data's own split is not used, all labelled images take part"]
     is_val = np.zeros(len(dataset), dtype=bool)
     is_val[np.concatenate(rows)] = True
-    return ~is_val, is_val, how
+    return is_val, how
 
 
 def _own_validation(dataset: ImageDataset) -> np.ndarray | None:
-    """The data set's own validation rows, bool [N], where each domain has others beside them to train on.
+    """Returns the data set's own validation rows, bool [N]; None if they can not be used.
 
-    Each domain must have some, unless the split is one into train and val alone.
+    Each domain must have other rows to train on. Each domain must also have validation rows, unless the data's own
+    split has only the parts train and val.
     """
     if dataset.splits is None:
         return None
@@ -211,32 +214,34 @@ def _own_validation(dataset: ImageDataset) -> np.ndarray | None:
 
 
 def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> Split:
-    """The split of the data itself. Its val rows are `train_val` where their domain also trains, else `val_domain`.
+    """Returns the data's own split. Rows of "val" are `train_val` if their domain also trains, else `val_domain`.
 
-    A data set that tells the two apart itself has the word. `test_val`, which only the oracle rule looks at, is a
-    stratified part of the test rows drawn from `seed`.
+    Rows of "train_val" and "val_domain" keep these names. `test_val`, on which only the rule `oracle` selects, is a
+    stratified part of the test rows, drawn with `seed`. Raises `UserError` if the data has no split of its own, or
+    `protocol` has keys that only leave_one_domain_out uses.
     """
     if dataset.splits is None:
         raise UserError(
-            "protocol.name: official needs data that comes with a split (a table: with a column split); "
+            "protocol.name: official needs data that comes with a split (in a table: the column split); add one, or "
             "use leave_one_domain_out"
         )
     if protocol.test_domains is not None:
-        raise UserError("protocol.test_domains: the official split decides what is tested; leave it out")
+        raise UserError("protocol.test_domains: the official split decides what is tested; remove this key")
     if protocol.split_rule != "stratified":
-        raise UserError("protocol.split_rule: the official split decides what validates; leave it out")
+        raise UserError("protocol.split_rule: the official split decides what validates; remove this key")
     readable = usable(dataset, unreadable)
-    train, val, test = (np.flatnonzero(readable & (dataset.splits == part)) for part in ("train", "val", "test"))
+    train, test = (np.flatnonzero(readable & (dataset.splits == part)) for part in ("train", "test"))
     for part, rows in (("train", train), ("test", test)):
         if len(rows) == 0:
-            raise UserError(f'protocol.name: official: the data holds no image whose split is "{part}"')
+            raise UserError(f'protocol.name: official needs images whose split is "{part}"; the data has none')
     trains = np.isin(np.arange(len(dataset.domain_names)), dataset.domains[train])  # bool [domains]
-    of_training_domain = np.zeros(len(dataset), dtype=bool)
-    of_training_domain[val] = trains[dataset.domains[val]]
-    says = {part: readable & (dataset.splits == part) for part in ("val", "train_val", "val_domain")}
+    of_training_domain = trains[dataset.domains]  # bool [N]
+    is_val, is_train_val, is_val_domain = (
+        readable & (dataset.splits == part) for part in ("val", "train_val", "val_domain")
+    )
     evaluation = {
-        "train_val": np.flatnonzero(says["train_val"] | (says["val"] & of_training_domain)),
-        "val_domain": np.flatnonzero(says["val_domain"] | (says["val"] & ~of_training_domain)),
+        "train_val": np.flatnonzero(is_train_val | (is_val & of_training_domain)),
+        "val_domain": np.flatnonzero(is_val_domain | (is_val & ~of_training_domain)),
         "test": test,
         "test_val": _validation_part(dataset, test, protocol.val_fraction, seed),
     }
@@ -246,26 +251,28 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
 
 
 def usable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
-    """Rows that decode and that the data set's own split does not leave out, bool [N]."""
+    """Returns which rows decode and are in a part of the data set's own split (if it has one), bool [N]."""
     usable = np.ones(len(dataset), dtype=bool) if dataset.splits is None else dataset.splits != ""
     usable[list(unreadable)] = False
     return usable
 
 
 def check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int], where: str = "") -> None:
-    """Refuses a domain with no image among `rows`, or of one class only: the domain would tell the class."""
+    """Raises `UserError` if one of `domains` has, among `rows`, no image or images of one class only."""
+    # with one class in a domain, the domain alone predicts the class
     count = _images(dataset, rows)
     for domain in domains:
         present = np.flatnonzero(count[domain])
         if len(present) < 2:
             only = f'images of one class only ("{dataset.class_names[present[0]]}")' if len(present) else "no image"
             raise UserError(
-                f'data: the domain "{dataset.domain_names[domain]}" has {only}{where}; add some, or remove the domain'
+                f'data: the domain "{dataset.domain_names[domain]}" has {only}{where}; add images of at least two '
+                "classes, or remove the domain"
             )
 
 
 def _images(dataset: ImageDataset, rows: np.ndarray) -> np.ndarray:
-    """The number of images of every class in every domain: int64 [domains, classes]."""
+    """Returns the number of images of every class in every domain: int64 [domains, classes]."""
     num_domains, num_classes = len(dataset.domain_names), len(dataset.class_names)
     stratum = dataset.domains[rows] * num_classes + dataset.labels[rows]
     return np.bincount(stratum, minlength=num_domains * num_classes).reshape(num_domains, num_classes)
@@ -280,24 +287,25 @@ def _split(
     evaluation: dict[str, np.ndarray],
     notes: list[str],
 ) -> Split:
+    """Returns the split of these rows, with its notes. Raises `UserError` if the protocol can not use it."""
     evaluation = {name: rows for name, rows in evaluation.items() if len(rows)}
     held_out = ", ".join(test_domains)
     grouped = dataset.groups is not None
     numbers = [dataset.domain_names.index(name) for name in train_domains]
-    anew = "; if groups are numbered anew in each domain, data.group must capture the domain too" if grouped else ""
-    check_classes(dataset, train, numbers, f" left for training with {held_out} held out{anew}")
+    hint = "; if groups are numbered anew in each domain, data.group must capture the domain too" if grouped else ""
+    check_classes(dataset, train, numbers, f" left for training with {held_out} held out{hint}")
     if protocol.selection == "cross_domain" and len(train_domains) < 2:
         raise UserError(
-            f"protocol.selection: cross_domain leaves out one training domain at a time; with {held_out} held out "
-            f"there is only {train_domains[0]}"
+            f"protocol.selection: cross_domain needs two training domains; with {held_out} held out there is only "
+            f"{train_domains[0]}; use train_val"
         )
     needed = SELECTION_SPLIT.get(protocol.selection)
     if needed is not None and needed not in evaluation:
-        able = [rule for rule, name in SELECTION_SPLIT.items() if name in evaluation]
+        possible = [rule for rule, name in SELECTION_SPLIT.items() if name in evaluation]
         raise UserError(
-            f"protocol.selection: {protocol.selection} needs {needed} images; none with {held_out} held out"
+            f"protocol.selection: {protocol.selection} needs {needed} images; there are none with {held_out} held out"
             + (f" (a group may be too large for val_fraction {protocol.val_fraction})" if grouped else "")
-            + f"; possible here: {', '.join(able) or 'none'}"
+            + f"; possible here: {', '.join(possible) or 'none'}"
         )
     domain_of = np.full(len(dataset.domain_names), -1, dtype=np.int64)
     domain_of[numbers] = np.arange(len(numbers))
@@ -315,7 +323,7 @@ def _split(
 
 
 def _gaps(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray], numbers: list[int]) -> list[str]:
-    """What a training domain (of these `numbers`) lacks: classes, or validation images."""
+    """Returns a note for every class and every validation part that a training domain (of `numbers`) lacks."""
     lacking = [
         f"no training image of {dataset.class_names[c]} in {dataset.domain_names[numbers[d]]}"
         for d, c in np.argwhere(_images(dataset, train)[numbers] == 0).tolist()
@@ -326,12 +334,12 @@ def _gaps(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.nda
     if "train_val" in evaluation:
         validated = set(dataset.domains[evaluation["train_val"]].tolist())
         without = [dataset.domain_names[d] for d in numbers if d not in validated]
-        notes += [f"no validation image of {name}, which train_val leaves out" for name in without]
+        notes += [f"no validation image of {name}, which train_val ignores" for name in without]
     return notes
 
 
 def _validation_part(dataset: ImageDataset, rows: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Stratified by domain and class."""
+    """Returns about `fraction` of `rows`, stratified by domain and class, without dividing a group."""
     stratum = dataset.domains[rows] * len(dataset.class_names) + dataset.labels[rows]
     group = None if dataset.groups is None else dataset.groups[rows]
     return validation_part(rows, stratum, group, fraction, seed)

@@ -1,4 +1,4 @@
-"""Hyper-parameters that are searched: where each one lies, and the draw of every trial.
+"""Hyper-parameters that are searched: the range of each one, and the draw of every trial.
 
 A draw is a function of the trial and the key alone: the same on every machine, for every method, held-out domain and
 seed, so that common hyper-parameters are drawn identically for all methods.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Literal
 from zlib import crc32
 
@@ -15,6 +16,7 @@ import torch
 from pydantic import Field, model_validator
 
 from xdm_ft.randomness import Stream, uniform
+from xdm_ft.recipe import components
 from xdm_ft.settings import Block
 
 Value = float | int | str | bool
@@ -23,7 +25,7 @@ EDGE = 0.05  # of a range, on either side
 
 
 class Distribution(Block):
-    """Where a hyper-parameter is drawn from: exactly one of the three."""
+    """The distribution of a hyper-parameter: exactly one of the three."""
 
     log_uniform: Annotated[Bounds | None, Field(description="[low, high], uniform in the logarithm")] = None
     uniform: Annotated[Bounds | None, Field(description="[low, high]")] = None
@@ -68,45 +70,37 @@ def _powers(low: float, high: float) -> Distribution:
     return Distribution(log_uniform=(10**low, 10**high))
 
 
-# DomainBed's ranges of what its methods add (hparams_registry.py, `_hparams`), under the names that they have here
-_OF_METHODS = {
-    "irm.penalty_weight": _powers(-1, 5),
-    "vrex.penalty_weight": _powers(-1, 5),
-    "mixup.alpha": _powers(-1, 1),
-    "groupdro.eta": _powers(-3, -1),
-    "coral.gamma": _powers(-1, 1),
-    "rsc.feature_drop": Distribution(uniform=(0.001, 0.5)),
-    "rsc.batch_drop": Distribution(uniform=(0.001, 0.5)),
-    "fish.meta_lr": Distribution(choice=(0.05, 0.1, 0.5)),
-}
-# The values that the method's own code draws from; SAGM's: domainbed/hparams_registry.py of Wang-pengfei/SAGM. That
-# code does not use the ρ that it draws (algorithms.py holds it at 0.05); its default α, 0.001, is not among the draws.
-_OF_THE_PAPER = {
-    "xdomainmix.p_discard": Distribution(choice=(0.2, 0.3, 0.4)),
-    "sam.rho": Distribution(choice=(0.05, 0.1)),
-    "sagm.rho": Distribution(choice=(0.01, 0.02, 0.05, 0.1)),
-    "sagm.alpha": Distribution(choice=(0.01, 0.02, 0.05, 0.1)),
-}
-PRESETS: dict[str, dict[str, Distribution]] = {
-    "none": {},
-    "frozen": {"lr": _powers(-4, -1), "weight_decay": _powers(-6, -2), **_OF_METHODS, **_OF_THE_PAPER},
+_OF_TRAINING: dict[str, dict[str, Distribution]] = {
+    "frozen": {"lr": _powers(-4, -1), "weight_decay": _powers(-6, -2)},
     "domainbed": {
         "encoder_lr": _powers(-5, -3.5),
         "lr": _powers(-5, -3.5),
         "weight_decay": _powers(-6, -2),
         "batch_size": Distribution(log_uniform=(2**3, 2**5.5)),
-        **_OF_METHODS,
-        **_OF_THE_PAPER,
     },
 }
-"""`frozen`: heads on cached features. `domainbed`: DomainBed's default ranges for images that are not tiny (Gulrajani &
-Lopez-Paz 2021), lr and encoder_lr drawn as one; what else it draws (dropout,
-annealing steps) stays as the recipe has it."""
+"""Preset → ranges of keys of `training`. `frozen` is for heads on cached features. `domainbed` has DomainBed's default
+ranges for images that are not tiny (Gulrajani & Lopez-Paz 2021); lr and encoder_lr are one draw. DomainBed also draws
+dropout and annealing steps; here they stay as the recipe has them."""
+
+
+@cache
+def preset_ranges(preset: str) -> dict[str, Distribution]:
+    """The ranges of a preset: KEY of `training`, and METHOD.KEY from the `search_ranges` of every component."""
+    if preset == "none":
+        return {}
+    of_components = {
+        f"{name}.{key}": Distribution.model_validate(range_)
+        for name, folder in components.method_parts().items()
+        for key, range_ in components.find(folder, name).search_ranges.items()
+    }
+    return {**_OF_TRAINING[preset], **of_components}
+
 
 OF_DATA: dict[tuple[str, str], dict[str, Distribution]] = {
     ("domainbed", "domainnet"): {"batch_size": Distribution(log_uniform=(2**3, 2**5))}
 }
-"""(Preset, data set) → what of the preset is another range there."""
+"""(Preset, data set) → the ranges that differ from the preset's on that data set."""
 
 TRAINING_KEYS = (
     "lr", "encoder_lr", "weight_decay", "momentum", "beta1", "beta2", "batch_size", "clip_norm", "patience",
@@ -131,7 +125,7 @@ class Search(Block):
         dict[str, Distribution],
         Field(
             description="KEY or METHOD.KEY → {log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}; "
-            f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset and goes before it. "
+            f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset, and replaces its range of the same KEY. "
             "A setting that an item of methods changes from its default is not searched"
         ),
     ] = {}
@@ -141,10 +135,10 @@ class Search(Block):
 
     @property
     def distributions(self) -> dict[str, Distribution]:
-        return {**PRESETS[self.preset], **self.space} if self.trials > 1 else {}
+        return {**preset_ranges(self.preset), **self.space} if self.trials > 1 else {}
 
     def for_data(self, name: str) -> Search:
-        """The block with the ranges that the preset has for the data set `name`, written out in `space`."""
+        """A copy whose `space` also holds the ranges that the preset has for the data set `name`."""
         own = OF_DATA.get((self.preset, name), {}) if self.trials > 1 else {}
         return self.model_copy(update={"space": {**own, **self.space}})
 
@@ -160,7 +154,7 @@ class Search(Block):
         """Key → value in a trial, 0…trials−1. Trial 0 draws nothing: it has the recipe's own values."""
         if trial == 0:
             return {}
-        # lr and encoder_lr go together in the ranges of whole networks: one learning rate for both, as DomainBed has it
+        # DomainBed has one learning rate for the whole network: encoder_lr and lr share their draw
         one = {"encoder_lr": "lr"} if self.preset == "domainbed" and not {"lr", "encoder_lr"} & {*self.space} else {}
         return {
             key: distribution.at(self.quantile(one.get(key, key), trial))
@@ -171,8 +165,8 @@ class Search(Block):
 def at_the_edge(search: Search, key: str, value: Value | None) -> bool:
     """Whether a drawn number lies at an end of what is searched: a better one may lie beyond.
 
-    That is the outer EDGE of a range, the outermost whole numbers of one, and the lowest and highest of three or more
-    numbers to choose from: of two each is an end. Words and switches have no order.
+    The ends are the outer EDGE of a range, the outermost whole numbers of one, and the lowest and highest of three or
+    more numbers to choose from (of two numbers each would be an end). Words and switches have no order.
     """
     distribution = search.distributions.get(key)
     if distribution is None or isinstance(value, bool) or not isinstance(value, int | float):
@@ -181,7 +175,7 @@ def at_the_edge(search: Search, key: str, value: Value | None) -> bool:
         numbers = [choice for choice in distribution.choice if isinstance(choice, int | float)]
         numbers = [number for number in numbers if not isinstance(number, bool)]
         return len({*numbers}) > 2 and not min(numbers) < value < max(numbers)
-    if distribution.log_uniform is not None and value <= 0:  # switched off, which no logarithm tells
+    if distribution.log_uniform is not None and value <= 0:  # switched off: 0 has no logarithm
         return False
     assert distribution.bounds is not None
     low, high = distribution.bounds

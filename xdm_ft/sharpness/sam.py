@@ -10,37 +10,42 @@ from torch import Tensor
 
 from xdm_ft.sharpness import Sharpness, Tensors
 
+Rho = Annotated[
+    float,
+    Field(gt=0, description="ρ, radius around the weights within which the loss is to be low everywhere (L2 norm)"),
+]
+Adaptive = Annotated[bool, Field(description="scale the radius with the size of each weight (ASAM)")]
+
 
 class SAM(Sharpness):
-    """The step at θ is taken with the gradient at θ + ε, where the loss within a distance ρ of θ is about highest.
+    """The step at θ uses the gradient at θ + ε: to first order the point of highest loss within the radius ρ of θ.
 
     ε = ρ g / (‖g‖₂ + 1e-12), g the gradient at θ, ‖·‖₂ over all parameters together (Foret et al. 2021, eq. 2).
     `adaptive`: ε = ρ w² g / (‖ |w| g ‖₂ + 1e-12), element by element, so that rescaling weights changes nothing (ASAM,
-    Kwon et al. 2021, without its η; as https://github.com/davda54/sam has it). ρ = 0.05 is the paper's default; ASAM
-    wants about ten times as much.
+    Kwon et al. 2021, without its η; as in https://github.com/davda54/sam). ρ = 0.05 is the paper's default; for ASAM it
+    should be about ten times as large.
     """
 
     source = "Foret et al. 2021, SAM, eq. (2); adaptive: Kwon et al. 2021, ASAM"
+    # the values that the code of XDomainMix draws from
+    search_ranges = {"rho": {"choice": (0.05, 0.1)}}
 
     def __init__(
         self,
         *,
-        rho: Annotated[
-            float, Field(gt=0, description="how far from the weights sharpness is looked at, in weight norm")
-        ] = 0.05,
-        adaptive: Annotated[
-            bool, Field(description="measure that distance relative to the size of each weight")
-        ] = False,
+        rho: Rho = 0.05,
+        adaptive: Adaptive = False,
     ) -> None:
         self.rho, self.adaptive = rho, adaptive
 
     def offset(self, parameters: Tensors, gradients: Tensors, rho: float | Tensor) -> Tensors:
-        """ε, like the parameters."""
+        """ε, in the shapes of the parameters."""
         size = {name: w.abs() if self.adaptive else torch.ones_like(w) for name, w in parameters.items()}
+        # one norm for all parameters, not one per tensor (eq. 2)
         norm = torch.stack([(size[name] * g).square().sum() for name, g in gradients.items()]).sum().sqrt()
         scale = rho / (norm + 1e-12)
         return {name: size[name].square() * g * scale for name, g in gradients.items()}
 
     def combine(self, first: Tensors, second: Tensors) -> Tensors:
-        """The gradient at θ + ε alone."""
+        """The gradient at θ + ε; that at θ is used for ε only."""
         return second

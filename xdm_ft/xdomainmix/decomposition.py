@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from xdm_ft.tensors import Parts
-from xdm_ft.xdomainmix.selection import divider
+from xdm_ft.xdomainmix.selection import exceeds
+from xdm_ft.xdomainmix.stacking import stacked
 
 
 def specific_mask(scores: Tensor, quantile: float | Fraction) -> Tensor:
@@ -30,7 +32,7 @@ def specific_mask(scores: Tensor, quantile: float | Fraction) -> Tensor:
     Returns:
         bool [...,K].
     """
-    return scores > divider(scores, rank_of(quantile, scores.shape[-1]))
+    return exceeds(scores, rank_of(quantile, scores.shape[-1]))
 
 
 @cache
@@ -57,10 +59,42 @@ def decompose(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
     """
     space = (None,) * (z.ndim - class_mask.ndim)
     of_class, of_domain = class_mask[(..., *space)], domain_mask[(..., *space)]  # [B,K,1,1] for maps
+    return Parts(*cut(z, of_class & of_domain, of_class & ~of_domain, ~of_class & of_domain, ~(of_class | of_domain)))
+
+
+def cut(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+    """M ⊙ z for each of four masks M, which are like z, or [...,B,K,1,1] for maps: −0.0 where M is False."""
+    parts: tuple[Tensor, ...] = _Cut.apply(z, *masks)
+    return parts
+
+
+def plainly(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+    """The same in plain torch: the oracle of the kernel."""
     nothing = torch.full((), -0.0, dtype=z.dtype, device=z.device)
-    return Parts(
-        csds=torch.where(of_class & of_domain, z, nothing),
-        csdg=torch.where(of_class & ~of_domain, z, nothing),
-        cgds=torch.where(~of_class & of_domain, z, nothing),
-        cgdg=torch.where(of_class | of_domain, nothing, z),
-    )
+    return tuple(torch.where(mask, z, nothing) for mask in masks)
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+        if z.device.type != "cpu" or z.dtype != torch.float32 or z.shape != masks[0].shape:
+            return plainly(z, *masks)
+        # `torch.where` takes twenty times as long on a CPU: it branches on every element of an irregular mask
+        from xdm_ft.xdomainmix import _numba  # takes half a second to import
+
+        return _numba.cut(z, *masks)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        terms = (torch.where(mask, gradient, 0.0) for mask, gradient in zip(ctx.saved_tensors, gradients, strict=True))
+        return torch.stack(tuple(terms)).sum(0), None, None, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        return _Cut.apply(*stacked(info, in_dims, tensors)), (0,) * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -22,7 +23,7 @@ def linear_scores(z: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     Returns:
         float32 [B,K], without gradient.
     """
-    z, row = z.detach().float(), weight.detach().float()[target]  # row [B,K]
+    z, row = z.detach().float(), F.embedding(target, weight.detach().float())  # row [B,K]
     if z.ndim == row.ndim:
         return row * z
     space = z.shape[row.ndim :].numel()  # hw

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from xdm_ft.tensors import Parts
 from xdm_ft.xdomainmix.partners import Partners
+from xdm_ft.xdomainmix.stacking import stacked
 
 
 def mix(parts: Parts, partners: Partners, lam: Tensor, keep: Tensor) -> Tensor:
@@ -15,11 +18,8 @@ def mix(parts: Parts, partners: Partners, lam: Tensor, keep: Tensor) -> Tensor:
     Z̃_c,d = λ1 Z_c,d + (1−λ1) Z_i c,d and Z̃_¬c,d = λ2 Z_¬c,d + (1−λ2) Z_j ¬c,d. A partner contributes its own part,
     cut by its own masks. A sample without a partner keeps its own part (λ = 1).
 
-    Linear in the parts, row by row: it commutes with every linear map of the features, so it may be applied to what a
-    linear head or a spatial mean makes of the parts.
-
     Args:
-        parts: of the whole batch, each [B,K], [B,K,h,w] or [B,C].
+        parts: of the whole batch, each [B,K] or [B,K,h,w].
         partners: places in the batch.
         lam: λ1 and λ2, [B,2].
         keep: bool [B]; False drops Z̃_c,d.
@@ -27,13 +27,55 @@ def mix(parts: Parts, partners: Partners, lam: Tensor, keep: Tensor) -> Tensor:
     Returns:
         z̃, like a part. Gradients flow to the sample's own parts and to its partners'.
     """
-    space = (None,) * (parts.csds.ndim - 1)
+    lam = torch.where(torch.stack((partners.has_same, partners.has_other), 1), lam, 1.0)
+    mixed: Tensor = _Mix.apply(*parts, partners.same, partners.other, lam, keep)
+    return mixed
 
-    def per_sample(value: Tensor) -> Tensor:
-        return value[(..., *space)]  # [B,1,…]
 
-    lam_1 = per_sample(torch.where(partners.has_same, lam[:, 0], 1.0))
-    lam_2 = per_sample(torch.where(partners.has_other, lam[:, 1], 1.0))
-    csds = lam_1 * parts.csds + (1 - lam_1) * parts.csds[partners.same]
-    cgds = lam_2 * parts.cgds + (1 - lam_2) * parts.cgds[partners.other]
-    return torch.where(per_sample(keep), csds, 0.0) + cgds + parts.csdg + parts.cgdg
+def plainly(parts: Parts, same: Tensor, other: Tensor, lam: Tensor, keep: Tensor) -> Tensor:
+    """The same in plain torch, λ being 1 where there is no partner: the oracle of the kernel."""
+    lam_1, lam_2, keep = _beside(parts.csds, lam, keep)
+    csds = lam_1 * parts.csds + (1 - lam_1) * parts.csds[same]
+    cgds = lam_2 * parts.cgds + (1 - lam_2) * parts.cgds[other]
+    return torch.where(keep, csds, 0.0) + cgds + parts.csdg + parts.cgdg
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(*tensors: Tensor) -> Tensor:
+        parts, (same, other, lam, keep) = Parts(*tensors[:4]), tensors[4:]
+        if parts.csds.device.type != "cpu" or any(tensor.dtype != torch.float32 for tensor in (*parts, lam)):
+            return plainly(parts, same, other, lam, keep)
+        from xdm_ft.xdomainmix import _numba  # takes half a second to import
+
+        return _numba.mix(parts, same, other, lam, keep)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[4:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """z̃ is linear in the parts: each receives the gradient times its factor, of every z̃ that it is in."""
+        same, other, lam, keep = ctx.saved_tensors
+        lam_1, lam_2, keep = _beside(gradient, lam, keep)
+        kept = torch.where(keep, gradient, 0.0)
+        csds = (lam_1 * kept).index_add(0, same, (1 - lam_1) * kept)
+        cgds = (lam_2 * gradient).index_add(0, other, (1 - lam_2) * gradient)
+        return csds, gradient, cgds, gradient, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
+        """The batches of many heads are one batch, whose places count on from head to head."""
+        *parts, same, other, lam, keep = stacked(info, in_dims, tensors)  # each [H,B,…]
+        heads, batch = same.shape
+        first = torch.arange(heads, device=same.device)[:, None] * batch  # every head's first place
+        given = (*parts, same + first, other + first, lam, keep)
+        mixed: Tensor = _Mix.apply(*(tensor.flatten(0, 1) for tensor in given))
+        return mixed.unflatten(0, (heads, batch)), 0
+
+
+def _beside(part: Tensor, lam: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """λ1, λ2 and keep as [B,1,…], with the axes of `part`."""
+    space = (None,) * (part.ndim - 1)
+    return lam[(..., 0, *space)], lam[(..., 1, *space)], keep[(..., *space)]

@@ -55,9 +55,9 @@ def draw_partners(
 
 def pick(valid: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """The place of the ⌊u·n⌋-th of the n valid samples of each row of `valid` [B,B]; its own place where n = 0."""
-    rank = valid.cumsum(1)  # int64 [B,B]: how many are valid up to here
+    rank = valid.cumsum(1, dtype=torch.int32)  # [B,B]: how many are valid up to here
     count = rank[:, -1]  # n [B]
-    wanted = torch.minimum((u * count).long(), count - 1)  # the float32 product must not round up to n
-    place = (rank <= wanted[:, None]).sum(1)  # as many places lie before the wanted one as have a rank up to it
+    wanted = torch.minimum((u * count).int(), count - 1)  # the float32 product must not round up to n
+    place = torch.searchsorted(rank, wanted[:, None], right=True)[:, 0]  # the first one of a higher rank
     own = torch.arange(len(u), device=u.device)
     return torch.where(count > 0, place, own), count > 0

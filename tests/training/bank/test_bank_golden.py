@@ -10,8 +10,8 @@ import torch
 from bank_problems import split_of
 from torch import Tensor
 
-from xdm_ft.algorithms import Setup
-from xdm_ft.algorithms.xdomainmix import Draws, XDomainMix
+from xdm_ft.algorithms import Setup, xdomainmix
+from xdm_ft.algorithms.xdomainmix import Noise, XDomainMix
 from xdm_ft.tensors import Batch, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.stacked import stack, step
@@ -37,17 +37,24 @@ class Replayed(XDomainMix):
         initial |= {"domain_head.weight": "V_init", "domain_head.bias": "a_init"}
         self.load_state_dict({name: golden[key] for name, key in initial.items()}, strict=False)
 
-    def draws(self, batch: Batch, step: int) -> Draws:
+    def noise(self, place: Tensor, step: int) -> Noise:
+        """The places of partners in place of the numbers that draw them."""
         call = step - WARMUP
-        everyone = torch.ones_like(batch.y, dtype=torch.bool)
-        partners = Partners(self.golden["same"][call], self.golden["diff"][call], everyone, everyone)
-        keep = everyone & (self.golden["p"][call] > 0.2)
-        return Draws(partners, self.golden["lam"][call], keep)
+        places = torch.stack([self.golden["same"][call], self.golden["diff"][call]], 1)
+        return Noise(places, self.golden["lam"][call], self.golden["p"][call].float().expand(len(place)))
+
+
+def recorded_partners(y: Tensor, domain: Tensor, noise: Tensor, other: str) -> Partners:
+    everyone = torch.ones_like(y, dtype=torch.bool)
+    return Partners(noise[:, 0], noise[:, 1], everyone, everyone)
 
 
 @pytest.mark.parametrize("heads", [1, 3])
-def test_the_recorded_trajectory_of_both_heads(golden: dict[str, Tensor], heads: int) -> None:
+def test_the_recorded_trajectory_of_both_heads(
+    golden: dict[str, Tensor], heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SGD with momentum, class head clipped to norm 1, domain head unclipped, mean over the batch. (2 + 5 steps)"""
+    monkeypatch.setattr(xdomainmix, "draw_partners", recorded_partners)
     setup = Setup(Task(tuple("abcd"), tuple("xyz")), width=16, steps=STEPS, seed=0, loss_average="sample")
     split = split_of(0, 0)
     training = Training(optimizer="sgd", lr=0.5, momentum=0.9, clip_norm=1.0, loss_average="sample")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from xdm_ft.training.bank import optimizers
 from xdm_ft.training.bank.optimizers import clip, make_optimizer
 
 SHAPES = {"weight": (5, 7), "bias": (5,), "scalar": ()}
@@ -31,14 +30,7 @@ def torch_optimizer(
     ("name", "amsgrad"), [("sgd", False), ("adam", False), ("adam", True), ("adamw", False), ("adamw", True)]
 )
 @pytest.mark.parametrize("decays", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_every_head_steps_as_under_torch_optim(
-    name: str, amsgrad: bool, decays: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not compiled:
-        monkeypatch.setattr(optimizers, "one_pass", lambda parameter: False)
-    elif not optimizers.one_pass(torch.zeros(1)):
-        pytest.skip("there is no C compiler")
+def test_every_head_steps_as_under_torch_optim(name: str, amsgrad: bool, decays: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     parameters = stacked(generator)
     weight_decay = WEIGHT_DECAY * decays

@@ -1,8 +1,8 @@
 """Trains the tiny CLIP of the demo: `python -m xdm_ft.encoders.demo.train` writes weights and model card.
 
-It sees the training parts of three digit styles. The style `HELD_OUT`, all of its scans, and the validation parts of
-the three are never read. Loss: CLIP's (Radford et al. 2021) with every true caption of the batch as a positive, as in
-UniCL (Yang et al. 2022), since with ten classes most batches hold the same caption several times.
+It trains on the training parts of three digit styles. It never reads the style `HELD_OUT`, any scan of that style, nor
+the validation parts of the three. The loss is CLIP's (Radford et al. 2021) with every true caption in the batch as a
+positive, as in UniCL (Yang et al. 2022): with ten classes, most batches hold the same caption several times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ LEARNING_RATE = 2e-3
 WARMUP = 100  # steps
 WEIGHT_DECAY = 0.1  # of matrices
 MAX_LOGIT_SCALE = 100.0
-ROTATION, SHIFT, SCALE = math.radians(15), 0.12, 0.12  # largest; shift as a fraction of half the side
+ROTATION, SHIFT, SCALE = (
+    math.radians(15),
+    0.12,
+    0.12,
+)  # largest angle, shift (as a fraction of half the side) and change of size
 CONTRAST, COLOUR = 0.3, 0.15  # largest change of contrast and of each channel's brightness
 CONFIG, WEIGHTS, CARD = "demo_clip.json", "demo_clip.safetensors", "README.md"
 PARTS = {"train": ["train"], "val": ["val"], "all": ["train", "val"]}  # column → splits
@@ -52,14 +56,14 @@ STYLE_WORDS = {
 
 
 class Captions(NamedTuple):
-    """Every caption there is: what it says, tokenised, and of which images it is true."""
+    """All T captions, and the class and style of the images that each describes."""
 
     texts: list[str]
     classes: Tensor  # int64 [T]
-    styles: Tensor  # int64 [T], −1: true of any style
+    styles: Tensor  # int64 [T], −1: any style
 
     def true_of(self, labels: Tensor, styles: Tensor) -> Tensor:
-        """bool [B,T] for images with `labels` and `styles` int64 [B]."""
+        """bool [B,T]: whether each caption is true of each image, of `labels` and `styles` int64 [B]."""
         any_style = self.styles < 0
         return (self.classes == labels[:, None]) & (any_style | (self.styles == styles[:, None]))
 
@@ -94,10 +98,10 @@ def captions(dataset: ImageDataset) -> Captions:
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Images [B,3,32,32] in 0…1, each turned, shifted, resized, and changed in contrast and colour a little."""
+    """Images [B,3,32,32] in 0…1, each slightly rotated, shifted, scaled, with other contrast and colour."""
     n = len(images)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape: int) -> Tensor:  # uniform in −1…1
         return 2 * torch.rand(n, *shape, generator=generator) - 1
 
     angle, scale, shift = ROTATION * draw(), 1 + SCALE * draw(), SHIFT * draw(2)
@@ -109,12 +113,15 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def contrastive_loss(image_features: Tensor, text_features: Tensor, scale: Tensor, positive: Tensor) -> Tensor:
-    """Mean of both directions' cross-entropy; the target is uniform over the positives, bool [B,B], of a row."""
+    """Mean of the cross-entropies image → text and text → image. The target of a row is uniform over its positives.
+
+    `positive`: bool [B,B], whether the text (column) is true of the image (row).
+    """
     logits = scale * image_features @ text_features.T  # [B,B]
     losses = []
-    for direction, true in ((logits, positive), (logits.T, positive.T)):
+    for scores, true in ((logits, positive), (logits.T, positive.T)):
         target = true / true.sum(dim=1, keepdim=True)
-        losses.append(-(target * direction.log_softmax(dim=1)).sum(dim=1).mean())
+        losses.append(-(target * scores.log_softmax(dim=1)).sum(dim=1).mean())
     return (losses[0] + losses[1]) / 2
 
 
@@ -146,32 +153,32 @@ def train(model: Any, tokenizer: Any, dataset: ImageDataset, rows: np.ndarray, s
     pixels = np.stack([np.asarray(dataset.image(row)) for row in rows])
     images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255  # [n,3,32,32]
     labels, styles = torch.from_numpy(dataset.labels[rows]), torch.from_numpy(dataset.domains[rows])
-    said = captions(dataset)
-    tokens = tokenizer(said.texts)
+    all_captions = captions(dataset)
+    tokens = tokenizer(all_captions.texts)
     mean, std = (torch.tensor(model.visual.preprocess_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
     optimizer, schedule = optimizer_of(model, steps)
     model.train()
     with progress("training the demo CLIP", steps, "steps") as bar:
         for batch in batches(len(rows), steps, generator):
-            true = said.true_of(labels[batch], styles[batch])  # [B,T]
+            true = all_captions.true_of(labels[batch], styles[batch])  # [B,T]
             chosen = torch.multinomial(true.float(), 1, generator=generator)[:, 0]  # a true caption per image
             x = (augment(images[batch], generator) - mean) / std
             image_features = model.encode_image(x, normalize=True)
-            unique, place = chosen.unique(return_inverse=True)
-            text_features = model.encode_text(tokens[unique], normalize=True)[place]
+            unique, position = chosen.unique(return_inverse=True)  # each caption is encoded once
+            text_features = model.encode_text(tokens[unique], normalize=True)[position]
             loss = contrastive_loss(image_features, text_features, model.logit_scale.exp(), true[:, chosen])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            with torch.no_grad():
+            with torch.no_grad():  # as in CLIP: a larger scale makes training unstable
                 model.logit_scale.clamp_(max=math.log(MAX_LOGIT_SCALE))
             bar.advance(1, f"loss {loss.item():.3f}")
 
 
 def zero_shot_accuracy(dataset: ImageDataset, folder: Path) -> dict[str, dict[str, float]]:
-    """Style → part (train, val, all) → accuracy of the files in `folder`, as the demo's recipe uses them."""
+    """{style: {part (train, val, all): zero-shot accuracy}} of the model in `folder`, used as in the demo's recipe."""
     from xdm_ft.encoders.open_clip import OpenClip
 
     assert dataset.splits is not None
@@ -181,10 +188,10 @@ def zero_shot_accuracy(dataset: ImageDataset, folder: Path) -> dict[str, dict[st
     with torch.no_grad():
         images = torch.stack([transform(dataset.image(row)) for row in range(len(dataset))])
         predicted = torch.cat([(encoder(part) @ classifier.T).argmax(1) for part in images.split(256)]).numpy()
-    right = predicted == dataset.labels
+    correct = predicted == dataset.labels
     return {
         name: {
-            part: float(right[(dataset.domains == style) & np.isin(dataset.splits, splits)].mean())
+            part: float(correct[(dataset.domains == style) & np.isin(dataset.splits, splits)].mean())
             for part, splits in PARTS.items()
         }
         for style, name in enumerate(dataset.domain_names)
@@ -192,7 +199,7 @@ def zero_shot_accuracy(dataset: ImageDataset, folder: Path) -> dict[str, dict[st
 
 
 def save(model: Any, dataset: ImageDataset, rows: np.ndarray, steps: int, folder: Path) -> None:
-    """Weights in float16, with what they have seen in the header of the file."""
+    """Writes the weights in float16; the header of the file lists the images that they were trained on."""
     from safetensors.torch import save_file
 
     sources = sorted({dataset.domain_names[style] for style in dataset.domains[rows]})
@@ -205,11 +212,13 @@ def save(model: Any, dataset: ImageDataset, rows: np.ndarray, steps: int, folder
         "steps": steps,
     }
     state = {name: value.half().contiguous() for name, value in model.state_dict().items()}
-    save_file(state, folder / WEIGHTS, metadata={"seen": json.dumps(seen)})  # several keys would be in random order
+    save_file(
+        state, folder / WEIGHTS, metadata={"seen": json.dumps(seen)}
+    )  # one key: the library orders several at random
 
 
 def card(accuracy: dict[str, dict[str, float]], images: int, steps: int, megabytes: float) -> str:
-    """The model card: what the weights are, what they saw, and the accuracies just measured."""
+    """The model card: the weights, the images that they were trained on, and the measured accuracies."""
     rows = [
         f"| {style} | {'never' if style == HELD_OUT else 'train part'} | "
         + " | ".join(f"{100 * parts[part]:.1f}" for part in PARTS)
@@ -234,7 +243,7 @@ It was trained by
 (seed {seed}, {steps} steps, two minutes on a free core; the same machine and versions give the same file) on {images}
 images of the `digits` data: the training parts of three styles, with captions made from their class and style. The
 style **{held_out}**, all of its scans, and the validation parts of the other three were never read. The header of the
-weights file holds a SHA-256 of the rows and pixels that were, and a test compares it with the data.
+weights file holds a SHA-256 of the rows and pixels that were read; a test compares it with the data.
 
 Zero-shot accuracy in percent with the one prompt "a photo of a {{}}", of the file as it is shipped:
 
@@ -252,7 +261,7 @@ def main() -> None:
     from xdm_ft.data.digits import Digits
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=DEMO, help="where to write (default: into the package)")
+    parser.add_argument("--folder", type=Path, default=DEMO, help="folder to write to (default: the package)")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
     arguments = parser.parse_args()
     folder, steps = arguments.folder, arguments.steps
@@ -262,7 +271,7 @@ def main() -> None:
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("xdm_ft").setLevel(logging.INFO)
-    torch.set_num_threads(1)  # so that the order of sums does not depend on the number of cores
+    torch.set_num_threads(1)  # the order of sums must not depend on the number of cores
     torch.manual_seed(SEED)
     torch.use_deterministic_algorithms(True)
     dataset = Digits()

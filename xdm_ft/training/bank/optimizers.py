@@ -1,32 +1,23 @@
 """torch.optim's SGD, Adam and AdamW on stacked models: every tensor is [H,…], every head has its own settings.
 
 Written out because torch.optim has one learning rate per parameter group, and a stacked parameter is one tensor. Equal
-to torch.optim to float32 rounding. On a CPU with a compiler an update is one pass over memory (`optimizers.c`).
+to torch.optim to float32 rounding.
 """
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-from xdm_ft.compiled import library, share
-
-SOURCE = Path(__file__).with_name("optimizers.c")
 
 Tensors = dict[str, Tensor]  # parameter name → values [H,…]
 
 
 class Optimizer(ABC):
     """Updates stacked parameters in place. `lr` and `weight_decay` are float [H]."""
-
-    in_one_pass = True  # optimizers.c knows its update
 
     def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor) -> None:
         self.lr, self.weight_decay = lr.float(), weight_decay.float()
@@ -36,14 +27,8 @@ class Optimizer(ABC):
     def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
         """One step with learning rates `lr` × `factor`, the schedule's."""
         for name, parameter in parameters.items():
-            gradient = gradients[name]
-            if self.in_one_pass and one_pass(parameter) and gradient.dtype == torch.float32:
-                heads = len(parameter)
-                function, arguments = self._one_pass(name, parameter, gradient.contiguous(), factor)
-                share(function, heads, parameter.numel() // heads, parameter.numel() // heads, *arguments)
-            else:
-                lr, weight_decay = _beside(self.lr * factor, parameter), _beside(self.weight_decay, parameter)
-                self._update(name, parameter, gradient, lr, weight_decay)
+            lr, weight_decay = _beside(self.lr * factor, parameter), _beside(self.weight_decay, parameter)
+            self._update(name, parameter, gradients[name], lr, weight_decay)
 
     @abstractmethod
     def reset(self) -> None:
@@ -58,10 +43,6 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None: ...
-
-    @abstractmethod
-    def _one_pass(self, name: str, parameter: Tensor, gradient: Tensor, factor: float) -> tuple[Any, tuple[Any, ...]]:
-        """The function of optimizers.c that does the same, and its arguments from the fourth on."""
 
 
 class SGD(Optimizer):
@@ -88,10 +69,6 @@ class SGD(Optimizer):
         velocity = self.velocity[name].mul_(_beside(self.momentum, parameter)).add_(gradient)
         parameter.addcmul_(velocity, lr, value=-1)
 
-    def _one_pass(self, name: str, parameter: Tensor, gradient: Tensor, factor: float) -> tuple[Any, tuple[Any, ...]]:
-        settings = (self.lr, self.weight_decay, self.momentum, factor)
-        return _library().sgd, (gradient, *settings, parameter, self.velocity[name])
-
 
 class Adam(Optimizer):
     """Kingma & Ba 2015 with torch's ε of 1e-8; weight decay is an L2 penalty.
@@ -100,7 +77,6 @@ class Adam(Optimizer):
     """
 
     eps = 1e-8
-    decoupled = False  # whether weight decay is apart from the gradient
 
     def __init__(
         self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, betas: tuple[float, float], amsgrad: bool
@@ -110,7 +86,6 @@ class Adam(Optimizer):
         self.taken = 0
         self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        self.in_one_pass = not amsgrad
         self.largest = {name: torch.zeros_like(p) for name, p in parameters.items()} if amsgrad else {}
 
     def reset(self) -> None:
@@ -145,15 +120,9 @@ class Adam(Optimizer):
     def _decay(self, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> Tensor:
         return torch.addcmul(gradient, parameter, weight_decay)
 
-    def _one_pass(self, name: str, parameter: Tensor, gradient: Tensor, factor: float) -> tuple[Any, tuple[Any, ...]]:
-        settings = (self.lr, self.weight_decay, factor, self.taken, self.decoupled, self.beta1, self.beta2, self.eps)
-        return _library().adam, (gradient, *settings, parameter, self.mean[name], self.square[name])
-
 
 class AdamW(Adam):
     """Loshchilov & Hutter 2019: θ shrinks by lr × wd × θ, apart from the gradient."""
-
-    decoupled = True
 
     def _decay(self, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> Tensor:
         parameter.mul_(1 - lr * weight_decay)
@@ -181,24 +150,6 @@ def clip(gradients: Tensors, norm: float) -> Tensors:
     total = torch.linalg.vector_norm(torch.stack(per_tensor), dim=0)  # [H]
     scale = (norm / (total + 1e-6)).clamp(max=1)
     return {name: g * _beside(scale, g) for name, g in gradients.items()}
-
-
-def one_pass(parameter: Tensor) -> bool:
-    """Whether optimizers.c can update it."""
-    whole = parameter.is_contiguous() and parameter.dtype == torch.float32 and parameter.device.type == "cpu"
-    return whole and _library() is not None
-
-
-@cache
-def _library() -> Any:
-    """Typed: a float is a float32 where optimizers.c says so, a tensor its address."""
-    found = library(SOURCE)
-    if found is not None:
-        integer, single, double, address = ctypes.c_int64, ctypes.c_float, ctypes.c_double, ctypes.c_void_p
-        found.sgd.argtypes = [integer] * 3 + [address] * 4 + [single] + [address] * 2
-        found.adam.argtypes = [integer] * 3 + [address] * 3 + [single, integer, integer, double, double, single]
-        found.adam.argtypes += [address] * 3
-    return found
 
 
 def _copy(values: Mapping[str, Tensor], into: Tensors) -> None:

@@ -95,14 +95,8 @@ def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, held: Tensors 
     def of_one_head(state: Tensors, fields: Tensors, held: Tensors) -> Losses:
         return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, held or None))
 
-    stacked = {**main, **bank.auxiliary, **bank.buffers}, batch.fields(), held or {}
-    if len(bank.lr) > 1:
-        return vmap(of_one_head)(*stacked)
-    # one head can do without the cost of vmap, which is most of its step
-    state, fields, held = ({name: value.squeeze(0) for name, value in part.items()} for part in stacked)
-    total, auxiliary, *named = of_one_head(state, fields, held)
-    own = [{name: value.unsqueeze(0) for name, value in part.items()} for part in named]
-    return Losses(total.unsqueeze(0), auxiliary.unsqueeze(0), *own)
+    losses: Losses = vmap(of_one_head)({**main, **bank.auxiliary, **bank.buffers}, batch.fields(), held or {})
+    return losses
 
 
 def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:

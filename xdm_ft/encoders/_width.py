@@ -8,10 +8,10 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 
 
-def measured_width(encoder: Encoder, model: str) -> int:
-    """K from one forward pass of a black image: `num_features` and its like differ from it for some models.
+def measure_width(encoder: Encoder, model: str) -> int:
+    """K from one forward pass of a black image: a library's `num_features` differs from it for some models.
 
-    Raises `UserError` where the model does not take images of the size asked for, or does not pool them.
+    Raises `UserError` if the model does not take images of `encoder.preprocessing.size`, or does not pool its features.
     """
     size = encoder.preprocessing.size
     try:
@@ -20,11 +20,11 @@ def measured_width(encoder: Encoder, model: str) -> int:
     except (RuntimeError, AssertionError, ValueError, TypeError) as error:
         raise UserError(
             f'encoder.preprocessing.size: "{model}" does not take images of {size} px '
-            f"({' '.join(str(error).split())[:120]}); leave the size out or, for a ViT, set encoder.kwargs.img_size too"
+            f"({' '.join(str(error).split())[:120]}); leave size out or, for a ViT, set encoder.kwargs.img_size too"
         ) from error
     if features.ndim != 2:
         raise UserError(
-            f'encoder: "{model}" gives features of shape {tuple(features.shape)} instead of [batch, K]; '
+            f'encoder: "{model}" returns features of shape {tuple(features.shape)} instead of [batch, K]; '
             "leave global_pool out of encoder.kwargs"
         )
     return features.shape[1]

@@ -1,0 +1,74 @@
+"""What the README and docs/ tell a reader to type exists, and their links lead somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from xdm_ft.cli import parser
+from xdm_ft.recipe.read import load
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+READS_A_RECIPE = ("run", "validate", "doctor", "features")
+
+
+def blocks(page: Path) -> list[str]:
+    """Its code blocks, with continued lines joined."""
+    found = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [block.replace("\\\n", " ") for block in found]
+
+
+def commands() -> list[str]:
+    lines = [line for page in PAGES for block in blocks(page) for line in block.splitlines()]
+    return [line for line in lines if line.startswith("xdm-ft ")]
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors that GitHub gives its headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_there_are_commands_to_test() -> None:
+    assert len(PAGES) >= 6 and len(commands()) >= 20
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_is_accepted(command: str) -> None:
+    """The verb and its arguments exist; a recipe loads with its overrides, unless the line leaves some out (…)."""
+    arguments = parser().parse_args(shlex.split(command, comments=True)[1:])
+    if arguments.verb in READS_A_RECIPE and "…" not in command:
+        load(arguments.recipe, arguments.overrides)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_scripts_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in slugs(linked), target
+    for script in re.findall(r"python (\S+\.py)", text):
+        assert (ROOT / script).is_file(), script
+
+
+def test_contributing_names_files_that_there_are() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w./]+(?:\.py|/))`", text) if "NAME" not in name and name != "shared/"}
+    assert len(named) > 40
+    missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / "xdm_ft" / name).exists()]
+    assert not missing, missing
+
+
+def test_the_readme_is_one_page_with_one_test_command() -> None:
+    """`.ci/run` looks for the mark, and runs the code block below it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    [block] = re.findall(r"<!-- test command.*-->\n```\n(.*?)\n```", text)
+    assert block.startswith("python3 -m venv .venv && ") and block.endswith(".venv/bin/pytest")
+    assert "<!-- test command" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")

@@ -1,0 +1,119 @@
+"""The kernels of `specific_mask`, `decompose` and `mix` on a CPU, for float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from xdm_ft.tensors import Parts
+
+INFINITE, NAN = 0x7F800000, 0x7FFFFFFF  # the order of +∞, beyond which, on either side, lie the NaNs
+GUESSES = 24  # then bisection takes over; half of the rows are solved after five
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    try:  # kept beside the source or, where that is read-only, in the user's cache
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # neither can be written to
+        return njit(nogil=True)(function)
+
+
+def exceeds(rows: Tensor, rank: int) -> Tensor:
+    """`selection.plainly` of rows [n,K]."""
+    mask = torch.empty(rows.shape, dtype=torch.bool)
+    _exceeds(rows.contiguous().numpy().view(np.int32), rank, mask.numpy())
+    return mask
+
+
+def cut(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+    """`decomposition.plainly` of four masks like z."""
+    parts = tuple(torch.empty(z.shape) for _ in masks)
+    _cut(*(tensor.contiguous().view(-1).numpy() for tensor in (z, *masks, *parts)))
+    return parts
+
+
+def mix(parts: Parts, *choices: Tensor) -> Tensor:
+    """`mixing.plainly`."""
+    mixed = torch.empty(parts.csds.shape)
+    features = (tensor.contiguous().flatten(1).numpy() for tensor in (*parts, mixed))
+    _mix(*features, *(tensor.contiguous().numpy() for tensor in choices))
+    return mixed
+
+
+@compiled
+def _order(bits: Any) -> Any:
+    """An integer for every float's bits, in the floats' order (−0 and +0 are 0 both); it is its own inverse."""
+    return np.int32(bits if bits >= 0 else -0x80000000 - bits)
+
+
+@compiled
+def _divider(row: Any, rank: int, guess: Any) -> Any:
+    """Some τ such that score > τ is score > x_(rank), all in the floats' order; NAN for a row with a NaN.
+
+    m = K−1−rank scores may lie above τ, fewer where ties forbid m. Always more than m lie above `low` and at most m
+    above `high`. After `guess`, τ is looked for by false position on these excesses (Illinois rule: an end that stays
+    loses half its weight), then by bisection, which ends at neighbours: `high` is then x_(rank), and tied.
+    """
+    above, least, most, positive, not_negative = row.size - 1 - rank, row[0], row[0], np.int32(0), np.int32(0)
+    for k in range(row.size):  # over indices: iterating over the row itself is not vectorised
+        least, most = min(least, row[k]), max(most, row[k])
+        positive += np.int32(row[k] > 0)
+        not_negative += np.int32(row[k] >= 0)
+    if most > INFINITE or least < -INFINITE:
+        return np.int32(NAN)
+    if positive <= above < not_negative:
+        return np.int32(0)  # features after ReLU are full of zeros
+    low, high, low_excess, high_excess = np.int64(least) - 1, np.int64(most), float(row.size - above), float(-above)
+    if positive > above:
+        low, low_excess = np.int64(0), float(positive - above)
+    else:
+        high, high_excess = min(high, np.int64(-1)), float(not_negative - above)
+    tau, guesses = np.int64(guess), 0
+    while high - low > 1 and high_excess != 0:
+        if guesses >= GUESSES or not low < tau < high:
+            tau = (low + high) >> 1
+        count, divider = np.int32(0), np.int32(tau)
+        for k in range(row.size):
+            count += np.int32(row[k] > divider)
+        if count > above:
+            low, low_excess, high_excess = tau, float(count - above), high_excess / 2
+        else:
+            high, high_excess, low_excess = tau, float(count - above), low_excess / 2
+        # the line through both excesses crosses 0 over the floats, not over their orders
+        start, end = np.int32(_order(low)).view(np.float32), np.int32(_order(high)).view(np.float32)
+        share = np.float32(low_excess / (low_excess - high_excess))
+        tau, guesses = np.int64(_order(np.float32(start + (end - start) * share).view(np.int32))), guesses + 1
+    return np.int32(high)
+
+
+@compiled
+def _exceeds(bits: Any, rank: int, mask: Any) -> None:
+    row, guess = np.empty(bits.shape[1], np.int32), np.int32(0)
+    for n in range(len(bits)):
+        for k in range(row.size):
+            row[k] = _order(bits[n, k])
+        tau = _divider(row, rank, guess)
+        for k in range(row.size):
+            mask[n, k] = row[k] > tau
+        guess = guess if tau == NAN else tau  # for the next row
+
+
+@compiled
+def _cut(z: Any, m1: Any, m2: Any, m3: Any, m4: Any, part1: Any, part2: Any, part3: Any, part4: Any) -> None:
+    nothing = np.float32(-0.0)
+    for k in range(z.size):
+        part1[k], part2[k] = z[k] if m1[k] else nothing, z[k] if m2[k] else nothing
+        part3[k], part4[k] = z[k] if m3[k] else nothing, z[k] if m4[k] else nothing
+
+
+@compiled
+def _mix(csds: Any, csdg: Any, cgds: Any, cgdg: Any, mixed: Any, same: Any, other: Any, lam: Any, keep: Any) -> None:
+    for n in range(len(mixed)):
+        i, j, lam_1, lam_2 = same[n], other[n], lam[n, 0], lam[n, 1]
+        rest_1, rest_2 = np.float32(1) - lam_1, np.float32(1) - lam_2
+        for k in range(mixed.shape[1]):
+            own = lam_1 * csds[n, k] + rest_1 * csds[i, k] if keep[n] else np.float32(0)
+            mixed[n, k] = own + (lam_2 * cgds[n, k] + rest_2 * cgds[j, k]) + csdg[n, k] + cgdg[n, k]
