@@ -244,6 +244,22 @@ def test_results_of_an_earlier_version_are_refused(
     assert "was written by an earlier version" in told and "Traceback" not in told
 
 
+def test_the_state_of_an_earlier_format_is_left_alone(
+    damaged: Callable[[str], Path], expected: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Versions before lines kept a file per model: their models are trained again."""
+    folder = damaged("interrupted")
+    records = folder / "out/small/state/records"
+    shutil.rmtree(records)
+    old = records / "models/erm/sketch/seed0-trial0.json"
+    old.parent.mkdir(parents=True)
+    old.write_text('{"value": {"method": "erm"}, "xxh3": "0"}')
+    with caplog.at_level(logging.INFO, "xdm_ft"):
+        assert main(["run", str(folder / "small.yaml")]) == 0
+    assert "erm: " in caplog.text and numbers(folder / "out/small") == expected
+    assert not (folder / "out/small/state").exists()
+
+
 def test_what_the_run_was_trained_on_is_in_its_results(finished: Path) -> None:
     environment = json.loads((finished / "out/small/results.json").read_text())["environment"]
     assert environment["features"]["key"] in {path.name for path in (finished / "cache").iterdir()}

@@ -1,4 +1,4 @@
-"""What results.json says of one trained model (`Record`) and of one method (`SummaryRow`)."""
+"""The entries of results.json: one per trained model (`Record`), one per method and selection rule (`SummaryRow`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""results.json: what it says beside its records, how it grows while the run lasts, and what is returned of it."""
+"""results.json: what it holds beside its records, how it grows while a run lasts, and the `Results` of a run."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
 
 
 def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:
-    """What results.json says of the data beside their hash: whether test domains are unseen, and faults found."""
+    """What results.json holds of the data beside their checksum: whether test domains are unseen, and faults found."""
     return {"tested_on": plan.splits[0].tested_on, "findings": [finding.line for finding in faults]}
 
 
