@@ -29,7 +29,7 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features import cache
 from xdm_ft.features.cache import Features
-from xdm_ft.features.shards import ShardLayout, encode_shard, open_shard
+from xdm_ft.features.shards import ShardLayout, open_shard, write_shard
 from xdm_ft.features.store import shard_name
 from xdm_ft.protocol.splits import Split
 from xdm_ft.tensors import Annotations, Criteria, Task
@@ -78,7 +78,7 @@ def make(folder: Path, rows: int, width: int) -> None:
         own = slice(span.start, span.stop)
         # the same noise, moved on, in each shard: drawing billions of numbers would take most of the time
         z = noise.roll(number, dims=1)[: len(span)] + of_class[about.labels[own]] + of_domain[about.domains[own]]
-        (folder / shard_name(number)).write_bytes(encode_shard(z.half(), {}, KEY, number))
+        write_shard(folder / shard_name(number), z.half(), {}, KEY, number)
 
 
 def opened(folder: Path, rows: int) -> Features:

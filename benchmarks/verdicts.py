@@ -42,7 +42,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
@@ -51,10 +51,11 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT, Comparison, HeldOut, compare, paired, verdicts
 from xdm_ft.evaluation.jackknife import effective_number, group_sizes, without_each_group
 from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment.plan import read_data
-from xdm_ft.experiment.run_directory import PREDICTIONS, identity, make_prediction
 from xdm_ft.recipe.read import load
 from xdm_ft.storage.checksummed import read_arrays, read_results
+from xdm_ft.storage.run_directory import PREDICTIONS
 
 DRAWS = 2000  # of the bootstrap of the rule before
 SLIDES = np.array([30_000, 16_000, 12_000, 9_000, 7_000, 5_000, 3_000, 1_500, 1_000, 554])
@@ -131,11 +132,11 @@ def read_pools(folders: Sequence[Path], method: str, rule: str | None) -> list[P
         recipe = load(str(folder / "recipe.yaml"), [])
         metrics.add(recipe.protocol.metric)
         dataset = read_data(recipe)
-        for record in read_results(folder / "results.json")["runs"]:
-            if record["method"] != method or record["status"] != "ok":
+        for record in map(Record.from_json, read_results(folder / "results.json")["runs"]):
+            if record.method != method or record.status != "ok":
                 continue
             prediction = prediction_of(folder, record, rule or recipe.protocol.selection, dataset)
-            seeds = found.setdefault(tuple(record["test_domains"]), {})
+            seeds = found.setdefault(record.test_domains, {})
             if prediction.seed in seeds:
                 raise SystemExit(f"{folder}: seed {prediction.seed} was trained twice; name each model once")
             seeds[prediction.seed] = prediction
@@ -148,16 +149,9 @@ def read_pools(folders: Sequence[Path], method: str, rule: str | None) -> list[P
     return [pool_of(held_out, [seeds[s] for s in sorted(complete)]) for held_out, seeds in found.items()]
 
 
-def prediction_of(folder: Path, record: dict[str, Any], rule: str, dataset: ImageDataset) -> Prediction:
-    arrays = read_arrays((folder / record["selected"][rule]["weights"]).parent / PREDICTIONS)
-    return make_prediction(
-        identity(record),
-        dataset,
-        rule,
-        arrays[f"{rule}.rows"],
-        arrays[f"{rule}.predicted"],
-        arrays.get(f"{rule}.per_image"),
-    )
+def prediction_of(folder: Path, record: Record, rule: str, dataset: ImageDataset) -> Prediction:
+    arrays = read_arrays((folder / record.selected[rule].weights).parent / PREDICTIONS)
+    return Prediction.from_arrays(arrays, dataset, record.key, rule)
 
 
 def pool_of(held_out: tuple[str, ...], runs: Sequence[Prediction]) -> Pool:

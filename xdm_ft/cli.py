@@ -10,18 +10,19 @@ import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from xdm_ft import __version__, interrupt
+from xdm_ft import interrupt
 from xdm_ft.errors import UserError
+from xdm_ft.version import __version__
 
 Verb = Callable[[argparse.Namespace], int]
 GOES_ON = ("run", "features")  # verbs that keep what they have done when a signal ends them
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from xdm_ft.experiment import run
+    from xdm_ft.commands.run import run_recipe
     from xdm_ft.recipe.read import load
 
-    return run(load(arguments.recipe, arguments.overrides))
+    return run_recipe(load(arguments.recipe, arguments.overrides), show=_is_main_process())
 
 
 def _validate(arguments: argparse.Namespace) -> int:
@@ -33,7 +34,7 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 
 def _features(arguments: argparse.Namespace) -> int:
-    from xdm_ft.experiment import fill_cache
+    from xdm_ft.commands.features import fill_cache
     from xdm_ft.recipe.read import load
 
     fill_cache(load(arguments.recipe, arguments.overrides))
@@ -55,12 +56,9 @@ def _cp(arguments: argparse.Namespace) -> int:
 
 
 def _cache(arguments: argparse.Namespace) -> int:
-    from xdm_ft.commands.cache import list_cache, prune_cache, verify_cache
+    from xdm_ft.commands.cache import cache
 
-    if arguments.action == "prune":
-        print(prune_cache(arguments.dir, arguments.unused_days, arguments.max_size, arguments.unreferenced))
-    else:
-        print((verify_cache if arguments.action == "verify" else list_cache)(arguments.dir))
+    print(cache(arguments.action, arguments.dir, arguments.unused_days, arguments.max_size, arguments.unreferenced))
     return 0
 
 

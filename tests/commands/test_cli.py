@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from warm_processes import xdm_ft
 
-from xdm_ft.storage.checksummed import seal_results
+from xdm_ft.storage.checksummed import results_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """\
@@ -102,7 +102,7 @@ def test_an_interrupted_run_trains_only_what_is_missing(recipe, tmp_path):
     path = tmp_path / "out" / "small" / "results.json"
     whole = json.loads(path.read_text())
     cut = whole | {"runs": whole["runs"][:1], "summary": []}
-    path.write_text(json.dumps(cut | {"checksum": seal_results(cut)}))
+    path.write_text(json.dumps(cut | {"checksum": results_digest(cut)}))
     again = xdm_ft("run", recipe, cwd=tmp_path)
     assert "erm: 1 models" not in again.stderr and "xdomainmix+sam: 1 models" in again.stderr
     assert without_times(json.loads(path.read_text())) == without_times(whole)

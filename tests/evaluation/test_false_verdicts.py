@@ -7,7 +7,9 @@ import pytest
 from scipy import stats
 
 from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.records import Pick, Record
 from xdm_ft.evaluation.summary import summarise
+from xdm_ft.tensors import Score
 
 TABLES = 200
 METHODS = ["erm", *(f"method {m}" for m in range(13))]
@@ -32,9 +34,10 @@ def table(number: int, domains: tuple[str, ...], groups: np.ndarray | None) -> l
                 score = ease + 0.3 * generator.normal() + luck + 0.5 * generator.normal(size=IMAGES)
                 predicted, labels = (score < 0).astype(np.int64), np.zeros(IMAGES, dtype=np.int64)
                 accuracy = float((predicted == 0).mean())
-                metrics = {"accuracy": accuracy, "per_domain": {domain: {"accuracy": accuracy, "n": IMAGES}}}
-                record = {"method": method, "test_domains": [domain], "seed": seed, "trial": 0, "status": "ok"}
-                runs.append(record | {"selected": {"train_val": {"metrics": {"test": metrics}}}})
+                per_domain = {domain: {"accuracy": accuracy, "n": IMAGES}}
+                score_of = Score(accuracy, 0.0, 0.0, None, None, 0.0, 0.0, IMAGES, {}, per_domain)
+                picks = {"train_val": Pick(1, "", {"test": score_of})}
+                runs.append(Record(method, (domain,), seed, 0, {}, "ok", selected=picks))
                 predictions.append(
                     Prediction(
                         method, (domain,), seed, "train_val", np.arange(IMAGES), labels, predicted, labels, groups
@@ -49,7 +52,7 @@ def table(number: int, domains: tuple[str, ...], groups: np.ndarray | None) -> l
         protocol_line=lambda rule: rule,
         references=dict.fromkeys(METHODS[1:], METHODS[0]),
     )
-    return [row["versus_erm"]["verdict"] for row in rows[1:]]
+    return [row.versus_erm["verdict"] for row in rows[1:] if row.versus_erm is not None]
 
 
 @pytest.mark.parametrize("domains", [("a",), ("a", "b", "c", "d")])

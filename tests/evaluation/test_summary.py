@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,23 +10,29 @@ from scipy import stats
 
 from xdm_ft.evaluation.conventions import DOMAINBED, WILDS
 from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.records import Pick, Record, Status
 from xdm_ft.evaluation.summary import protocol_line, summarise
+from xdm_ft.tensors import Score
 
 ROWS = 50
 BASE = {("erm", "a"): 30, ("erm", "b"): 20, ("sam", "a"): 40, ("sam", "b"): 32}  # right of 50 with seed 0
 
 
-def record(method: str, held: tuple[str, ...], seed: int, right: int, rules: tuple[str, ...] = ("train_val",)) -> dict:
-    metrics = {"accuracy": right / ROWS, "auroc": None, "nll": 1 - right / ROWS}
-    metrics["per_domain"] = {d: {"accuracy": right / ROWS, "n": ROWS} for d in held}
-    selected = {rule: {"step": 10, "metrics": {"test": metrics}} for rule in rules}
-    identity = {"method": method, "test_domains": list(held), "seed": seed, "trial": 0}
-    return {**identity, "status": "ok", "selected": selected, "gradient_evaluations": 300}
+def score_of(accuracy: float, domains: tuple[str, ...], images: int) -> Score:
+    """What the tests look at; the rest is made up."""
+    per_domain = {domain: {"accuracy": accuracy, "n": images} for domain in domains}
+    return Score(accuracy, 0.0, 0.0, None, 0.0, 1 - accuracy, 0.0, images, {}, per_domain)
 
 
-def trouble(method: str, held: tuple[str, ...], seed: int, status: str, reason: str) -> dict:
-    identity = {"method": method, "test_domains": list(held), "seed": seed, "trial": 0}
-    return {**identity, "status": status, "reason": reason}
+def record(
+    method: str, held: tuple[str, ...], seed: int, right: int, rules: tuple[str, ...] = ("train_val",)
+) -> Record:
+    selected = {rule: Pick(10, "", {"test": score_of(right / ROWS, held, ROWS)}) for rule in rules}
+    return Record(method, held, seed, 0, {}, "ok", selected=selected, gradient_evaluations=300)
+
+
+def trouble(method: str, held: tuple[str, ...], seed: int, status: Status, reason: str) -> Record:
+    return Record(method, held, seed, 0, {}, status, reason)
 
 
 def prediction(
@@ -44,7 +51,7 @@ def grid(seeds: int = 3) -> list[tuple[str, tuple[str, ...], int, int]]:
     return [(m, (d,), s, right_of(m, d, s)) for m in ("erm", "sam") for d in ("a", "b") for s in range(seeds)]
 
 
-def summary(runs: list[dict], predictions: list[Prediction], **changes: Any) -> list[dict[str, Any]]:
+def summary(runs: list[Record], predictions: list[Prediction], **changes: Any) -> list[dict[str, Any]]:
     settings: dict[str, Any] = {
         "methods": ["zero_shot", "erm", "sam"],
         "rules": ["train_val"],
@@ -53,7 +60,7 @@ def summary(runs: list[dict], predictions: list[Prediction], **changes: Any) -> 
     }
     settings |= changes
     settings.setdefault("references", dict.fromkeys(settings["methods"], "erm"))
-    rows = summarise(runs, predictions, **settings)
+    rows = [row.to_json() for row in summarise(runs, predictions, **settings)]
     assert rows == json.loads(json.dumps(rows, allow_nan=False))  # results.json holds it as it is
     return rows
 
@@ -85,9 +92,10 @@ def test_spread_as_benchmarks_print_it_by_hand() -> None:
 
 
 def test_budgets() -> None:
-    records = [record(*r) for r in grid()]
-    for one in records:
-        one["gradient_evaluations"] = {"erm": 300, "sam": 600 if one["test_domains"] == ["a"] else 640}[one["method"]]
+    records = [
+        replace(one, gradient_evaluations={"erm": 300, "sam": 600 if one.test_domains == ("a",) else 640}[one.method])
+        for one in (record(*r) for r in grid())
+    ]
     erm, sam = summary(records, [])
     assert erm["budget"] == {"draws": 1, "gradient_evaluations": {"low": 300, "high": 300}}
     assert sam["budget"] == {"draws": 1, "gradient_evaluations": {"low": 600, "high": 640}}

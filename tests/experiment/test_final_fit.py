@@ -1,6 +1,7 @@
 """The model that is shipped: chosen by what selection saw, trained on all images, nothing chosen in the fit."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from xdm_ft.algorithms import Setup
 from xdm_ft.averaging import Interval, Segment
 from xdm_ft.errors import UserError
+from xdm_ft.evaluation.records import Pick, Record, SummaryRow
 from xdm_ft.experiment import run
 from xdm_ft.experiment.final_fit import best, combined, median, mode, selection_values, settle
 from xdm_ft.experiment.machine import start
@@ -167,19 +169,20 @@ def test_nothing_is_measured_while_it_trains(monkeypatch):
     assert all(rows for held_out, rows in made if held_out) and any(held_out for held_out, _ in made)
 
 
-def record(method, seed, value, status="ok", held="a", **more):
-    selected = {"train_val": {"step": 1, "metrics": {}} | ({} if value is None else {"value": value})}
-    base = {"method": method, "test_domains": [held], "seed": seed, "trial": 0, "status": status}
-    return base | {"selected": selected if status == "ok" else {}} | more
+def record(method, seed, value, status="ok", held="a", trial=0):
+    picked = {"train_val": Pick(step=1, weights="", metrics={}, value=value)} if status == "ok" else {}
+    return Record(method, (held,), seed, trial, {}, status, selected=picked)
 
 
 def summary(**means):
-    return [{"method": name, "selection": "train_val", "mean": mean} for name, mean in means.items()]
+    about = {"selection": "train_val", "metric": "accuracy", "split": "test", "protocol": "", "n": 1}
+    rest = dict.fromkeys(("std", "stderr", "spread_as_published", "versus_erm"))
+    return [SummaryRow(name, mean=mean, per_test_domain={}, budget={}, **about, **rest) for name, mean in means.items()]
 
 
 def test_test_means_have_no_say():
     runs = [record("erm", 0, 0.9), record("erm", 1, 0.7), record("irm", 0, 0.75), record("irm", 1, 0.75)]
-    values = selection_values({"runs": runs, "summary": summary(irm=0.99, erm=0.2)}, "train_val", "accuracy")
+    values = selection_values(runs, summary(irm=0.99, erm=0.2), "train_val", "accuracy")
     assert values == {"irm": 0.75, "erm": pytest.approx(0.8)}
     assert best(values, "accuracy") == "erm" and best(values, "nll") == "irm"
     assert best({"b": 0.5, "a": 0.5}, "accuracy") == "b", "the first of equals"
@@ -188,18 +191,18 @@ def test_test_means_have_no_say():
 def test_only_methods_with_a_value_in_every_run_can_be_chosen():
     runs = [record("erm", 0, 0.5), record("irm", 0, 0.9), record("irm", 1, 0.9, "failed"), record("rsc", 0, None)]
     rows = summary(erm=0.1, irm=0.1, rsc=0.1)
-    assert selection_values({"runs": runs, "summary": rows}, "train_val", "accuracy") == {"erm": 0.5}
+    assert selection_values(runs, rows, "train_val", "accuracy") == {"erm": 0.5}
     runs = [record("erm", 0, 0.5, trial=1), record("erm", 0, 0.5, "failed", trial=0)]
-    assert selection_values({"runs": runs, "summary": rows}, "train_val", "accuracy") == {"erm": 0.5}
-    assert selection_values({"runs": runs, "summary": summary(erm=None)}, "train_val", "accuracy") == {}
-    troubled = [row | {"reason": "auroc is not defined"} for row in summary(erm=0.5)]
-    assert selection_values({"runs": runs, "summary": troubled}, "train_val", "accuracy") == {}
+    assert selection_values(runs, rows, "train_val", "accuracy") == {"erm": 0.5}
+    assert selection_values(runs, summary(erm=None), "train_val", "accuracy") == {}
+    troubled = [replace(row, reason="auroc is not defined") for row in summary(erm=0.5)]
+    assert selection_values(runs, troubled, "train_val", "accuracy") == {}
 
 
 def test_where_no_method_can_be_chosen_nothing_is_fitted(caplog):
     # with one learning rate every loss overflows
     made = recipe("methods=[erm]", "training.lr=1.0e+38", "training.steps=60")
-    assert run(made) == 1
+    assert run(made).failed
     assert "final_fit" not in json.loads(Path("output/final/results.json").read_text())
 
 
@@ -246,6 +249,7 @@ def test_trials_that_differ_between_runs_are_combined_and_said():
     assert final["hparams"]["sam.rho"] == mode(r["hparams"]["sam.rho"] for r in sorted(picked, key=lambda r: r["seed"]))
     assert len({r["trial"] for r in picked}) > 1, "the miniature must pick different trials"
     assert "lr, batch_size: the median over the trials picked" in final["how"]
+    picked = [Record.from_json(one) for one in picked]
     fit = settle(plan, picked)
     assert fit.model.training.lr == final["hparams"]["lr"] and fit.model.training.patience is None
     assert "lr" not in settle(plan, picked[:1]).how, "one run: nothing to combine"

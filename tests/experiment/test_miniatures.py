@@ -24,7 +24,7 @@ training: {{steps: 10, batch_size: 4}}
 
 
 def results(tmp_path, name, protocol, more=""):
-    assert run(check(parse(RECIPE.format(name=name, protocol=protocol, more=more), "small.yaml"))) == 0
+    assert not run(check(parse(RECIPE.format(name=name, protocol=protocol, more=more), "small.yaml"))).failed
     return json.loads((tmp_path / "output" / "small" / "results.json").read_text())
 
 

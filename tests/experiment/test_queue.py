@@ -12,10 +12,11 @@ from typing import Any
 import miniature
 import pytest
 
-from xdm_ft.experiment import engines, run
-from xdm_ft.experiment.run_directory import RunDirectory
-from xdm_ft.experiment.run_state import RunState
+from xdm_ft.evaluation.records import Record
+from xdm_ft.experiment import engines, run, train
+from xdm_ft.experiment.results import Kept, ResultsFile
 from xdm_ft.recipe.read import Recipe, load
+from xdm_ft.storage.run_directory import RunDirectory
 
 SMALL = """\
 name: small
@@ -43,21 +44,22 @@ def recipe(*overrides: str) -> Recipe:
 
 def run_on(cores: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """results.json, and for each model in the order in which it was kept by some process: which one, and its method."""
-    monkeypatch.setattr(engines, "cores", lambda: cores)
-    log, add = Path("log"), RunDirectory.add
+    monkeypatch.setattr(train, "cores", lambda: cores)
+    log, keep = Path("log"), ResultsFile.keep
     log.write_text("")
 
-    def noted(self: RunDirectory, record: dict[str, Any], predictions: Any) -> None:
+    def noted(self: ResultsFile, kept: Kept, directory: RunDirectory) -> None:
+        method = kept.line.method if isinstance(kept.line, Record) else None
         with log.open("a") as file:
-            file.write(json.dumps({"process": os.getpid(), "method": record["method"]}) + "\n")
-        while cores > 1 and record["method"] in HEADS and len(head_trainers(log)) == 1:
+            file.write(json.dumps({"process": os.getpid(), "method": method}) + "\n")
+        while cores > 1 and method in HEADS and len(head_trainers(log)) == 1:
             time.sleep(0.01)  # a piece of heads is left, and another process is there to take it
-        add(self, record, predictions)
+        keep(self, kept, directory)
 
     made = recipe(*overrides)
     with monkeypatch.context() as patch:
-        patch.setattr(RunDirectory, "add", noted)
-        assert run(made) == 0
+        patch.setattr(ResultsFile, "keep", noted)
+        assert not run(made).failed
     results = json.loads((Path(made.output.dir) / made.name / "results.json").read_text())
     return results, [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -97,13 +99,16 @@ def test_extra_models_come_before_those_they_serve(monkeypatch: pytest.MonkeyPat
 
 def test_a_piece_is_taken_once_until_the_run_begins_again(tmp_path: Path) -> None:
     class Job:
-        method, key = "erm", ("erm", ("sketch",), 0, 0)
+        method, test_domains, seed, trial = "erm", ("sketch",), 0, 0
 
         class setup:
             steps = 5
 
-    state, other = RunState(tmp_path, recipe()), RunState(tmp_path, recipe())
-    assert state.take([Job()], ["train_val"]) and not other.take([Job()], ["train_val"])  # type: ignore[list-item]
-    assert other.take([Job()], ["cross_domain"]), "other rules, as extra models have them"  # type: ignore[list-item]
-    state.forget_taken()
-    assert other.take([Job()], ["train_val"])  # type: ignore[list-item]
+    state, other = RunDirectory(tmp_path), RunDirectory(tmp_path, "1", main=False)
+    name = engines.training_name([Job()], ["train_val"])  # type: ignore[list-item]
+    assert state.take(name) and not other.take(name)
+    # other rules, as extra models have them
+    assert other.take(engines.training_name([Job()], ["cross_domain"]))  # type: ignore[list-item]
+    with state:
+        state.lock()
+        assert other.take(name)

@@ -7,8 +7,8 @@ import jsonschema
 import miniature
 import pytest
 
+from xdm_ft.commands.run import run_recipe
 from xdm_ft.evaluation.conventions import DOMAINBED, WILDS
-from xdm_ft.experiment import run
 from xdm_ft.recipe.read import check
 from xdm_ft.recipe.text import parse
 
@@ -30,7 +30,8 @@ def made(tmp_path, monkeypatch):
 
     def make(name, protocol, more=""):
         monkeypatch.chdir(tmp_path)
-        assert run(check(parse(RECIPE.format(name=name, protocol=protocol, more=more), "small.yaml"))) == 0
+        recipe = check(parse(RECIPE.format(name=name, protocol=protocol, more=more), "small.yaml"))
+        assert run_recipe(recipe, show=True) == 0
         found = json.loads((tmp_path / "output" / "small" / "results.json").read_text())
         jsonschema.Draft202012Validator(SCHEMA).validate(found)
         return found, (tmp_path / "output" / "small" / "results.md").read_text()

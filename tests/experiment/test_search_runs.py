@@ -13,6 +13,7 @@ import pytest
 
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
+from xdm_ft.evaluation.records import Pick, Record
 from xdm_ft.evaluation.trials import picked_trials, selection_value
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import hparams, make_plan, read_data
@@ -46,7 +47,7 @@ def recipe(*overrides):
 
 def test_every_trial_is_kept_and_selection_picks_one():
     made = recipe()
-    assert run(made) == 0
+    assert not run(made).failed
     found = json.loads(Path("output/search/results.json").read_text())
     schema = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(schema).validate(found)
@@ -92,7 +93,7 @@ def test_a_search_end_to_end_trains_its_trials_one_after_another():
         "encoder.trainable=true", "methods=[erm]", "search={trials: 2, preset: domainbed}", "protocol.seeds=1",
         "protocol.final_fit=false", "training.steps=2", "training.batch_size=2",
     )  # fmt: skip
-    assert run(made) == 0
+    assert not run(made).failed
     found = json.loads(Path("output/search/results.json").read_text())
     rates = {(r["trial"], r["hparams"]["lr"], r["hparams"]["encoder_lr"]) for r in found["runs"]}
     assert len(found["runs"]) == 4 and len(rates) == 2
@@ -101,7 +102,7 @@ def test_a_search_end_to_end_trains_its_trials_one_after_another():
 
 
 def test_doubtful_picks_are_flagged():
-    assert run(recipe("methods=[erm]", "training.lr=0.2", "training.evaluate_every=6", "search.space={}")) == 0
+    assert not run(recipe("methods=[erm]", "training.lr=0.2", "training.evaluate_every=6", "search.space={}")).failed
     found = json.loads(Path("output/search/results.json").read_text())
     own = next(r for r in found["runs"] if r["trial"] == 0)
     assert own["selected"]["train_val"]["flags"] == ["last step picked", "lr at the edge of its range"]
@@ -149,7 +150,7 @@ def test_settings_of_averaging_are_searched():
     """Trials of one chunk differ in nothing else, and each has the average of its own settings."""
     space = "search={trials: 4, space: {swad.n_converge: {choice: [1, 2, 3]}}}"
     short = "training.steps=8", "training.lr=0.3", "protocol.test_domains=[photo]", "protocol.final_fit=false"
-    assert run(recipe("methods=[erm+swad]", space, *short)) == 0
+    assert not run(recipe("methods=[erm+swad]", space, *short)).failed
     windows = {}
     for r in json.loads(Path("output/search/results.json").read_text())["runs"]:
         picked = r["selected"]["train_val"]
@@ -159,7 +160,7 @@ def test_settings_of_averaging_are_searched():
 
 @pytest.mark.slow
 def test_processes_share_the_heads_and_give_the_very_same_results():
-    assert run(recipe("protocol.selection=cross_domain")) == 0
+    assert not run(recipe("protocol.selection=cross_domain")).failed
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [files("xdm_ft").joinpath("run.py"), "search.yaml", "protocol.selection=cross_domain", "output.dir=two"]
     subprocess.run(command, check=True, env=os.environ | {"ACCELERATE_USE_CPU": "1"}, capture_output=True)
@@ -179,7 +180,7 @@ def without_times(value):
 
 
 def test_any_model_of_a_search_can_be_trained_again(capsys):
-    assert run(recipe("protocol.selection=cross_domain", "methods=[erm, rsc]", "protocol.final_fit=false")) == 0
+    assert not run(recipe("protocol.selection=cross_domain", "methods=[erm, rsc]", "protocol.final_fit=false")).failed
     capsys.readouterr()
     for method, trial in (("erm", "2"), ("rsc", "1")):
         assert main(["retrain", "output/search", method, "photo", "0", trial]) == 0
@@ -196,7 +197,7 @@ def test_any_model_of_a_search_can_be_trained_again(capsys):
 
 def test_failed_trials_are_told_beside_the_ones_that_were_picked():
     overrides = ("methods=[erm]", "search={trials: 2, space: {lr: {choice: [1.0e+30]}}}", "training.optimizer=sgd")
-    assert run(recipe(*overrides)) == 1
+    assert run(recipe(*overrides)).failed
     found = json.loads(Path("output/search/results.json").read_text())
     assert {(r["trial"], r["status"]) for r in found["runs"]} == {(0, "ok"), (1, "failed")}
     for row in found["summary"]:
@@ -205,18 +206,14 @@ def test_failed_trials_are_told_beside_the_ones_that_were_picked():
 
 
 def record(trial, value, status="ok"):
-    seen = {} if value is None else {"value": value}
-    pooled = {"train_val": {"accuracy": 1.0, "nll": 0.0}}  # not what the rule saw
-    selected = {"train_val": {"metrics": pooled, **seen}} if status == "ok" else {}
-    return {"method": "m", "test_domains": ["a"], "seed": 0, "trial": trial, "status": status, "selected": selected}
+    selected = {"train_val": Pick(step=1, weights="", metrics={}, value=value)} if status == "ok" else {}
+    return Record("m", ("a",), 0, trial, {}, status, selected=selected)
 
 
 def test_the_first_of_equals_is_picked_and_failures_only_where_nothing_else_is():
     trials = [record(0, 0, "failed"), record(1, 0.5), record(2, None), record(3, 0.7), record(4, 0.7)]
-    assert [r["trial"] for r in picked_trials(trials, "train_val", "accuracy")] == [3]
-    assert [r["trial"] for r in picked_trials(trials, "train_val", "nll")] == [1]
-    assert [r["trial"] for r in picked_trials(trials[:1], "train_val", "accuracy")] == [0]
-    assert selection_value({**record(0, 0.5)}, "oracle") is None
-    told = record(0, 0.5)
-    told["selected"]["cross_domain"] = {"value": 0.25, "metrics": {}}
-    assert selection_value(told, "cross_domain") == 0.25
+    assert [r.trial for r in picked_trials(trials, "train_val", "accuracy")] == [3]
+    assert [r.trial for r in picked_trials(trials, "train_val", "nll")] == [1]
+    assert [r.trial for r in picked_trials(trials[:1], "train_val", "accuracy")] == [0]
+    assert selection_value(record(0, 0.5), "oracle") is None
+    assert selection_value(record(0, 0.5), "train_val") == 0.5

@@ -17,7 +17,8 @@ from xdm_ft.experiment.engines import Engines
 from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder, prepare
-from xdm_ft.experiment.run_directory import RunDirectory
+from xdm_ft.experiment.results import ResultsFile
+from xdm_ft.experiment.resume import RECORDS
 from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course, without
 from xdm_ft.protocol.splits import splits
 from xdm_ft.tensors import Criteria, Task
@@ -71,7 +72,7 @@ def test_each_rule_keeps_its_own_weights_and_the_value_that_it_saw():
 def test_cross_domain_picks_what_naive_leaving_out_picks():
     """Every ordered pair of held-out and left-out domain trained on its own, by splits made by hand."""
     made = recipe("protocol.selection=cross_domain", "methods=[erm]")
-    assert run(made) == 0
+    assert not run(made).failed
     found = json.loads((made_path(made) / "results.json").read_text())
     dataset, accelerator = read_data(made), start(made)
     prepared = prepare(made, dataset, build_encoder(made, 0), accelerator)
@@ -102,25 +103,30 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
 def test_an_interrupted_cross_domain_measures_nothing_twice(monkeypatch):
     overrides = ("protocol.selection=cross_domain", "methods=[erm]")
     whole = results(*overrides)
-    assert not list(made_path(recipe()).glob("state/**/*.json")), "what is remembered goes when the run is complete"
+    assert not list(made_path(recipe()).glob("state/**/*.jsonl")), "a complete run has nothing to resume"
 
-    def killed(self, record, predictions):
-        raise KeyboardInterrupt
+    keep = ResultsFile.keep
+
+    def killed(self, kept, directory):
+        if kept.kind == RECORDS:
+            raise KeyboardInterrupt
+        keep(self, kept, directory)
 
     again = (*overrides, "output.dir=again")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(RunDirectory, "add", killed)
+        patch.setattr(ResultsFile, "keep", killed)
         run(recipe(*again))
-    assert len(list(made_path(recipe(*again)).glob("state/**/*.json"))) == 6
+    files = made_path(recipe(*again)).glob("state/cross_domain/*.jsonl")
+    assert sum(len(file.read_text().splitlines()) for file in files) == 6
     asked = []
     with monkeypatch.context() as patch:
-        train = Engines.train
+        pieces = Engines.pieces
 
         def watched(self, requests):
             asked.extend(request.criteria.rules[0] for request in requests)
-            return train(self, requests)
+            return pieces(self, requests)
 
-        patch.setattr(Engines, "train", watched)
+        patch.setattr(Engines, "pieces", watched)
         resumed = results(*again)
     assert asked == ["cross_domain"], "the extra models were not trained again"
     assert chosen(resumed, "cross_domain") == chosen(whole, "cross_domain")

@@ -51,7 +51,7 @@ def results(folder: Path, *changes: tuple[str, str]) -> dict[str, Any]:
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
-    assert run(check(parse(text, "wise.yaml"))) == 0
+    assert not run(check(parse(text, "wise.yaml"))).failed
     found: dict[str, Any] = json.loads((folder / "output" / "wise" / "results.json").read_text())
     schema = json.loads((Path(__file__).parents[2] / "xdm_ft/report/results.schema.json").read_text())
     jsonschema.Draft202012Validator(schema).validate(found)
@@ -129,7 +129,7 @@ def test_the_shipped_model_has_the_median_alpha(tmp_path: Path) -> None:
     final, picked = found["final_fit"], [selected(found, "wise_ft", seed) for seed in range(3)]
     assert final["alpha"] == sorted(one["alpha"] for one in picked)[1]
     assert final["step"] == sorted(one["step"] for one in picked)[1]
-    assert f"α = {final['alpha']}, the median" in final["how"]
+    assert f"alpha = {final['alpha']}, the median" in final["how"]
     weights = load_file(tmp_path / "output" / "wise" / final["weights"])
     assert weights["head.weight"].isfinite().all()
 

@@ -15,8 +15,8 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.commands.ls import listing
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.plan import PlannedModel, hparams
-from xdm_ft.experiment.records import Work
-from xdm_ft.experiment.results import references
+from xdm_ft.experiment.records import flags
+from xdm_ft.experiment.summary import references
 from xdm_ft.recipe import components
 from xdm_ft.recipe.blocks import Component, MethodCommon, MethodItem, Recipe, drawn_item
 from xdm_ft.recipe.read import check
@@ -187,7 +187,7 @@ def test_flags_look_at_their_own_component() -> None:
     nothing: Any = None
     item = drawn_item(recipe.methods[0], {"mixup.alpha": 0.5, "sagm.alpha": 0.99})
     model = PlannedModel(item, recipe.training, nothing, seed=0, trial=0, steps=1000, skipped=None)
-    found = Work(plan, nothing, nothing, nothing).flags(model, Selected(step=10, state={}))
+    found = flags(plan, model, Selected(step=10, state={}))
     assert found == ["sagm.alpha at the edge of its range"]
 
 

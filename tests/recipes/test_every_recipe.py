@@ -264,7 +264,7 @@ def test_it_validates_and_runs(
     assert "gradient evaluations" in printed
     for item in recipe.methods:
         assert (f"# prompts of {item.label}," in printed) == (item.block.prompts is not None)
-    assert run(recipe) == 0
+    assert not run(recipe).failed
 
     folder = tmp_path / "output" / name
     found = json.loads((folder / "results.json").read_text())

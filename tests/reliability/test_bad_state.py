@@ -13,8 +13,8 @@ import miniature
 import pytest
 
 from xdm_ft.cli import main
-from xdm_ft.experiment.run_directory import RunDirectory
-from xdm_ft.storage.checksummed import seal_results
+from xdm_ft.experiment import summary
+from xdm_ft.storage.checksummed import results_digest
 
 RECIPE = """\
 name: small
@@ -32,32 +32,32 @@ class Stopped(Exception):
     """The process ends here."""
 
 
-def fill(folder: Path, stop_before: str | None, **protocol: str) -> Path:
-    """A recipe, its data, and what a run of it leaves where it ends at the call of a method of RunDirectory."""
+def fill(folder: Path, stop_before_summary: bool, **protocol: str) -> Path:
+    """A recipe, its data, and what a run of it leaves, which may end before the summary."""
     miniature.domainbed(folder / "data", "pacs", per_class=3)
     keys = "".join(f", {key}: {value}" for key, value in protocol.items())
     text = RECIPE.format(data=folder / "data", cache=folder / "cache", out=folder / "out", protocol=keys)
     (folder / "small.yaml").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        if stop_before:
+        if stop_before_summary:
 
             def stop(*_: object) -> None:
                 raise Stopped
 
-            patch.setattr(RunDirectory, stop_before, stop)
-        assert main(["run", str(folder / "small.yaml")]) == (1 if stop_before else 0)
+            patch.setattr(summary, "summary_rows", stop)
+        assert main(["run", str(folder / "small.yaml")]) == (1 if stop_before_summary else 0)
     return folder
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill(tmp_path_factory.mktemp("finished"), None, final_fit="true")
+    return fill(tmp_path_factory.mktemp("finished"), False, final_fit="true")
 
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All models trained; what ends is the summary."""
-    folder = fill(tmp_path_factory.mktemp("interrupted"), "finish", selection="cross_domain")
+    folder = fill(tmp_path_factory.mktemp("interrupted"), True, selection="cross_domain")
     assert (folder / "out/small/state/records").is_dir() and (folder / "out/small/state/cross_domain").is_dir()
     return folder
 
@@ -118,7 +118,7 @@ def other_type(path: Path) -> None:
 def flip_a_digit(path: Path) -> None:
     """Still whole, and wrong: the last byte of numbers, or the first digit after a point."""
     data = bytearray(path.read_bytes())
-    place = data.find(b"0.") + 2 if path.suffix == ".json" and b"0." in data else len(data) - 1
+    place = data.find(b"0.") + 2 if path.suffix in (".json", ".jsonl") and b"0." in data else len(data) - 1
     data[place] = ord("3") if data[place] != ord("3") else ord("4")
     path.write_bytes(data)
 
@@ -149,8 +149,8 @@ FILES = {
         "recipe.yaml": [remove],
         "models/erm/**/predictions.safetensors": TENSORS,
         "models/erm/**/cross_domain.safetensors": [truncate, remove],
-        "state/records/**/seed0-trial0.json": [garbage, *TEXTS],
-        "state/cross_domain/erm/**/*.json": [garbage, *TEXTS],
+        "state/records/*.jsonl": [garbage, *TEXTS],
+        "state/cross_domain/*.jsonl": [garbage, *TEXTS],
     },
 }
 CASES = [(where, file, damage) for where, files in FILES.items() for file, some in files.items() for damage in some]
@@ -238,10 +238,26 @@ def test_results_of_an_earlier_version_are_refused(
     path = folder / "out/small/results.json"
     results = json.loads(path.read_text())
     del results["findings"]
-    path.write_text(json.dumps(results | {"checksum": seal_results(results)}))
+    path.write_text(json.dumps(results | {"checksum": results_digest(results)}))
     assert main(["run", str(folder / "small.yaml")]) == 2
     told = capsys.readouterr().err
     assert "was written by an earlier version" in told and "Traceback" not in told
+
+
+def test_the_state_of_an_earlier_format_is_left_alone(
+    damaged: Callable[[str], Path], expected: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Versions before lines kept a file per model: their models are trained again."""
+    folder = damaged("interrupted")
+    records = folder / "out/small/state/records"
+    shutil.rmtree(records)
+    old = records / "models/erm/sketch/seed0-trial0.json"
+    old.parent.mkdir(parents=True)
+    old.write_text('{"value": {"method": "erm"}, "xxh3": "0"}')
+    with caplog.at_level(logging.INFO, "xdm_ft"):
+        assert main(["run", str(folder / "small.yaml")]) == 0
+    assert "erm: " in caplog.text and numbers(folder / "out/small") == expected
+    assert not (folder / "out/small/state").exists()
 
 
 def test_what_the_run_was_trained_on_is_in_its_results(finished: Path) -> None:

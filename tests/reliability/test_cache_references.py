@@ -9,7 +9,7 @@ import miniature
 import pytest
 
 from xdm_ft.cli import main
-from xdm_ft.storage.checksummed import seal_results
+from xdm_ft.storage.checksummed import results_digest
 
 RECIPE = """\
 name: {name}
@@ -67,7 +67,7 @@ def test_nothing_goes_by_mistake(here: Path, capsys: pytest.CaptureFixture[str])
     assert f"{path}: is damaged (its checksum differs)" in capsys.readouterr().err
     results = json.loads(path.read_text())
     del results["environment"]["features"]  # of a run that trained end to end
-    path.write_text(json.dumps(results | {"checksum": seal_results(results)}))
+    path.write_text(json.dumps(results | {"checksum": results_digest(results)}))
     assert cached() == before
     assert prune("--unreferenced", "out") == 0 and cached() == {key_of("two")}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from xdm_ft.cli import main
-from xdm_ft.experiment import engines
+from xdm_ft.experiment import train
 from xdm_ft.training.end_to_end.gradients import Passes
 from xdm_ft.training.memory import running_out_named
 
@@ -80,7 +80,7 @@ def one_line(text: str) -> str:
 def test_heads_that_do_not_fit_the_memory(
     cores: int, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "cores", lambda: cores)
+    monkeypatch.setattr(train, "cores", lambda: cores)
     assert main(["run", "small.yaml", "methods=[erm,irm]", "training.batch_size=1000000000000"]) == 2
     line = one_line(capfd.readouterr().err)
     assert re.search("(erm|irm), one head: does not fit the memory of this machine; lower training.batch_size", line)

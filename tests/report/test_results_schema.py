@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from xdm_ft.evaluation.metrics import score
+from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.summary import summarise
 from xdm_ft.report.tables import markdown
 
@@ -39,10 +40,12 @@ def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
     for run in results["runs"]:
         for selected in run.get("selected", {}).values():
             selected["metrics"] = {"test": asdict(made)}
+            selected.setdefault("weights", "")
     methods = list(dict.fromkeys(run["method"] for run in results["runs"]))
     rules = ["train_val", "oracle"]
-    results["summary"] = summarise(
-        results["runs"],
+    records = [Record.from_json({"hparams": {}, "selected": {}, "trial": 0} | run) for run in results["runs"]]
+    rows = summarise(
+        records,
         [],
         methods=methods,
         rules=rules,
@@ -50,6 +53,7 @@ def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
         protocol_line=lambda rule: f"by {rule}",
         references=dict.fromkeys(methods, "erm"),
     )
+    results["summary"] = [row.to_json() for row in rows]
     assert len(results["summary"]) == len(methods) * len(rules)
     validate(results)
     assert markdown(results).count("66.7 ± 0.0") == 2 * 2  # two methods with two seeds, under two rules

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from xdm_ft.storage import checkpoint
-from xdm_ft.storage.checkpoint import Checkpoint, Damaged, Pace, State, read, write
+from xdm_ft.storage.checkpoint import Checkpoint, Pace, State, read, write
+from xdm_ft.storage.checksummed import Damaged
 
 ABOUT = {"recipe": {"training": {"lr": 0.1}}, "processes": 2}
 

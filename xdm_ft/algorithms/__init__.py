@@ -126,6 +126,14 @@ class Method(nn.Module, ABC):
         return 0
 
 
+class Finish(NamedTuple):
+    """Weights that `Algorithm.finish` offers to selection."""
+
+    varied: dict[str, float]  # a value for each name in `varied_by_finish`
+    state: dict[str, Tensor]
+    selectable: bool = True  # else it is measured for the curve alone
+
+
 class Algorithm(Method):
     """A method that is a loss. It owns its class head and whatever else it needs; it never sees an optimizer or a loop.
 
@@ -139,8 +147,8 @@ class Algorithm(Method):
 
     auxiliary: tuple[str, ...] = ()  # names of child modules trained by `Losses.auxiliary`
     first_selectable_step: int = 1  # earlier steps can not be selected
-    # share of the trained weights in what is kept, the rest those that training started from; None: all
-    interpolated: float | Literal["select"] | None = None
+    # name of what `finish` varies → its meaning, for messages; empty: trained weights are kept as they are
+    varied_by_finish: Mapping[str, str] = {}
     # what the loss compares: samples or domains of the whole "batch", those of one "part" of it, which a process or
     # micro-batch has, or nothing: then it is a weighted mean over each "sample"
     loss_over: Literal["batch", "part", "sample"] = "batch"
@@ -214,6 +222,15 @@ class Algorithm(Method):
         parameter has the heads as an axis before its own.
         """
         inner_step(None)
+
+    def finish(self, start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> Iterable[Finish]:
+        """Yields weights to keep in place of the trained ones; asked only where `varied_by_finish` names something.
+
+        `start` and `end` are the weights that the training started from and those that selection picked: `head.…`, and
+        where the encoder was trained too also `encoder.…`. The rule that picked the step then picks among what is
+        yielded, the first of equally good ones, and the metric of all of it is in results.json under `curve`.
+        """
+        raise NotImplementedError
 
     def mixed_steps(self, steps: int) -> int | None:
         """How many of the first `steps` steps used augmented features; None where the method has none."""

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
+from torch import Tensor
 
-from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms import Finish, Setup
 from xdm_ft.algorithms.erm import ERM
+
+ALPHAS = tuple(tenth / 10 for tenth in range(11))
+
+
+def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """θ_α = (1 − α) θ_start + α θ_end, parameters and buffers alike; whole numbers (counters) are those of `end`.
+
+    Exactly `start` at α = 0 and `end` at α = 1.
+    """
+    return {
+        name: (1 - alpha) * start[name].to(value) + alpha * value if value.is_floating_point() else value
+        for name, value in end.items()
+    }
 
 
 class WiseFT(ERM):
@@ -23,6 +38,7 @@ class WiseFT(ERM):
 
     source = "Wortsman et al. 2022, Robust fine-tuning of zero-shot models (WiSE-FT), eq. (1)"
     needs_text = True
+    varied_by_finish = {"alpha": "share of the fine-tuned weights"}
 
     def __init__(
         self,
@@ -34,4 +50,9 @@ class WiseFT(ERM):
         ] = "select",
     ) -> None:
         super().__init__(setup)
-        self.interpolated = alpha
+        self.alpha = alpha
+
+    def finish(self, start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> Iterator[Finish]:
+        """The whole line, of which a given `alpha` is the only point that can be picked."""
+        for alpha in sorted({*ALPHAS, *(() if self.alpha == "select" else (self.alpha,))}):
+            yield Finish({"alpha": alpha}, interpolate(start, end, alpha), self.alpha in ("select", alpha))

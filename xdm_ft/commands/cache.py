@@ -20,6 +20,19 @@ def cache_folder_of(folder: str | None) -> Path:
     return cache_folder(FeatureSettings(dir=None if folder is None else Path(folder)))
 
 
+def cache(
+    action: str,
+    folder: str | None,
+    unused_days: float | None,
+    max_gigabytes: float | None,
+    runs: Sequence[str] | None,
+) -> str:
+    """What `xdm-ft cache ls|verify|prune` prints."""
+    if action == "prune":
+        return prune_cache(folder, unused_days, max_gigabytes, runs)
+    return verify_cache(folder) if action == "verify" else list_cache(folder)
+
+
 def list_cache(folder: str | None) -> str:
     """A line per entry: key, size, last use, what it holds."""
     cache = cache_folder_of(folder)

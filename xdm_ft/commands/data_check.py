@@ -54,7 +54,7 @@ def _in_any_number(recipe: Recipe) -> ImageDataset | None:
         return None
     try:
         dataset: ImageDataset = recipe.data.cls(**(settings | {"counts": "any"}))
-    except UserError:  # it was told already, in stricter words
+    except UserError:  # it is reported already, in stricter words
         return None
     return dataset
 

@@ -178,7 +178,7 @@ def is_defined(name: str, labels: Tensor, num_classes: int) -> bool:
 def metric(name: str, logits: Tensor, labels: Tensor, worst_of: Tensor) -> float:
     """One metric by its name, computing nothing else; nan where it is not defined. n must not be 0.
 
-    `worst_of` int64 [n] is the domain of each image, or of what else the worst one is told (−1: left out).
+    `worst_of` int64 [n] is the domain of each image, or the group over which the worst is taken (−1: none).
     """
     if name == "accuracy":
         return float(accuracy(logits, labels))
@@ -204,9 +204,9 @@ def score(
     domain_names: Sequence[str],
     worst_of: Tensor | None = None,
 ) -> Score:
-    """Everything that results.json tells of one split. `domains` are numbers into `domain_names`.
+    """Everything that results.json holds of one split. `domains` are numbers into `domain_names`.
 
-    `worst_of` int64 [n], where the worst group is told of other groups than the domains; −1: in none of them.
+    `worst_of` int64 [n], where the worst group is not the worst domain: the groups; −1: in none of them.
 
     Raises `ValueError` for a split without images and `FloatingPointError` for logits that are not finite.
     """

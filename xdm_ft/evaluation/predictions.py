@@ -1,10 +1,14 @@
-"""What one trained model said of the test images: what comparing it with others needs, and no more."""
+"""The predictions of one trained model on the test images: what comparing it with others needs, and no more."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
+from xdm_ft.data import ImageDataset
+from xdm_ft.evaluation.records import Identity
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,48 @@ class Prediction:
     rows: np.ndarray  # int [n], rows of the data set
     labels: np.ndarray  # int [n]
     predicted: np.ndarray  # int [n], predicted classes
-    worst_of: np.ndarray  # int [n]: domain, or other group, that the worst accuracy is told of; −1: in none
+    worst_of: np.ndarray  # int [n]: domain, or other group, over which the worst accuracy is taken; −1: in none
     groups: np.ndarray | None = None  # int [n]: patient, slide, sequence; None where unknown
     per_image: np.ndarray | None = None  # float64 [n], `metrics.per_image` for the metrics that need it
+
+    @classmethod
+    def on(
+        cls,
+        dataset: ImageDataset,
+        key: Identity,
+        rule: str,
+        rows: np.ndarray,
+        predicted: np.ndarray,
+        per_image: np.ndarray | None,
+    ) -> Prediction:
+        """Those on the test images `rows`, with what the data set knows of these."""
+        return cls(
+            method=key[0],
+            test_domains=key[1],
+            seed=key[2],
+            rule=rule,
+            rows=rows,
+            labels=dataset.labels[rows],
+            predicted=predicted,
+            worst_of=(dataset.domains if dataset.worst_of is None else dataset.worst_of)[rows],
+            groups=None if dataset.groups is None else dataset.groups[rows],
+            per_image=per_image,
+        )
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, np.ndarray], dataset: ImageDataset, key: Identity, rule: str
+    ) -> Prediction:
+        """Reads what `arrays_of` made."""
+        rows, predicted = arrays[f"{rule}.rows"], arrays[f"{rule}.predicted"]
+        return cls.on(dataset, key, rule, rows, predicted, arrays.get(f"{rule}.per_image"))
+
+
+def arrays_of(predictions: Iterable[Prediction]) -> dict[str, np.ndarray]:
+    """What is stored of one model's predictions: `<rule>.rows`, `<rule>.predicted` and `<rule>.per_image`, if any."""
+    return {
+        f"{one.rule}.{name}": array
+        for one in predictions
+        for name in ("rows", "predicted", "per_image")
+        if (array := getattr(one, name)) is not None
+    }

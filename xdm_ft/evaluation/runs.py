@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from xdm_ft.evaluation.records import Record
+from xdm_ft.tensors import Score
 
 SPLIT = "test"
 
 Held = tuple[str, ...]  # the test domains of one model: one (leave one domain out) or several (an official split)
-Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,22 @@ class Runs:
     records: tuple[Record, ...]
 
     def value(self, record: Record) -> float | None:
-        return self.metrics(record).get(self.metric)
+        score = self.score(record)
+        return None if score is None else getattr(score, self.metric)
 
-    def metrics(self, record: Record) -> Mapping[str, Any]:
-        selected = record.get("selected", {}).get(self.rule)
-        return selected["metrics"][SPLIT] if record["status"] == "ok" and selected else {}
+    def score(self, record: Record) -> Score | None:
+        """What the picked weights are worth on the test images; None where there are none."""
+        pick = record.selected.get(self.rule)
+        return pick.metrics[SPLIT] if record.status == "ok" and pick is not None else None
 
     @property
     def planned_seeds(self) -> list[int]:
-        return sorted({record["seed"] for record in self.records})
+        return sorted({record.seed for record in self.records})
 
     @property
     def values(self) -> dict[tuple[Held, int], float]:
         """(Held-out domains, seed) → the metric, for the records that have it."""
-        pairs = ((held_out_of(r), r["seed"], self.value(r)) for r in self.records)
+        pairs = ((r.test_domains, r.seed, self.value(r)) for r in self.records)
         return {(held, seed): value for held, seed, value in pairs if value is not None}
 
     @property
@@ -44,7 +46,3 @@ class Runs:
         """The seeds that count: those with a value for every held-out domain."""
         values = self.values
         return [seed for seed in self.planned_seeds if all((held, seed) in values for held in self.held_out)]
-
-
-def held_out_of(record: Record) -> Held:
-    return tuple(record["test_domains"])

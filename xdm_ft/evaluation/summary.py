@@ -1,10 +1,4 @@
-"""From one record per trained model to one row per method: the `summary` of results.json.
-
-R, a record: {"method", "test_domains", "seed", "status", "reason"?, "selected": {rule: {"metrics": {split: …}}}, …}.
-S, a row: {"method", "selection", "metric", "split", "mean", "std", "stderr", "n", "spread_as_published"?,
-"per_test_domain", "versus_erm", "protocol", "budget"}, and where something did not go as planned "failed", "skipped"
-(how many records) and "reason".
-"""
+"""From one record per trained model to one row per method: the `summary` of results.json."""
 
 from __future__ import annotations
 
@@ -15,7 +9,8 @@ import numpy as np
 
 from xdm_ft.evaluation.conventions import Convention
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.evaluation.runs import SPLIT, Held, Record, Runs, held_out_of
+from xdm_ft.evaluation.records import Point, Record, SummaryRow
+from xdm_ft.evaluation.runs import SPLIT, Held, Runs
 from xdm_ft.evaluation.versus import WithoutGroups, versus
 
 ORACLE = "(oracle: picked on the test domain)"
@@ -67,8 +62,8 @@ def summarise(
     protocol_line: Callable[[str], str],
     references: Mapping[str, str],
     convention: Convention | None = None,
-) -> list[dict[str, Any]]:
-    """One S per rule and method, in the order of `rules` and `methods`; methods without a record are left out.
+) -> list[SummaryRow]:
+    """One row per rule and method, in the order of `rules` and `methods`; methods without a record are left out.
 
     A seed counts only if all its held-out domains are there. `predictions` may lack runs (those of an earlier code, for
     example): the interval over seeds and images is then missing, there is no verdict, and the note says so.
@@ -76,8 +71,8 @@ def summarise(
     the data set's benchmark are printed, where there is one.
     """
     _refuse_doubles(runs)
-    held_out = tuple(dict.fromkeys(held_out_of(r) for r in runs))
-    by_method = {m: tuple(r for r in runs if r["method"] == m) for m in methods}
+    held_out = tuple(dict.fromkeys(record.test_domains for record in runs))
+    by_method = {m: tuple(r for r in runs if r.method == m) for m in methods}
     without = WithoutGroups(metric, held_out, predictions)
     rows = []
     for rule in rules:
@@ -85,18 +80,26 @@ def summarise(
         pairs = {m: views[references[m]] for m in views if references.get(m) in views}
         compared = versus(views, pairs, without)
         for view in views.values():
-            row: dict[str, Any] = {"method": view.method, "selection": rule, "metric": metric, "split": SPLIT}
-            row |= _spread(view, convention)
-            row |= {"per_test_domain": _per_test_domain(view), "versus_erm": compared.get(view.method)}
-            row["protocol"] = protocol_line(rule)
-            rows.append(row | {"budget": _budget(view)} | _troubles(view))
+            row = SummaryRow(
+                method=view.method,
+                selection=rule,
+                metric=metric,
+                split=SPLIT,
+                **_spread(view, convention),
+                per_test_domain=_per_test_domain(view),
+                versus_erm=compared.get(view.method),
+                protocol=protocol_line(rule),
+                budget=_budget(view),
+                **_troubles(view),
+            )
+            rows.append(row)
     return rows
 
 
 def _refuse_doubles(runs: Sequence[Record]) -> None:
     seen: set[tuple[str, Held, int]] = set()
     for r in runs:
-        key = (r["method"], held_out_of(r), r["seed"])
+        key = r.key[:3]
         if key in seen:
             raise ValueError(f"two records of {key}: a summary needs one per method, held-out domains and seed")
         seen.add(key)
@@ -107,43 +110,42 @@ def _spread(view: Runs, convention: Convention | None) -> dict[str, Any]:
     values = view.values
     means = [float(np.mean([values[held, seed] for held in view.held_out])) for seed in view.complete_seeds]
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
-    spread: dict[str, Any] = {
+    published = None if convention is None else {"kind": convention.kind, "value": convention.value(means)}
+    return {
         "mean": float(np.mean(means)) if means else None,
         "std": std,
         "stderr": None if std is None else float(std / np.sqrt(len(means))),
         "n": len(means),
+        "spread_as_published": published,
     }
-    if convention is not None:
-        spread["spread_as_published"] = {"kind": convention.kind, "value": convention.value(means)}
-    return spread
 
 
 def _budget(view: Runs) -> dict[str, Any]:
     """What its models cost: hyper-parameter draws, and gradient evaluations of one model, which may differ between."""
-    counts = [r["gradient_evaluations"] for r in view.records if "gradient_evaluations" in r]
+    counts = [r.gradient_evaluations for r in view.records if r.gradient_evaluations is not None]
     return {
-        "draws": len({r["trial"] for r in view.records}),
+        "draws": len({r.trial for r in view.records}),
         "gradient_evaluations": {"low": min(counts), "high": max(counts)} if counts else None,
     }
 
 
-def _per_test_domain(view: Runs) -> dict[str, dict[str, float | None]]:
+def _per_test_domain(view: Runs) -> dict[str, Point]:
     """Mean and std over all seeds that have the domain.
 
-    Where one model is tested on several domains at once, the accuracies are told per domain; other metrics are known
-    for the test images as a whole only.
+    Where one model is tested on several domains at once, accuracies are given per domain; other metrics are known for
+    the test images as a whole only.
     """
     found: dict[str, list[float]] = {}
-    for record in sorted(view.records, key=lambda r: view.held_out.index(held_out_of(r))):
-        value, held = view.value(record), held_out_of(record)
-        if value is None:
+    for record in sorted(view.records, key=lambda r: view.held_out.index(r.test_domains)):
+        score, value, held = view.score(record), view.value(record), record.test_domains
+        if score is None or value is None:
             continue
         if len(held) > 1 and view.metric in ("accuracy", "worst_domain_accuracy"):
-            columns = {d: entry["accuracy"] for d, entry in view.metrics(record)["per_domain"].items()}
+            columns = {domain: entry["accuracy"] for domain, entry in score.per_domain.items()}
         else:
             columns = {" + ".join(held): value}
-        for domain, share in columns.items():
-            found.setdefault(domain, []).append(share)
+        for domain, of_domain in columns.items():
+            found.setdefault(domain, []).append(of_domain)
     return {
         domain: {"mean": float(np.mean(v)), "std": float(np.std(v, ddof=1)) if len(v) > 1 else None}
         for domain, v in found.items()
@@ -152,21 +154,21 @@ def _per_test_domain(view: Runs) -> dict[str, dict[str, float | None]]:
 
 def _troubles(view: Runs) -> dict[str, Any]:
     """What did not go as planned: counts and one line of reasons; empty where all went well."""
-    failed = [r for r in view.records if r["status"] == "failed"]
-    skipped = [r for r in view.records if r["status"] == "skipped"]
+    failed = [r for r in view.records if r.status == "failed"]
+    skipped = [r for r in view.records if r.status == "skipped"]
     planned, done = len(view.held_out) * len(view.planned_seeds), len(view.values)
     found: dict[str, Any] = {"failed": len(failed)} if failed else {}
     if skipped:
         found["skipped"] = len(skipped)
     reasons = [
-        f"{len(records)} of {planned} runs {status}: " + "; ".join(dict.fromkeys(r["reason"] for r in records))
+        f"{len(records)} of {planned} runs {status}: " + "; ".join(dict.fromkeys(str(r.reason) for r in records))
         for status, records in (("failed", failed), ("skipped", skipped))
         if records
     ]
-    undefined = sum(view.value(r) is None and bool(view.metrics(r)) for r in view.records)
+    undefined = sum(view.value(r) is None and view.score(r) is not None for r in view.records)
     if undefined:
         reasons.append(f"{view.metric} is not defined on the test images of {undefined} of {planned} runs")
-    unpicked = sum(r["status"] == "ok" and view.rule not in r["selected"] for r in view.records)
+    unpicked = sum(r.status == "ok" and view.rule not in r.selected for r in view.records)
     if unpicked:
         reasons.append(f"{view.rule} could pick no step of {unpicked} of {planned} runs: {view.metric} is not defined")
     missing = planned - done - len(failed) - len(skipped) - undefined - unpicked

@@ -1,77 +1,69 @@
-"""recipe → plan → work → report."""
+"""One run: recipe → plan → prepared data and features → engines → records → results."""
 
 from __future__ import annotations
 
 import logging
-import sys
+from typing import TYPE_CHECKING
 
 from xdm_ft.recipe.read import Recipe
+
+if TYPE_CHECKING:
+    from xdm_ft.experiment.results import Results
 
 logger = logging.getLogger("xdm_ft")
 
 
-def run(recipe: Recipe) -> int:
-    """Trains and compares everything that the recipe lists. Returns the exit status: 0, or 1 where a model failed."""
+def run(recipe: Recipe) -> Results:
+    """Trains and compares everything that the recipe lists; resumes where an interrupted run of it stopped.
+
+    In several processes each one calls this and has the same results. Raises `UserError` where recipe, data, weights or
+    disk do not fit.
+    """
     from xdm_ft.experiment.data_faults import faults
+    from xdm_ft.experiment.engines import Engines
     from xdm_ft.experiment.final_fit import final_fit
-    from xdm_ft.experiment.heartbeat import heartbeat
+    from xdm_ft.experiment.heartbeat import from_main, heartbeat
     from xdm_ft.experiment.machine import as_launched, start, stop
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.prepared import build_encoder, prepare
     from xdm_ft.experiment.records import train_models
-    from xdm_ft.experiment.results import about
-    from xdm_ft.experiment.run_directory import RunDirectory
+    from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
+    from xdm_ft.experiment.resume import earlier, opened, recorded
+    from xdm_ft.experiment.summary import summary_rows
     from xdm_ft.progress import pulse
-    from xdm_ft.report.tables import print_table
+    from xdm_ft.report.tables import markdown
 
     recipe = as_launched(recipe)
     accelerator = start(recipe)
+    main = accelerator.is_main_process
     with heartbeat(accelerator):
-        with pulse.waiting():  # what is downloaded takes as long as it takes
+        with pulse.waiting():  # downloads take as long as they take
             dataset = read_data(recipe)
             plan = make_plan(recipe, dataset)  # faults of splits, methods and weights come before any long work
             encoder = build_encoder(recipe, recipe.protocol.seeds[0])
-        with RunDirectory(recipe, accelerator) as directory:
-            if accelerator.is_main_process:
-                found = faults(plan, show=True)
-                for finding in found:
-                    logger.warning("finding: %s", finding.line)
-                directory.about = about(plan, found)
+        with opened(recipe, accelerator) as directory:
+            before = earlier(directory, accelerator)
+            findings = faults(plan, show=True) if main else []
+            for finding in findings:
+                logger.warning("finding: %s", finding.line)
             prepared = prepare(recipe, dataset, encoder, accelerator)
-            directory.trains_on(dataset, prepared)
-            plan = make_plan(recipe, dataset, prepared.unreadable)
-            train_models(plan, prepared, directory, accelerator)
-            results = directory.finish(plan, prepared)
-            final = None
-            if recipe.protocol.final_fit:
-                final = final_fit(plan, prepared, directory, accelerator, results)
-            results = directory.complete(final)
-    status = 1 if any(record["status"] == "failed" for record in [*results["runs"], *([final] if final else [])]) else 0
-    if accelerator.is_main_process:
-        print_table(results)
-        sys.stdout.flush()
-        logger.info("results in %s", directory.path)
+            plan = plan.without(prepared.unreadable)
+
+            trained_on = inputs(dataset, prepared)
+            before.refuse_other_inputs(directory.path, trained_on)
+            results = ResultsFile(
+                recipe, directory, before, environment(accelerator) | trained_on, about(plan, findings)
+            )
+            engines = Engines(plan, prepared, directory, accelerator)
+            train_models(engines, results)
+
+            results.records = in_order(plan, (results.records | recorded(directory)).values())
+            rows = summary_rows(plan, prepared, [*results.records.values()], directory) if main else []
+            results.rows = from_main(accelerator, rows)
+            results.write()
+            results.final_fit = final_fit(engines, results) if recipe.protocol.final_fit else None
+            found = results.write()
+            if main:
+                directory.complete(markdown(found.document))
     stop(accelerator)
-    return status
-
-
-def fill_cache(recipe: Recipe) -> None:
-    """Extracts the features that the recipe needs and stops."""
-    from xdm_ft.errors import UserError
-    from xdm_ft.experiment.heartbeat import heartbeat
-    from xdm_ft.experiment.machine import start, stop
-    from xdm_ft.experiment.plan import read_data
-    from xdm_ft.experiment.prepared import build_encoder, prepare
-    from xdm_ft.progress import pulse
-
-    if not recipe.needs_features:
-        raise UserError(f"{recipe.name}: trains its encoder end to end, no method of it uses cached features")
-    accelerator = start(recipe)
-    with heartbeat(accelerator):
-        with pulse.waiting():
-            encoder, dataset = build_encoder(recipe, recipe.protocol.seeds[0]), read_data(recipe)
-        prepared = prepare(recipe, dataset, encoder, accelerator)
-    features = prepared.features
-    assert features is not None
-    logger.info("%d features of width %d, %d of them extracted now", len(features), features.width, features.extracted)
-    stop(accelerator)
+    return found

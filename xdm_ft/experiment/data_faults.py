@@ -63,9 +63,9 @@ def classes_spelt_alike(dataset: ImageDataset) -> Iterator[Finding]:
     images = images_of(dataset)
     for numbers in alike.values():
         if len(numbers) > 1:
-            told = [f'"{dataset.class_names[c]}" (in {_named(dataset, images[c] > 0)})' for c in numbers]
+            named = [f'"{dataset.class_names[c]}" (in {_named(dataset, images[c] > 0)})' for c in numbers]
             remedy = "give them one name in the data, or names that tell them apart"
-            yield Finding("classes", f"{' and '.join(told)} are equal but for case or spaces", remedy)
+            yield Finding("classes", f"{' and '.join(named)} are equal but for case or spaces", remedy)
 
 
 def lacking_classes(dataset: ImageDataset) -> Iterator[Finding]:
@@ -73,9 +73,9 @@ def lacking_classes(dataset: ImageDataset) -> Iterator[Finding]:
     images = images_of(dataset)
     lacking = [] if dataset.as_published else np.flatnonzero((images == 0).any(1)).tolist()
     if lacking:
-        told = [f'no image of "{dataset.class_names[c]}" in {_named(dataset, images[c] == 0)}' for c in lacking]
+        named = [f'no image of "{dataset.class_names[c]}" in {_named(dataset, images[c] == 0)}' for c in lacking]
         remedy = "add images, or remove such a class from the other domains"
-        yield Finding("classes", _listed(told), remedy)
+        yield Finding("classes", _listed(named), remedy)
 
 
 def images_of(dataset: ImageDataset) -> np.ndarray:
@@ -119,9 +119,9 @@ def _pairs(dataset: ImageDataset, pairs: Sequence[tuple[int, int]]) -> str:
     return _listed([f"{dataset.name(a)} and {dataset.name(b)}" for a, b in pairs])
 
 
-def _listed(told: Sequence[str]) -> str:
-    more = [f"and {len(told) - NAMED_AT_MOST} more"] if len(told) > NAMED_AT_MOST else []
-    return "; ".join([*told[:NAMED_AT_MOST], *more])
+def _listed(parts: Sequence[str]) -> str:
+    more = [f"and {len(parts) - NAMED_AT_MOST} more"] if len(parts) > NAMED_AT_MOST else []
+    return "; ".join([*parts[:NAMED_AT_MOST], *more])
 
 
 def _shared(splits: Iterable[Split], numbers: np.ndarray) -> dict[str, int]:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
+import yaml
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.experiment.heartbeat import wait_for_everyone
-from xdm_ft.experiment.machine import cores, local_processes
-from xdm_ft.experiment.parallel import share_out
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared, build_encoder
-from xdm_ft.experiment.run_directory import RunDirectory
+from xdm_ft.experiment.resume import comparable
 from xdm_ft.features.cache import Features
 from xdm_ft.progress import progress
 from xdm_ft.recipe.blocks import MethodItem
+from xdm_ft.storage.checkpoint import Checkpoint
+from xdm_ft.storage.digests import digest
+from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Identity, Job, Selected, Trained
 from xdm_ft.training.memory import running_out_named
 from xdm_ft.training.selection import FINAL_FIT
+from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -35,12 +39,21 @@ Logits = Callable[[Selected, Tensor], Tensor]  # (what a rule selected, rows) â†
 
 
 class Model(NamedTuple):
-    """What an engine returns, and how to ask it."""
+    """A trained model, and how to ask it."""
 
     trained: Trained
     logits: Logits
-    owned: bool  # by this process: it writes what there is to keep
     encoder: Encoder | None = None  # as it was before training, where it was trained too
+
+    def starting_weights(self) -> dict[str, Tensor]:
+        """What its training started from: the head, and the encoder where that was trained too."""
+        from xdm_ft.training.end_to_end.gradients import EndToEnd
+
+        algorithm = self.trained.job.make(self.trained.job.setup)
+        if self.encoder is None:
+            return algorithm.state_dict()
+        assert isinstance(algorithm, Algorithm)
+        return EndToEnd(copy.deepcopy(self.encoder), algorithm, "frozen").weights()
 
 
 class Request(NamedTuple):
@@ -50,7 +63,6 @@ class Request(NamedTuple):
     jobs: Sequence[Job]  # all that may share a chunk of heads, the unwanted ones too
     criteria: Criteria
     wanted: Collection[Identity]
-    keep: Callable[[Model], None]  # called with each wanted model, where it was trained
 
 
 class Piece(NamedTuple):
@@ -68,123 +80,113 @@ class Engines:
     directory: RunDirectory
     accelerator: Accelerator
 
-    def train(self, requests: Sequence[Request]) -> None:
-        """Trains the wanted models of all requests.
+    def pieces(self, requests: Sequence[Request]) -> list[Piece]:
+        """What is trained on cached features, the longest first.
 
-        What is not trained end to end comes first, in one queue, the longest piece first: the processes take pieces
-        from it, and on a CPU each of them for all of its cores. Who trains a piece changes no number of it.
+        A chunk of heads with a wanted model is trained whole, as numbers depend on it to rounding.
         """
-        apart, together = list[Request](), list[Request]()
-        for request in requests:
-            (together if self.plan.recipe.trainable and not request.item.is_solver else apart).append(request)
-        self._share_out([piece for request in apart for piece in self._pieces(request)])
-        if together:
-            wait_for_everyone(self.accelerator)  # another one may still be at its last piece
-        for request in together:
-            self._end_to_end([job for job in request.jobs if job.key in request.wanted], request)
-
-    def _pieces(self, request: Request) -> Iterator[Piece]:
-        """Those with a wanted model. A chunk of heads is then trained whole, as numbers depend on it to rounding."""
         from xdm_ft.training.bank.train import chunks
 
-        item = request.item
-        parts = [[job] for job in request.jobs] if item.is_solver else chunks(request.jobs)
-        for jobs in parts:
-            if not any(job.key in request.wanted for job in jobs):
+        found = list[Piece]()
+        for request in requests:
+            item = request.item
+            if self._is_end_to_end(request):
                 continue
-            setup, pools = jobs[0].setup, jobs[0].split.train
-            if item.is_solver:
-                images = SOLVER_PASSES * sum(map(len, pools))
-            else:
-                batch = jobs[0].training.images_per_step(len(pools))
-                images = len(jobs) * batch * item.gradient_evaluations(setup.steps, len(pools))
-            yield Piece(request, jobs, images)
+            for jobs in [[job] for job in request.jobs] if item.is_solver else chunks(request.jobs):
+                pools = jobs[0].split.train
+                if item.is_solver:
+                    images = SOLVER_PASSES * sum(map(len, pools))
+                else:
+                    batch = jobs[0].training.images_per_step(len(pools))
+                    images = len(jobs) * batch * item.gradient_evaluations(jobs[0].setup.steps, len(pools))
+                if any(job.key in request.wanted for job in jobs):
+                    found.append(Piece(request, jobs, images))
+        return sorted(found, key=lambda piece: -piece.images)
 
-    def _share_out(self, pieces: Sequence[Piece]) -> None:
-        """Every process takes the longest piece that none has taken yet, until none is left."""
-        if not pieces:
-            return
-        queue = sorted(pieces, key=lambda piece: -piece.images)
-        processes = 1 if self.accelerator.device.type != "cpu" else max(1, cores() // local_processes())
+    def train_pieces(self, queue: Sequence[Piece], show: bool) -> Iterator[Model]:
+        """Yields the wanted models of the pieces that this process takes: the first one that no other has taken yet.
 
-        def share(number: int) -> None:
-            self.directory.begin(number)
-            for place, (request, jobs, _) in enumerate(queue, start=1):
-                if self.directory.take(jobs, request.criteria.rules):
-                    show = number == 0 and self.accelerator.is_main_process
-                    train = self._solved if request.item.is_solver else self._banked
-                    train(jobs, request, f" ({place} of {len(queue)})", show)
+        Which process trains a piece changes no number of it.
+        """
+        for place, (request, jobs, _) in enumerate(queue, start=1):
+            if self.directory.take(training_name(jobs, request.criteria.rules)):
+                train = self._solved if request.item.is_solver else self._banked
+                yield from train(jobs, request, f" ({place} of {len(queue)})", show)
 
-        share_out(share, min(processes, len(queue)))
+    def train_end_to_end(self, requests: Sequence[Request]) -> Iterator[Model]:
+        """Yields the wanted models whose encoder is trained too, one after the other; all processes train each."""
+        for request in filter(self._is_end_to_end, requests):
+            for job in request.jobs:
+                if job.key in request.wanted:
+                    yield from self._end_to_end(job, request)
 
-    def _banked(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> None:
+    def _is_end_to_end(self, request: Request) -> bool:
+        return self.plan.recipe.trainable and not request.item.is_solver
+
+    def _banked(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> Iterator[Model]:
         """A chunk of heads, on cached features."""
         from xdm_ft.training.bank.train import train_bank
 
-        plan, features = self.plan, self._features_of(jobs[0])
+        features = self._features_of(jobs[0])
         together = f"{len(jobs)} heads together" if len(jobs) > 1 else "one head"
-        with running_out_named(f"{jobs[0].method}, {together}", "lower training.batch_size"):
+        named = partial(running_out_named, f"{jobs[0].method}, {together}", "lower training.batch_size")
+        with named():
             for trained in train_bank(
                 jobs,
                 features,
-                plan.annotations,
+                self.plan.annotations,
                 request.criteria,
                 record=self._record,
                 show=show,
                 place=place,
-                checkpoint=partial(self.directory.checkpoint, rules=request.criteria.rules),
+                checkpoint=lambda jobs: self._checkpoint(jobs, request.criteria.rules),
             ):
                 if trained.job.key in request.wanted:
-                    request.keep(Model(trained, _cached_logits(trained.job, features), owned=True))
+                    yield Model(trained, _cached_logits(trained.job, features, named))
 
-    def _solved(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> None:
+    def _solved(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> Iterator[Model]:
         """A model of a method that finds its head without gradient steps."""
         from xdm_ft.training.solvers import solve
 
         [job] = jobs
         features = self._features_of(job)
         remedy = "it needs all training features at once; train on fewer images or free some memory"
-        with (
-            running_out_named(f"{job.method}, {', '.join(job.test_domains)} held out", remedy),
-            progress(f"{job.method}{place}", 1, "models", show) as bar,
-        ):
+        named = partial(running_out_named, f"{job.method}, {', '.join(job.test_domains)} held out", remedy)
+        with named(), progress(f"{job.method}{place}", 1, "models", show) as bar:
             trained = solve(job, features, self.plan.annotations, request.criteria)
-            request.keep(Model(trained, _cached_logits(job, features), owned=True))
+            yield Model(trained, _cached_logits(job, features, named))
             bar.advance()
 
-    def _end_to_end(self, jobs: Sequence[Job], request: Request) -> None:
-        """One model after another, its encoder trained too."""
-        for job in jobs:
-            name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
-            with running_out_named(name, "lower training.batch_size or raise training.accumulation"):
-                self._one_end_to_end(job, request)
-
-    def _one_end_to_end(self, job: Job, request: Request) -> None:
+    def _end_to_end(self, job: Job, request: Request) -> Iterator[Model]:
         from xdm_ft.training.end_to_end.train import predict, train_model
 
-        plan, batch_size = self.plan, self.plan.recipe.training.batch_size
-        encoder = build_encoder(plan.recipe, job.seed)
-        checkpoint = self.directory.checkpoint([job], request.criteria.rules, writes=self.accelerator.is_main_process)
-        trained = train_model(
-            job,
-            encoder,
-            plan.dataset,
-            plan.annotations,
-            request.criteria,
-            self.accelerator,
-            batch_norm=plan.recipe.encoder_common.batch_norm,
-            record=self._record,
-            show=self.accelerator.is_main_process,
-            unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
-            augmentation=plan.recipe.train_augmentation,
-            checkpoint=checkpoint,
-        )
+        plan, accelerator = self.plan, self.accelerator
+        encoder, batch_size = build_encoder(plan.recipe, job.seed), plan.recipe.training.batch_size
+        checkpoint = self._checkpoint([job], request.criteria.rules, writes=accelerator.is_main_process)
+        name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
+        named = partial(running_out_named, name, "lower training.batch_size or raise training.accumulation")
+        with named():
+            trained = train_model(
+                job,
+                encoder,
+                plan.dataset,
+                plan.annotations,
+                request.criteria,
+                accelerator,
+                batch_norm=plan.recipe.encoder_common.batch_norm,
+                record=self._record,
+                show=accelerator.is_main_process,
+                unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
+                augmentation=plan.recipe.train_augmentation,
+                checkpoint=checkpoint,
+            )
 
         def logits(selected: Selected, rows: Tensor) -> Tensor:
-            return predict(job, encoder, selected.state, plan.dataset, rows, self.accelerator, batch_size)
+            with named():
+                return predict(job, encoder, selected.state, plan.dataset, rows, accelerator, batch_size)
 
-        request.keep(Model(trained, logits, self.accelerator.is_main_process, encoder))
-        checkpoint.remove()
+        yield Model(trained, logits, encoder)
+        checkpoint.remove()  # whoever asks for the next model has kept this one
 
     def _features_of(self, job: Job) -> Features:
         features = self.prepared.features
@@ -192,25 +194,36 @@ class Engines:
         return features.normalized() if job.normalized else features
 
     def _record(self, job: Job, step: int, values: dict[str, float]) -> None:
+        """TensorBoard scalars."""
         place = f"{job.method}/{','.join(job.test_domains) or FINAL_FIT}/seed{job.seed}"
         trial = f"-trial{job.trial}" if self.plan.recipe.search.trials > 1 else ""
         measured = {name: value for name, value in values.items() if not name.startswith(f"{FINAL_FIT}/")}
-        self.directory.record_scalars(f"{place}{trial}", step, measured)
+        self.directory.write_scalars(f"{place}{trial}", step, measured)
+
+    def _checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
+        """That of jobs which train together."""
+        import torch
+
+        about = {
+            "recipe": comparable(yaml.safe_load(self.plan.recipe.as_yaml())),
+            "models": _models(jobs, rules),
+            "xdm_ft": __version__,
+            "torch": torch.__version__,
+        }
+        return self.directory.checkpoint(training_name(jobs, rules), about, writes)
 
 
-def starting_weights(model: Model) -> dict[str, Tensor]:
-    """What the training of a model started from: its head, and its encoder where that was trained too."""
-    job = model.trained.job
-    algorithm = job.make(job.setup)
-    if model.encoder is None:
-        return algorithm.state_dict()
-    from xdm_ft.training.end_to_end.gradients import EndToEnd
-
-    assert isinstance(algorithm, Algorithm)
-    return EndToEnd(copy.deepcopy(model.encoder), algorithm, "frozen").weights()
+def _models(jobs: Sequence[Job], rules: Sequence[str]) -> list[Any]:
+    """What models train together, as JSON has it."""
+    return [[[job.method, list(job.test_domains), job.seed, job.trial, job.setup.steps] for job in jobs], list(rules)]
 
 
-def _cached_logits(job: Job, features: Features) -> Logits:
+def training_name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
+    """A file name for the training of these models."""
+    return f"{quote(jobs[0].method, safe='+ ')}-{digest(json.dumps(_models(jobs, rules)))}"
+
+
+def _cached_logits(job: Job, features: Features, named: Callable[[], Any]) -> Logits:
     """Logits of what a rule selected, from cached features."""
     from xdm_ft.training.bank.cached_data import cached_logits
 
@@ -219,6 +232,7 @@ def _cached_logits(job: Job, features: Features) -> Logits:
     def logits(selected: Selected, rows: Tensor) -> Tensor:
         # without a copy: products depend on the layout in memory too, by rounding
         model.load_state_dict(selected.state, assign=True)
-        return cached_logits(features, rows, model.to(features.device))
+        with named():
+            return cached_logits(features, rows, model.to(features.device))
 
     return logits

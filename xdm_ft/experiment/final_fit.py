@@ -13,31 +13,29 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from xdm_ft.algorithms import Algorithm
 from xdm_ft.averaging import Interval
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.evaluation.trials import picked_trials, selection_value
-from xdm_ft.experiment.engines import Model, Request, starting_weights
-from xdm_ft.experiment.heartbeat import wait_for_everyone
+from xdm_ft.experiment.engines import Engines, Model, Request
+from xdm_ft.experiment.jobs import make_job
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
-from xdm_ft.experiment.prepared import Prepared
-from xdm_ft.experiment.records import Work, restarted
-from xdm_ft.experiment.run_directory import RunDirectory, identity
+from xdm_ft.experiment.records import restarted, weights_metadata
+from xdm_ft.experiment.results import Kept, ResultsFile
+from xdm_ft.experiment.train import train
 from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.recipe.search import Value
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job, Selected
-from xdm_ft.training.interpolation import interpolate
 from xdm_ft.training.selection import FINAL_FIT
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
 logger = logging.getLogger("xdm_ft")
-Record = Mapping[str, Any]
+WEIGHTS = "models/final_fit/model.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,74 +45,76 @@ class Fit:
     model: PlannedModel
     step: int  # whose weights are kept; of a solver, the candidate's place on its path
     averaged_from: int | None  # the first step of averaged weights, `step` being the last
-    alpha: float | None  # of interpolated weights
+    varied: dict[str, float]  # of weights that the method finished with: name → value
     how: str  # what was done, for people
 
-    def job(self, work: Work) -> Job:
-        job = work.job(self.model, {FINAL_FIT: {self.step: 1.0}})
+    def job(self, engines: Engines) -> Job:
+        job = make_job(engines.plan, engines.prepared, self.model, {FINAL_FIT: {self.step: 1.0}})
         if self.averaged_from is None:
             return job
         return dataclasses.replace(job, averaging=Interval(self.averaged_from, self.step))
 
-    def kept(self, model: Model) -> Selected:
-        selected = model.trained.selected[FINAL_FIT]
-        if self.alpha is None:
+    def finished(self, model: Model) -> Selected:
+        selected, job = model.trained.selected[FINAL_FIT], model.trained.job
+        if not self.varied:
             return selected
-        state = interpolate(starting_weights(model), selected.state, self.alpha)
-        return dataclasses.replace(selected, state=state, hparams=selected.hparams | {"alpha": self.alpha})
+        algorithm = job.make(job.setup)
+        assert isinstance(algorithm, Algorithm), "solvers finish with what they offer"
+        offered = algorithm.finish(model.starting_weights(), selected.state)
+        state = next(one.state for one in offered if one.varied == self.varied)
+        return dataclasses.replace(selected, state=state, hparams=selected.hparams | self.varied)
 
 
-def final_fit(
-    plan: Plan, prepared: Prepared, directory: RunDirectory, accelerator: Accelerator, results: Mapping[str, Any]
-) -> dict[str, Any] | None:
+def final_fit(engines: Engines, results: ResultsFile) -> dict[str, Any] | None:
     """What results.json says of the model that is shipped; None where no method has an estimate."""
-    protocol = plan.recipe.protocol
-    values = selection_values(results, protocol.selection, protocol.metric)
+    plan, protocol = engines.plan, engines.plan.recipe.protocol
+    rows = [row for row in results.rows if row.selection == protocol.selection]
+    records = [*results.records.values()]
+    values = selection_values(records, rows, protocol.selection, protocol.metric)
     if not values:
         rule = protocol.selection
         logger.warning("final_fit: no method has a value under %s in all of its runs; nothing is fitted", rule)
         return None
     label = best(values, protocol.metric)
-    (row,) = _rows(results, protocol.selection, label)
-    picked = picked_trials(
-        [run for run in results["runs"] if run["method"] == label], protocol.selection, protocol.metric
-    )
-    fit = settle(plan, picked, prepared.unreadable)
-    about = _about(plan, fit, row, values)
-    before = directory.final
+    (row,) = (row for row in rows if row.method == label)
+    of_method = [record for record in records if record.method == label]
+    picked = picked_trials(of_method, protocol.selection, protocol.metric)
+    fit = settle(plan, picked, engines.prepared.unreadable)
+    about, before = _about(plan, fit, row, values), results.final_fit
     if before is not None and {key: before.get(key) for key in about} == about and before["status"] == "ok":
         return before
     logger.info("final_fit: %s", fit.how)
-    work = Work(plan, prepared, directory, accelerator)
-    job = fit.job(work)
+    job = fit.job(engines)
 
-    def keep(model: Model) -> None:
-        if model.owned:
-            directory.remember(FINAL_FIT, _told(work, fit, model))
+    def kept(model: Model) -> Kept:
+        return _kept(engines, fit, model)
 
-    work.engines.train([Request(fit.model.item, [job], Criteria((FINAL_FIT,), protocol.metric), {job.key}, keep)])
-    wait_for_everyone(accelerator)
-    return about | directory.recall(FINAL_FIT)
+    train(engines, [Request(fit.model.item, [job], Criteria((FINAL_FIT,), protocol.metric), {job.key})], kept, results)
+    *_, fitted = engines.directory.lines(FINAL_FIT)
+    return about | fitted
 
 
-def _told(work: Work, fit: Fit, model: Model) -> dict[str, Any]:
-    """What came of it, its weights written."""
+def _kept(engines: Engines, fit: Fit, model: Model) -> Kept:
+    """What came of it, and its weights."""
     failure = model.trained.failure
     if failure is None:
-        selected = fit.kept(model)
+        selected = fit.finished(model)
         if all(value.isfinite().all() for value in selected.state.values()):
-            weights = work.directory.save_final(selected.state, work.metadata(selected, model.trained.job))
-            return {"status": "ok", **selected.hparams, "weights": weights, **restarted(model.trained)}
+            metadata = weights_metadata(engines.prepared, selected, model.trained.job)
+            again = restarted(model.trained)
+            about = {} if again is None else {"restarted": again}
+            line = {"status": "ok", **selected.hparams, "weights": WEIGHTS, **about}
+            return Kept(FINAL_FIT, line, {WEIGHTS: (selected.state, metadata)})
         failure = f"the weights are not finite after step {selected.step}"
-    return {"status": "failed", "reason": failure}
+    return Kept(FINAL_FIT, {"status": "failed", "reason": failure})
 
 
-def _about(plan: Plan, fit: Fit, row: Record, values: Mapping[str, float]) -> dict[str, Any]:
+def _about(plan: Plan, fit: Fit, row: SummaryRow, values: Mapping[str, float]) -> dict[str, Any]:
     model, split = fit.model, fit.model.split
-    estimate = {key: row[key] for key in ("selection", "metric", "mean", "std", "stderr", "n", "protocol")}
+    estimate = {key: getattr(row, key) for key in ("selection", "metric", "mean", "std", "stderr", "n", "protocol")}
     about = {
         "method": model.item.label,
-        "chosen_by": {"selection": row["selection"], "metric": row["metric"], "values": values},
+        "chosen_by": {"selection": row.selection, "metric": row.metric, "values": values},
         "seed": model.seed,
         "hparams": hparams(plan.recipe, model.item, model.training),
         "domains": list(split.train_domains),
@@ -127,26 +127,22 @@ def _about(plan: Plan, fit: Fit, row: Record, values: Mapping[str, float]) -> di
     return found
 
 
-def selection_values(results: Mapping[str, Any], rule: str, metric: str) -> dict[str, float]:
+def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule: str, metric: str) -> dict[str, float]:
     """Method → the mean over held-out domains and seeds of what the rule saw of the trials that it picked.
 
-    Of methods that have such a value in all of their runs, and an estimate. Test images have no say in it.
+    Of methods that have such a value in all of their runs, and an estimate: one of the `rows` of that rule. Test images
+    have no say in it.
     """
     picked: dict[str, list[Record]] = {}
-    for record in picked_trials(results["runs"], rule, metric):
-        picked.setdefault(record["method"], []).append(record)
+    for record in picked_trials(records, rule, metric):
+        picked.setdefault(record.method, []).append(record)
     found = {}
-    for row in _rows(results, rule):
-        seen = [selection_value(record, rule) for record in picked.get(row["method"], ())]
+    for row in rows:
+        seen = [selection_value(record, rule) for record in picked.get(row.method, ())]
         known = [value for value in seen if value is not None]
-        if known and len(known) == len(seen) and row["mean"] is not None and "reason" not in row:
-            found[row["method"]] = math.fsum(known) / len(known)
+        if known and len(known) == len(seen) and row.mean is not None and row.reason is None:
+            found[row.method] = math.fsum(known) / len(known)
     return found
-
-
-def _rows(results: Mapping[str, Any], rule: str, method: str | None = None) -> list[Record]:
-    rows = [row for row in results["summary"] if row["selection"] == rule]
-    return rows if method is None else [row for row in rows if row["method"] == method]
 
 
 def best(values: Mapping[str, float], metric: str) -> str:
@@ -159,12 +155,15 @@ def settle(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] = ())
     """What the picked runs of one method (one per held-out domains and seed) settle for the fit on all images."""
     recipe, rule = plan.recipe, plan.recipe.protocol.selection
     models = {model.key: model for model in plan.models}
-    planned = [models[identity(record)] for record in picked]
-    selected = [record["selected"][rule] for record in picked]
+    planned = [models[record.key] for record in picked]
+    selected = [record.selected[rule] for record in picked]
     item = next(item for item in recipe.methods if item.label == planned[0].item.label)
-    step, drawn = median(one["step"] for one in selected), combined(recipe, item, [run["hparams"] for run in picked])
-    averaged_from = median(one["averaged_from"] for one in selected) if "averaged_from" in selected[0] else None
-    alpha = median(one["alpha"] for one in selected) if "alpha" in selected[0] else None
+    step, drawn = median(one.step for one in selected), combined(recipe, item, [one.hparams for one in picked])
+    averaged_from = None
+    if item.averaging is not None:
+        averaged_from = median(one.hparams["averaged_from"] for one in selected)
+    names = getattr(item.algorithm.cls, "varied_by_finish", ())  # solvers have none
+    varied = {name: median(one.hparams[name] for one in selected) for name in names}
     training = drawn_training(recipe.training, drawn)
     if not item.is_solver:  # evaluated at the steps that matter, whose weights nothing looks at; never ended early
         every = step if averaged_from is None else math.gcd(averaged_from - 1, step)
@@ -177,8 +176,8 @@ def settle(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] = ())
         trial=0,
         steps=median(one.steps for one in planned),
     )
-    fit = Fit(model, step, averaged_from, alpha, "")
-    differs = [key for key in drawn if len({drawn_value(run["hparams"], key) for run in picked}) > 1]
+    fit = Fit(model, step, averaged_from, varied, "")
+    differs = [key for key in drawn if len({drawn_value(one.hparams, key) for one in picked}) > 1]
     return dataclasses.replace(fit, how=_how(recipe, fit, len(picked), differs))
 
 
@@ -224,8 +223,7 @@ def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
         parts.append(f"weights averaged over steps {fit.averaged_from} to {fit.step}, the medians of those averaged")
     else:
         parts.append(f"weights after step {fit.step}, the median of the steps picked")
-    if fit.alpha is not None:
-        parts.append(f"α = {fit.alpha}, the median")
+    parts += [f"{name} = {value}, the median" for name, value in fit.varied.items()]
     chosen = {key for key in differs if recipe.search.distributions[key].choice is not None}
     for keys, what in (
         ([key for key in differs if key not in chosen], "the median"),

@@ -6,13 +6,14 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from xdm_ft.progress import pulse
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+T = TypeVar("T")
 EVERY_SECONDS = 10.0  # between looks
 SILENCE_SECONDS = 30 * 60.0  # without a heartbeat, after which a rank counts as hung
 SAID = "heartbeat/said"  # key of the store that is there once a rank has ended the run
@@ -23,6 +24,17 @@ def wait_for_everyone(accelerator: Accelerator) -> None:
     """Waits until every rank is here: to wait is not to hang."""
     with pulse.waiting():
         accelerator.wait_for_everyone()
+
+
+def from_main(accelerator: Accelerator, value: T) -> T:
+    """The main process's value, in every process."""
+    if accelerator.num_processes == 1:
+        return value
+    from accelerate.utils import broadcast_object_list
+
+    wait_for_everyone(accelerator)
+    found: T = broadcast_object_list([value])[0]
+    return found
 
 
 @contextmanager

@@ -65,6 +65,10 @@ class Plan:
     rules: tuple[str, ...]  # selection rules, the recipe's own first
     notes: tuple[str, ...]  # what the protocol line says of the splits
 
+    def without(self, unreadable: Collection[int]) -> Plan:
+        """The plan once it is known which images do not decode: their rows are in no split."""
+        return make_plan(self.recipe, self.dataset, unreadable) if unreadable else self
+
     @property
     def splits(self) -> list[Split]:
         """Those of the first seed: other seeds draw other validation parts, and test the same images."""

@@ -1,33 +1,120 @@
-"""What results.json says beside its records: the environment, and one summary row per method."""
+"""results.json: what it holds beside its records, how it grows while a run lasts, and the `Results` of a run."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import platform
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
+from torch import Tensor
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.evaluation.summary import protocol_line, summarise
-from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.evaluation.records import Identity, Record, SummaryRow
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
-from xdm_ft.recipe.blocks import MethodItem
+from xdm_ft.experiment.resume import Earlier
 from xdm_ft.recipe.read import Recipe
-from xdm_ft.report.published import BENCHMARKS, benchmark_of
+from xdm_ft.storage.checksummed import Arrays
+from xdm_ft.storage.digests import digest
+from xdm_ft.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Record = Mapping[str, Any]
 LIBRARIES = ("xdm_ft", "torch", "torchvision", "timm", "open_clip_torch", "accelerate", "numpy", "pillow")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a run has measured, as in its results.json. Accuracies are fractions."""
+
+    path: Path  # the run directory
+    records: list[Record]  # one per model, in the recipe's order
+    rows: list[SummaryRow]  # one per selection rule and method, the recipe's own rule first
+    final_fit: dict[str, Any] | None  # the model to ship
+    document: dict[str, Any] = field(repr=False)  # all of results.json
+
+    @property
+    def failed(self) -> bool:
+        """Whether a model has failed."""
+        final = self.final_fit is not None and self.final_fit["status"] == "failed"
+        return final or any(record.status == "failed" for record in self.records)
+
+    def table(self) -> list[dict[str, Any]]:
+        """The rows as flat dicts: `pandas.DataFrame(results.table())`."""
+        return [row.flat() for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of a trained model: the line that says it is done, and the files that the line relies on."""
+
+    kind: str  # of the line
+    line: Record | dict[str, Any]
+    weights: Mapping[str, tuple[Mapping[str, Tensor], dict[str, str]]] = field(default_factory=dict)
+    """File, relative to the run directory → weights and their metadata."""
+    predictions: Mapping[str, Arrays] = field(default_factory=dict)  # by the model's folder
+
+
+class ResultsFile:
+    """results.json from the beginning of a run to its end. The main process writes it, from what is in memory."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        directory: RunDirectory,
+        before: Earlier,
+        environment: dict[str, Any],
+        about: dict[str, Any],
+    ) -> None:
+        self.recipe, self.directory, self.environment, self.about = recipe, directory, environment, about
+        self.records: dict[Identity, Record] = dict(before.records)
+        self.rows: list[SummaryRow] = []
+        self.final_fit = before.final_fit
+        if directory.main and before.environment is None:
+            self.write()  # at once: which cached features a run needs is read from here
+
+    def keep(self, kept: Kept, directory: RunDirectory) -> None:
+        """Makes one more model permanent: first its files, then its line.
+
+        `directory` is the view of the process that calls this, which may be a fork of the main one. Between two models
+        results.json is rewritten only if that took a small fraction of the time lately.
+        """
+        for file, (state, metadata) in kept.weights.items():
+            directory.write_weights(file, state, metadata)
+        for folder, arrays in kept.predictions.items():
+            directory.write_predictions(folder, arrays)
+        if not isinstance(kept.line, Record):
+            directory.append(kept.kind, kept.line)
+            return
+        directory.append(kept.kind, kept.line.to_json())
+        self.records[kept.line.key] = kept.line
+        if directory.main and directory.results_are_due:
+            self.write()
+
+    def write(self) -> Results:
+        results = self.results()
+        if self.directory.main:
+            self.directory.write_results(results.document)
+        return results
+
+    def results(self) -> Results:
+        document = {
+            "schema": 1,
+            "recipe": self.recipe.resolved(),
+            "environment": self.environment,
+            **self.about,
+            "runs": [record.to_json() for record in self.records.values()],
+            "summary": [row.to_json() for row in self.rows],
+            **({} if self.final_fit is None else {"final_fit": self.final_fit}),
+        }
+        return Results(self.directory.path, [*self.records.values()], self.rows, self.final_fit, document)
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:
@@ -46,104 +133,22 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
-    """What models are trained on: the data's annotations by a hash, cached features by their key."""
-    hasher = xxhash.xxh3_64(json.dumps([dataset.class_names, dataset.domain_names]).encode())
-    for values in (dataset.labels, dataset.domains, dataset.groups, dataset.splits):
-        hasher.update(b"-" if values is None else json.dumps(np.asarray(values).tolist()).encode())
-    data = {"images": len(dataset), "annotations": hasher.hexdigest()}
+    """What models are trained on: the data's annotations by a checksum, cached features by their key."""
+    names = json.dumps([dataset.class_names, dataset.domain_names])
+    annotations = (dataset.labels, dataset.domains, dataset.groups, dataset.splits)
+    texts = ("-" if values is None else json.dumps(np.asarray(values).tolist()) for values in annotations)
+    data = {"images": len(dataset), "annotations": digest(names, *texts)}
     features = {} if prepared.features is None else {"features": {"key": prepared.features.key}}
     return {"data": data, **features}
 
 
 def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:
-    """What results.json says of the data beside their hash: whether test domains are unseen, and faults found."""
+    """What results.json holds of the data beside their checksum: whether test domains are unseen, and faults found."""
     return {"tested_on": plan.splits[0].tested_on, "findings": [finding.line for finding in faults]}
 
 
-def summary_of(
-    plan: Plan, prepared: Prepared, runs: Sequence[Record], prediction_of: Callable[[Record, str], Prediction]
-) -> list[dict[str, Any]]:
-    """One row per selection rule and method, in the recipe's order; differences are to `references`.
-
-    Of several trials each rule picks its own, of which alone `prediction_of(record, rule)` is asked.
-    """
-    methods, metric = plan.recipe.methods, plan.recipe.protocol.metric
-    benchmark = benchmark_of(plan.recipe.data.block.model_dump(mode="json"), runs)
-    rows = []
-    for rule in plan.rules:
-        picked = picked_trials(runs, rule, metric)
-        of_rule = summarise(
-            picked,
-            [prediction_of(record, rule) for record in picked if rule in record["selected"]],
-            methods=[item.label for item in methods],
-            rules=[rule],
-            metric=metric,
-            protocol_line=lambda rule: _protocol_line(plan, prepared, rule),
-            references=references(methods),
-            convention=BENCHMARKS[benchmark].convention if benchmark else None,
-        )
-        for row in of_rule:
-            trials = {record["trial"] for record in runs if record["method"] == row["method"]}
-            budget = row["budget"] | {"draws": len(trials)}
-            rows.append(row | {"budget": budget} | _flags(runs, picked, row["method"], rule))
-    return rows
-
-
-def references(methods: Sequence[MethodItem]) -> dict[str, str]:
-    """Method → what it is compared with: plain ERM with the same class head, and ERM itself with ERM on linear.
-
-    Methods with nothing to compare with are left out.
-    """
-
-    def head(item: MethodItem) -> tuple[Any, ...]:
-        return item.head.name, *item.head.settings().items()
-
-    plain: dict[tuple[Any, ...], str] = {}  # head → label of the recipe's first plain ERM with it
-    for item in methods:
-        if item.is_plain_erm:
-            plain.setdefault(head(item), item.label)
-    found = {item.label: plain.get(("linear",) if item.is_plain_erm else head(item)) for item in methods}
-    return {label: reference for label, reference in found.items() if reference not in (None, label)}
-
-
-def _flags(runs: Sequence[Record], picked: Sequence[Record], method: str, rule: str) -> dict[str, Any]:
-    """What the picks of a method were flagged for, and how many of them; and the trials that failed beside them."""
-    selected = [r["selected"][rule] for r in picked if r["method"] == method and rule in r["selected"]]
-    counts = Counter(flag for one in selected for flag in one.get("flags", ()))
-    flags = [f"{flag} in {n} of {len(selected)} picks" for flag, n in counts.items()]
-    trials = [run for run in runs if run["method"] == method and run["trial"] > 0]
-    failed = [run["reason"] for run in trials if run["status"] == "failed"]
-    if failed:
-        flags.append(f"{len(failed)} of {len(trials)} drawn trials failed, the first: {failed[0]}")
-    return {"flags": flags} if flags else {}
-
-
-def _augmentation(recipe: Recipe) -> str:
-    """Of training by gradient steps: solvers read the plain view, whatever the others of the recipe do."""
-    words: str = recipe.train_augmentation
-    if words == "none":
-        return words
-    if recipe.features.views:
-        words += f", {recipe.features.views} cached view{'s' if recipe.features.views > 1 else ''} per image"
-    if any(item.is_solver for item in recipe.methods):
-        words += " of what trains " + ("end to end" if recipe.trainable else "by gradient steps")
-    return words
-
-
-def _protocol_line(plan: Plan, prepared: Prepared, rule: str) -> str:
-    recipe, dataset = plan.recipe, plan.dataset
-    split = "official split" if recipe.protocol.name == "official" else "leave one domain out"
-    notes = [*plan.notes, f"encoder {prepared.pretraining}, {'trained end to end' if recipe.trainable else 'frozen'}"]
-    notes.append(f"training loss averaged by {recipe.training.loss_average}")
-    if prepared.unreadable:
-        notes.append(f"{len(prepared.unreadable)} unreadable images left out")
-    return protocol_line(
-        data=f"{recipe.data.name}, {len(dataset)} images, {len(dataset.class_names)} classes, "
-        f"{len(dataset.domain_names)} domains",
-        split=split,
-        notes=notes,
-        selection=rule,
-        metric=recipe.protocol.metric,
-        augmentation=_augmentation(recipe),
-        draws=recipe.search.trials,
-    )
+def in_order(plan: Plan, records: Iterable[Record]) -> dict[Identity, Record]:
+    """The planned models' records, as the recipe lists these."""
+    order = {model.key: place for place, model in enumerate(plan.models)}
+    planned = sorted((one for one in records if one.key in order), key=lambda one: order[one.key])
+    return {record.key: record for record in planned}

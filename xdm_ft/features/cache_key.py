@@ -11,14 +11,14 @@ from importlib.metadata import version
 
 import PIL
 import torch
-import xxhash
-from torch import nn
+from torch import Tensor, nn
 
-import xdm_ft
 from xdm_ft.data import ImageDataset
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import Precision
 from xdm_ft.features.file_hashes import FileHashes
+from xdm_ft.storage.digests import digest
+from xdm_ft.version import __version__
 
 SCHEMA = 1  # version of the files; raise it also when a change of our own code changes features
 
@@ -37,11 +37,11 @@ def key_parts(
         "device": {"type": device.type, **_float32_arithmetic(device)},
         "data": {
             "images": len(dataset),
-            "content": xxhash.xxh3_128_hexdigest(hashes.digests.tobytes()),  # in row order
+            "content": digest(hashes.digests, bits=128),  # in row order
             "reader": f"{reader.__module__}.{reader.__qualname__}",  # two readers may decode a file to different pixels
         },
         "versions": {  # the version of the encoder's own library is in its identity
-            "xdm_ft": xdm_ft.__version__,
+            "xdm_ft": __version__,
             "torch": torch.__version__,
             "torchvision": version("torchvision"),
             "timm": version("timm"),  # the transforms use it
@@ -52,16 +52,15 @@ def key_parts(
 
 def key_of(parts: dict[str, object]) -> str:
     """The key of these parts: xxh3_128, 32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(parts, sort_keys=True).encode())
+    return digest(json.dumps(parts, sort_keys=True), bits=128)
 
 
 def weights_digest(module: nn.Module) -> str:
     """xxh3_128 of names, types, shapes and bytes of all parameters and buffers."""
-    digest = xxhash.xxh3_128()
+    parts: list[str | Tensor] = []
     for name, tensor in module.state_dict().items():
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        parts += [json.dumps([name, str(tensor.dtype), list(tensor.shape)]), tensor]
+    return digest(*parts, bits=128)
 
 
 def _float32_arithmetic(device: torch.device) -> dict[str, object]:

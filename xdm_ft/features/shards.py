@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import xxhash
 from torch import Tensor
 
-from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.storage.checksummed import Damaged, read_tensors, write_tensors
+from xdm_ft.storage.digests import digest
 
 IMAGES_PER_SHARD = 256  # few, so that little is lost when an extraction is killed
 MAX_SHARDS = 1024  # more images than fit in so many shards make the shards larger
@@ -45,37 +44,23 @@ class Shard:
     checksum: str
 
 
-def encode_shard(features: Tensor, unreadable: Mapping[int, str], key: str, number: int) -> bytes:
-    """The bytes of a shard's safetensors file."""
-    from safetensors.torch import save
-
+def write_shard(path: Path, features: Tensor, unreadable: Mapping[int, str], key: str, number: int) -> None:
     metadata = {"key": key, "shard": str(number), "unreadable": json.dumps(unreadable)}
-    return save({"features": features}, {**metadata, "xxh3": _checksum(features, metadata)})
+    write_tensors(path, {"features": features}, {**metadata, "xxh3": _checksum(features, metadata)})
 
 
 def open_shard(path: Path, key: str, number: int) -> Shard:
     """Maps the file and checks all of it. Raises `Damaged`, or `FileNotFoundError` if it does not exist."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            features = file.get_tensor("features")
-    except FileNotFoundError:
-        raise
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise Damaged(" ".join(str(error).split())) from error
+    tensors, metadata = read_tensors(path)
     checksum = metadata.pop("xxh3", "")
-    if checksum != _checksum(features, metadata):
+    if "features" not in tensors or checksum != _checksum(tensors["features"], metadata):
         raise Damaged("its checksum differs")
     if (metadata["key"], metadata["shard"]) != (key, str(number)):
         raise Damaged(f"it is shard {metadata['shard']} of {metadata['key']}")
     unreadable = {int(row): reason for row, reason in json.loads(metadata["unreadable"]).items()}
-    return Shard(features, unreadable, checksum)
+    return Shard(tensors["features"], unreadable, checksum)
 
 
 def _checksum(features: Tensor, metadata: Mapping[str, str]) -> str:
     header = [sorted(metadata.items()), str(features.dtype), list(features.shape)]
-    digest = xxhash.xxh3_64(json.dumps(header).encode())
-    digest.update(features.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return digest(json.dumps(header), features)

@@ -29,15 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from filelock import FileLock, Timeout
 from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.shards import Shard, ShardLayout, encode_shard, open_shard
-from xdm_ft.storage.atomic import replace_file, replace_text
-from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.features.shards import Shard, ShardLayout, open_shard, write_shard
+from xdm_ft.storage.atomic import replace_text
+from xdm_ft.storage.checksummed import Damaged, json_object
+from xdm_ft.storage.digests import digest
 
 logger = logging.getLogger("xdm_ft")
 
@@ -121,13 +121,9 @@ class Entry:
 
     def write(self, number: int, features: Tensor, unreadable: Mapping[int, str]) -> None:
         """Writes a shard (features [rows, K] in the stored precision) to the disk, reads it back and checks it."""
-        data, path = encode_shard(features, unreadable, self.key, number), self.path(number)
-
-        def write_data(temporary: Path) -> None:
-            temporary.write_bytes(data)
-
+        path = self.path(number)
         with self._folder_to_write():
-            replace_file(path, write_data)
+            write_shard(path, features, unreadable, self.key, number)
         try:
             self.shards[number] = open_shard(path, self.key, number)
         except Damaged as error:
@@ -204,11 +200,8 @@ def shard_name(number: int) -> str:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns the manifest of an entry without its checksum. Raises `Damaged`, or `FileNotFoundError`."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise Damaged(f"it is no JSON: {error}") from error
-    if not isinstance(manifest, dict) or manifest.pop("checksum", None) != _checksum(manifest):
+    manifest = json_object((folder / MANIFEST).read_bytes())
+    if manifest.pop("checksum", None) != _checksum(manifest):
         raise Damaged("its checksum differs")
     return manifest
 
@@ -220,4 +213,4 @@ def _write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
+    return digest(json.dumps(manifest, sort_keys=True), bits=128)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,12 +46,13 @@ class RecipeText:
     values: dict[str, Any]
     lines: dict[Key, int]
     overridden: set[Key]
+    overrides: str = "command line"  # where they come from, for messages
 
     def where(self, key: Key) -> str:
         """`file:line`, or `command line`, of the key or of the nearest block around it."""
         for end in range(len(key), 0, -1):
             if key[:end] in self.overridden:
-                return "command line"
+                return self.overrides
             if key[:end] in self.lines:
                 return f"{self.origin}:{self.lines[key[:end]]}"
         return self.origin
@@ -82,6 +86,43 @@ def read_recipe(name: str, overrides: list[str]) -> RecipeText:
     for override in overrides:
         apply_override(recipe, override)
     return recipe
+
+
+def recipe_of(recipe: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any]) -> RecipeText:
+    """A recipe and its overrides as Python values.
+
+    `recipe` is a file, the name of a packaged recipe, or nested dicts. The key of an override without dots names a
+    block, into which a dict is merged key by key; the value of a dotted key replaces what was there.
+    """
+    if isinstance(recipe, Mapping):
+        text = RecipeText("recipe", _as_yaml_has_it(recipe), {}, set())
+    else:
+        text = read_recipe(os.fspath(recipe), [])
+    text.overrides = "overrides"
+    for name, value in overrides.items():
+        for key, leaf in _leaves(name, _as_yaml_has_it(value)) if "." not in name else [(name, _as_yaml_has_it(value))]:
+            _override(text, key, leaf, f'overrides: "{key}={leaf!r}"')
+    return text
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in nested dicts."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    else:
+        yield name, value
+
+
+def _as_yaml_has_it(value: Any) -> Any:
+    """Lists, dicts, texts, numbers and null alone. Raises `UserError` for anything that is none of these."""
+
+    def plain(other: Any) -> Any:
+        if isinstance(other, os.PathLike):
+            return os.fspath(other)
+        raise UserError(f"recipe: {other!r} is a {type(other).__name__}; use texts, numbers, lists and dicts")
+
+    return json.loads(json.dumps(value if not isinstance(value, Mapping) else dict(value), default=plain))
 
 
 def parse(text: str, origin: str) -> RecipeText:
@@ -148,18 +189,22 @@ def apply_override(recipe: RecipeText, override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not all(name.split(".")):
         raise UserError(printable(f'command line: "{override}" is not an override; write key.sub=value'))
+    said = f'command line: "{override}"'
+    _override(recipe, name, _read(text, RecipeText(said, {}, {}, set())), said)
+
+
+def _override(recipe: RecipeText, name: str, value: Any, said: str) -> None:
+    """Sets the dotted key `name`; `said` is the override in messages."""
     parts = name.split(".")
     if parts[:2] == ["search", "space"] and len(parts) > 3 and parts[2] in components.method_parts():
         parts[2:4] = [f"{parts[2]}.{parts[3]}"]
     key: Key = tuple(parts)
-    value = _read(text, RecipeText(f'command line: "{override}"', {}, {}, set()))
     block = recipe.values
     for end, part in enumerate(key[:-1], start=1):
         if block.get(str(part)) is None:
             block[str(part)] = {}
         if not isinstance(block[str(part)], dict):
-            problem = f"{dotted(key[:end])} is not a block of keys"
-            raise UserError(printable(f'command line: "{override}": {problem}'))
+            raise UserError(printable(f"{said}: {dotted(key[:end])} is not a block of keys"))
         block = block[str(part)]
     block[str(key[-1])] = value
     recipe.overridden.add(key)

@@ -74,8 +74,8 @@ def published() -> tuple[Published, ...]:
     return tuple(Published(**row) for row in csv.DictReader(text.splitlines()))
 
 
-def benchmark_of(data: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) -> str | None:
-    """Which published data set the images are: by the recipe's `data` block, else by what was tested on.
+def benchmark_of(data: Mapping[str, Any], tested: set[tuple[str, int]]) -> str | None:
+    """Which published data set the images are: by the recipe's `data` block, else by the (domain, images) `tested` on.
 
     A folder or table is one of DomainBed's five if every held-out domain has its name and exactly its images.
     """
@@ -88,7 +88,7 @@ def benchmark_of(data: Mapping[str, Any], runs: Iterable[Mapping[str, Any]]) -> 
         for known, (repository, _) in KNOWN.items():
             if data["repository"] in (known, repository):
                 return known
-    return _by_counts(runs)
+    return _by_counts(tested)
 
 
 def _domainbed() -> dict[str, type[BenchmarkFolders]]:
@@ -117,13 +117,17 @@ def _tests_as_published(dataset: str, results: Results) -> bool:
     }
 
 
-def _by_counts(runs: Iterable[Mapping[str, Any]]) -> str | None:
-    tested = {
+def images_tested(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
+    """The held-out domains of the runs of results.json, with the number of their test images."""
+    return {
         (domain, score["n"])
         for run in runs
         for selected in run.get("selected", {}).values()
         for domain, score in selected["metrics"]["test"]["per_domain"].items()
     }
+
+
+def _by_counts(tested: set[tuple[str, int]]) -> str | None:
     for name, cls in _domainbed().items():
         for counts in cls.published.values():
             known = set(zip(cls.domain_folders, counts, strict=True))
@@ -161,7 +165,7 @@ def published_sheets(rows: Sequence[Summary], results: Results) -> Iterator[Shee
     published ones.
     """
     first = rows[0]
-    dataset = benchmark_of(results["recipe"].get("data", {}), results["runs"])
+    dataset = benchmark_of(results["recipe"].get("data", {}), images_tested(results["runs"]))
     if dataset is None or first["selection"] != own_rule(results) or first["selection"] == ORACLE:
         return
     if not _tests_as_published(dataset, results):

@@ -6,18 +6,28 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from xdm_ft.errors import UserError
 
 UNFINISHED = ".unfinished"
+NOT_WRITABLE = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+)
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
     """`write` fills a temporary file in the same folder, which then takes the final name: write, fsync, rename, fsync
-    of the folder. A full disk or a folder without permission is a `UserError`."""
-    try:
+    of the folder. Raises `UserError` as `refusals` does."""
+    with refusals(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
         os.close(handle)
@@ -25,23 +35,22 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         try:
             write(temporary)
             os.chmod(temporary, 0o666 & ~_umask())
-            _sync(temporary)
+            sync(temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        _sync(path.parent)
+        sync(path.parent)
+
+
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Around the writing of `path`: a full disk, or a place where nothing can be written, is a `UserError`."""
+    try:
+        yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"{path}: the disk is full; make room and run the same command again") from error
-        if error.errno in (
-            errno.EACCES,
-            errno.EPERM,
-            errno.EROFS,
-            errno.ENOTDIR,
-            errno.EISDIR,
-            errno.EEXIST,
-            errno.ENAMETOOLONG,
-        ):
+        if error.errno in NOT_WRITABLE:
             raise UserError(f"{path}: can not be written: {error.strerror}") from error
         raise
 
@@ -77,7 +86,8 @@ def _umask() -> int:
     return mask
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until the disk has the file, or the names in the folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from xdm_ft.storage.atomic import replace_file
+from xdm_ft.storage.checksummed import Damaged, read_tensors, write_tensors
+from xdm_ft.storage.digests import tensors_digest
 
 logger = logging.getLogger("xdm_ft")
 
@@ -26,10 +23,6 @@ EVERY_SECONDS = 20.0  # between savings, so that a run which is killed every min
 EVENT_SECONDS = 5.0  # … and after something dear, such as an evaluation
 SHARE = 0.01  # of the time that saving may take, which makes both longer
 RESTARTS = "restarts"  # key under which a file keeps why its training started again before
-
-
-class Damaged(Exception):
-    """A file that is not what was written. Its text says what was found."""
 
 
 class Pace:
@@ -104,37 +97,26 @@ def write(path: Path, state: State, about: Mapping[str, Any]) -> None:
     """Atomically: an earlier file stays until this one is whole."""
     found: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
     header = json.dumps([_packed(state, found), about])
-    tensors = {str(place): tensor.detach().cpu().contiguous() for place, tensor in found.values()}
-    metadata = {"header": header, "digest": digest(tensors, header)}
-    replace_file(path, lambda temporary: save_file(tensors, temporary, metadata))
+    tensors = {str(place): tensor for place, tensor in found.values()}
+    write_tensors(path, tensors, {"header": header, "digest": tensors_digest(tensors, header)})
 
 
 def read(path: Path) -> tuple[State, dict[str, Any]]:
-    """The state and what it was written for. Raises `Damaged`."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in sorted(file.keys(), key=int)}
-    except (SafetensorError, ValueError, UnicodeDecodeError) as error:
-        raise Damaged(f"not a whole safetensors file: {error}") from error
+    """The state and what it was written for. Raises `Damaged`, and `FileNotFoundError` where there is no file."""
+    found, metadata = read_tensors(path)
+    # copied, as the file is mapped into memory and its next version takes its place
+    tensors = {name: found[name].clone() for name in sorted(found, key=_place)}
     header = metadata.get("header", "")
-    if metadata.get("digest") != digest(tensors, header):
-        raise Damaged("the checksum differs")
+    if metadata.get("digest") != tensors_digest(tensors, header):
+        raise Damaged("its checksum differs")
     state, about = json.loads(header)
     return _unpacked(state, list(tensors.values())), about
 
 
-def digest(tensors: Mapping[str, Tensor], text: str = "") -> str:
-    """xxh3 of everything in them."""
-    hasher = xxhash.xxh3_64(text.encode())
-    for name, tensor in tensors.items():
-        hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return str(hasher.hexdigest())
-
-
-def digest_of(tensors: Iterable[Tensor]) -> str:
-    return digest({str(place): tensor for place, tensor in enumerate(tensors)})
+def _place(name: str) -> int:
+    if not name.isdecimal():
+        raise Damaged(f'it has a tensor "{name}"')
+    return int(name)
 
 
 def differences(before: Any, now: Any, key: str = "") -> list[str]:

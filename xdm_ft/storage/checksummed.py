@@ -1,54 +1,46 @@
-"""What a run writes for itself to read again: with a checksum, so that damage is found and no number is read wrong."""
+"""Files with a checksum: what a run writes for itself to read again, so that damage is found and nothing read wrong.
+
+Values lie in JSON lines, arrays and tensors in safetensors files.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import xxhash
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.torch import save_file
+from torch import Tensor
 
-from xdm_ft.storage.atomic import replace_file, replace_text
-from xdm_ft.storage.checkpoint import Damaged
+from xdm_ft.storage.atomic import order_metadata, refusals, replace_file, sync
+from xdm_ft.storage.digests import json_digest, tensors_digest
 
 Arrays = dict[str, np.ndarray]
 INPUTS = ("data", "features")  # keys of the environment in results.json that a resumed run must find again
 
 
-def seal(value: Any) -> str:
-    """xxh3 of a value as JSON has it."""
-    as_read = json.loads(json.dumps(value))  # whose keys are all texts, which sort otherwise than whole numbers
-    return str(xxhash.xxh3_64_hexdigest(json.dumps(as_read, sort_keys=True).encode()))
+class Damaged(Exception):
+    """A file that is not what was written. Its text says what was found."""
 
 
-def seal_results(results: Mapping[str, Any]) -> str:
-    """Of what is read again of results.json, but for the times, which differ from run to run."""
+def results_digest(results: Mapping[str, Any]) -> str:
+    """The checksum of what is read again of results.json, without the times, which differ from run to run."""
     runs = [{key: value for key, value in run.items() if key != "train_seconds"} for run in results["runs"]]
-    return seal([runs, results.get("final_fit"), {key: results["environment"].get(key) for key in INPUTS}])
-
-
-def write_value(path: Path, value: Any) -> None:
-    text = json.dumps({"value": value, "xxh3": seal(value)}, ensure_ascii=False, allow_nan=False)
-    replace_text(path, text)
-
-
-def read_value(path: Path) -> Any:
-    """Raises `Damaged`."""
-    kept = _read_json(path)
-    if "value" not in kept or kept.get("xxh3") != seal(kept["value"]):
-        raise Damaged("its checksum differs")
-    return kept["value"]
+    return json_digest([runs, results.get("final_fit"), {key: results["environment"].get(key) for key in INPUTS}])
 
 
 def read_results(path: Path) -> dict[str, Any]:
     """results.json. Raises `Damaged`."""
-    results = _read_json(path)
     try:
-        whole = results["checksum"] == seal_results(results)
+        results = json_object(path.read_bytes())
+        whole = results["checksum"] == results_digest(results)
+    except OSError as error:
+        raise Damaged(_reason(error)) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"it lacks {error}") from error
     if not whole:
@@ -56,40 +48,102 @@ def read_results(path: Path) -> dict[str, Any]:
     return results
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def append_line(path: Path, value: Any) -> None:
+    """Adds a JSON value to a file of lines that this process alone writes, and waits until the disk has it.
+
+    What a killed process left of its last line is cut off. Raises `UserError` where the file can not be written.
+    """
+    line = json.dumps({"value": value, "xxh3": json_digest(value)}, ensure_ascii=False, allow_nan=False) + "\n"
+    with refusals(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        created = not path.exists()
+        with path.open("ab+") as file:
+            file.truncate(_end_of_last_line(path))
+            file.write(line.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        if created:
+            sync(path.parent)
+
+
+def _end_of_last_line(path: Path) -> int:
+    """The number of bytes up to the last newline."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - 4096)
+            file.seek(begin)
+            place = file.read(end - begin).rfind(b"\n")
+            if place >= 0:
+                return begin + place + 1
+            end = begin
+    return 0
+
+
+def read_lines(path: Path) -> Iterator[Any]:
+    """The values of a file of lines, in order, without a last line that a kill has cut short. Raises `Damaged`."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or f"it is no JSON: {error}"
-        raise Damaged(" ".join(reason.split())) from error
+        content = path.read_bytes()
+    except OSError as error:
+        raise Damaged(_reason(error)) from error
+    *lines, _ = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            kept = json_object(line)
+        except Damaged as error:
+            raise Damaged(f"line {number}: {error}") from error
+        if "value" not in kept or kept.get("xxh3") != json_digest(kept["value"]):
+            raise Damaged(f"line {number}: its checksum differs")
+        yield kept["value"]
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """Raises `Damaged` for anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"it is no JSON: {_reason(error)}") from error
     if not isinstance(found, dict):
         raise Damaged("it is no JSON object")
     return found
 
 
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """A safetensors file whose bytes are a function of its content."""
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+    def write(temporary: Path) -> None:
+        save_file(kept, temporary, dict(metadata))
+        order_metadata(temporary)
+
+    replace_file(path, write)
+
+
+def read_tensors(path: Path, framework: Literal["pt", "numpy"] = "pt") -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors of a safetensors file by name, memory-mapped, and its metadata. No checksum is compared.
+
+    Raises `Damaged`, and `FileNotFoundError` where there is no file.
+    """
+    try:
+        with safe_open(path, framework=framework) as file:
+            return {name: file.get_tensor(name) for name in sorted(file.keys())}, dict(file.metadata() or {})
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise Damaged(f"it is no whole safetensors file: {_reason(error)}") from error
+
+
 def write_arrays(path: Path, arrays: Arrays) -> None:
-    replace_file(path, lambda temporary: save_file(arrays, temporary, {"xxh3": _digest(arrays)}))
+    tensors = {name: torch.tensor(array) for name, array in arrays.items()}  # copies: two may share their memory
+    write_tensors(path, tensors, {"xxh3": tensors_digest(dict(sorted(arrays.items())))})
 
 
 def read_arrays(path: Path) -> Arrays:
-    """Raises `Damaged`."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise Damaged(" ".join(f"it is no whole safetensors file: {error}".split())) from error
-    if metadata.get("xxh3") != _digest(arrays):
+    """Raises `Damaged`, and `FileNotFoundError` where there is no file."""
+    arrays, metadata = read_tensors(path, "numpy")
+    if metadata.get("xxh3") != tensors_digest(arrays):
         raise Damaged("its checksum differs")
     return arrays
-
-
-def _digest(arrays: Arrays) -> str:
-    hasher = xxhash.xxh3_64()
-    for name, array in sorted(arrays.items()):
-        hasher.update(f"{name} {array.dtype} {list(array.shape)}\n".encode())
-        hasher.update(np.ascontiguousarray(array).data)
-    return str(hasher.hexdigest())
 
 
 def check_tensors(path: Path) -> None:
@@ -101,4 +155,10 @@ def check_tensors(path: Path) -> None:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError, ValueError) as error:
-        raise Damaged(" ".join(f"it is no whole safetensors file: {error}".split())) from error
+        raise Damaged(f"it is no whole safetensors file: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What the error says, on one line."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
 from xdm_ft.averaging import Averaging
+from xdm_ft.evaluation.records import Identity
 from xdm_ft.protocol.samplers import BatchSampler, SamplerName, sampler
 from xdm_ft.protocol.splits import Split
 from xdm_ft.settings import Block
@@ -93,10 +94,6 @@ RuleValues = dict[str, dict[int, float]]
 """{rule: {step: value of the selection metric}}; a step is the number of steps taken."""
 
 
-Identity = tuple[str, tuple[str, ...], int, int]
-"""Of a model in results: method, test domains, seed, trial."""
-
-
 @dataclass(frozen=True)
 class Job:
     """One model to train. `make(setup)` builds its method, always the same way."""
@@ -132,7 +129,7 @@ class Selected:
     step: int  # number of steps taken; of averaged weights, the last that counts
     state: dict[str, Tensor]  # parameters and buffers on the CPU: `head.weight`, …; end to end also `encoder.…`
     hparams: dict[str, float] = field(default_factory=dict)  # what a solver varied, or how weights were averaged
-    curve: list[dict[str, float | None]] = field(default_factory=list)  # α and the metric by split, where interpolated
+    curve: list[dict[str, float | None]] = field(default_factory=list)  # as `best_finish` measured it
     value: float | None = None  # what the rule saw of it; None: nothing, as of averaged weights
 
 

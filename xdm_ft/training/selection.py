@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from xdm_ft.algorithms import Finish
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.protocol.splits import SELECTION_SPLIT
@@ -131,3 +132,28 @@ class Selector:
             f"nothing could be selected by {self.rules[0]}: at no step from {self.first_selectable_step} on was "
             f"{self.metric} defined on its images and every logit finite"
         )
+
+
+def best_finish(
+    selected: Selected,
+    offered: Iterable[Finish],
+    metric: str,
+    looks_at: str,
+    measure: Callable[[Selected], Mapping[str, float]],
+) -> Selected | None:
+    """What was selected, with the best of the weights that its method offers to finish with, by the split `looks_at`.
+
+    `measure` returns the metric on every split. `Selected.curve` has it of all that is offered; None is a metric that
+    is not defined. Returns None where it is not defined on `looks_at` for anything that can be picked.
+    """
+    selector = Selector(Criteria((looks_at,), metric), first_selectable_step=0)
+    curve: list[dict[str, float | None]] = []
+    for one in offered:
+        here = dataclasses.replace(selected, state=one.state, hparams=selected.hparams | one.varied)
+        values = measure(here)
+        point = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        curve.append({**one.varied, **point})
+        if one.selectable:
+            selector.offer(here.step, {looks_at: values[looks_at]}, lambda here=here: here.state, here.hparams)  # type: ignore[misc]
+    picked = selector.selected.get(looks_at)
+    return None if picked is None else dataclasses.replace(picked, curve=curve)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from xdm_ft.interrupt import Interrupted
-from xdm_ft.storage.checkpoint import Checkpoint, State, digest, digest_of
+from xdm_ft.storage.checkpoint import Checkpoint, State
+from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.bank.cached_data import CachedData
@@ -91,8 +92,8 @@ class ChunkState:
             {
                 "device": data.features.device.type,
                 "features": data.features.key,
-                "data": digest_of([data.annotations.labels, data.annotations.domains, *rows]),
-                "weights": digest({**bank.main, **bank.auxiliary, **bank.buffers}),
+                "data": tensors_digest(dict(enumerate([data.annotations.labels, data.annotations.domains, *rows]))),
+                "weights": tensors_digest({**bank.main, **bank.auxiliary, **bank.buffers}),
             }
         )
         self.restarts = tuple(checkpoint.restarts)

@@ -31,7 +31,8 @@ from xdm_ft.errors import UserError
 from xdm_ft.interrupt import Interrupted, deferred, stop_requested, surviving
 from xdm_ft.progress import Progress, progress
 from xdm_ft.randomness import Stream, bits
-from xdm_ft.storage.checkpoint import Checkpoint, digest, digest_of
+from xdm_ft.storage.checkpoint import Checkpoint
+from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import Averages
@@ -152,8 +153,8 @@ def _go_on(run: _Run, state: LoopState, annotations: Annotations) -> None:
         {
             "processes": accelerator.num_processes,
             "device": accelerator.device.type,
-            "data": digest_of([*images, *split.train, *split.evaluation.values()]),
-            "weights": digest(state.inner.named_weights()),
+            "data": tensors_digest(dict(enumerate([*images, *split.train, *split.evaluation.values()]))),
+            "weights": tensors_digest(state.inner.named_weights()),
         }
     )
     if saved is not None:

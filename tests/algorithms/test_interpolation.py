@@ -1,4 +1,4 @@
-"""Weights between two ends, and the pick among them."""
+"""WiSE-FT: weights between two ends, and the pick among them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import math
 import pytest
 import torch
 
+from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms.wise_ft import ALPHAS, WiseFT, interpolate
+from xdm_ft.tensors import Task
 from xdm_ft.training import Selected
-from xdm_ft.training.interpolation import ALPHAS, interpolate, on_the_line
+from xdm_ft.training.selection import best_finish
 
 START = {"w": torch.tensor([0.0, 2.0]), "count": torch.tensor(3)}
 END = {"w": torch.tensor([1.0, -2.0]), "count": torch.tensor(7)}
@@ -29,7 +32,9 @@ def line(share: float | str, metric: str = "accuracy", **worth: float) -> Select
         peak = 1 - min(abs(alpha - 0.3), abs(alpha - 0.7))
         return {"val": worth.get("val", round(peak, 6)), "test": worth.get("test", alpha)}
 
-    return on_the_line(Selected(9, END, {"from": 1}), START, share, metric, "val", evaluate)  # type: ignore[arg-type]
+    setup = Setup(Task(("a", "b"), ("c",)), width=2, steps=9, seed=0)
+    offered = WiseFT(setup, alpha=share).finish(START, END)  # type: ignore[arg-type]
+    return best_finish(Selected(9, END, {"from": 1}), offered, metric, "val", evaluate)
 
 
 def test_the_best_on_the_split_that_the_rule_looks_at_and_the_whole_curve() -> None:

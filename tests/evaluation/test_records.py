@@ -1,0 +1,74 @@
+"""Records and rows come back from results.json as they went in, in the order of the keys that it has always had."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from xdm_ft.evaluation.records import Pick, Record, SummaryRow
+from xdm_ft.tensors import Score
+
+SCORE = Score(0.5, 0.5, 0.4, None, None, 1.0, 0.1, 4, {"cat": 0.5, "dog": None}, {"a": {"accuracy": 0.5, "n": 4}})
+PICK = Pick(3, "models/w.safetensors", {"test": SCORE}, {"alpha": 0.3}, [{"alpha": 0.0, "test": None}], ["late"], 0.7)
+WHOLE = Record(
+    "erm",
+    ("a", "b"),
+    1,
+    2,
+    {"lr": 0.1},
+    "ok",
+    None,
+    {"train_val": PICK},
+    5,
+    6,
+    7,
+    1.5,
+    {"times": 1, "reasons": ["why"]},
+)
+ROW = SummaryRow(
+    "erm", "train_val", "accuracy", "test", 0.5, 0.1, 0.05, 3, {"kind": "k", "value": None},
+    {"a": {"mean": 0.5, "std": None}},
+    {"difference": 0.1, "p": 0.01, "p_holm": 0.02, "verdict": "better", "note": ""},
+    "a line", {"draws": 2, "gradient_evaluations": None}, 1, 2, "why", ["late in 1 of 3 picks"],
+)  # fmt: skip
+RECORDS = {
+    "ok": WHOLE,
+    "plain": Record(
+        "erm", ("a",), 0, 0, {}, "ok", selected={"oracle": Pick(1, "w", {"test": SCORE})}, train_seconds=0.0
+    ),
+    "failed": Record("erm", ("a",), 0, 0, {}, "failed", "a nan", train_seconds=1.0),
+    "skipped": Record("erm", ("a",), 0, 0, {}, "skipped", "needs two"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_comes_back(name: str) -> None:
+    record = RECORDS[name]
+    assert Record.from_json(json.loads(json.dumps(record.to_json(), allow_nan=False))) == record
+
+
+def test_a_row_comes_back() -> None:
+    few = SummaryRow.from_json({key: ROW.to_json()[key] for key in ROW.to_json() if key not in ("failed", "flags")})
+    for row in (ROW, few):
+        assert SummaryRow.from_json(json.loads(json.dumps(row.to_json()))) == row
+    assert "failed" not in few.to_json() and few.to_json()["reason"] == "why"
+
+
+def test_the_order_of_keys() -> None:
+    identity = ["method", "test_domains", "seed", "trial", "hparams", "status"]
+    measured = ["mixed_steps", "gradient_evaluations", "stopped_at", "train_seconds", "restarted"]
+    assert list(WHOLE.to_json()) == [*identity, "selected", *measured]
+    assert list(RECORDS["failed"].to_json()) == [*identity, "selected", "train_seconds", "reason"]
+    assert list(RECORDS["skipped"].to_json()) == [*identity, "reason", "selected"]
+    assert list(PICK.to_json()) == ["step", "alpha", "weights", "metrics", "curve", "flags", "value"]
+    start = ["method", "selection", "metric", "split", "mean", "std", "stderr", "n", "spread_as_published"]
+    end = ["per_test_domain", "versus_erm", "protocol", "budget", "failed", "skipped", "reason", "flags"]
+    assert list(ROW.to_json()) == start + end
+
+
+def test_a_flat_row_holds_plain_values_alone() -> None:
+    flat = ROW.flat()
+    assert not [name for name, value in flat.items() if isinstance(value, dict | list)]
+    assert flat["mean:a"] == 0.5 and flat["versus_erm:verdict"] == "better" and flat["draws"] == 2
+    assert SummaryRow.from_json(ROW.to_json() | {"versus_erm": None}).flat()["versus_erm:p"] is None

@@ -1,0 +1,102 @@
+"""Lines of JSON that are only ever added to: what a kill cuts short is dropped, and damage is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xdm_ft.errors import UserError
+from xdm_ft.storage.checksummed import Damaged, append_line, read_lines
+from xdm_ft.storage.run_directory import RunDirectory
+
+VALUES = [{"a": 1, "τ": [0.1, None]}, "text\nwith a newline", {"3": {"4": 5.5}}]
+
+
+def written(path: Path) -> bytes:
+    for value in VALUES:
+        append_line(path, value)
+    return path.read_bytes()
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    written(tmp_path / "new" / "lines")
+    assert list(read_lines(tmp_path / "new" / "lines")) == VALUES
+    append_line(tmp_path / "numbers", {3: {4: 5.5}})
+    assert list(read_lines(tmp_path / "numbers")) == VALUES[2:], "keys are texts in JSON, and the checksum holds"
+
+
+def test_wherever_the_last_line_is_torn_the_others_stay_and_it_is_cut_off(tmp_path: Path) -> None:
+    path, short = tmp_path / "lines", tmp_path / "short"
+    whole = written(path)
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for length in range(len(whole)):
+        short.write_bytes(whole[:length])
+        kept = VALUES[: whole[:length].count(b"\n")]
+        assert list(read_lines(short)) == kept
+        if length in (0, 5, last, last + 1, len(whole) - 1):
+            append_line(short, "next")
+            assert list(read_lines(short)) == [*kept, "next"]
+
+
+def test_a_torn_line_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    whole = written(path)
+    path.write_bytes(whole + b"x" * 10_000)
+    append_line(path, "next")
+    assert list(read_lines(path)) == [*VALUES, "next"]
+
+
+@pytest.mark.parametrize("line", [0, 1, 2])
+def test_a_damaged_line_is_named(tmp_path: Path, line: int) -> None:
+    directory = RunDirectory(tmp_path)
+    for value in VALUES:
+        directory.append("records", value)
+    [path] = tmp_path.rglob("*.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    changed, renamed = lines[line].replace(b"e", b"f", 1), lines[line].replace(b'"xxh3"', b'"x"')
+    for broken in (changed, renamed, b"\xff\n", b"\n", b"[1]\n"):
+        path.write_bytes(b"".join([*lines[:line], broken, *lines[line + 1 :]]))
+        with pytest.raises(Damaged, match=f"^line {line + 1}: "):
+            list(read_lines(path))
+        with pytest.raises(UserError, match=r"0\.jsonl: is damaged \(line .*delete it"):
+            list(directory.lines("records"))
+
+
+def test_each_process_has_a_file_of_its_own_and_all_are_read(tmp_path: Path) -> None:
+    main = RunDirectory(tmp_path)
+    main.append("records", "by the main process")
+    with main.in_fork(0) as own:
+        own.append("records", "by it too")
+    with main.in_fork(1) as fork:
+        assert not fork.main
+        fork.append("records", "by a fork")
+    RunDirectory(tmp_path, "1", main=False).append("records", "by another rank")
+    main.append("other", "kind")
+    assert sorted(path.name for path in (tmp_path / "state" / "records").iterdir()) == [
+        "0.1.jsonl",
+        "0.jsonl",
+        "1.jsonl",
+    ]
+    assert sorted(main.lines("records")) == ["by a fork", "by another rank", "by it too", "by the main process"]
+
+
+def test_a_killed_process_loses_no_line_that_it_had_added(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from xdm_ft.storage.checksummed import append_line
+for number in range(5):
+    append_line(Path({str(tmp_path)!r}) / "lines", number)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert list(read_lines(tmp_path / "lines")) == list(range(5))
+
+
+def test_a_disk_that_takes_nothing_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("")
+    with pytest.raises(UserError, match="can not be written"):
+        RunDirectory(tmp_path).append("records", 1)

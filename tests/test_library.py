@@ -1,0 +1,73 @@
+"""`import xdm_ft`: light, and a run from Python is the run of the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import xdm_ft
+from xdm_ft.recipe.read import check, load
+from xdm_ft.recipe.text import recipe_of
+
+QUICK = {"data": {"name": "digits"}, "encoder": {"name": "timm", "model": "test_vit", "kwargs": {"img_size": 32}}}
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = "import sys, xdm_ft; xdm_ft.run, xdm_ft.UserError; print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_overrides_are_those_of_the_command_line() -> None:
+    by_text = load("demo", ["training.steps=10", "training.lr=0.5", "methods=[erm,wise_ft]", "encoder.normalize=true"])
+    nested = {"training": {"steps": 10, "lr": 0.5}, "methods": ("erm", "wise_ft"), "encoder": {"normalize": True}}
+    dotted = {"training.steps": 10, "training.lr": 0.5, "methods": ["erm", "wise_ft"], "encoder.normalize": True}
+    for overrides in (nested, dotted):
+        assert check(recipe_of("demo", overrides)).as_yaml() == by_text.as_yaml()
+    spread = check(recipe_of("demo", {"wise_ft": {"alpha": 0.25}, "methods": ["wise_ft"], "encoder.normalize": True}))
+    assert spread.methods[0].algorithm.settings()["alpha"] == 0.25
+
+
+def test_a_dotted_key_replaces_a_block_and_a_plain_one_merges_into_it(tmp_path: Path) -> None:
+    space = {"search": {"trials": 2, "space": {"lr": {"choice": [0.1, 0.2]}}}}
+    merged = recipe_of({**space}, {"search": {"space": {"weight_decay": {"choice": [0.0]}}}}).values
+    assert list(merged["search"]["space"]) == ["lr", "weight_decay"] and merged["search"]["trials"] == 2
+    replaced = recipe_of({**space}, {"search.space": {"weight_decay": {"choice": [0.0]}}}).values
+    assert list(replaced["search"]["space"]) == ["weight_decay"]
+    assert space["search"]["space"] == {"lr": {"choice": [0.1, 0.2]}}, "what was given is left as it is"
+    assert recipe_of({}, {"output": {"dir": tmp_path}}).values == {"output": {"dir": str(tmp_path)}}
+
+
+def test_faults_name_what_was_given() -> None:
+    with pytest.raises(xdm_ft.UserError, match=r"overrides: training\.steps: .*given -1"):
+        xdm_ft.run("demo", training={"steps": -1})
+    with pytest.raises(xdm_ft.UserError, match=r'unknown key; did you mean "training"'):
+        xdm_ft.run("demo", trainin={"steps": 1})
+    with pytest.raises(xdm_ft.UserError, match="no such recipe"):
+        xdm_ft.run("no such")
+    with pytest.raises(xdm_ft.UserError, match="is a set; use texts, numbers, lists and dicts"):
+        xdm_ft.run("demo", methods={"erm"})
+    with pytest.raises(xdm_ft.UserError, match="methods is not a block of keys"):
+        xdm_ft.run("demo", **{"methods.erm": 1})
+
+
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = QUICK | {"name": "quick", "features": {"dir": str(tmp_path / "cache"), "workers": 0}}
+    recipe |= {"methods": ["erm", "linear_probe"], "training": {"steps": 500, "batch_size": 4}}
+    recipe |= {"protocol": {"test_domains": ["ink"], "seeds": 1}}
+    results = xdm_ft.run(recipe, training={"steps": 6})
+    assert not results.failed and results.path == Path("output/quick") and capsys.readouterr().out == ""
+    assert [record.method for record in results.records] == ["erm", "linear_probe"]
+    document = json.loads((results.path / "results.json").read_text())
+    assert document["recipe"]["training"]["steps"] == 6
+    assert document["summary"] == [row.to_json() for row in results.rows]
+    table = results.table()
+    assert len(table) == len(results.rows) == 4
+    assert table[0]["method"] == "erm" and table[0]["mean"] == results.rows[0].mean == table[0]["mean:ink"]
+
+    again = xdm_ft.run(recipe, training={"steps": 6})
+    assert again.records == results.records and again.rows == results.rows, "a finished run trains nothing again"

@@ -1,0 +1,29 @@
+"""`xdm-ft features`: fills the feature cache and stops."""
+
+from __future__ import annotations
+
+import logging
+
+from xdm_ft.errors import UserError
+from xdm_ft.experiment.heartbeat import heartbeat
+from xdm_ft.experiment.machine import start, stop
+from xdm_ft.experiment.plan import read_data
+from xdm_ft.experiment.prepared import build_encoder, prepare
+from xdm_ft.progress import pulse
+from xdm_ft.recipe.read import Recipe
+
+logger = logging.getLogger("xdm_ft")
+
+
+def fill_cache(recipe: Recipe) -> None:
+    """Extracts the features that the recipe needs. Raises `UserError` where it needs none."""
+    if not recipe.needs_features:
+        raise UserError(f"{recipe.name}: trains its encoder end to end, no method of it uses cached features")
+    accelerator = start(recipe)
+    with heartbeat(accelerator):
+        with pulse.waiting():
+            encoder, dataset = build_encoder(recipe, recipe.protocol.seeds[0]), read_data(recipe)
+        features = prepare(recipe, dataset, encoder, accelerator).features
+    assert features is not None, "the recipe needs features"
+    logger.info("%d features of width %d, %d of them extracted now", len(features), features.width, features.extracted)
+    stop(accelerator)

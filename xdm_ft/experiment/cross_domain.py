@@ -1,0 +1,80 @@
+"""Selection by `cross_domain`: extra models, each trained without one more domain, measured on it and forgotten."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+
+from xdm_ft.evaluation.records import Identity
+from xdm_ft.experiment.engines import Engines, Model, Request
+from xdm_ft.experiment.heartbeat import wait_for_everyone
+from xdm_ft.experiment.jobs import Known, make_job
+from xdm_ft.experiment.plan import ExtraModel, extra_models
+from xdm_ft.experiment.results import Kept, ResultsFile
+from xdm_ft.experiment.train import train
+from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course
+from xdm_ft.tensors import Criteria
+from xdm_ft.training import Job
+
+logger = logging.getLogger("xdm_ft")
+MEASURED = "cross_domain"  # kind of the lines that hold what extra models measured
+Measured = dict[str, dict[str, dict[int, float]]]
+
+
+def cross_domain_values(engines: Engines, wanted: Collection[Identity], results: ResultsFile) -> dict[Identity, Known]:
+    """What `Job.known` is for each wanted model: its extra models' metric by step, measured now or before.
+
+    Empty where the recipe selects by another rule.
+    """
+    extra = [model for model in engines.plan.extra if any(key in wanted for key in model.serves)]
+    if not extra:
+        return {}
+    jobs = [make_job(engines.plan, engines.prepared, model, {}) for model in extra]
+    before = _measured(engines)
+    missing = {job.key for job in jobs if _name(job) not in before}
+    wait_for_everyone(engines.accelerator)  # all know what is missing before one of them adds to it
+    alike: dict[tuple[str, tuple[str, ...]], list[tuple[ExtraModel, Job]]] = {}
+    for model, job in zip(extra, jobs, strict=True):
+        alike.setdefault((job.method, tuple(job.split.evaluation)), []).append((model, job))
+    metric = engines.plan.recipe.protocol.metric
+    requests = [
+        Request(models[0][0].item, [job for _, job in models], Criteria(parts, metric), missing)
+        for (_, parts), models in alike.items()
+        if any(job.key in missing for _, job in models)
+    ]
+    if requests:
+        logger.info("%s; %d are missing", extra_models(engines.plan), len(missing))
+        train(engines, requests, _kept, results)
+    measured, courses = _measured(engines), dict[Identity, list[Mapping[int, float]]]()
+    for model, job in zip(extra, jobs, strict=True):
+        for part, key in zip(LEFT_OUT, model.serves, strict=False):
+            courses.setdefault(key, []).append(measured[_name(job)][part])
+    return {key: {"cross_domain": mean_course(of_model)} for key, of_model in courses.items()}
+
+
+def _kept(model: Model) -> Kept:
+    """The metric of an extra model where it is defined: {left-out part: {step: value}}."""
+    trained, job = model.trained, model.trained.job
+    if trained.failure is not None:
+        logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
+    course = {} if trained.failure else trained.course
+    defined = {
+        part: {step: value for step, value in course.get(part, {}).items() if math.isfinite(value)}
+        for part in job.split.evaluation
+    }
+    return Kept(MEASURED, {"model": _name(job), "values": defined})
+
+
+def _measured(engines: Engines) -> Measured:
+    """Extra model → left-out part → steps → metric, as the processes of this run have kept it."""
+    return {
+        line["model"]: {
+            part: {int(step): value for step, value in course.items()} for part, course in line["values"].items()
+        }
+        for line in engines.directory.lines(MEASURED)
+    }
+
+
+def _name(job: Job) -> str:
+    return f"{job.method}/{','.join(job.test_domains)}/seed{job.seed}-trial{job.trial}-{job.setup.steps}"

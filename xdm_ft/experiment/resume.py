@@ -1,0 +1,121 @@
+"""What an earlier, interrupted part of the same run has left, and the refusal of what belongs to another run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from xdm_ft.errors import UserError
+from xdm_ft.evaluation.records import Identity, Record
+from xdm_ft.experiment.heartbeat import wait_for_everyone
+from xdm_ft.recipe.read import Recipe
+from xdm_ft.storage.checkpoint import differences
+from xdm_ft.storage.checksummed import INPUTS
+from xdm_ft.storage.run_directory import PREDICTIONS, RunDirectory
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+RECORDS = "records"  # kind of the lines that hold records
+
+
+@contextmanager
+def opened(recipe: Recipe, accelerator: Accelerator) -> Iterator[RunDirectory]:
+    """`<output.dir>/<name>/`, locked for this run. Raises `UserError` where another recipe's run lies there."""
+    path = Path(recipe.output.dir) / recipe.name
+    main = bool(accelerator.is_main_process)
+    with RunDirectory(path, str(accelerator.process_index), main) as directory:
+        if main:
+            directory.lock()
+            if directory.is_begun:
+                _refuse_other_recipe(path / "recipe.yaml", recipe)
+            else:
+                directory.write_text("recipe.yaml", recipe.as_yaml())
+        wait_for_everyone(accelerator)
+        yield directory
+
+
+def _refuse_other_recipe(written: Path, recipe: Recipe) -> None:
+    """`written` is the run directory's recipe.yaml."""
+    remedy = "delete the run directory, or set output.dir"
+    try:
+        before = yaml.safe_load(written.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{written}: is missing, which says what the rest belongs to; {remedy}") from error
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{written}: is damaged; {remedy}") from error
+    if not isinstance(before, dict):
+        raise UserError(f"{written}: is damaged; {remedy}")
+    changed = differences(comparable(before), comparable(yaml.safe_load(recipe.as_yaml())))
+    if changed:
+        raise UserError(
+            f"{written.parent}: holds the run of another recipe (differs in {', '.join(changed[:5])}); "
+            "set name or output.dir, or delete the directory"
+        )
+
+
+def comparable(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe without where results and features are kept, and how fast features come: these change no number."""
+    kept = {key: value for key, value in recipe.items() if key != "output"}
+    features = recipe.get("features")
+    if isinstance(features, dict):
+        kept["features"] = {"precision": features.get("precision"), "views": features.get("views", 0)}
+    return kept
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What earlier parts of this run have finished."""
+
+    records: dict[Identity, Record] = field(default_factory=dict)  # of models whose files are there and whole
+    final_fit: dict[str, Any] | None = None
+    environment: dict[str, Any] | None = None  # None: no part has come as far as results.json
+
+    def refuse_other_inputs(self, path: Path, inputs: dict[str, Any]) -> None:
+        """Raises `UserError` where models of the directory `path` were trained on other data than `inputs`."""
+        if self.environment is None:
+            return
+        changed = differences({key: self.environment[key] for key in INPUTS if key in self.environment}, inputs)
+        if changed:
+            what = {"data": "labels, domains or splits of the data", "features": "images, weights or libraries"}
+            named = " and ".join(dict.fromkeys(what[key.partition(".")[0]] for key in changed))
+            raise UserError(
+                f"{path}: {named} have changed since this run was begun ({', '.join(changed)}); "
+                "set name or output.dir, or delete the directory"
+            )
+
+
+def earlier(directory: RunDirectory, accelerator: Accelerator) -> Earlier:
+    """Returns what every process needs to know. Failed models, and those whose files are damaged, are left out: they
+    are trained again."""
+    results = directory.results() or {"findings": [], "runs": []}
+    if "findings" not in results:
+        raise UserError(
+            f"{directory.path / 'results.json'}: was written by an earlier version, which selected by other values "
+            "(train_val pooled images); set another name or output.dir"
+        )
+    known = {record.key: record for record in map(Record.from_json, results["runs"])} | recorded(directory)
+    whole = {key: record for key, record in known.items() if _is_whole(record, directory)}
+    final = results.get("final_fit")
+    if final is not None and not ("weights" in final and directory.is_sound(final["weights"])):
+        final = None
+    wait_for_everyone(accelerator)  # all have read before the main process writes
+    return Earlier(whole, final, results.get("environment"))
+
+
+def recorded(directory: RunDirectory) -> dict[Identity, Record]:
+    """The records that the processes of this run have added, those of failed and skipped models too."""
+    records = (Record.from_json(line) for line in directory.lines(RECORDS))
+    return {record.key: record for record in records}
+
+
+def _is_whole(record: Record, directory: RunDirectory) -> bool:
+    """Whether it is the record of a trained model, and all of its files are there and sound."""
+    files = [f"{directory.model_folder(*record.key)}/{PREDICTIONS}"]
+    files += [pick.weights for pick in record.selected.values()]
+    return record.status == "ok" and all(directory.is_sound(file) for file in dict.fromkeys(files))

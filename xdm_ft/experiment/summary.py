@@ -1,0 +1,116 @@
+"""Records → the rows of the summary, one per selection rule and method."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.records import Record, SummaryRow
+from xdm_ft.evaluation.summary import protocol_line, summarise
+from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.experiment.plan import Plan
+from xdm_ft.experiment.prepared import Prepared
+from xdm_ft.recipe.blocks import MethodItem
+from xdm_ft.recipe.read import Recipe
+from xdm_ft.report.published import BENCHMARKS, benchmark_of
+from xdm_ft.storage.run_directory import RunDirectory
+
+
+def summary_rows(
+    plan: Plan, prepared: Prepared, records: Sequence[Record], directory: RunDirectory
+) -> list[SummaryRow]:
+    """In the recipe's order; differences are to `references`.
+
+    Of several trials each rule picks its own, whose predictions alone are read.
+    """
+    methods, metric = plan.recipe.methods, plan.recipe.protocol.metric
+    picks = [pick for record in records for pick in record.selected.values()]
+    tested = {(name, of["n"]) for pick in picks for name, of in pick.metrics["test"].per_domain.items()}
+    benchmark = benchmark_of(plan.recipe.data.block.model_dump(mode="json"), tested)
+    rows = []
+    for rule in plan.rules:
+        picked = picked_trials(records, rule, metric)
+        of_rule = summarise(
+            picked,
+            [
+                Prediction.from_arrays(
+                    directory.predictions(directory.model_folder(*record.key)), plan.dataset, record.key, rule
+                )
+                for record in picked
+                if rule in record.selected
+            ],
+            methods=[item.label for item in methods],
+            rules=[rule],
+            metric=metric,
+            protocol_line=lambda rule: _protocol_line(plan, prepared, rule),
+            references=references(methods),
+            convention=BENCHMARKS[benchmark].convention if benchmark else None,
+        )
+        for row in of_rule:
+            draws = len({record.trial for record in records if record.method == row.method})
+            flags = _flags(records, picked, row.method, rule) or None
+            rows.append(dataclasses.replace(row, budget=row.budget | {"draws": draws}, flags=flags))
+    return rows
+
+
+def references(methods: Sequence[MethodItem]) -> dict[str, str]:
+    """Method → what it is compared with: plain ERM with the same class head, and ERM itself with ERM on linear.
+
+    Methods with nothing to compare with are left out.
+    """
+
+    def head(item: MethodItem) -> tuple[Any, ...]:
+        return item.head.name, *item.head.settings().items()
+
+    plain: dict[tuple[Any, ...], str] = {}  # head → label of the recipe's first plain ERM with it
+    for item in methods:
+        if item.is_plain_erm:
+            plain.setdefault(head(item), item.label)
+    found = {item.label: plain.get(("linear",) if item.is_plain_erm else head(item)) for item in methods}
+    return {label: reference for label, reference in found.items() if reference not in (None, label)}
+
+
+def _flags(records: Sequence[Record], picked: Sequence[Record], method: str, rule: str) -> list[str]:
+    """What the picks of a method were flagged for, and how many of them; and the trials that failed beside them."""
+    picks = [one.selected[rule] for one in picked if one.method == method and rule in one.selected]
+    counts = Counter(flag for pick in picks for flag in pick.flags or ())
+    flags = [f"{flag} in {n} of {len(picks)} picks" for flag, n in counts.items()]
+    trials = [record for record in records if record.method == method and record.trial > 0]
+    failed = [record.reason for record in trials if record.status == "failed"]
+    if failed:
+        flags.append(f"{len(failed)} of {len(trials)} drawn trials failed, the first: {failed[0]}")
+    return flags
+
+
+def _augmentation(recipe: Recipe) -> str:
+    """Of training by gradient steps: solvers read the plain view, whatever the others of the recipe do."""
+    words: str = recipe.train_augmentation
+    if words == "none":
+        return words
+    if recipe.features.views:
+        words += f", {recipe.features.views} cached view{'s' if recipe.features.views > 1 else ''} per image"
+    if any(item.is_solver for item in recipe.methods):
+        words += " of what trains " + ("end to end" if recipe.trainable else "by gradient steps")
+    return words
+
+
+def _protocol_line(plan: Plan, prepared: Prepared, rule: str) -> str:
+    recipe, dataset = plan.recipe, plan.dataset
+    split = "official split" if recipe.protocol.name == "official" else "leave one domain out"
+    notes = [*plan.notes, f"encoder {prepared.pretraining}, {'trained end to end' if recipe.trainable else 'frozen'}"]
+    notes.append(f"training loss averaged by {recipe.training.loss_average}")
+    if prepared.unreadable:
+        notes.append(f"{len(prepared.unreadable)} unreadable images left out")
+    return protocol_line(
+        data=f"{recipe.data.name}, {len(dataset)} images, {len(dataset.class_names)} classes, "
+        f"{len(dataset.domain_names)} domains",
+        split=split,
+        notes=notes,
+        selection=rule,
+        metric=recipe.protocol.metric,
+        augmentation=_augmentation(recipe),
+        draws=recipe.search.trials,
+    )
