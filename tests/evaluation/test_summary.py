@@ -273,8 +273,7 @@ def test_a_labelled_reference() -> None:
 
 def test_a_note_names_the_reference_where_there_are_several() -> None:
     runs = [record(*r) for r in grid()]
-    for run in [dict(one, method="deep") for one in runs if one["method"] == "sam"]:
-        runs.append(run)
+    runs += [replace(one, method="deep") for one in runs if one.method == "sam"]
     rows = summary(runs, [], methods=["erm", "sam", "deep"], references={"sam": "deep", "deep": "erm"})
     notes = [row["versus_erm"] and row["versus_erm"]["note"].split("; ")[0] for row in rows]
     assert notes == [None, "compared with deep", "compared with erm"]
