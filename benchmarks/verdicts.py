@@ -10,7 +10,7 @@ and, with several held-out domains, from a t over domains; a verdict if no inter
 methods. Numbers are shares of tables with any verdict, with Wilson's 95% interval. If no method differs, at most 5% of
 tables should have one.
 
-pool      Each method of a table is ERM with other seeds. Seeds within a table are disjoint. Each table is drawn from the
+pool      Each method of a table is ERM with other seeds. Seeds in a table are disjoint. Each table is drawn from the
           whole pool, so the interval is for more tables of this pool, not for other pools. Tables are drawn for each
           held-out set alone, and for all of them in one table. This makes a pool of 200 × 4 heads on frozen features of
           PACS (minutes, if the features are cached; PACS and WEIGHTS are your paths):
