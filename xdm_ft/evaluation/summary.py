@@ -83,7 +83,7 @@ def summarise(
         references: method → the method that it is compared with, for methods that are compared.
         convention: how the data set's benchmark measures spread; None if it has no convention.
     """
-    _refuse_doubles(records)
+    _refuse_duplicates(records)
     held_out = tuple(dict.fromkeys(record.test_domains for record in records))
     by_method = {m: tuple(r for r in records if r.method == m) for m in methods}
     without = WithoutGroups(metric, held_out, predictions)
@@ -109,7 +109,7 @@ def summarise(
     return rows
 
 
-def _refuse_doubles(records: Sequence[Record]) -> None:
+def _refuse_duplicates(records: Sequence[Record]) -> None:
     seen: set[tuple[str, Held, int]] = set()
     for record in records:
         key = record.key[:3]
@@ -154,6 +154,7 @@ def _per_test_domain(runs: Runs) -> dict[str, Point]:
         if score is None or value is None:
             continue
         if len(held) > 1 and runs.metric in ("accuracy", "worst_domain_accuracy"):
+            # for worst_domain_accuracy the columns show the accuracies whose minimum it is
             columns = {domain: entry["accuracy"] for domain, entry in score.per_domain.items()}
         else:
             columns = {" + ".join(held): value}
@@ -184,6 +185,7 @@ def _failures_and_gaps(runs: Runs) -> dict[str, Any]:
     unpicked = sum(r.status == "ok" and runs.rule not in r.selected for r in runs.records)
     if unpicked:
         reasons.append(f"{runs.rule} could pick no step of {unpicked} of {planned} runs: {runs.metric} is not defined")
+    # the rest has no record: runs of an interrupted experiment
     missing = planned - done - len(failed) - len(skipped) - undefined - unpicked
     if missing:
         reasons.append(f"{missing} of {planned} runs are missing")

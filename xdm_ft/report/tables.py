@@ -1,6 +1,6 @@
 """Writes the tables of a run to results.md and to the terminal, from the content of results.json alone.
 
-Each protocol line has a table of its own, and so have published numbers: no column mixes two protocols.
+Each protocol line has its own table, and published numbers have separate tables: no column mixes two protocols.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def print_table(results: Results) -> None:
             parts.append(table)
         parts += [*(Text(_plain(f"{methods}: {note}")) for methods, note in shown.notes), Text()]
     parts.append(Text(_how_to_read(results), style="dim"))
-    if not console.is_terminal:
+    if not console.is_terminal:  # rich assumes 80 columns there and would fold the cells
         unbounded = console.options.update(width=1 << 16)
         widths = (console.measure(part, options=unbounded).maximum for part in parts if isinstance(part, Table))
         console.width = max(MINIMUM_WIDTH, *widths, 0)
