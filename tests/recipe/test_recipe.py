@@ -100,7 +100,7 @@ def test_all_faults_at_once_each_with_its_line():
             "protocol: {name: official, split_rule: domainbed}\ntraining: {steps",
             "protocol.split_rule: the",
         ),
-        ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves nothing"),
+        ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves no step"),
         ("[erm, sam", "[zero_shot, sam", "methods.0: zero_shot needs an encoder with a text side"),
         ("p_discard: 0.3", "head_init: zero_shot", "methods.2.head_init: zero_shot needs an encoder with a text side"),
     ],

@@ -33,7 +33,7 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def running_out_named(what: str, remedy: str) -> Iterator[None]:
+def out_of_memory_as_user_error(what: str, remedy: str) -> Iterator[None]:
     """Around training: memory that runs out, the machine's or a device's, becomes a `UserError` of one line."""
     try:
         yield

@@ -138,15 +138,15 @@ def best_finish(
     selected: Selected,
     offered: Iterable[Finish],
     metric: str,
-    looks_at: str,
+    split: str,
     measure: Callable[[Selected], Mapping[str, float]],
 ) -> Selected | None:
-    """What was selected, with the best of the weights that its method offers to finish with, by the split `looks_at`.
+    """What was selected, with the best of the weights that its method offers to finish with, by the split `split`.
 
     `measure` returns the metric on every split. `Selected.curve` has it of all that is offered; None is a metric that
-    is not defined. Returns None where it is not defined on `looks_at` for anything that can be picked.
+    is not defined. Returns None where it is not defined on `split` for anything that can be picked.
     """
-    selector = Selector(Criteria((looks_at,), metric), first_selectable_step=0)
+    selector = Selector(Criteria((split,), metric), first_selectable_step=0)
     curve: list[dict[str, float | None]] = []
     for one in offered:
         here = dataclasses.replace(selected, state=one.state, hparams=selected.hparams | one.varied)
@@ -154,6 +154,6 @@ def best_finish(
         point = {name: value if math.isfinite(value) else None for name, value in values.items()}
         curve.append({**one.varied, **point})
         if one.selectable:
-            selector.offer(here.step, {looks_at: values[looks_at]}, lambda here=here: here.state, here.hparams)  # type: ignore[misc]
-    picked = selector.selected.get(looks_at)
+            selector.offer(here.step, {split: values[split]}, lambda here=here: here.state, here.hparams)  # type: ignore[misc]
+    picked = selector.selected.get(split)
     return None if picked is None else dataclasses.replace(picked, curve=curve)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BLOCK_STEPS = 256  # steps whose rows are drawn at once
 # Bounds on what is in memory at once, in bytes. What is held or read again follows from the recipe and the data, never
 # from the machine: products of other blocks may round otherwise.
-HELD_BYTES = 1 << 30  # of the features that selection looks at; more are read again at each evaluation
+KEEP_IN_MEMORY_BYTES = 1 << 30  # of the features that selection looks at; more are read again at each evaluation
 READ_BYTES = 1 << 27  # of features that are read from their files at once
 
 
@@ -120,13 +120,13 @@ def _gathered(features: Features, rows: Tensor, views: Tensor | None) -> Iterato
 @torch.no_grad()
 def cached_logits(features: Features, rows: Tensor, model: Method) -> Tensor:
     """Logits [n,C] of a model in eval mode, on the features' device, for the images `rows` (int64 [n])."""
-    blocks = [rows] if are_held(features, len(rows)) else rows.split(rows_at_once(features))
+    blocks = [rows] if fits_in_memory(features, len(rows)) else rows.split(rows_at_once(features))
     return torch.cat([model.logits(features[block.to(features.device)]) for block in blocks])
 
 
-def are_held(features: Features, rows: int) -> bool:
+def fits_in_memory(features: Features, rows: int) -> bool:
     """Whether the features of so many rows stay in memory once they are read."""
-    return 4 * rows * features.width <= HELD_BYTES
+    return 4 * rows * features.width <= KEEP_IN_MEMORY_BYTES
 
 
 def rows_at_once(features: Features) -> int:

@@ -67,7 +67,7 @@ def step(bank: Bank, batch: Batch, number: int) -> Tensors:
 def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
     """One step of the optimizer on `batch`; the scalars before it."""
     batch = on_inputs(bank.template, bank.buffers, batch, number)
-    losses = _losses(bank, bank.main, batch, number, held=None)
+    losses = _losses(bank, bank.main, batch, number, reuse=None)
     # total and auxiliary reach different parameters, so one backward pass serves both
     every_gradient = _gradients(losses.total + losses.auxiliary, bank.main | bank.auxiliary)
     gradients = {name: every_gradient.pop(name) for name in bank.main}
@@ -75,7 +75,7 @@ def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
         centre = {name: parameter.detach() for name, parameter in bank.main.items()}
         offset = vmap(bank.sharpness.offset)(centre, gradients, bank.rho)
         perturbed = {name: (centre[name] + offset[name]).requires_grad_() for name in centre}
-        second = _losses(bank, perturbed, batch, number, losses.held)
+        second = _losses(bank, perturbed, batch, number, losses.reuse)
         gradients = vmap(bank.sharpness.combine)(gradients, _gradients(second.total, perturbed))
     if bank.clip_norm is not None:
         gradients = clip(gradients, bank.clip_norm)
@@ -90,13 +90,13 @@ def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
     return {name: value.detach() for name, value in scalars.items()}
 
 
-def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, held: Tensors | None) -> Losses:
+def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, reuse: Tensors | None) -> Losses:
     """The losses of every head with the parameters `main`; scalars become [H]."""
 
-    def of_one_head(state: Tensors, fields: Tensors, held: Tensors) -> Losses:
-        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, held or None))
+    def of_one_head(state: Tensors, fields: Tensors, reuse: Tensors) -> Losses:
+        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, reuse or None))
 
-    losses: Losses = vmap(of_one_head)({**main, **bank.auxiliary, **bank.buffers}, batch.fields(), held or {})
+    losses: Losses = vmap(of_one_head)({**main, **bank.auxiliary, **bank.buffers}, batch.fields(), reuse or {})
     return losses
 
 

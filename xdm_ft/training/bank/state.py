@@ -84,7 +84,7 @@ class ChunkState:
         self.means.load_state(state["means"])
         self.taken, self.before = state["taken"], state["seconds"]
 
-    def go_on(self, checkpoint: Checkpoint, data: CachedData) -> None:
+    def resume(self, checkpoint: Checkpoint, data: CachedData) -> None:
         """Where an interrupted process has left a checkpoint of these heads, this becomes what they had come to."""
         bank, splits = self.bank, [job.split for job in self.jobs]
         rows = [rows for split in splits for rows in (*split.train, *split.evaluation.values())]
@@ -101,7 +101,7 @@ class ChunkState:
             self.load_state(saved)
             logger.info("%s: goes on after %d of %d steps", self._name, self.taken, bank.steps)
 
-    def leave(self, checkpoint: Checkpoint | None) -> NoReturn:
+    def save_and_stop(self, checkpoint: Checkpoint | None) -> NoReturn:
         """Saves and ends the run."""
         if checkpoint is None:
             raise Interrupted

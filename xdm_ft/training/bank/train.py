@@ -113,7 +113,7 @@ def _train_chunk(
     selectors = [Selector(criteria, first_step, training.patience) for _ in jobs]
     state = ChunkState(jobs, bank, selectors, averages, [None for _ in jobs], started=started)
     if checkpoint is not None:
-        state.go_on(checkpoint, data)
+        state.resume(checkpoint, data)
     bar.skip(len(jobs) * state.taken)
     validation = BankValidation(jobs, data, criteria)
     due = set(evaluation_steps(bank.steps, training.evaluate_every))
@@ -132,7 +132,7 @@ def _train_chunk(
                     break
             state.taken = number + 1
             if stop_requested():
-                state.leave(checkpoint)
+                state.save_and_stop(checkpoint)
             if checkpoint is not None:
                 checkpoint.save_if_due(state.state, event=number + 1 in due)
     return state.results(criteria.rules)

@@ -11,7 +11,7 @@ from xdm_ft.algorithms import Method
 from xdm_ft.sharpness import Tensors
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job
-from xdm_ft.training.bank.cached_data import CachedData, are_held, rows_at_once
+from xdm_ft.training.bank.cached_data import CachedData, fits_in_memory, rows_at_once
 from xdm_ft.training.rule_images import RuleImages, rule_images
 from xdm_ft.training.selection import rows_of_rules, split_of
 
@@ -46,8 +46,11 @@ class BankValidation:
         self.rows = union[order]  # int64 [U], group after group
         self.sizes = group.bincount(minlength=len(groups)).tolist()
         self.heads = [heads.nonzero()[:, 0] for heads in groups]
-        device, held = data.features.device, are_held(data.features, len(union))
-        self.held = data.features[self.rows.to(device)] if held else None  # float32 [U,K]
+        device = data.features.device
+        keep = fits_in_memory(data.features, len(union))
+        self.loaded = (
+            data.features[self.rows.to(device)] if keep else None
+        )  # float32 [U,K]; None: read at each evaluation
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         about = data.annotations, criteria.metric, jobs[0].setup.task.num_classes
         placed = {key: place[places].to(device) for key, places in place_of.items()}
@@ -56,7 +59,7 @@ class BankValidation:
             key = id(rows), split_of(rule)
             if key not in measured:
                 measured[key] = rule_images(key[1], rows, *about)
-        self.views = [
+        self.images_by_rule = [
             {rule: (placed[id(rows)], measured[id(rows), split_of(rule)]) for rule, rows in of_head.items()}
             for of_head in wanted
         ]
@@ -68,13 +71,16 @@ class BankValidation:
         `model` lends its code; `state`: parameter name in it → values [H,…].
         """
         heads = len(next(iter(state.values())))
-        most = VALUES_PER_READING if self.held is None else VALUES_AT_ONCE
+        most = VALUES_PER_READING if self.loaded is None else VALUES_AT_ONCE
         at_once = max(1, most // max(1, len(self.rows) * model.head.values_per_image))
         found = []
         for first in range(0, heads, at_once):
             some = slice(first, first + at_once)
             logits = self._logits(model, state, range(heads)[some])  # [U,h,C]
-            found += [self._values_of_head(logits[:, h], views) for h, views in enumerate(self.views[some])]
+            found += [
+                self._values_of_head(logits[:, h], images_by_rule)
+                for h, images_by_rule in enumerate(self.images_by_rule[some])
+            ]
         return found
 
     def _logits(self, model: Method, state: Tensors, heads: range) -> Tensor:
@@ -96,18 +102,20 @@ class BankValidation:
 
     def _features(self, group: slice) -> Iterator[Tensor]:
         """Those of the rows of a group, whole or in blocks [n,K]."""
-        if self.held is not None:
-            yield self.held[group]
+        if self.loaded is not None:
+            yield self.loaded[group]
             return
         for block in self.rows[group].split(rows_at_once(self.data.features)):
             yield self.data.features[block.to(self.data.features.device)]
 
-    def _values_of_head(self, logits: Tensor, views: dict[str, tuple[Tensor, RuleImages]]) -> dict[str, float] | None:
-        """`views`: where a rule's images are among the rows, and what is measured on them."""
-        own = {rule: logits[place] for rule, (place, _) in views.items()}
+    def _values_of_head(
+        self, logits: Tensor, images_by_rule: dict[str, tuple[Tensor, RuleImages]]
+    ) -> dict[str, float] | None:
+        """`images_by_rule`: where a rule's images are among the rows, and what is measured on them."""
+        own = {rule: logits[place] for rule, (place, _) in images_by_rule.items()}
         if not all(torch.isfinite(values).all() for values in own.values()):
             return None
-        return {rule: images.value(own[rule]) for rule, (_, images) in views.items()}
+        return {rule: images.value(own[rule]) for rule, (_, images) in images_by_rule.items()}
 
 
 def distinct_rows(looks: Tensor) -> tuple[Tensor, Tensor]:

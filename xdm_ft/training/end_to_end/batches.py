@@ -27,7 +27,7 @@ MOST_WORKERS = 8  # per process; more only wait for each other
 PARTNER_STEPS = 64  # steps whose partners are drawn at once: with `partners: all` each draw sorts all training rows
 
 
-def deal(rows: Tensor, domain: Tensor, parts: int, blocks: int) -> list[Tensor]:
+def split_batch(rows: Tensor, domain: Tensor, parts: int, blocks: int) -> list[Tensor]:
     """Cuts a batch into `parts` that each get their share of every domain.
 
     `rows` int64 [B] are the batch's rows and `domain` int64 [B] their domains. `blocks` is the number of equal blocks
@@ -48,7 +48,7 @@ class StepBatch:
 
     parts: list[Batch]  # this process's, one per micro-batch
     whole: Batch  # of all processes, in the order of the batch; without images: x is empty [B,0]
-    shares: tuple[tuple[Tensor, ...], ...]  # of each process: the places of its parts' samples in `whole`, int64
+    places: tuple[tuple[Tensor, ...], ...]  # of each process: the places of its parts' samples in `whole`, int64
     process: int  # which of them this one is
 
     def weight(self, part: int) -> float:
@@ -63,9 +63,9 @@ class StepBatch:
             size = len(places) // blocks
             return places[number * size : (number + 1) * size] - start
 
-        shares = tuple(tuple(of_block(places) for places in share) for share in self.shares)
+        places_of = tuple(tuple(of_block(places) for places in of_parts) for of_parts in self.places)
         parts = [part.block(number, blocks) for part in self.parts]
-        return StepBatch(parts, self.whole.block(number, blocks), shares, self.process)
+        return StepBatch(parts, self.whole.block(number, blocks), places_of, self.process)
 
     def gathered(self, z: list[Tensor], targets: list[Tensor | None]) -> Batch:
         """The whole batch of features, x [B,K], from those of this process's parts and of all others.
@@ -74,25 +74,25 @@ class StepBatch:
         that of its part of the encoder. Gradients are averaged over P processes, so the latter is multiplied by P here.
         """
         own = torch.cat(z)
-        if own.requires_grad and len(self.shares) > 1:
+        if own.requires_grad and len(self.places) > 1:
             own = own.view_as(own)
-            own.register_hook(lambda gradient: gradient * len(self.shares))
+            own.register_hook(lambda gradient: gradient * len(self.places))
         soft = torch.cat([part for part in targets if part is not None]) if targets[0] is not None else None
         return self.whole._replace(x=self._ordered(own), targets=None if soft is None else self._ordered(soft))
 
     def _ordered(self, own: Tensor) -> Tensor:
         """Rows [B,…] of all processes in the order of the whole batch, of which `own` keep their graph."""
-        if len(self.shares) == len(self.shares[0]) == 1:
+        if len(self.places) == len(self.places[0]) == 1:
             return own  # the one part is the batch
-        places = [torch.cat(share) for share in self.shares]
+        places = [torch.cat(of_parts) for of_parts in self.places]
         pieces = [own]
         if len(places) > 1:
-            pieces = _from_all(own.detach(), [len(share) for share in places])
+            pieces = _all_gathered(own.detach(), [len(of_process) for of_process in places])
             pieces[self.process] = own
         return torch.cat(pieces)[torch.cat(places).argsort().to(own.device)]
 
 
-def _from_all(own: Tensor, sizes: list[int]) -> list[Tensor]:
+def _all_gathered(own: Tensor, sizes: list[int]) -> list[Tensor]:
     """What each process has, of which every one knows the number of rows."""
     padded = own.new_zeros(max(sizes), *own.shape[1:])
     padded[: len(own)] = own
@@ -102,7 +102,7 @@ def _from_all(own: Tensor, sizes: list[int]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowsToRead:
     """What this process reads for a step: the images of its parts, then those partners that are not among them."""
 
     row: Tensor  # int64 [n]
@@ -117,15 +117,15 @@ class StepRows(Sampler[list[tuple[int, int]]]):
     the batch: a row that is in a batch twice is augmented in two ways.
     """
 
-    def __init__(self, reading: Callable[[int], Reading], seed: int, first: int, last: int) -> None:
-        self.reading, self.seed, self.first, self.last = reading, seed, first, last
+    def __init__(self, rows_to_read: Callable[[int], RowsToRead], seed: int, first: int, last: int) -> None:
+        self.rows_to_read, self.seed, self.first, self.last = rows_to_read, seed, first, last
 
     def __len__(self) -> int:
         return self.last - self.first
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for step in range(self.first, self.last):
-            read = self.reading(step)
+            read = self.rows_to_read(step)
             seeds = bits(self.seed, step, Stream.AUGMENTATION, read.place)
             yield list(zip(read.row.tolist(), seeds.tolist(), strict=True))
 
@@ -174,17 +174,17 @@ class TrainingBatches:
         """int64 [B]: the rows of the whole batch of `step`."""
         return self.whole.indices(step, step + 1)[0]
 
-    def shares(self, rows: Tensor) -> tuple[tuple[Tensor, ...], ...]:
+    def places(self, rows: Tensor) -> tuple[tuple[Tensor, ...], ...]:
         """For each process the places of its parts' samples in the whole batch of `rows`."""
         parts = self.processes * self.accumulation
-        dealt = deal(torch.arange(len(rows)), self.domain[rows], parts, self.blocks)
+        pieces = split_batch(torch.arange(len(rows)), self.domain[rows], parts, self.blocks)
         starts = range(0, parts, self.accumulation)
-        return tuple(tuple(dealt[first : first + self.accumulation]) for first in starts)
+        return tuple(tuple(pieces[first : first + self.accumulation]) for first in starts)
 
     @property
     def largest_part(self) -> int:
         """Samples in the largest part of this process."""
-        return max(len(places) for places in self.shares(self.rows(0))[self.process])
+        return max(len(places) for places in self.places(self.rows(0))[self.process])
 
     def _draw_partners(self, number: int) -> InputPartners | None:
         """Of the steps of a block, fields [S,B]."""
@@ -199,24 +199,24 @@ class TrainingBatches:
         block = self._partner_block(number)
         return None if block is None else InputPartners(*(field[place] for field in block))
 
-    def reading(self, step: int) -> Reading:
+    def rows_to_read(self, step: int) -> RowsToRead:
         """What this process reads for `step`."""
         rows, partners = self.rows(step), self.partners(step)
-        own = torch.cat(self.shares(rows)[self.process])
+        own = torch.cat(self.places(rows)[self.process])
         if partners is None:
-            return Reading(rows[own], own, None)
+            return RowsToRead(rows[own], own, None)
         position = torch.full((2 * len(rows),), -1)  # of each place, those outside the batch included
         position[own] = torch.arange(len(own))
         wanted = partners.place[own]
         missing = wanted[position[wanted] < 0].unique()
         position[missing] = len(own) + torch.arange(len(missing))
         place = torch.cat([own, missing])
-        return Reading(torch.cat([rows, partners.row])[place], place, position[wanted])
+        return RowsToRead(torch.cat([rows, partners.row])[place], place, position[wanted])
 
     def begin(self, first: int = 0) -> Iterator[tuple[int, StepBatch]]:
         loader: DataLoader[Any] = DataLoader(
             DrawnRows(self.images),
-            batch_sampler=StepRows(self.reading, self.seed, first, self.last),
+            batch_sampler=StepRows(self.rows_to_read, self.seed, first, self.last),
             num_workers=self.workers,
             pin_memory=self.device.type == "cuda",
             generator=torch.Generator(),  # the loader would otherwise draw from the global one
@@ -228,21 +228,21 @@ class TrainingBatches:
         """`x` is what this process has read."""
         samples, partners = self._samples(self.rows(step)), self.partners(step)
         place = torch.arange(len(samples.row))
-        shares = self.shares(samples.row)
+        places_of = self.places(samples.row)
         mixed: dict[str, Tensor] = {}
         if partners is not None:
             mixed = {"partner_y": self.labels[partners.row], "has_partner": partners.found}
         annotations = {"y": samples.y, "domain": samples.domain, "index": samples.row, "place": place, **mixed}
         there = {name: value.to(self.device, non_blocking=True) for name, value in annotations.items()}
         whole = Batch(x.new_empty(len(place), 0), **there)
-        partner = self.reading(step).partner
+        partner = self.rows_to_read(step).partner
         parts, begin = [], 0
-        for places in shares[self.process]:
+        for places in places_of[self.process]:
             own = slice(begin, begin + len(places))
             begin = own.stop
             fields = {name: value[places.to(self.device)] for name, value in there.items()}
             parts.append(Batch(x[own], **fields, partner=None if partner is None else x[partner[own].to(self.device)]))
-        return StepBatch(parts, whole, shares, self.process)
+        return StepBatch(parts, whole, places_of, self.process)
 
 
 def worker_count(accelerator: Accelerator) -> int:

@@ -152,7 +152,7 @@ class StepLosses(NamedTuple):
         return cls(total, second, auxiliary, stop, logs)
 
 
-class Passes:
+class StepGradients:
     """Leaves the gradient of a step in the parameters' `.grad` and moves, once a step, what else a step moves.
 
     That is the batch-norm statistics and the algorithm's buffers: all passes of a step see the buffers from before it;
@@ -186,17 +186,17 @@ class Passes:
         first = self._backward_pass(batch, step)
         second = torch.zeros_like(first[0].losses.total)
         if self.sharpness is not None:
-            second = self._pass_at_offset(self.sharpness, batch, step, [one.losses.held for one in first])
+            second = self._pass_at_offset(self.sharpness, batch, step, [one.losses.reuse for one in first])
         return self._commit(first, second)
 
-    def _backward_pass(self, batch: StepBatch, step: int, held: list[Tensors] | None = None) -> list[Weighted]:
-        """Adds to `.grad`, averaged over processes at the last part. `held` makes it a second pass.
+    def _backward_pass(self, batch: StepBatch, step: int, reuse: list[Tensors] | None = None) -> list[Weighted]:
+        """Adds to `.grad`, averaged over processes at the last part. `reuse` makes it a second pass.
 
         Returns the losses with their weights, which sum to 1 over all processes.
         """
         if self.by_parts:
-            return self._by_parts(batch, step, held)
-        of_whole, counts = (None, True) if held is None else (held[0], False)
+            return self._by_parts(batch, step, reuse)
+        of_whole, counts = (None, True) if reuse is None else (reuse[0], False)
         if len(batch.parts) > 1 and not self.inner.encoder_frozen:
             losses = self._cached(batch, step, of_whole, counts)
         else:
@@ -204,24 +204,24 @@ class Passes:
             losses = self._whole_loss(batch, z, step, of_whole)
             self.accelerator.backward(losses.total + losses.auxiliary)
             self._collect(batch, 0, counts)  # of several parts no layer moves, as the encoder is frozen
-        return [Weighted(_detached(losses), 1 / len(batch.shares))]  # every process has the same
+        return [Weighted(_detached(losses), 1 / len(batch.places))]  # every process has the same
 
-    def _by_parts(self, batch: StepBatch, step: int, held: list[Tensors] | None) -> list[Weighted]:
+    def _by_parts(self, batch: StepBatch, step: int, reuse: list[Tensors] | None) -> list[Weighted]:
         """A loss that is the weighted mean of those of its parts."""
         returned = []
         for number, part in enumerate(batch.parts):
             weight = batch.weight(number)
             with self._synchronised(batch, number):
                 z = self._encode(batch, number, step)
-                losses: Losses = self.inner.algorithm(z, part, step, None if held is None else held[number])
+                losses: Losses = self.inner.algorithm(z, part, step, None if reuse is None else reuse[number])
                 # processes' gradients are averaged, while the weights of all their parts sum to 1
                 scale = weight * self.accelerator.num_processes
                 self.accelerator.backward((losses.total + losses.auxiliary) * scale)
-            self._collect(batch, number, counts=held is None)
+            self._collect(batch, number, counts=reuse is None)
             returned.append(Weighted(_detached(losses), weight))
         return returned
 
-    def _cached(self, batch: StepBatch, step: int, held: Tensors | None, counts: bool) -> Losses:
+    def _cached(self, batch: StepBatch, step: int, reuse: Tensors | None, counts: bool) -> Losses:
         """The whole batch's loss, part by part."""
         leaves = []
         for number in range(len(batch.parts)):
@@ -229,7 +229,7 @@ class Passes:
                 z = self._encode(batch, number, step)
             self._collect(batch, number, counts=False)
             leaves.append(z.requires_grad_())
-        losses = self._whole_loss(batch, leaves, step, held)
+        losses = self._whole_loss(batch, leaves, step, reuse)
         loss = losses.total + losses.auxiliary
         gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
         for number, gradient in enumerate(gradients):
@@ -241,9 +241,9 @@ class Passes:
             self._collect(batch, number, counts)
         return losses
 
-    def _whole_loss(self, batch: StepBatch, z: list[Tensor], step: int, held: Tensors | None) -> Losses:
+    def _whole_loss(self, batch: StepBatch, z: list[Tensor], step: int, reuse: Tensors | None) -> Losses:
         whole = batch.gathered(z, [part.targets for part in batch.parts])
-        losses: Losses = self.inner.algorithm(whole.x, whole, step, held)
+        losses: Losses = self.inner.algorithm(whole.x, whole, step, reuse)
         return losses
 
     def _encode(self, batch: StepBatch, number: int, step: int) -> Tensor:
@@ -265,7 +265,7 @@ class Passes:
         last = number == len(batch.parts) - 1
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
-    def _pass_at_offset(self, sharpness: Sharpness, batch: StepBatch, step: int, held: list[Tensors]) -> Tensor:
+    def _pass_at_offset(self, sharpness: Sharpness, batch: StepBatch, step: int, reuse: list[Tensors]) -> Tensor:
         """The second pass: this process's share of its loss. `.grad` becomes the step's gradient.
 
         The parameters are put back from copies: taking the offset off again would not restore every bit.
@@ -277,7 +277,7 @@ class Passes:
             offset = sharpness.offset(values, first, sharpness.rho)
             for name, parameter in main.items():
                 parameter.add_(offset[name])
-        returned = self._backward_pass(batch, step, held)
+        returned = self._backward_pass(batch, step, reuse)
         with torch.no_grad():
             for name, parameter in main.items():
                 parameter.copy_(values[name])

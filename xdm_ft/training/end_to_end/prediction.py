@@ -38,9 +38,9 @@ class EvaluationImages:
     ) -> None:
         """`persistent` keeps the loader's workers for the next time."""
         self.accelerator, self.n = accelerator, len(rows)
-        self.share = -(-self.n // accelerator.num_processes)
-        begin = self.share * accelerator.process_index
-        own = rows[begin : begin + self.share].tolist()
+        self.rows_per_process = -(-self.n // accelerator.num_processes)
+        begin = self.rows_per_process * accelerator.process_index
+        own = rows[begin : begin + self.rows_per_process].tolist()
         workers = min(worker_count(accelerator), -(-len(own) // batch_size))
         self.loader: DataLoader[Any] = DataLoader(
             images,
@@ -60,7 +60,7 @@ class EvaluationImages:
         """
         device = self.accelerator.device
         logits = torch.zeros(
-            self.share, algorithm.task.num_classes, device=device
+            self.rows_per_process, algorithm.task.num_classes, device=device
         )  # the last processes' shares may be smaller
         done = 0
         for x, _ in surviving(self.loader):

@@ -38,7 +38,7 @@ from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
-from xdm_ft.training.end_to_end.gradients import BatchNorm, EndToEnd, Passes, Roles, StepLosses
+from xdm_ft.training.end_to_end.gradients import BatchNorm, EndToEnd, Roles, StepGradients, StepLosses
 from xdm_ft.training.end_to_end.prediction import predict
 from xdm_ft.training.end_to_end.state import LoopState
 from xdm_ft.training.end_to_end.validation import EndToEndValidation
@@ -110,7 +110,7 @@ def train_model(
     optimizer = optimizer_of(inner.roles(), training)
     state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
     run = _Run(job, batches, validation, record, checkpoint)
-    _go_on(run, state, annotations)
+    _resume(run, state, annotations)
     failure = _train(run, state, unfreeze_at, show)
     selected = selector.selected
     if averages is None:
@@ -144,7 +144,7 @@ class _Run:
         return f"{self.job.method}, {', '.join(self.job.test_domains)} held out, seed {self.job.seed}"
 
 
-def _go_on(run: _Run, state: LoopState, annotations: Annotations) -> None:
+def _resume(run: _Run, state: LoopState, annotations: Annotations) -> None:
     """Where an interrupted process has left a checkpoint of this training, the state becomes that one."""
     if run.checkpoint is None:
         return
@@ -190,13 +190,13 @@ def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]]
     with _prepared(state.inner, state.optimizer, state.accelerator) as (model, optimizer):
         algorithm = state.inner.algorithm
         by_parts = algorithm.loss_over != "batch" and algorithm.parts_add_up(run.job.training.sampler == "pooled")
-        passes = Passes(model, state.inner, state.accelerator, run.job.sharpness, run.job.seed, by_parts)
+        gradients = StepGradients(model, state.inner, state.accelerator, run.job.sharpness, run.job.seed, by_parts)
         for step, batch in batches:
             factor = learning_rate_factor(step, steps, run.job.training.schedule)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
-            losses = _step(passes, batch, optimizer, run.job.training.clip_norm, step)
+            losses = _step(gradients, batch, optimizer, run.job.training.clip_norm, step)
             finite = math.isfinite(losses.loss)
             state.skipped = 0 if finite and not optimizer.step_was_skipped else state.skipped + 1
             if state.skipped > (0 if state.accelerator.scaler is None else MOST_SKIPPED):
@@ -205,11 +205,11 @@ def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]]
             if finite:
                 state.means.add(step, {name: value[None] for name, value in losses.scalars.items()})
             if state.averages is not None:
-                trained = passes.roles.main | passes.roles.auxiliary
+                trained = gradients.roles.main | gradients.roles.auxiliary
                 state.averages.add(step + 1, {name: parameter[None] for name, parameter in trained.items()})
             state.taken, state.evaluated = step + 1, step + 1 not in evaluate_after
             if losses.stop:
-                _leave(run, state)
+                _save_and_stop(run, state)
             if not state.evaluated and not _evaluate(run, state):
                 return _failure(BROKEN_LOGITS, run, step + 1)
             if run.checkpoint is not None:
@@ -218,11 +218,11 @@ def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]]
             if state.selector.stopped_at is not None:
                 return None
     if stop_requested():
-        _leave(run, state, together=False)  # the signal has ended this process's loader workers
+        _save_and_stop(run, state, together=False)  # the signal has ended this process's loader workers
     return None
 
 
-def _leave(run: _Run, state: LoopState, together: bool = True) -> NoReturn:
+def _save_and_stop(run: _Run, state: LoopState, together: bool = True) -> NoReturn:
     """Saves and ends the run, with the other processes where they are at the same step."""
     if run.checkpoint is None:
         raise Interrupted
@@ -237,7 +237,7 @@ def _evaluate(run: _Run, state: LoopState) -> bool:
     try:
         values = run.validation.evaluate(state.inner)
     except Interrupted:
-        _leave(run, state)
+        _save_and_stop(run, state)
     if values is None:
         return False
     taken, training = state.taken, run.job.training
@@ -268,21 +268,23 @@ def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerat
     return inner.weights()
 
 
-def _step(passes: Passes, batch: StepBatch, optimizer: Optimizer, clip_norm: float | None, step: int) -> StepLosses:
+def _step(
+    gradients: StepGradients, batch: StepBatch, optimizer: Optimizer, clip_norm: float | None, step: int
+) -> StepLosses:
     """One step of the algorithm; its losses, the mean over the steps of the optimizer that it takes."""
-    algorithm, taken = passes.inner.algorithm, list[StepLosses]()
+    algorithm, taken = gradients.inner.algorithm, list[StepLosses]()
 
     def inner_step(domain: int | None) -> None:
         part = batch if domain is None else batch.block(domain, algorithm.task.num_domains)
-        taken.append(passes.run(part, step))
+        taken.append(gradients.run(part, step))
         if clip_norm is not None:
-            passes.accelerator.clip_grad_norm_(passes.roles.main.values(), clip_norm)
+            gradients.accelerator.clip_grad_norm_(gradients.roles.main.values(), clip_norm)
         if algorithm.resets_optimizer(step):
             optimizer.state.clear()  # torch's optimizers start anew where they find none
         optimizer.step()
         optimizer.zero_grad()
 
-    algorithm.update(passes.roles.main | passes.roles.auxiliary, inner_step, step)
+    algorithm.update(gradients.roles.main | gradients.roles.auxiliary, inner_step, step)
     return StepLosses.mean(taken)
 
 
