@@ -127,7 +127,10 @@ def test_a_method_without_effect_on_cached_features_is_refused_there_and_not_end
     text = GOOD.replace("methods: [erm, sam,", "methods: [coral, coral+sam, linear_probe,")
     found = faults(text)
     assert len(found) == 2
-    assert found[0].startswith("r.yaml:4: methods.0: coral: its penalty is on the features") and "use erm" in found[0]
+    assert (
+        found[0].startswith("r.yaml:4: methods.0: coral: its penalty changes the encoder only")
+        and "use erm" in found[0]
+    )
     assert "coral+sam" in found[1]
     assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
 

@@ -138,7 +138,7 @@ class Engines:
                 request.criteria,
                 record=self._record,
                 show=show,
-                place=place,
+                queue_position=place,
                 checkpoint=lambda jobs: self._checkpoint(jobs, request.criteria.rules),
             ):
                 if trained.job.key in request.wanted:

@@ -290,7 +290,7 @@ def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
         rows = torch.cat([part.index for part in batch.parts])
         assert torch.equal(rows.sort().values, batch_of(job, training, step).index.sort().values)
         assert torch.equal(batch.whole.index, batch_of(job, training, step).index)
-        assert batch.weight(0) + batch.weight(1) == pytest.approx(1)
+        assert batch.share(0) + batch.weight(1) == pytest.approx(1)
 
 
 def augmented_batches(accelerator: Accelerator, seed: int = 3) -> TrainingBatches:
@@ -402,7 +402,7 @@ def test_a_step_that_overflows_is_the_gradient_scaler_s_to_skip(accelerator: Acc
         ("train", 1, 1, None),
         ("frozen", 2, 2, None),
         ("train", 2, 1, "training.accumulation: 2"),
-        ("train", 1, 2, "2 processes (torch has no SyncBatchNorm on cpu)"),
+        ("train", 1, 2, "2 processes (torch has no SyncBatchNorm for cpu)"),
     ],
 )
 def test_batch_norm_of_parts_of_a_batch_is_said(

@@ -107,7 +107,7 @@ def passes_of(
     return passes, step_batch(job, training, accelerator, 0)
 
 
-def test_weights_are_put_back_exactly_and_statistics_and_buffers_move_once(accelerator: Accelerator) -> None:
+def test_weights_are_restored_exactly_and_statistics_and_buffers_change_once(accelerator: Accelerator) -> None:
     states = []
     for sharpness in (None, SAM(rho=0.1)):
         passes, batch = passes_of(WithDomainHead, SmallCNN(), accelerator, sharpness)

@@ -1,4 +1,4 @@
-"""The images that selection looks at while a bank trains."""
+"""Measures the selection metric on validation images while a bank trains."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from xdm_ft.training.bank.cached_data import CachedData, fits_in_memory, rows_at
 from xdm_ft.training.rule_images import RuleImages, rule_images
 from xdm_ft.training.selection import rows_of_rules, split_of
 
-# Numbers in memory while logits of validation images are computed, all heads together. Where not all images are held,
-# they are read once more for the heads beyond the second bound.
+# Logits (or hidden units) in memory at once, of several heads together. VALUES_AT_ONCE applies if the features are in
+# memory. Otherwise all features are read from files again for the next heads, so that the limit is larger.
 VALUES_AT_ONCE = 1 << 24
 VALUES_PER_READING = 1 << 28
-GROUP_ROWS = 64  # fewer validation images are not worth a matrix product of their own
+GROUP_ROWS = 64  # with fewer validation images on average, separate matrix products per group are slower than one
 
 
 class BankValidation:
-    """The images that selection looks at. A row that several heads look at is gathered and multiplied once.
+    """The validation images of all heads. A row that several heads validate on is gathered and multiplied once.
 
-    Rows are in groups that the same heads look at, so that no head is multiplied with what another one looks at, unless
-    the groups would be so small that one product of all rows with all heads is faster.
+    Rows that the same heads validate on form a group, which is multiplied with these heads only. If groups are very
+    small, there is one group of all rows and all heads, which is faster.
     """
 
     def __init__(self, jobs: Sequence[Job], data: CachedData, criteria: Criteria) -> None:
@@ -66,9 +66,9 @@ class BankValidation:
 
     @torch.no_grad()
     def values(self, model: Method, state: Tensors) -> list[dict[str, float] | None]:
-        """For each head the metric by selection rule; None for a head whose logits are not finite.
+        """Returns for each head {selection rule: value of the metric}; None for a head with logits that are not finite.
 
-        `model` lends its code; `state`: parameter name in it → values [H,…].
+        `state`: name of a parameter of `model` → its values in the heads, [H,…]; the model's own are not used.
         """
         heads = len(next(iter(state.values())))
         most = VALUES_PER_READING if self.loaded is None else VALUES_AT_ONCE
@@ -84,7 +84,7 @@ class BankValidation:
         return found
 
     def _logits(self, model: Method, state: Tensors, heads: range) -> Tensor:
-        """[U,h,C] of a range of heads, filled where it is read."""
+        """Returns logits [U,h,C] of a range of heads; only the rows that a head validates on are filled."""
         device = self.data.features.device
         logits = torch.empty(len(self.rows), len(heads), model.task.num_classes, device=device)
         begin = 0
@@ -101,7 +101,7 @@ class BankValidation:
         return logits
 
     def _features(self, group: slice) -> Iterator[Tensor]:
-        """Those of the rows of a group, whole or in blocks [n,K]."""
+        """Yields the features of a group's rows: all at once, or in blocks [n,K] if they are read from files."""
         if self.loaded is not None:
             yield self.loaded[group]
             return
@@ -119,7 +119,7 @@ class BankValidation:
 
 
 def distinct_rows(looks: Tensor) -> tuple[Tensor, Tensor]:
-    """`looks.unique(dim=0, return_inverse=True)` of bool [U,H], which would make an object of every row."""
+    """Returns `looks.unique(dim=0, return_inverse=True)` of bool [U,H], which itself creates an object per row."""
     group = torch.zeros(len(looks), dtype=torch.int64)
     for some in looks.split(32, dim=1):
         for column in some.unbind(1):
