@@ -100,7 +100,7 @@ def test_all_faults_at_once_each_with_its_line():
             "protocol: {name: official, split_rule: domainbed}\ntraining: {steps",
             "protocol.split_rule: the",
         ),
-        ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves nothing"),
+        ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves no step"),
         ("[erm, sam", "[zero_shot, sam", "methods.0: zero_shot needs an encoder with a text side"),
         ("p_discard: 0.3", "head_init: zero_shot", "methods.2.head_init: zero_shot needs an encoder with a text side"),
     ],
@@ -127,7 +127,10 @@ def test_a_method_without_effect_on_cached_features_is_refused_there_and_not_end
     text = GOOD.replace("methods: [erm, sam,", "methods: [coral, coral+sam, linear_probe,")
     found = faults(text)
     assert len(found) == 2
-    assert found[0].startswith("r.yaml:4: methods.0: coral: its penalty is on the features") and "use erm" in found[0]
+    assert (
+        found[0].startswith("r.yaml:4: methods.0: coral: its penalty changes the encoder only")
+        and "use erm" in found[0]
+    )
     assert "coral+sam" in found[1]
     assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
 

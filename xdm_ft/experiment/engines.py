@@ -25,7 +25,7 @@ from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Identity, Job, Selected, Trained
-from xdm_ft.training.memory import running_out_named
+from xdm_ft.training.memory import out_of_memory_as_user_error
 from xdm_ft.training.selection import FINAL_FIT
 from xdm_ft.version import __version__
 
@@ -129,7 +129,7 @@ class Engines:
 
         features = self._features_of(jobs[0])
         together = f"{len(jobs)} heads together" if len(jobs) > 1 else "one head"
-        named = partial(running_out_named, f"{jobs[0].method}, {together}", "lower training.batch_size")
+        named = partial(out_of_memory_as_user_error, f"{jobs[0].method}, {together}", "lower training.batch_size")
         with named():
             for trained in train_bank(
                 jobs,
@@ -138,7 +138,7 @@ class Engines:
                 request.criteria,
                 record=self._record,
                 show=show,
-                place=place,
+                queue_position=place,
                 checkpoint=lambda jobs: self._checkpoint(jobs, request.criteria.rules),
             ):
                 if trained.job.key in request.wanted:
@@ -151,7 +151,7 @@ class Engines:
         [job] = jobs
         features = self._features_of(job)
         remedy = "it needs all training features at once; train on fewer images or free some memory"
-        named = partial(running_out_named, f"{job.method}, {', '.join(job.test_domains)} held out", remedy)
+        named = partial(out_of_memory_as_user_error, f"{job.method}, {', '.join(job.test_domains)} held out", remedy)
         with named(), progress(f"{job.method}{place}", 1, "models", show) as bar:
             trained = solve(job, features, self.plan.annotations, request.criteria)
             yield Model(trained, _cached_logits(job, features, named))
@@ -164,7 +164,7 @@ class Engines:
         encoder, batch_size = build_encoder(plan.recipe, job.seed), plan.recipe.training.batch_size
         checkpoint = self._checkpoint([job], request.criteria.rules, writes=accelerator.is_main_process)
         name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
-        named = partial(running_out_named, name, "lower training.batch_size or raise training.accumulation")
+        named = partial(out_of_memory_as_user_error, name, "lower training.batch_size or raise training.accumulation")
         with named():
             trained = train_model(
                 job,
