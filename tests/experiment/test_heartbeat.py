@@ -96,7 +96,7 @@ def test_forked_workers_count_for_the_process_that_forked_them() -> None:
 
 
 def test_what_is_said() -> None:
-    assert silence([1], 2) == "rank 1 has made no progress for 30 minutes; the same command goes on from what was saved"
+    assert silence([1], 2) == "rank 1 has made no progress for 30 minutes; run the same command to resume"
     assert silence([1, 3], 4).startswith("ranks 1, 3 have made no progress for 30 minutes; ")
     assert silence([0, 1], 2).startswith("all ranks have made no progress")
 

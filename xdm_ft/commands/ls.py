@@ -1,4 +1,4 @@
-"""`xdm-ft ls`: what there is, a line each."""
+"""`xdm-ft ls`: lists recipes, methods, heads, data sets or encoders, one per line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _behind() -> list[tuple[str, ...]]:
 
 
 def _settings(folder: str, name: str, prefix: str = "") -> str:
-    """`key=default (meaning and unit)` of every constructor key; without a default where the key is needed."""
+    """Returns `key=default (meaning and unit)` of every constructor key; a required key has no default."""
     fields = components.settings_model(components.find(folder, name), prefix=prefix).model_fields
     return "; ".join(
         f"{key}{'' if field.is_required() else f'={_in_yaml(field.default)}'} ({field.description})"

@@ -139,4 +139,4 @@ def silence(silent: list[int], ranks: int) -> str:
     who = f"rank {silent[0]} has" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))} have"
     if len(silent) == ranks:
         who = "all ranks have"  # one hangs, and the others wait for it in the middle of a step
-    return f"{who} made no progress for {minutes:g} minutes; the same command goes on from what was saved"
+    return f"{who} made no progress for {minutes:g} minutes; run the same command to resume"

@@ -102,7 +102,7 @@ def earlier(directory: RunDirectory, accelerator: Accelerator) -> Earlier:
     known = {record.key: record for record in map(Record.from_json, results["runs"])} | recorded(directory)
     whole = {key: record for key, record in known.items() if _is_whole(record, directory)}
     final = results.get("final_fit")
-    if final is not None and not ("weights" in final and directory.is_sound(final["weights"])):
+    if final is not None and not ("weights" in final and directory.is_intact(final["weights"])):
         final = None
     wait_for_everyone(accelerator)  # all have read before the main process writes
     return Earlier(whole, final, results.get("environment"))
@@ -118,4 +118,4 @@ def _is_whole(record: Record, directory: RunDirectory) -> bool:
     """Whether it is the record of a trained model, and all of its files are there and sound."""
     files = [f"{directory.model_folder(*record.key)}/{PREDICTIONS}"]
     files += [pick.weights for pick in record.selected.values()]
-    return record.status == "ok" and all(directory.is_sound(file) for file in dict.fromkeys(files))
+    return record.status == "ok" and all(directory.is_intact(file) for file in dict.fromkeys(files))
