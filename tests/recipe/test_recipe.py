@@ -114,7 +114,7 @@ def test_fp16_with_sam_is_refused_and_without_it_is_not():
     end_to_end = GOOD.replace("model: resnet10t", "model: resnet10t, trainable: true")
     found = faults(end_to_end, "training.mixed_precision=fp16")
     assert found == [
-        "command line: training.mixed_precision: fp16 scales the loss, which falsifies the second pass of sam; "
+        "command line: training.mixed_precision: fp16 scales the loss, which makes the second pass of sam wrong; "
         "use bf16 or no with sam"
     ]
     recipe = parse(end_to_end, "r.yaml")
