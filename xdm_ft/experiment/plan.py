@@ -15,7 +15,7 @@ from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.protocol.derived_splits import LEFT_OUT, all_domains, also_measuring, without
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.splits import Split, rules_of, splits
-from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training, unfreezes_too_late
+from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training, unfreeze_problem
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.recipe.search import Distribution
 from xdm_ft.tensors import Annotations, Criteria, Task
@@ -220,7 +220,7 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
     item.algorithm.build(Setup(task, width=2, steps=steps, seed=0))
     unfreeze_at = recipe.encoder_common.unfreeze_at
     if unfreeze_at >= steps:
-        raise UserError(f"{recipe.name}: encoder.unfreeze_at: {unfreezes_too_late(unfreeze_at, steps)}")
+        raise UserError(f"{recipe.name}: encoder.unfreeze_at: {unfreeze_problem(unfreeze_at, steps)}")
     if item.averaging is not None and recipe.protocol.selection == "cross_domain":
         raise UserError(
             f"{recipe.name}: protocol.selection: cross_domain selects one step, but {item.label} averages over steps; "
