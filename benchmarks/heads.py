@@ -2,22 +2,23 @@
 
     python benchmarks/heads.py                        everything, under 3 minutes
     python benchmarks/heads.py --heads 1 64 --seconds 0.2
-    python benchmarks/heads.py --chunks 8 16 32 64    heads trained at once, whose best is bank.CHUNK_HEADS
+    python benchmarks/heads.py --chunks 8 16 32 64    compares chunk sizes, to choose CHUNK_HEADS of the bank
 
-Everything is timed in this process, in turns, so that other programs disturb all alike; a number is the median over the
-turns. With one thread it is processor time, so that waiting for other programs does not count; with more, wall time. A
-step is: gather the batch, loss, gradients, update (Adam). Every XDomainMix step mixes (no warm-up).
+All timings are taken in this process, in turns, so that other programs disturb all of them alike; a number is the
+median over the turns. With one thread it is processor time, without time spent waiting for other programs; with more
+threads it is wall time. A step is: gather the batch, loss, gradients, update (Adam). Every XDomainMix step mixes (no
+warm-up).
 
 single heads    XDomainMix ÷ the faster of two ERM steps: this package's, and a plain loop (index, nn.Linear,
                 cross_entropy, backward, Adam with fused=True).
-banks           head-steps per second of H heads, in the chunks that a training of them is cut into, and how many times
-                those of H trainings one after the other. A chunk of one size is timed once. Building models, drawing
-                the first batches and evaluation are left out of both.
-memory          Bytes that a head-step moves between its tensors, counted by hand in `moved`, over what any
-                implementation must move: the features of the batch once, weights and Adam's moments read and written
-                once. And moved bytes per second over what a copy of 256 MB reaches (from caches it can be more).
+banks           Head-steps per second of H heads, trained in the same chunks as in a run, and the speed-up over H
+                trainings one after the other. Each chunk size is timed once. Building models, drawing the first
+                batches and evaluation are not timed.
+memory          Bytes that a head-step moves, counted by hand in `moved`, divided by the bytes that every implementation
+                must move: the features of the batch once; weights and Adam's moments, read and written once. Also moved
+                bytes per second, divided by the bandwidth of a copy of 256 MB (caches can be faster).
 
-Measured numbers are in docs/results.md, "Speed".
+docs/results.md, "Speed", has measured numbers.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from xdm_ft.training.bank.train import chunk_heads
 from xdm_ft.training.memory import keep_freed_memory
 
 IMAGES = 10_000
-STEPS = 100_000  # more than are taken
+STEPS = 100_000  # of the schedule; more than are timed
 TURNS = 7
 METHODS: dict[str, type[Algorithm]] = {"erm": ERM, "xdomainmix": XDomainMix}
 
@@ -65,7 +66,7 @@ SHAPES = [Shape(32, 512, 2, 3), Shape(96, 1280, 7, 3), Shape(256, 512, 62, 11)]
 
 
 def timed(runs: Mapping[str, Callable[[int], None]], seconds: float) -> dict[str, float]:
-    """Median seconds per step of each `run(n)`, which takes n steps; about `seconds` of each in all."""
+    """Returns the median seconds per step of each `run(n)`, which takes n steps. Each one runs for about `seconds`."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     steps: dict[str, int] = {}
     turns: dict[str, list[float]] = {name: [] for name in runs}
@@ -83,7 +84,7 @@ def timed(runs: Mapping[str, Callable[[int], None]], seconds: float) -> dict[str
 
 
 def data_of(shape: Shape) -> CachedData:
-    """Made-up features, like those of a CNN after pooling: positive, of different scale by dimension."""
+    """Random features like those of a CNN after pooling: positive, with a different scale in each dimension."""
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(IMAGES, shape.width, generator=generator).abs() * torch.rand(shape.width, generator=generator)
     labels = torch.randint(0, shape.classes, (IMAGES,), generator=generator)
@@ -108,7 +109,7 @@ def training_of(shape: Shape) -> Training:
 
 
 def bank(method: str, shape: Shape, data: CachedData, heads: int) -> Callable[[int], None]:
-    """Takes steps of a bank of so many heads."""
+    """Returns a function that takes n steps of a bank of `heads` heads."""
     jobs = [job_of(method, shape, data, seed) for seed in range(heads)]
     trained, coming = stack(jobs, torch.device("cpu")), enumerate(batches(jobs, data))
 
@@ -121,7 +122,7 @@ def bank(method: str, shape: Shape, data: CachedData, heads: int) -> Callable[[i
 
 
 def plain_loop(shape: Shape, data: CachedData) -> Callable[[int], None]:
-    """ERM as it is written by hand."""
+    """Returns a function that takes n steps of ERM, written by hand."""
     features, labels = data.features[torch.arange(IMAGES)], data.annotations.labels
     head = nn.Linear(shape.width, shape.classes)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-3, weight_decay=1e-4, fused=True)
@@ -143,12 +144,12 @@ def parameters(method: str, shape: Shape) -> int:
 
 
 def must_move(method: str, shape: Shape) -> int:
-    """Bytes of one head-step: features once; weights and Adam's two moments read and written."""
+    """Bytes that every implementation of a head-step moves: features once; weights and Adam's two moments twice."""
     return 4 * (shape.batch * shape.width + 6 * parameters(method, shape))
 
 
 def moved(method: str, shape: Shape) -> int:
-    """Bytes of one head-step, every large tensor each time that it is read or written."""
+    """Bytes that our head-step moves: every large tensor, each time it is read or written."""
     features, mask = 4 * shape.batch * shape.width, shape.batch * shape.width
     gather = 2 * features
     passes = gather + 2 * features  # the product with the head, forward and for its gradient
@@ -164,7 +165,7 @@ def moved(method: str, shape: Shape) -> int:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written."""
+    """Bytes per second that a copy reads and writes."""
     source = torch.ones(1 << 26)
     target = torch.empty_like(source)
 
@@ -177,14 +178,14 @@ def copy_bandwidth() -> float:
 
 
 def single_heads(shape: Shape, data: CachedData, seconds: float) -> dict[str, float]:
-    """Milliseconds per step."""
+    """Milliseconds per step of one head, and XDomainMix ÷ the faster ERM."""
     runs = {"plain_erm": plain_loop(shape, data)} | {method: bank(method, shape, data, 1) for method in METHODS}
     found = {name: 1e3 * value for name, value in timed(runs, seconds).items()}
     return found | {"ratio": found["xdomainmix"] / min(found["plain_erm"], found["erm"])}
 
 
 def banks(method: str, shape: Shape, data: CachedData, heads: Sequence[int], seconds: float) -> list[dict[str, float]]:
-    """Of each number of heads: head-steps per second, and how many times those of separate trainings."""
+    """For each number of heads: head-steps per second, and the speed-up over separate trainings."""
     at_once = chunk_heads(job_of(method, shape, data, 0))
     cuts = {number: [at_once] * (number // at_once) + [number % at_once] * (number % at_once > 0) for number in heads}
     sizes = sorted({1, *(size for cut in cuts.values() for size in cut)})
@@ -197,7 +198,7 @@ def banks(method: str, shape: Shape, data: CachedData, heads: Sequence[int], sec
 
 
 def chunk_sweep(method: str, shape: Shape, data: CachedData, sizes: Sequence[int], seconds: float) -> dict[str, float]:
-    """Milliseconds per head-step by the number of heads trained at once."""
+    """{number of heads trained at once: milliseconds per head-step}"""
     took = timed({str(size): bank(method, shape, data, size) for size in sizes}, seconds)
     return {size: 1e3 * value / int(size) for size, value in took.items()}
 
@@ -205,9 +206,9 @@ def chunk_sweep(method: str, shape: Shape, data: CachedData, sizes: Sequence[int
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--heads", type=int, nargs="+", default=[1, 16, 64, 240, 1000], help="sizes of banks")
-    parser.add_argument("--chunks", type=int, nargs="+", help="only compare these numbers of heads trained at once")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of measuring, for each number")
-    parser.add_argument("--threads", type=int, default=1, help="of PyTorch")
+    parser.add_argument("--chunks", type=int, nargs="+", help="compare these chunk sizes, and nothing else")
+    parser.add_argument("--seconds", type=float, default=1.5, help="time to measure each number")
+    parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch")
     given = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(given.threads)

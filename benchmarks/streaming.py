@@ -1,12 +1,12 @@
-"""Heads on features that are larger than memory: how much memory training takes, and how fast it is.
+"""Measures memory and speed of training heads on features that are larger than memory.
 
-python benchmarks/streaming.py [--images 10000000] makes a set of float16 features in the cache's files, reads them from
-there alone, trains a chunk of ERM heads and one of XDomainMix heads, and removes the files. The last line is JSON:
+python benchmarks/streaming.py [--images 10000000] writes float16 features in the format of the cache, trains a chunk of
+ERM heads and one of XDomainMix heads on these files, and deletes them. The last line is JSON:
 
-    gigabytes                        of the files
-    anonymous_gigabytes              most memory of this process that no file backs, from the files' opening on
-    <method>_head_steps_per_second   evaluations aside, the preparation of the chunk included
-    <method>_evaluation_seconds      of all heads of the chunk, once
+    gigabytes                        size of the files
+    anonymous_gigabytes              peak of this process's memory that is not backed by a file, after opening the files
+    <method>_head_steps_per_second   including preparation of the chunk, excluding evaluations
+    <method>_evaluation_seconds      one evaluation of all heads of the chunk
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GIGABYTE = 1e9
 
 
 class AnonymousMemory(threading.Thread):
-    """The peak of RssAnon (bytes): what mapped files take is not in it."""
+    """Records the peak of RssAnon in bytes, which does not include mapped files."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -55,7 +55,7 @@ class AnonymousMemory(threading.Thread):
 
 
 def anonymous() -> int:
-    """Bytes of this process now that no file backs (Linux)."""
+    """Bytes of this process's memory that are not backed by a file (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
@@ -67,7 +67,7 @@ def annotations_of(rows: int) -> Annotations:
 
 
 def make(folder: Path, rows: int, width: int) -> None:
-    """Shards of float16 [rows, K]: a class's and a domain's mean, and noise."""
+    """Writes shards of float16 [rows, K]: the sum of a class mean, a domain mean and noise."""
     generator = torch.Generator().manual_seed(0)
     layout = ShardLayout(rows)
     noise = torch.randn(layout.rows_per_shard, width, generator=generator)
@@ -76,7 +76,7 @@ def make(folder: Path, rows: int, width: int) -> None:
     for number in range(len(layout)):
         span = layout.span(number)
         own = slice(span.start, span.stop)
-        # the same noise, moved on, in each shard: drawing billions of numbers would take most of the time
+        # each shard reuses the same noise, shifted: drawing billions of numbers would take most of the time
         z = noise.roll(number, dims=1)[: len(span)] + of_class[about.labels[own]] + of_domain[about.domains[own]]
         write_shard(folder / shard_name(number), z.half(), {}, KEY, number)
 
@@ -86,7 +86,7 @@ def opened(folder: Path, rows: int) -> Features:
 
 
 def split_of(domains: Tensor) -> Split:
-    """The last domain tests; a fifth of each other one validates."""
+    """The last domain is held out; a fifth of every other domain is for validation."""
     validates = torch.arange(len(domains)) // (CLASSES * DOMAINS) % 5 == 0
     inside = domains < DOMAINS - 1
     return Split(
@@ -99,7 +99,7 @@ def split_of(domains: Tensor) -> Split:
 
 
 def jobs_of(method: str, heads: int, split: Split, width: int, training: Training) -> list[Job]:
-    """Trials of one split with learning rates of their own, four to a seed."""
+    """Trials of one split with different learning rates, four per seed."""
     task = Task(tuple(f"class {c}" for c in range(CLASSES)), split.train_domains)
     assert training.steps is not None
     setups = [Setup(task, width=width, steps=training.steps, seed=head // 4) for head in range(heads)]
@@ -120,7 +120,7 @@ def jobs_of(method: str, heads: int, split: Split, width: int, training: Trainin
 
 
 def train(features: Features, training: Training, heads: int) -> dict[str, float]:
-    """Speed and evaluation time of each method, and the accuracy that its best head reaches."""
+    """Returns speed, evaluation time and the best head's accuracy of each method."""
     about = annotations_of(len(features))
     split, found = split_of(about.domains), {}
     assert training.steps is not None
@@ -194,11 +194,11 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--heads", type=int, default=CHUNK_HEADS)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=32, help="per training domain, or in all (pooled)")
+    parser.add_argument("--batch-size", type=int, default=32, help="images per training domain; in all if pooled")
     parser.add_argument("--sampler", choices=["per_domain", "class_balanced", "pooled"], default="per_domain")
-    parser.add_argument("--evaluations", type=int, default=2, help="passes over the validation images per head")
-    parser.add_argument("--in-memory", action="store_true", help="for comparison: keep them in memory where they fit")
-    parser.add_argument("--folder", type=Path, help="where the files are made, and removed; default: a temporary one")
+    parser.add_argument("--evaluations", type=int, default=2, help="number of evaluations")
+    parser.add_argument("--in-memory", action="store_true", help="for comparison: load features if they fit")
+    parser.add_argument("--folder", type=Path, help="where to write the files, then deleted (default: temporary)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         print(json.dumps(measure(arguments, Path(folder))))

@@ -1,18 +1,19 @@
-"""How often a table says "better" or "worse" where nothing differs, and how often where something does.
+"""How often a table says "better" or "worse" if no method differs, and how often if one does.
 
     python benchmarks/verdicts.py pool RUN_DIR [RUN_DIR …]     tables drawn from many seeds of plain ERM
-    python benchmarks/verdicts.py simulate                     a hospital of 10 slides, made up; about a minute
+    python benchmarks/verdicts.py simulate                     a simulated hospital with 10 slides; about a minute
 
 A table has a reference and 13 methods, as `recipes/all_methods.yaml` has. Its verdicts come from the functions that the
-summary of results.json calls: `without_each_group`, `paired`, `compare` and `verdicts` of `xdm_ft/evaluation/`. Beside
-them ("before") stands the rule of earlier versions: 95% intervals, a bootstrap of the test images with the models fixed
-and, with several held-out domains, a t over domains; a verdict where none contains 0; no correction for many methods.
-Shares are of tables with any verdict, with Wilson's 95% interval. At most 5% are right where nothing differs.
+summary of results.json calls: `without_each_group`, `paired`, `compare` and `verdicts` of `xdm_ft/evaluation/`. The
+column "before" has the rule of earlier versions: 95% intervals from a bootstrap of the test images with fixed models
+and, with several held-out domains, from a t over domains; a verdict if no interval contains 0; no correction for many
+methods. Numbers are shares of tables with any verdict, with Wilson's 95% interval. If no method differs, at most 5% of
+tables should have one.
 
-pool      Every method of a table is the same: ERM with seeds of its own. Seeds within a table are disjoint; tables are
-          drawn anew from the whole pool, so the interval is that of more tables of this pool, not of other pools. Each
-          held-out set alone, and all of them in one table. A pool of 200 × 4 heads on frozen features of PACS (minutes
-          once the features are cached; PACS and WEIGHTS are paths of yours):
+pool      Each method of a table is ERM with other seeds. Seeds in a table are disjoint. Each table is drawn from the
+          whole pool, so the interval is for more tables of this pool, not for other pools. Tables are drawn for each
+          held-out set alone, and for all of them in one table. This makes a pool of 200 × 4 heads on frozen features of
+          PACS (minutes, if the features are cached; PACS and WEIGHTS are your paths):
 
               xdm-ft run all_methods name=pool data.root=PACS 'methods=[erm]' protocol.seeds=200 \\
                 encoder.model=mobilenetv2_100 \\
@@ -21,20 +22,20 @@ pool      Every method of a table is the same: ERM with seeds of its own. Seeds 
                 'encoder.preprocessing={mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5], size: 224, crop: 1.0}'
               python benchmarks/verdicts.py pool output/pool
 
-          and one of the digits end to end, with as many seeds as time bears (tables of 3 seeds need 42):
+          and this a pool of digits end to end (tables of 3 seeds need at least 42 seeds):
 
               xdm-ft run all_methods_end_to_end name=digits_pool 'methods=[erm]' protocol.seeds=45 \\
                 training.evaluate_every=60
               python benchmarks/verdicts.py pool output/digits_pool --seeds 3
 
-          Where seeds are trained in several runs (`protocol.seeds=[50, 51, …]`, another `name`), name all directories.
+          If seeds were trained in several runs (`protocol.seeds=[50, 51, …]`, another `name`), give all directories.
 
 simulate  Camelyon17's case: one held-out hospital, 85,054 images on 10 slides of very unequal sizes, effectively 4.9.
-          The accuracy of method m trained with seed s on slide g is δ_m + M_mg + E_ms + e_msg + the luck of its images,
-          all normal. M, method × slide: a method is better on some slides and worse on others, by 0 or 3 points (SD of
-          a difference), and the same on slides at large. E and e, training: 6.4 and 3 points (end to end; ERM's
-          published SD on Camelyon17 is 6.4), or 1 and 0.5 (a head on frozen features). Power: the share of tables that
-          call the first method better where δ_1 is as printed, in points, and all other δ are 0.
+          The accuracy of method m trained with seed s on slide g is δ_m + M_mg + E_ms + e_msg + sampling noise of its
+          images, all normal. M, method × slide: a method is better on some slides and worse on others, by 0 or 3 points
+          (SD of a difference), with mean 0 over slides. E and e, training: 6.4 and 3 points (end to end; ERM's
+          published SD on Camelyon17 is 6.4), or 1 and 0.5 (a head on frozen features). Power: the share of tables with
+          the verdict better for the first method if δ_1 is as printed, in points, and all other δ are 0.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ from xdm_ft.recipe.read import load
 from xdm_ft.storage.checksummed import read_arrays, read_results
 from xdm_ft.storage.run_directory import PREDICTIONS
 
-DRAWS = 2000  # of the bootstrap of the rule before
+DRAWS = 2000  # of the bootstrap of the earlier rule
 SLIDES = np.array([30_000, 16_000, 12_000, 9_000, 7_000, 5_000, 3_000, 1_500, 1_000, 554])
 DIFFERENCES = (0.05, 0.1, 0.2, 0.4)
-SPREADS = {"end to end": (0.064, 0.03), "frozen": (0.01, 0.005)}  # SD over seeds: of all slides together, of each alone
+SPREADS = {"end to end": (0.064, 0.03), "frozen": (0.01, 0.005)}  # SD over seeds: E of all slides, e of each slide
 METHOD_BY_SLIDE = (0.0, 0.03)
 SHARES = f"{'tables with a verdict: before':30} {'now':22}"
-CHANGING_SIDES = 0.2  # share of the images on which one of two models is right
+CHANGING_SIDES = 0.2  # share of the images on which exactly one of two models is correct
 
 
 class Pool(NamedTuple):
@@ -71,16 +72,16 @@ class Pool(NamedTuple):
 
     held_out: str
     values: np.ndarray  # the metric, float64 [R]
-    without: np.ndarray  # without each group of test images, float64 [R,groups]
-    groups: float  # effective number
-    draws: np.ndarray  # under resampled groups, float64 [DRAWS,R]
+    without: np.ndarray  # the metric without each group of test images, float64 [R,groups]
+    groups: float  # effective number of groups
+    draws: np.ndarray  # the metric on resampled groups, float64 [DRAWS,R]
 
 
 # --------------------------------------------------------------------------------------------------- tables from pools
 
 
 def comparisons(pools: Sequence[Pool], seeds: np.ndarray) -> dict[str, Comparison]:
-    """Seeds int [1 + methods, S] as places in the pools, of the reference first → method → comparison."""
+    """Returns {method: comparison}. `seeds` int [1 + methods, S] index the models of the pools, reference first."""
     found = {}
     for m, own in enumerate(seeds[1:]):
         sets = [
@@ -91,11 +92,12 @@ def comparisons(pools: Sequence[Pool], seeds: np.ndarray) -> dict[str, Compariso
 
 
 def any_verdict(rows: dict[str, Comparison]) -> bool:
-    """Under a metric of which more is better."""
+    """Whether a row is better or worse, for a metric where higher is better."""
     return any(found.verdict not in (EQUAL, NO_VERDICT) for found in verdicts("accuracy", rows).values())
 
 
 def any_verdict_before(pools: Sequence[Pool], seeds: np.ndarray) -> bool:
+    """The same by the earlier rule."""
     by_domain = np.array([p.values[seeds].mean(1)[1:] - p.values[seeds[0]].mean() for p in pools])  # [D,methods]
     draws = np.mean([p.draws[:, seeds].mean(2)[:, 1:] - p.draws[:, seeds[0]].mean(1)[:, None] for p in pools], axis=0)
     low, high = np.quantile(draws, [0.025, 0.975], axis=0)  # [methods]
@@ -106,7 +108,7 @@ def any_verdict_before(pools: Sequence[Pool], seeds: np.ndarray) -> bool:
 
 
 def drawn(pools: Sequence[Pool], methods: int, seeds: int, tables: int) -> tuple[int, int, float]:
-    """Tables with a verdict before and now, and the share of rows whose own p is below 0.05."""
+    """Returns the numbers of tables with a verdict, before and now, and the share of rows with uncorrected p < 0.05."""
     generator = np.random.default_rng(seeds)
     before = now = small = 0
     for _ in range(tables):
@@ -122,9 +124,9 @@ def drawn(pools: Sequence[Pool], methods: int, seeds: int, tables: int) -> tuple
 
 
 def read_pools(folders: Sequence[Path], method: str, rule: str | None) -> list[Pool]:
-    """One pool per held-out set, of all runs together, seeds in the same order; the recipe's own rule if none is named.
+    """Returns one pool per held-out set, from all runs together, with seeds in the same order.
 
-    Raises `SystemExit` where the runs do not fit together.
+    `rule` None is the recipe's own selection rule. Raises `SystemExit` if the runs can not be combined.
     """
     found: dict[tuple[str, ...], dict[int, Prediction]] = {}
     metrics = set()
@@ -138,14 +140,15 @@ def read_pools(folders: Sequence[Path], method: str, rule: str | None) -> list[P
             prediction = prediction_of(folder, record, rule or recipe.protocol.selection, dataset)
             seeds = found.setdefault(record.test_domains, {})
             if prediction.seed in seeds:
-                raise SystemExit(f"{folder}: seed {prediction.seed} was trained twice; name each model once")
+                raise SystemExit(f"{folder}: seed {prediction.seed} is in two of the runs; give each seed once")
             seeds[prediction.seed] = prediction
     if len(metrics) != 1 or not found:
-        raise SystemExit(f"no models of {method}" if not found else f"runs of several metrics: {', '.join(metrics)}")
+        several = f"the runs have different protocol.metric: {', '.join(metrics)}; give runs with the same one"
+        raise SystemExit(several if found else f"--method {method}: the runs have no trained model of it")
     complete = set.intersection(*(set(seeds) for seeds in found.values()))
     (metric,) = metrics
     if metric != "accuracy":
-        raise SystemExit(f"protocol.metric: {metric}; the rule before is here for accuracy only")
+        raise SystemExit(f"protocol.metric: {metric}; use runs with accuracy, as the earlier rule is for accuracy only")
     return [pool_of(held_out, [seeds[s] for s in sorted(complete)]) for held_out, seeds in found.items()]
 
 
@@ -194,13 +197,15 @@ def pool(arguments: argparse.Namespace) -> None:
 def hospital(
     tables: int, methods: int, seeds: int, spread: tuple[float, float], by_slide: float, key: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Accuracies [tables, 1 + methods, seeds] of methods that differ on no hospital at large, the reference first.
+    """Simulates methods that do not differ on average over slides, the reference first.
 
-    And those without each slide, [tables, 1 + methods, seeds, slides].
+    Returns accuracies [tables, 1 + methods, seeds], and accuracies without each slide [tables, 1 + methods, seeds,
+    slides].
     """
     generator = np.random.default_rng(key)
     shape = (tables, 1 + methods, seeds, len(SLIDES))
-    accuracy = 0.75 + by_slide * generator.normal(size=(*shape[:2], 1, shape[3])) / 2**0.5  # of a difference: by_slide
+    # √2: `by_slide` is the SD of the difference of two methods
+    accuracy = 0.75 + by_slide * generator.normal(size=(*shape[:2], 1, shape[3])) / 2**0.5
     accuracy = accuracy + spread[0] * generator.normal(size=(*shape[:3], 1)) + spread[1] * generator.normal(size=shape)
     accuracy += generator.normal(size=shape) * (CHANGING_SIDES / 2 / SLIDES) ** 0.5
     right = accuracy * SLIDES
@@ -209,26 +214,26 @@ def hospital(
 
 
 def slides_compared(values: np.ndarray, without: np.ndarray, difference: float = 0.0) -> HeldOut:
-    """Of [2, seeds] values and [2, seeds, slides], the reference first; `difference` is added to the method."""
+    """Pairs values [2, seeds], and without each slide [2, seeds, slides], reference first; adds `difference`."""
     both = without[1] + difference, without[0]
     return paired(values[1] + difference, values[0], both, effective_number(SLIDES))
 
 
 def verdicts_before(values: np.ndarray, without: np.ndarray) -> int:
-    """Tables with a verdict by the bootstrap of slides, models fixed."""
+    """Returns the number of tables with a verdict by the bootstrap of slides, with fixed models."""
     total = values.mean(2) * SLIDES.sum()
     right = total[..., None] - without.mean(2) * (SLIDES.sum() - SLIDES)  # [tables, 1 + methods, slides]
     times = np.random.default_rng(0).multinomial(len(SLIDES), np.full(len(SLIDES), 1 / len(SLIDES)), DRAWS)
-    weights = (times / (times @ SLIDES)[:, None]).T  # [slides, DRAWS]
+    slide_weights = (times / (times @ SLIDES)[:, None]).T  # [slides, DRAWS]
     found = 0
     for of_table in right[:, 1:] - right[:, :1]:
-        low, high = np.quantile(of_table @ weights, [0.025, 0.975], axis=1)
+        low, high = np.quantile(of_table @ slide_weights, [0.025, 0.975], axis=1)
         found += bool(((low > 0) | (high < 0)).any())
     return found
 
 
 def simulated(arguments: argparse.Namespace) -> Iterator[str]:
-    """A line per kind of training, method × slide SD and number of seeds."""
+    """Yields a line per kind of training, method × slide SD and number of seeds."""
     for kind, spread in SPREADS.items():
         for by_slide in METHOD_BY_SLIDE:
             for seeds in arguments.seeds:
@@ -262,17 +267,17 @@ def simulate(arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(required=True)
-    of_pool = parts.add_parser("pool", help="tables drawn from the seeds of a run")
+    of_pool = parts.add_parser("pool", help="draw tables from the seeds of runs")
     of_pool.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    of_pool.add_argument("--method", default="erm", help="whose models are drawn (erm)")
-    of_pool.add_argument("--rule", help="selection rule (the recipe's own)")
+    of_pool.add_argument("--method", default="erm", help="method whose models are drawn (default: erm)")
+    of_pool.add_argument("--rule", help="selection rule (default: the recipe's own)")
     of_pool.set_defaults(do=pool)
-    of_simulation = parts.add_parser("simulate", help="a made-up hospital of ten slides")
+    of_simulation = parts.add_parser("simulate", help="simulate a hospital with ten slides")
     of_simulation.set_defaults(do=simulate)
     for part in (of_pool, of_simulation):
-        part.add_argument("--seeds", nargs="+", type=int, default=[3, 5, 10], help="of each method of a table (3 5 10)")
-        part.add_argument("--methods", type=int, default=13, help="beside the reference (13)")
-        part.add_argument("--tables", type=int, default=1000)
+        part.add_argument("--seeds", nargs="+", type=int, default=[3, 5, 10], help="seeds per method (default: 3 5 10)")
+        part.add_argument("--methods", type=int, default=13, help="methods per table (default: 13)")
+        part.add_argument("--tables", type=int, default=1000, help="number of tables (default: 1000)")
     arguments = parser.parse_args()
     arguments.do(arguments)
 

@@ -1,4 +1,4 @@
-"""xdm_ft: fine-tuning foundation models for domain generalization. Importing this package loads nothing heavy."""
+"""xdm_ft: fine-tuning foundation models for domain generalization. `import xdm_ft` loads no heavy library."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["UserError", "__version__", "run"]
 
 
 def run(recipe: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Results:
-    """Trains and compares everything that a recipe lists, as `xdm-ft run` does; returns what was measured.
+    """Trains and compares all methods of a recipe, as `xdm-ft run` does, and returns the results.
 
-    `recipe` is a file, the name of a recipe that comes with the package, or a recipe as nested dicts. Overrides change
-    it: `run("demo", training={"steps": 10})` merges a block key by key, and `run("demo", **{"training.steps": 10})`
-    sets a dotted key, whose value replaces what was there. `run("demo").table()` is a list of flat dicts, as
-    `pandas.DataFrame` takes it. Progress is on standard error or in the log of the logger "xdm_ft".
+    `recipe` is a file, the name of a packaged recipe, or nested dicts. Overrides change it:
+    `run("demo", training={"steps": 10})` merges a block key by key, and `run("demo", **{"training.steps": 10})`
+    replaces the value of a dotted key. `run("demo").table()` returns a list of flat dicts for `pandas.DataFrame`.
+    Progress is logged to the logger "xdm_ft", or shown on standard error.
 
-    The run directory is `<output.dir>/<name>/`, as on the command line: an interrupted run resumes there, and a
-    finished one trains nothing again. Raises `UserError` for what the caller can mend: recipe, data, weights, disk.
+    The run directory is `<output.dir>/<name>/`, as on the command line. An interrupted run resumes there; a finished
+    run trains nothing again. Raises `UserError` for faults that the caller can repair: recipe, data, weights, disk.
     """
     from xdm_ft.experiment import run as run_recipe
     from xdm_ft.recipe.read import check

@@ -1,4 +1,4 @@
-"""The `xdm-ft` verbs, thin. Heavy modules are imported by the verb that needs them, so that `--help` is immediate."""
+"""The verbs of `xdm-ft`. Each verb imports the heavy modules that it needs, so that `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xdm_ft.errors import UserError
 from xdm_ft.version import __version__
 
 Verb = Callable[[argparse.Namespace], int]
-GOES_ON = ("run", "features")  # verbs that keep what they have done when a signal ends them
+RESUMABLE = ("run", "features")  # verbs whose finished work stays when a signal stops them
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -89,47 +89,55 @@ def parser() -> argparse.ArgumentParser:
         return sub
 
     recipe_verbs: list[tuple[str, Verb, str]] = [
-        ("run", _run, "train and compare everything that a recipe lists; goes on where an interrupted run stopped"),
-        ("validate", _validate, "check a recipe against its data; print it resolved, the prompts and the plan"),
-        ("features", _features, "fill the feature cache and stop"),
+        ("run", _run, "train and compare all methods of a recipe; resume the run if it was interrupted"),
+        ("validate", _validate, "check a recipe against its data; print the resolved recipe, the prompts and the plan"),
+        ("features", _features, "compute the features of a recipe and cache them, without training"),
     ]
     for name, function, text in recipe_verbs:
         sub = verb(name, function, text)
         sub.add_argument("recipe", metavar="RECIPE", help="a file, or the name of a packaged recipe")
         sub.add_argument("overrides", metavar="key.sub=value", nargs="*", help="changes to the recipe, values as YAML")
-    again = verb("retrain", _retrain, "train one model of a run again and compare it with what was recorded")
+    again = verb("retrain", _retrain, "train one model of a run again and compare it with the recorded one")
     again.add_argument("run_dir", metavar="RUN_DIR")
-    again.add_argument("method", metavar="METHOD", help="as results.json calls it")
-    again.add_argument("test_domain", metavar="TEST_DOMAIN", help="held out; several joined by commas")
+    again.add_argument("method", metavar="METHOD", help="name of the method in results.json")
+    again.add_argument("test_domain", metavar="TEST_DOMAIN", help="held-out domain; several joined by commas")
     again.add_argument("seed", metavar="SEED", type=int)
-    again.add_argument("trial", metavar="TRIAL", type=int, nargs="?", default=0, help="draw of a search (default 0)")
-    again.add_argument("--alone", action="store_true", help="a head by itself, not in the chunk that it trained in")
-    doctor = verb("doctor", _doctor, "check installation, devices, weights and data; say what to do about each fault")
+    again.add_argument("trial", metavar="TRIAL", type=int, nargs="?", default=0, help="trial of a search (default 0)")
+    again.add_argument("--alone", action="store_true", help="train the head without the other heads of its chunk")
+    doctor = verb("doctor", _doctor, "check installation, devices, weights and data; print a remedy for each fault")
     doctor.add_argument("recipe", metavar="RECIPE", nargs="?", help="a file, or the name of a packaged recipe")
     doctor.add_argument("overrides", metavar="key.sub=value", nargs="*", help="changes to the recipe, values as YAML")
-    ls = verb("ls", _ls, "list what there is, a line each")
+    ls = verb("ls", _ls, "list recipes, methods, heads, data sets or encoders, one per line")
     ls.add_argument("what", nargs="?", choices=["recipes", "methods", "heads", "data", "encoders"], default="recipes")
-    cp = verb("cp", _cp, "copy a packaged recipe to a file, to edit")
+    cp = verb("cp", _cp, "copy a packaged recipe to a file that you can edit")
     cp.add_argument("recipe", metavar="RECIPE")
     cp.add_argument("file", metavar="FILE")
-    cache = verb("cache", _cache, "list, check and clear cached features")
+    cache = verb("cache", _cache, "list, verify or remove cached features")
     cache.add_argument("action", nargs="?", choices=["ls", "verify", "prune"], default="ls")
-    cache.add_argument("--dir", help="folder of the cache, where it is not the default one")
-    cache.add_argument("--unused-days", type=float, metavar="N", help="prune: what was not used for N days")
+    cache.add_argument("--dir", help="folder of the cache, if it is not the default one")
+    cache.add_argument("--unused-days", type=float, metavar="N", help="prune: remove features not used for N days")
     cache.add_argument(
-        "--unreferenced", nargs="+", metavar="DIR", help="prune: what no run in these folders, at any depth, refers to"
+        "--unreferenced",
+        nargs="+",
+        metavar="DIR",
+        help="prune: remove features that no run in these folders, at any depth, was trained on",
     )
-    cache.add_argument("--max-size", type=float, metavar="GB", help="prune: the longest unused, down to this size")
+    cache.add_argument(
+        "--max-size", type=float, metavar="GB", help="prune: remove the longest unused features until this size is left"
+    )
     return main_parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done; 2 the user can mend it; 1 a fault of ours; 130 interrupted, 143 ended by SIGTERM."""
+    """Returns the exit status.
+
+    0: done. 1: a model failed, or an unexpected error. 2: a fault that the user can repair. 130: SIGINT. 143: SIGTERM.
+    """
     arguments = parser().parse_args(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("xdm_ft").setLevel(logging.INFO if _is_main_process() else logging.WARNING)
     try:
-        with interrupt.handled() if arguments.verb in GOES_ON else nullcontext():
+        with interrupt.handled() if arguments.verb in RESUMABLE else nullcontext():
             return int(arguments.function(arguments))
     except UserError as error:
         if _is_main_process():
@@ -143,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         print("xdm-ft: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader of our output has gone (`| head`); Python would complain once more while flushing at exit
+        # the reader of our output has ended (`| head`); Python would print another error when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -155,14 +163,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _lost_process(error: Exception) -> str | None:
-    """What to say where another process of the run has died; its launcher names it, and the signal that it died of."""
+    """Returns the message if the error means that another process of the run has died, else None.
+
+    The launcher reports which process died, and by which signal.
+    """
     text = str(error).strip().splitlines()
     if os.environ.get("WORLD_SIZE", "1") == "1" or not isinstance(error, RuntimeError):
         return None
     if not any("closed by peer" in line or "reset by peer" in line for line in text):
         return None
     rank = os.environ.get("RANK", "0")
-    return f"rank {rank} stops, as another process has died ({text[0]}); the same command goes on from what was saved"
+    return f"rank {rank} stops because another process has died ({text[0]}); run the same command to resume"
 
 
 def _is_main_process() -> bool:

@@ -1,4 +1,4 @@
-"""The types that flow between the layers. Imports torch only."""
+"""The types that the layers exchange. Imports torch only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be learned: C classes, D training domains and the metric that selection looks at."""
+    """The task to learn: C classes, D training domains, and the metric of selection."""
 
     class_names: tuple[str, ...]
     domain_names: tuple[str, ...]  # training domains only, in the order of `Batch.domain`
@@ -28,29 +28,29 @@ class Task:
 
 @dataclass(frozen=True)
 class Annotations:
-    """What is known of the N images of a data set besides their pixels."""
+    """The annotations of the N images of a data set."""
 
     labels: Tensor  # int64 [N], the class: 0…C−1
-    domains: Tensor  # int64 [N], numbered as in the data set: those held out included
-    worst_of: Tensor  # int64 [N]: the groups of which worst_domain_accuracy takes the worst; −1: in none of them
+    domains: Tensor  # int64 [N], numbered as in the data set, held-out domains included
+    worst_of: Tensor  # int64 [N]: worst_domain_accuracy is the minimum over these groups; −1: in no group
     groups: Tensor | None = None  # int64 [N]: patient, slide or sequence; None: images are independent
 
     def to(self, device: torch.device) -> Annotations:
-        """The same on a device."""
+        """Returns the same annotations on a device."""
         groups = None if self.groups is None else self.groups.to(device)
         return Annotations(self.labels.to(device), self.domains.to(device), self.worst_of.to(device), groups)
 
 
 @dataclass(frozen=True)
 class Criteria:
-    """How the step of a training is selected, and by what models are compared."""
+    """The selection rules of a training, and the metric that they compare."""
 
-    rules: tuple[str, ...]  # selection rules, the recipe's own first: without a pick by that one there is no model
+    rules: tuple[str, ...]  # the recipe's own rule first: if it can select no step, the training has failed
     metric: str  # a key of `Score`, such as "accuracy"
 
 
 class Batch(NamedTuple):
-    """One batch. `x` is images, or cached features where the encoder is frozen."""
+    """One batch. `x` is images, or cached features if the encoder is frozen."""
 
     x: Tensor  # float [B,3,H,W] or [B,K]
     y: Tensor  # int64 [B]
@@ -58,19 +58,19 @@ class Batch(NamedTuple):
     index: Tensor  # type: ignore[assignment]  # int64 [B], the sample's row in the data set
     place: Tensor  # int64 [B], the sample's place in the whole batch of the step: the key of every random draw
     targets: Tensor | None = None  # float [B,C], soft labels
-    # of a method that mixes inputs (`Algorithm.input_partners`): x_j of every sample, its class, whether there is one
-    partner: Tensor | None = None  # like x; x itself where there is none
+    # set if the method mixes inputs (`Algorithm.input_partners`): x_j, its class, whether the sample has a partner
+    partner: Tensor | None = None  # like x; a sample without a partner is its own
     partner_y: Tensor | None = None  # int64 [B]
     has_partner: Tensor | None = None  # bool [B]
 
     def fields(self) -> dict[str, Tensor]:
-        """Those that are not None, by name: `torch.func.vmap` maps no None."""
+        """Returns the fields that are not None, by name, as `torch.func.vmap` can not map None."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
     def block(self, number: int, blocks: int, axis: int = 0) -> Batch:
-        """One of the equal blocks, a domain each, that a per-domain batch and its parts consist of.
+        """Returns one of the equal blocks of a per-domain batch or of its parts; each block holds one domain.
 
-        `axis` is that of the samples: 1 in a bank, where the axis of the heads comes before it.
+        `axis` is that of the samples: 1 in a bank, where axis 0 is that of the heads.
         """
         size = self.y.shape[axis] // blocks
         return Batch(**{name: value.narrow(axis, number * size, size) for name, value in self.fields().items()})
@@ -85,11 +85,11 @@ class Samples(NamedTuple):
 
 
 class InputPartners(NamedTuple):
-    """Which samples those of a batch are mixed with."""
+    """The partner that each sample of a batch is mixed with."""
 
-    row: Tensor  # int64 [...,B]
-    place: Tensor  # int64 [...,B]: its place in the batch; B or more where it is drawn from outside the batch
-    found: Tensor  # bool [...,B]: False where there is none, and the sample is its own
+    row: Tensor  # int64 [...,B]: its row in the data set
+    place: Tensor  # int64 [...,B]: its place in the batch; B or more if it was drawn from outside the batch
+    found: Tensor  # bool [...,B]: False if there is no valid partner; the sample is then its own
 
 
 class Parts(NamedTuple):
@@ -102,25 +102,25 @@ class Parts(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What an algorithm returns for one batch."""
+    """The losses of one batch, and the tensors that the engine stores or logs."""
 
-    total: Tensor  # scalar: what sharpness, clipping and the main step see
-    auxiliary: Tensor  # scalar: the domain head and its like, stepped once, outside sharpness and clipping
+    total: Tensor  # scalar: trains encoder and head, with sharpness and clipping
+    auxiliary: Tensor  # scalar: trains the modules of `Algorithm.auxiliary`, without sharpness and clipping
     # plain dicts, never changed in place: `torch.func.vmap` returns no other mapping
-    buffers: dict[str, Tensor] = {}  # new values of the algorithm's state, committed once a step
-    logs: dict[str, Tensor] = {}  # scalars worth plotting
-    held: dict[str, Tensor] = {}  # what the second pass of a sharpness-aware step reuses: both see one loss
+    buffers: dict[str, Tensor] = {}  # new values of the algorithm's buffers, written once per step
+    logs: dict[str, Tensor] = {}  # scalars to log
+    reuse: dict[str, Tensor] = {}  # e.g. masks that the second pass of a sharpness-aware step uses again
 
 
 @dataclass(frozen=True)
 class Score:
-    """What one split of `metrics` in results.json holds. Accuracies and rates are fractions."""
+    """The metrics of one split, as `metrics` in results.json holds them. Accuracies and rates are fractions."""
 
     accuracy: float
     balanced_accuracy: float
     macro_f1: float
-    auroc: float | None  # None where fewer than two classes are present
-    worst_domain_accuracy: float | None  # None where no image is in any of the groups that count
+    auroc: float | None  # None: fewer than two classes are present
+    worst_domain_accuracy: float | None  # None: no image is in a group of `Annotations.worst_of`
     nll: float
     ece: float
     n: int

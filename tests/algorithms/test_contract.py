@@ -72,7 +72,7 @@ def train(algorithm: Algorithm, first: int, last: int, encoder: nn.Module | None
 def flat(losses: Losses) -> dict[str, Tensor]:
     """Everything that is returned, by name."""
     named = {"total": losses.total, "auxiliary": losses.auxiliary}
-    for field in ("buffers", "logs", "held"):
+    for field in ("buffers", "logs", "reuse"):
         named |= {f"{field}.{key}": value for key, value in getattr(losses, field).items()}
     return named
 
@@ -214,8 +214,8 @@ def test_saved_and_restored_in_the_middle(name: str) -> None:
 def test_second_pass_at_the_same_weights_is_the_first(name: str, step: int) -> None:
     algorithm, batch = METHODS[name](setup()), toy()
     losses = algorithm(batch.x, batch, step)
-    assert all(not value.requires_grad for value in losses.held.values())
-    assert_same(losses, algorithm(batch.x, batch, step, losses.held))
+    assert all(not value.requires_grad for value in losses.reuse.values())
+    assert_same(losses, algorithm(batch.x, batch, step, losses.reuse))
 
 
 @pytest.mark.parametrize("step", [0, STEPS - 1])

@@ -9,7 +9,7 @@ from recorded import SETUP
 from torch import Tensor
 
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.algorithms.irm import IRM, places
+from xdm_ft.algorithms.irm import IRM, rank_in_domain
 from xdm_ft.errors import UserError
 from xdm_ft.tensors import Batch
 
@@ -57,8 +57,8 @@ def test_double_backward(domain: list[int], step: int, weight: float) -> None:
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 
-def test_places() -> None:
-    assert places(torch.tensor([0, 1, 0, 2, 1, 0]), 4).tolist() == [0, 0, 1, 0, 1, 2]
+def test_rank_in_domain() -> None:
+    assert rank_in_domain(torch.tensor([0, 1, 0, 2, 1, 0]), 4).tolist() == [0, 0, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("domain", [[0, 1, 2], [1]])
@@ -80,6 +80,6 @@ def test_annealing() -> None:
     assert [step for step in range(100) if algorithm.resets_optimizer(step)] == [10]
     assert algorithm.first_selectable_step == 11
     assert IRM(SETUP, anneal_steps=0).first_selectable_step == 1
-    with pytest.raises(UserError, match=r"irm: anneal_steps 100 leaves none of 100 .*lower") as fault:
+    with pytest.raises(UserError, match=r"irm: anneal_steps 100 leaves no step .*has 100 steps.*lower") as fault:
         IRM(SETUP, anneal_steps=100)
     assert "\n" not in str(fault.value)

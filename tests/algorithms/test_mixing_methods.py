@@ -171,7 +171,7 @@ def test_mixup_logs_it_too() -> None:
 
 def test_cutmix_wants_images() -> None:
     assert "set mix: mixup" in LISA(setup(), mix="cutmix").frozen_reason and not LISA(setup()).frozen_reason
-    with pytest.raises(UserError, match="cutmix pastes pieces of images"):
+    with pytest.raises(UserError, match="cutmix needs images"):
         mixed_by(LISA(setup(), mix="cutmix"), batch(), 0)
 
 

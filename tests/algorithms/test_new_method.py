@@ -103,7 +103,7 @@ class Jittered(ERM):
     """ERM, with every feature map after the first stage scaled by a learned gain and a draw from 1 ± width."""
 
     source = "made up for this test"
-    frozen_reason = "it changes feature maps, and cached features have none; set encoder.trainable: true"
+    frozen_reason = "it changes feature maps, and features are cached after them; set encoder.trainable: true"
 
     def __init__(
         self, setup: Setup, *, width: Annotated[float, Field(ge=0, lt=1, description="largest change")] = 0.5

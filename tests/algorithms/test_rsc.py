@@ -10,7 +10,7 @@ from recorded import SETUP, Recorded, close
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
-from xdm_ft.algorithms.rsc import RSC, exact
+from xdm_ft.algorithms.rsc import RSC, as_fraction
 from xdm_ft.tensors import Batch, Task
 
 
@@ -24,15 +24,15 @@ def test_recorded_training() -> None:
     )
     y = recorded.batch.y
     for step, z, losses in recorded.steps(algorithm):
-        held = losses.held
-        assert torch.equal(held["kept"], recorded["mask_f"][step].bool())
-        assert torch.equal(held["spared"], recorded["mask_b"][step, :, 0].bool())
-        mask = held["kept"] | held["spared"][:, None]
+        reuse = losses.reuse
+        assert torch.equal(reuse["kept"], recorded["mask_f"][step].bool())
+        assert torch.equal(reuse["spared"], recorded["mask_b"][step, :, 0].bool())
+        mask = reuse["kept"] | reuse["spared"][:, None]
         assert torch.equal(mask, recorded["mask"][step].bool())
         close(z.detach(), recorded["all_f"][step], "features")
         close(algorithm.head.weight.detach()[y], recorded["all_g"][step], "gradient of the true class's logit")
         close(algorithm.head(z).detach(), recorded["all_p"][step], "logits")
-        muted = algorithm.head(z * held["kept"]).detach()
+        muted = algorithm.head(z * reuse["kept"]).detach()
         close(muted, recorded["all_p_muted"][step], "logits of muted features")
         close(algorithm.head(z * mask).detach(), recorded["all_p_muted_again"][step], "logits of the loss")
         fall = algorithm.true_probability(algorithm.head(z), y) - algorithm.true_probability(muted, y)
@@ -68,7 +68,7 @@ def test_loop_over_samples(feature_drop: float, batch_drop: float) -> None:
     algorithm = RSC(setup, feature_drop=feature_drop, batch_drop=batch_drop)
     mask, per_sample = by_hand(algorithm, batch)
     losses = algorithm(z, batch, 0)
-    assert torch.equal(losses.held["kept"] | losses.held["spared"][:, None], mask.bool())
+    assert torch.equal(losses.reuse["kept"] | losses.reuse["spared"][:, None], mask.bool())
     expected = algorithm.average(per_sample, batch)
     torch.testing.assert_close(losses.total, expected)
     parameters = list(algorithm.head.parameters())
@@ -82,19 +82,19 @@ def test_a_third_is_a_third(width: int, muted: int) -> None:
     """Where a third of K−1 is a whole number the percentile is a feature's own gradient, which is muted too."""
     algorithm = RSC(Setup(SETUP.task, width, 10, 0))
     batch = Batch(torch.randn(6, width), torch.arange(6) % 3, torch.arange(6) % 3, torch.arange(6), torch.arange(6))
-    kept = algorithm(batch.x, batch, 0).held["kept"]
+    kept = algorithm(batch.x, batch, 0).reuse["kept"]
     assert ((~kept).sum(1) == muted).all()
     row = algorithm.head.weight.detach()[0].double().numpy()
     assert (row < np.float32(np.percentile(row, 200 / 3))).sum() == width - muted  # numpy's, in the weights' precision
-    assert exact(1 / 3).denominator == 3 and exact(0.25).denominator == 4
+    assert as_fraction(1 / 3).denominator == 3 and as_fraction(0.25).denominator == 4
 
 
 def test_one_sample_is_muted() -> None:
     algorithm, sample = RSC(SETUP), torch.randn(1, SETUP.width)
     batch = Batch(sample, torch.tensor([1]), torch.tensor([2]), torch.tensor([0]), torch.tensor([0]))
     losses = algorithm(sample, batch, 0)
-    assert not losses.held["spared"].any()
-    torch.testing.assert_close(losses.total, F.cross_entropy(algorithm.head(sample * losses.held["kept"]), batch.y))
+    assert not losses.reuse["spared"].any()
+    torch.testing.assert_close(losses.total, F.cross_entropy(algorithm.head(sample * losses.reuse["kept"]), batch.y))
 
 
 def test_second_pass_keeps_the_masks() -> None:
@@ -103,8 +103,8 @@ def test_second_pass_keeps_the_masks() -> None:
     first = algorithm(z, recorded.batch, 0)
     with torch.no_grad():
         algorithm.head.weight.mul_(-1)
-    assert not torch.equal(algorithm(z, recorded.batch, 0).held["kept"], first.held["kept"])
-    second = algorithm(z, recorded.batch, 0, first.held)
-    assert all(torch.equal(second.held[key], mask) for key, mask in first.held.items())
-    mask = first.held["kept"] | first.held["spared"][:, None]
+    assert not torch.equal(algorithm(z, recorded.batch, 0).reuse["kept"], first.reuse["kept"])
+    second = algorithm(z, recorded.batch, 0, first.reuse)
+    assert all(torch.equal(second.reuse[key], mask) for key, mask in first.reuse.items())
+    mask = first.reuse["kept"] | first.reuse["spared"][:, None]
     torch.testing.assert_close(second.total, F.cross_entropy(algorithm.head(z * mask), recorded.batch.y))

@@ -88,7 +88,9 @@ def test_counts_of_steps() -> None:
 
 @pytest.mark.parametrize("warmup_steps", [100, 4000])
 def test_warm_up_that_leaves_nothing(warmup_steps: int) -> None:
-    with pytest.raises(UserError, match=f"warmup_steps {warmup_steps} leaves nothing to mix in 100 .*lower") as fault:
+    with pytest.raises(
+        UserError, match=f"warmup_steps {warmup_steps} leaves no step to mix in: .*has 100 steps.*lower"
+    ) as fault:
         XDomainMix(setup(), warmup_steps=warmup_steps)
     assert "\n" not in str(fault.value)
 
@@ -167,13 +169,13 @@ def test_partners_that_are_missing_are_counted() -> None:
 def test_second_pass_keeps_the_masks() -> None:
     """At other weights the masks would differ; the second pass must see the loss of the first."""
     algorithm, given = XDomainMix(setup()), batch()
-    held = algorithm(given.x, given, 60).held
+    reuse = algorithm(given.x, given, 60).reuse
     with torch.no_grad():
         algorithm.head.weight.mul_(-1)
     other = algorithm(given.x, given, 60)
-    assert not torch.equal(other.held["class_mask"], held["class_mask"])
-    second = algorithm(given.x, given, 60, held)
-    assert all(torch.equal(second.held[key], mask) for key, mask in held.items())
+    assert not torch.equal(other.reuse["class_mask"], reuse["class_mask"])
+    second = algorithm(given.x, given, 60, reuse)
+    assert all(torch.equal(second.reuse[key], mask) for key, mask in reuse.items())
     assert second.total != other.total
 
 
@@ -270,7 +272,7 @@ def test_a_head_that_is_not_linear_is_scored_by_autograd() -> None:
     found = algorithm(z, given._replace(x=z), 60)
     scores = autograd_scores(given.x, algorithm.head, given.y)
     torch.testing.assert_close(scores.sum(1), torch.zeros(60), atol=1e-6, rtol=0)  # the head does not see z's length
-    assert torch.equal(found.held["class_mask"], specific_mask(scores, 0.5))
+    assert torch.equal(found.reuse["class_mask"], specific_mask(scores, 0.5))
     mixed = algorithm.augment(given.x, given, 60).z
     ell = [F.cross_entropy(algorithm.head(features), given.y, reduction="none") for features in (given.x, mixed)]
     torch.testing.assert_close(found.total, algorithm.average((ell[0] + ell[1]) / 2, given))

@@ -223,7 +223,7 @@ def test_the_cache_is_listed_checked_and_cleared(recipe, tmp_path):
     assert "nothing is cached" in cache().stdout
     assert xdm_ft("features", recipe, cwd=tmp_path).returncode == 0
     assert "timm test_vit, 1797 images" in cache("ls").stdout
-    assert "1 sets of features, all whole" in cache("verify").stdout
+    assert "1 sets of features, none damaged" in cache("verify").stdout
     shard = next((tmp_path / "cache").glob("*/shard-*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1

@@ -133,5 +133,5 @@ def test_runs_on_other_images_are_refused() -> None:
 
 
 def test_a_metric_that_lacks_its_values_is_refused() -> None:
-    with pytest.raises(ValueError, match="erm lack what the metric needs"):
+    with pytest.raises(ValueError, match="erm: its predictions have no values per image"):
         without_each_group("nll", run("accuracy", 0, 3, grouped=False)[0])

@@ -145,11 +145,11 @@ def test_one_domain_has_a_verdict_of_its_own() -> None:
     assert one_domain(3, ("a", "b"))["verdict"] == "better on these domains"  # one model tested on both: one set
 
 
-@pytest.mark.parametrize(("seeds", "there"), [(1, "is 1"), (2, "are 2")])
+@pytest.mark.parametrize(("seeds", "there"), [(1, "1 is"), (2, "2 are")])
 def test_below_three_seeds_there_is_no_verdict(seeds: int, there: str) -> None:
     for versus in (one_domain(seeds), one_domain(seeds, ("a", "b"))):
         assert (versus["p"], versus["p_holm"], versus["verdict"]) == (None, None, "no verdict")
-        assert f"no verdict below 3 seeds, here {there}" in versus["note"]
+        assert f"no verdict: it needs 3 seeds, and {there} complete" in versus["note"]
         assert (versus["seeds_and_images"] is None) == (seeds == 1)
     rows = summary([record(*r) for r in grid(seeds)], [prediction(*r) for r in grid(seeds)])
     assert rows[1]["versus_erm"]["verdict"] == "no verdict"  # several held-out domains too

@@ -71,7 +71,7 @@ def told(capsys, caplog, tmp_path):
         pairs = [(line.removeprefix("FAULT  "), lines[i + 1]) for i, line in enumerate(lines) if line[:5] == "FAULT"]
         checked = [f"{found} {remedy.strip()}" for found, remedy in pairs]
         assert status == (2 if checked else 0)
-        assert any("none is in training and test" in line for line in lines) == (not checked)
+        assert any("no group is in both training and test" in line for line in lines) == (not checked)
         caplog.clear()
         with caplog.at_level(logging.INFO, "xdm_ft"):
             assert main(["run", "small.yaml", *overrides]) == 0
@@ -117,7 +117,7 @@ def test_every_fault_is_reported_by_all(images, told):
 def test_class_names_equal_but_for_case_or_spaces(images):
     (images / "c" / "dog").rename(images / "c" / "Dog ")
     spelt, lacking = found()
-    assert spelt.startswith('classes: "Dog " (in c) and "dog" (in a, b) are equal but for case or spaces →')
+    assert spelt.startswith('classes: "Dog " (in c) and "dog" (in a, b) differ only in case or spaces →')
     assert lacking.startswith('classes: no image of "Dog " in a, b; no image of "dog" in c →')
 
 
@@ -159,7 +159,7 @@ def test_methods_that_are_skipped(images):
     shutil.rmtree(images / "c")
     assert found("methods=[erm, xdomainmix, groupdro, sam]") == [
         f"methods: xdomainmix, groupdro are skipped (needs 2 training domains; with {held_out} held out there is 1)"
-        " → leave out of methods what is skipped, or add a domain"
+        " → remove these methods from the recipe, or add a domain"
         for held_out in "ab"
     ]
 

@@ -16,7 +16,7 @@ from xdm_ft.averaging import Interval, Segment
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.records import Pick, Record, SummaryRow
 from xdm_ft.experiment import run
-from xdm_ft.experiment.final_fit import best, combined, median, mode, selection_values, settle
+from xdm_ft.experiment.final_fit import best, combined, fit_of_runs, median, mode, selection_values
 from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder, prepare
@@ -250,9 +250,9 @@ def test_trials_that_differ_between_runs_are_combined_and_said():
     assert len({r["trial"] for r in picked}) > 1, "the miniature must pick different trials"
     assert "lr, batch_size: the median over the trials picked" in final["how"]
     picked = [Record.from_json(one) for one in picked]
-    fit = settle(plan, picked)
+    fit = fit_of_runs(plan, picked)
     assert fit.model.training.lr == final["hparams"]["lr"] and fit.model.training.patience is None
-    assert "lr" not in settle(plan, picked[:1]).how, "one run: nothing to combine"
+    assert "lr" not in fit_of_runs(plan, picked[:1]).how, "one run: nothing to combine"
 
 
 def test_an_interval_averages_exactly_its_steps():

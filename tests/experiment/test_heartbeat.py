@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from xdm_ft.experiment import heartbeat
-from xdm_ft.experiment.heartbeat import Watch, silence
+from xdm_ft.experiment.heartbeat import Watch, hung_message
 from xdm_ft.progress import Progress, pulse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,7 +51,7 @@ def test_a_rank_is_silent_after_so_many_looks_without_a_heartbeat() -> None:
         pulse.beat()
         if look < 4:
             store["heartbeat/1"] = str(look).encode()
-        found.append(watch.look())
+        found.append(watch.check())
     # rank 2 never shows itself, rank 1 does for the last time at the fourth look
     assert found == [[], [], [2], [2], [2], [2], [1, 2], [1, 2]]
 
@@ -60,11 +60,11 @@ def test_a_rank_is_silent_after_so_many_looks_without_a_heartbeat() -> None:
 def test_to_wait_is_not_to_hang_and_to_do_nothing_is() -> None:
     watch = Watch(Shared(), rank=0, ranks=1)
     with pulse.waiting():
-        assert not any(watch.look() for _ in range(10))
-    found = [watch.look() for _ in range(5)]
+        assert not any(watch.check() for _ in range(10))
+    found = [watch.check() for _ in range(5)]
     assert found[0] == [] and found[-1] == [0]
     Progress("work", 1, "pieces").advance()
-    assert watch.look() == []
+    assert watch.check() == []
 
 
 @pytest.mark.usefixtures("three_looks")
@@ -75,14 +75,14 @@ def test_nobody_is_heard_of_where_the_store_is_gone() -> None:
 
     watch = Watch(Gone(), rank=0, ranks=2)
     pulse.beat()
-    assert [watch.look() for _ in range(3)][-1] == [0, 1]
+    assert [watch.check() for _ in range(3)][-1] == [0, 1]
 
 
-def test_one_rank_speaks() -> None:
+def test_one_rank_reports() -> None:
     store = Shared()
-    assert not Watch(store, 0, 2).said()
-    assert [Watch(store, rank, 2).speaks() for rank in range(2)] == [True, False]
-    assert Watch(store, 1, 2).said()
+    assert not Watch(store, 0, 2).reported()
+    assert [Watch(store, rank, 2).is_first_to_report() for rank in range(2)] == [True, False]
+    assert Watch(store, 1, 2).reported()
 
 
 def test_forked_workers_count_for_the_process_that_forked_them() -> None:
@@ -95,10 +95,10 @@ def test_forked_workers_count_for_the_process_that_forked_them() -> None:
     assert pulse.count == before + 1
 
 
-def test_what_is_said() -> None:
-    assert silence([1], 2) == "rank 1 has made no progress for 30 minutes; the same command goes on from what was saved"
-    assert silence([1, 3], 4).startswith("ranks 1, 3 have made no progress for 30 minutes; ")
-    assert silence([0, 1], 2).startswith("all ranks have made no progress")
+def test_the_message_of_a_hung_rank() -> None:
+    assert hung_message([1], 2) == "rank 1 has made no progress for 30 minutes; run the same command to resume"
+    assert hung_message([1, 3], 4).startswith("ranks 1, 3 have made no progress for 30 minutes; ")
+    assert hung_message([0, 1], 2).startswith("all ranks have made no progress")
 
 
 def scenario(mode: str) -> tuple[int, float, str]:

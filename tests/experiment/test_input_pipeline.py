@@ -167,13 +167,13 @@ def test_the_plan_counts_the_passes_of_views():
     ("changes", "key", "problem"),
     [
         ([FROZEN, VIEWS, ("counts: any", "counts: any, train_augmentation: none")],
-         "data.train_augmentation", "none makes no views to cache; set domainbed"),
+         "data.train_augmentation", "none gives no views to cache; set domainbed"),
         ([FROZEN, VIEWS, ("{name: pacs, root: data, counts: any}", "{name: camelyon17}"), ("[sketch]", "[hospital 2]")],
-         "data.train_augmentation", "none, as usual with this data set, makes no views"),
-        ([VIEWS], "features.views", "no meaning with encoder.trainable"),
-        ([FROZEN, VIEWS, ("[erm]", "[linear_probe]")], "features.views", "no meaning for methods without gradient"),
+         "data.train_augmentation", "none, the default of this data set, gives no views"),
+        ([VIEWS], "features.views", "no effect with encoder.trainable: true"),
+        ([FROZEN, VIEWS, ("[erm]", "[linear_probe]")], "features.views", "no effect on methods without gradient"),
         ([FROZEN, ("counts: any", "counts: any, train_augmentation: domainbed")],
-         "data.train_augmentation", "no meaning with a frozen encoder"),
+         "data.train_augmentation", "no effect with a frozen encoder"),
         ([FROZEN, (VIEWS[0], "{dir: cache, views: -1}")], "features.views", "greater than or equal to 0"),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Work shared out between forked processes."""
+"""Work in forked processes."""
 
 import os
 import signal
@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from xdm_ft.errors import UserError
-from xdm_ft.experiment.parallel import share_out
+from xdm_ft.experiment.parallel import run_forked
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_each_share_runs_once_on_one_thread(processes, tmp_path):
+def test_each_part_runs_once_on_one_thread(processes, tmp_path):
     before = torch.get_num_threads()
 
     def work(number):
         (tmp_path / f"{number}").write_text(f"{os.getpid()} {torch.get_num_threads()}")
 
-    share_out(work, processes)
-    told = [(tmp_path / f"{number}").read_text().split() for number in range(processes)]
-    assert len({pid for pid, _ in told}) == processes and told[0][0] == str(os.getpid())
-    assert all(threads == "1" for _, threads in told)
+    run_forked(work, processes)
+    noted = [(tmp_path / f"{number}").read_text().split() for number in range(processes)]
+    assert len({pid for pid, _ in noted}) == processes and noted[0][0] == str(os.getpid())
+    assert all(threads == "1" for _, threads in noted)
     assert torch.get_num_threads() == before
 
 
@@ -35,7 +35,7 @@ def test_gradients_can_be_taken_in_every_process(tmp_path):
         (gradient,) = torch.autograd.grad((weight * number).sum(), weight)
         torch.save(gradient, tmp_path / f"{number}.pt")
 
-    share_out(work, 2)
+    run_forked(work, 2)
     assert torch.equal(torch.load(tmp_path / "1.pt"), torch.ones(3))
 
 
@@ -45,7 +45,7 @@ def test_a_users_mistake_in_another_process_is_raised_here():
             raise UserError("file.png: is broken; mend it")
 
     with pytest.raises(UserError, match=r"file\.png: is broken"):
-        share_out(work, 2)
+        run_forked(work, 2)
 
 
 def test_a_fault_in_another_process_is_raised_here(capfd):
@@ -54,17 +54,17 @@ def test_a_fault_in_another_process_is_raised_here(capfd):
             raise ZeroDivisionError("ours")
 
     with pytest.raises(RuntimeError, match="failed with status 1"):
-        share_out(work, 2)
+        run_forked(work, 2)
     assert "ZeroDivisionError: ours" in capfd.readouterr().err
 
 
-def test_a_killed_process_is_told_of():
+def test_a_killed_process_is_reported():
     def work(number):
         if number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(UserError, match=r"was killed \(SIGKILL"):
-        share_out(work, 2)
+        run_forked(work, 2)
 
 
 def test_a_fault_here_ends_the_others(tmp_path):
@@ -78,24 +78,24 @@ def test_a_fault_here_ends_the_others(tmp_path):
         time.sleep(60)
 
     with pytest.raises(KeyboardInterrupt):
-        share_out(work, 2)
+        run_forked(work, 2)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 ORPHAN = """
 import os, pathlib, sys, time
-from xdm_ft.experiment.parallel import share_out
+from xdm_ft.experiment.parallel import run_forked
 folder = pathlib.Path(sys.argv[1])
 def work(number):
     (folder / f"part{number}").write_text(str(os.getpid()))
     (folder / f"part{number}").rename(folder / f"pid{number}")
     time.sleep(60)
-share_out(work, 2)
+run_forked(work, 2)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="parents' deaths are told to children on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="the death of a parent is signalled to its children on Linux only")
 def test_no_process_outlives_the_one_that_forked_it(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path)])
     deadline = time.monotonic() + 60

@@ -14,7 +14,7 @@ import pytest
 
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment import engines, run, train
-from xdm_ft.experiment.results import Kept, ResultsFile
+from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.recipe.read import Recipe, load
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -45,20 +45,20 @@ def recipe(*overrides: str) -> Recipe:
 def run_on(cores: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """results.json, and for each model in the order in which it was kept by some process: which one, and its method."""
     monkeypatch.setattr(train, "cores", lambda: cores)
-    log, keep = Path("log"), ResultsFile.keep
+    log, save = Path("log"), ResultsFile.save
     log.write_text("")
 
-    def noted(self: ResultsFile, kept: Kept, directory: RunDirectory) -> None:
-        method = kept.line.method if isinstance(kept.line, Record) else None
+    def noted(self: ResultsFile, outcome: Outcome, directory: RunDirectory) -> None:
+        method = outcome.line.method if isinstance(outcome.line, Record) else None
         with log.open("a") as file:
             file.write(json.dumps({"process": os.getpid(), "method": method}) + "\n")
         while cores > 1 and method in HEADS and len(head_trainers(log)) == 1:
             time.sleep(0.01)  # a piece of heads is left, and another process is there to take it
-        keep(self, kept, directory)
+        save(self, outcome, directory)
 
     made = recipe(*overrides)
     with monkeypatch.context() as patch:
-        patch.setattr(ResultsFile, "keep", noted)
+        patch.setattr(ResultsFile, "save", noted)
         assert not run(made).failed
     results = json.loads((Path(made.output.dir) / made.name / "results.json").read_text())
     return results, [json.loads(line) for line in log.read_text().splitlines()]

@@ -116,15 +116,15 @@ def test_doubtful_picks_are_flagged():
     [
         (
             ["search.space={xdomainmixx.p_discard: {uniform: [0, 1]}}"],
-            r"search\.space\.xdomainmixx\.p_discard: no hyper",
+            r"search\.space\.xdomainmixx\.p_discard: is no searchable hyper",
         ),
-        (["search.space={encoder_lr: {uniform: [0.1, 1]}}"], "encoder_lr: has no meaning with a frozen encoder"),
-        (["search.trials=1"], r"search\.trials: 1 trial draws nothing from the preset frozen"),
+        (["search.space={encoder_lr: {uniform: [0.1, 1]}}"], "encoder_lr: has no effect with a frozen encoder"),
+        (["search.trials=1"], r"search\.trials: 1 uses no value of the preset frozen"),
         (["search.space={lr: {uniform: [-2, -1]}}"], r"trial 1 draws lr = -"),
         (["search.space={lr: {uniform: [0.1, 1], choice: [1]}}"], "give exactly one of"),
         (
             ["methods=[erm, erm+swad]", "search.space={patience: {choice: [1, 2]}}"],
-            r"search\.space\.patience: \+swad ends its average by itself; leave it out",
+            r"search\.space\.patience: \+swad decides itself when to end the average; leave it out",
         ),
         (["search.space={rsc.feature_drop: {uniform: [0.9, 1.5]}}"], "draws feature_drop = 1"),
     ],

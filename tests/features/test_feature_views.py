@@ -146,7 +146,7 @@ def test_list_verify_and_prune_count_views(tmp_path: Path) -> None:
     assert len(lines) == 3
     assert sum("70 images, view 1 of domainbed" in line for line in lines) == 1
     assert sum(line.endswith("70 images") for line in lines) == 1
-    assert "3 sets of features, all whole" in verify_cache(str(tmp_path))
+    assert "3 sets of features, none damaged" in verify_cache(str(tmp_path))
     assert len(prune(tmp_path, max_bytes=0)) == 3
 
 

@@ -157,8 +157,8 @@ def test_the_command_line_sets_a_component_wherever_it_is() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("swad.n_converge=2", "command line: swad.n_converge: no item of methods has swad; add it to one"),
-        ("sam=0.1", "command line: sam: has keys of its own; write sam.KEY=VALUE"),
+        ("swad.n_converge=2", "command line: swad.n_converge: no item of methods uses swad; add it to one"),
+        ("sam=0.1", "command line: sam: is a method, not a value; write sam.KEY=VALUE"),
         ("sam.rhoo=0.1", 'command line: methods.1.sam.rhoo: unknown key; did you mean "sam.rho"?'),
         ("sam.rho=-1", "command line: methods.1.sam.rho: input should be greater than 0, given -1"),
     ],
@@ -221,13 +221,13 @@ def test_keys_of_a_head_on_the_command_line_and_in_a_search() -> None:
         ({"name": "erm", "head": "cosin"}, 'methods.0.head: no "cosin" in heads; did you mean "cosine"?'),
         ({"name": "erm", "head": "cosine", "mlp.hidden_width": 3}, "methods.0.mlp.hidden_width: unknown key"),
         ({"name": "erm", "head": "mlp", "mlp.hidden_width": 0}, "methods.0.mlp.hidden_width: input should be greater"),
-        ({"name": "zero_shot", "head": "cosine"}, "methods.0.head: zero_shot finds a linear head without training"),
-        ({"name": "linear_probe", "head": "mlp"}, "methods.0.head: linear_probe finds a linear head without training"),
+        ({"name": "zero_shot", "head": "cosine"}, "methods.0.head: zero_shot computes a linear head directly"),
+        ({"name": "linear_probe", "head": "mlp"}, "methods.0.head: linear_probe computes a linear head directly"),
         (
             {"name": "erm", "head": "mlp", "head_init": "zero_shot"},
-            "methods.0.head: mlp does not go with head_init: zero",
+            "methods.0.head: mlp can not be combined with head_init: zero",
         ),
-        ({"name": "wise_ft", "head": "mlp"}, "methods.0.head: mlp does not go with head_init: zero_shot"),
+        ({"name": "wise_ft", "head": "mlp"}, "methods.0.head: mlp can not be combined with head_init: zero_shot"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused_in_one_line(item: dict[str, Any], complaint: str) -> None:
@@ -242,7 +242,7 @@ def test_a_cosine_head_starts_from_text_without_normalize() -> None:
         {"name": name, "head": head, "head_init": "zero_shot"} for name in ("erm", "wise_ft") for head in ("cosine",)
     )
     recipe_with(*items, overrides=("encoder.normalize=false",))
-    with pytest.raises(UserError, match="which fit L2-normalised features"):
+    with pytest.raises(UserError, match="which need L2-normalised features"):
         recipe_with({"name": "erm", "head_init": "zero_shot"}, overrides=("encoder.normalize=false",))
 
 

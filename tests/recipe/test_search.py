@@ -23,7 +23,7 @@ def test_values_lie_in_their_range_and_place_is_the_inverse(u):
         low, high = distribution.bounds
         value = distribution.at(u)
         assert low * (1 - 1e-12) <= value <= high if low > 0 else low <= value <= high
-        assert distribution.place(value) == pytest.approx(u, abs=1e-9)
+        assert distribution.quantile_of(value) == pytest.approx(u, abs=1e-9)
 
 
 def test_half_of_a_logarithmic_range_is_its_geometric_mean():
@@ -59,7 +59,7 @@ def test_other_keys_in_the_space_change_no_draw():
 @pytest.mark.parametrize("sampler", ["random", "sobol"])
 def test_draws_fill_the_range(sampler):
     search = Search(trials=65, space={"lr": LOG}, sampler=sampler)
-    quantiles = sorted(LOG.place(search.drawn(trial)["lr"]) for trial in range(1, 65))
+    quantiles = sorted(LOG.quantile_of(search.drawn(trial)["lr"]) for trial in range(1, 65))
     farthest = max(abs(q - (i + 0.5) / 64) for i, q in enumerate(quantiles))
     assert farthest < (0.02 if sampler == "sobol" else 0.2)  # Kolmogorov-Smirnov at 1 in 100
 

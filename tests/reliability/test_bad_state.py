@@ -196,7 +196,7 @@ def test_damaged_predictions_and_weights_are_told_and_trained_again(
     flip_a_digit(predictions)
     with caplog.at_level(logging.INFO, "xdm_ft"):
         assert main(["run", str(folder / "small.yaml")]) == 0
-    assert f"{predictions}: is damaged (its checksum differs); its model is trained again" in caplog.text
+    assert f"{predictions}: is damaged (its checksum differs); its model will be trained again" in caplog.text
     assert "erm: 1 models" in caplog.text
     assert weights.read_bytes() == whole and numbers(run) == want
 
@@ -227,7 +227,7 @@ def test_data_that_have_changed_are_refused(damaged: Callable[[str], Path], caps
     finally:
         new.unlink()
     told = capsys.readouterr().err
-    assert "have changed since this run was begun (data.images" in told and "Traceback" not in told
+    assert "have changed since this run started (data.images" in told and "Traceback" not in told
 
 
 def test_results_of_an_earlier_version_are_refused(

@@ -33,6 +33,6 @@ def test_a_rank_hangs_in_a_step(kind: str, tmp_path: Path) -> None:
     lines = [line for line in text.splitlines() if line.startswith("xdm-ft:")]
     assert len(lines) == 1, text
     [line] = lines
-    assert "made no progress for 0.333333 minutes; the same command goes on from what was saved" in line, text
+    assert "made no progress for 0.333333 minutes; run the same command to resume" in line, text
     # end to end the others stand still in the same step
     assert f"{'rank 1 has' if kind == 'bank' else 'all ranks have'} made" in line

@@ -91,7 +91,7 @@ def test_interrupted_runs_save_and_say_so(whole: tuple[Path, Path], tmp_path: Pa
         assert f": {read(kept)[0]['taken']} of 15 steps;" in line
     run = Run(recipe, tmp_path / "out")
     assert run.end() == 0, run.text()
-    assert "goes on after" in run.text()
+    assert "resumes after" in run.text()
     assert outcome(tmp_path / "out") == outcome(expected)
     assert leftovers(tmp_path / "out") == []
 
@@ -140,7 +140,7 @@ def test_two_processes_of_which_one_is_killed(whole: tuple[Path, Path], tmp_path
     assert undisturbed.end() == 0, undisturbed.text()
     again = Run(recipe, tmp_path / "out", processes=2)
     assert again.end() == 0, again.text()
-    assert "goes on after" in again.text()
+    assert "resumes after" in again.text()
     assert outcome(tmp_path / "out") == outcome(tmp_path / "both")
     assert leftovers(tmp_path / "out") == []
 

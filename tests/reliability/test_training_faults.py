@@ -13,8 +13,8 @@ import torch
 
 from xdm_ft.cli import main
 from xdm_ft.experiment import train
-from xdm_ft.training.end_to_end.gradients import Passes
-from xdm_ft.training.memory import running_out_named
+from xdm_ft.training.end_to_end.gradients import StepGradients
+from xdm_ft.training.memory import out_of_memory_as_user_error
 
 RECIPE = """\
 name: small
@@ -83,7 +83,9 @@ def test_heads_that_do_not_fit_the_memory(
     monkeypatch.setattr(train, "cores", lambda: cores)
     assert main(["run", "small.yaml", "methods=[erm,irm]", "training.batch_size=1000000000000"]) == 2
     line = one_line(capfd.readouterr().err)
-    assert re.search("(erm|irm), one head: does not fit the memory of this machine; lower training.batch_size", line)
+    assert re.search(
+        "(erm|irm), one head: training does not fit the memory of this machine; lower training.batch_size", line
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_a_model_that_does_not_fit_the_memory(
         assert error is not None
         raise error
 
-    monkeypatch.setattr(Passes, "run", runs_out if error is None else raises)
+    monkeypatch.setattr(StepGradients, "run", runs_out if error is None else raises)
     assert main(["run", "small.yaml", "methods=[erm]", "encoder.trainable=true"]) == 2
     line = one_line(capfd.readouterr().err)
     assert "erm, sketch held out, seed 0: does not fit " in line
@@ -114,5 +116,5 @@ def test_a_model_that_does_not_fit_the_memory(
 
 
 def test_another_error_stays_what_it_is() -> None:
-    with pytest.raises(RuntimeError, match="shapes"), running_out_named("erm", "lower it"):
+    with pytest.raises(RuntimeError, match="shapes"), out_of_memory_as_user_error("erm", "lower it"):
         raise RuntimeError("shapes do not match")

@@ -105,7 +105,7 @@ def test_pacs_beside_the_published(results: dict[str, Any]) -> None:
     assert ours and theirs
     for words in ("Liu et al. 2024", "pacs", "resnet50 (imagenet), fine-tuned", "mean held-out-domain accuracy %"):
         assert words in theirs[1]
-    assert f"the paper does not say what its ± is, its benchmark prints the {DOMAINBED.kind}" in theirs[1]
+    assert f"the paper does not say what its ± is; its benchmark prints the {DOMAINBED.kind}" in theirs[1]
     for words in (
         "mobilenetv2_100, frozen",
         "accuracy over art_painting, cartoon, photo, sketch",

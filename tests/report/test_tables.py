@@ -65,11 +65,11 @@ def test_markdown_says_what_a_reader_must_know(results: dict[str, Any]) -> None:
     assert text.startswith("# pets\\_\\*demo\\*\n")
     assert "- **sam\\|wide**: 1 of 2 runs failed: the loss is nan at step 7\n" in text
     assert "- **xdomainmix+sam**: 1 of 2 runs skipped: needs 2 training domains, there is 1\n" in text
-    assert "- **zero_shot**: versus erm: variation between domains not estimated; no verdict below 3 seeds" in text
+    assert "- **zero_shot**: versus erm: variation between domains not estimated; no verdict: it needs 3 seeds" in text
     assert "± is the standard error over seeds" in text
     assert "not adjusted for the number of methods" in text
-    assert "corrected for all methods of the table: below 0.05 there is a verdict" in text
-    assert "With fewer than 3 seeds there is none." in text
+    assert "corrected for all methods of the table: below 0.05 the verdict is better or worse" in text
+    assert "With fewer than 3 seeds there is no verdict." in text
     assert text.rstrip().endswith("*Environment: python 3.11.7, libraries.torch 2.15.0*")
     assert all("\n" not in line and line == line.rstrip() for line in text.splitlines())
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from xdm_ft.storage.atomic import UNFINISHED, order_metadata, replace_text, sweep
+from xdm_ft.storage.atomic import UNFINISHED, order_metadata, remove_unfinished, replace_text
 
 
 def test_what_a_killed_process_leaves_is_swept_and_nothing_else(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ replace_file(Path({str(tmp_path)!r}) / "a" / "new.json", write)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     [left] = (tmp_path / "a").glob(f".new.json.*{UNFINISHED}")
-    sweep(tmp_path)
+    remove_unfinished(tmp_path)
     assert not left.exists()
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".hidden", "kept.json"]
 

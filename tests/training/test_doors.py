@@ -307,8 +307,8 @@ class Tokens(Encoder):
 @pytest.mark.parametrize(
     "names, match",
     [
-        (("tokens", "maps"), r"tokens gives \[12, 1024, 3\], not feature maps"),
-        (("last", "maps"), r"last gives \[12, 32, 32, 3\], not feature maps"),
+        (("tokens", "maps"), r"tokens returns \[12, 1024, 3\], and this method needs feature maps"),
+        (("last", "maps"), r"last returns \[12, 32, 32, 3\], and this method needs feature maps"),
         (("maps", "never"), "never is never called"),
     ],
 )

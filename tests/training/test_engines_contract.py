@@ -39,7 +39,7 @@ from xdm_ft.tensors import Batch, Criteria, Losses
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.training.bank.train import train_bank
-from xdm_ft.training.end_to_end.gradients import EndToEnd, Passes
+from xdm_ft.training.end_to_end.gradients import EndToEnd, StepGradients
 
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
 ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}
@@ -162,7 +162,7 @@ def test_a_second_pass_moves_no_buffer_again(
         inner = EndToEnd(Pixels(), job.make(job.setup), "train").train()
         before = {name: value.clone() for name, value in inner.named_parameters()}
         by_parts = inner.algorithm.loss_over != "batch"
-        passes = Passes(accelerator.prepare(inner), inner, accelerator, used, job.seed, by_parts)
+        passes = StepGradients(accelerator.prepare(inner), inner, accelerator, used, job.seed, by_parts)
         passes.run(step_batch(job, Training(batch_size=4, accumulation=2), accelerator, number), number)
         assert all(torch.equal(value, before[name]) for name, value in inner.named_parameters())
         buffers.append(dict(inner.algorithm.named_buffers()))

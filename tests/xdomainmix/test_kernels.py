@@ -19,15 +19,15 @@ from xdm_ft.xdomainmix import Partners, _numba, decompose, decomposition, draw_p
 TRITON = """
 import torch
 from test_order_statistic import SCORES, SIZE
-from xdm_ft.xdomainmix import _triton, selection
+from xdm_ft.xdomainmix import _triton, order_statistic
 
 for kind, scores in SCORES.items():
     for rank in (0, 100, SIZE - 1):
-        assert torch.equal(_triton.exceeds(scores[:8], rank), selection.plainly(scores[:8], rank)), (kind, rank)
+        assert torch.equal(_triton.exceeds(scores[:8], rank), order_statistic.reference(scores[:8], rank)), (kind, rank)
 broken = SCORES["half zeros"][:8].clone()
 broken[5, 5] = torch.nan
 broken[6, 6] = -torch.nan
-assert torch.equal(_triton.exceeds(broken, 100), selection.plainly(broken, 100))
+assert torch.equal(_triton.exceeds(broken, 100), order_statistic.reference(broken, 100))
 assert _triton.exceeds(broken, 100).any(1).tolist() == [True] * 5 + [False] * 2 + [True]
 """
 
@@ -50,7 +50,7 @@ def choices() -> tuple[Partners, Tensor, Tensor]:
 
 def plain_mix(parts: Parts, partners: Partners, lam: Tensor, keep: Tensor) -> Tensor:
     acting = torch.where(torch.stack((partners.has_same, partners.has_other), 1), lam, 1.0)
-    return mixing.plainly(parts, partners.same, partners.other, acting, keep)
+    return mixing.reference(parts, partners.same, partners.other, acting, keep)
 
 
 def test_parts() -> None:
@@ -58,7 +58,7 @@ def test_parts() -> None:
     z = torch.where(torch.rand(20, 30) > 0.9, torch.inf, torch.randn(20, 30))
     z[3, 5] = torch.nan
     masks = torch.rand(4, 20, 30) > 0.5
-    for found, expected in zip(decomposition.cut(z, *masks), decomposition.plainly(z, *masks), strict=True):
+    for found, expected in zip(decomposition.masked_parts(z, *masks), decomposition.reference(z, *masks), strict=True):
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
@@ -104,12 +104,12 @@ def test_they_are_what_runs(
     parts: Parts, choices: tuple[Partners, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = []
-    for name in ("exceeds", "cut", "mix"):
+    for name in ("exceeds", "masked_parts", "mix"):
         kernel = getattr(_numba, name)
         monkeypatch.setattr(_numba, name, lambda *given, n=name, k=kernel: (called.append(n), k(*given))[1])
     mask = specific_mask(parts.csds, 0.5)
     mix(decompose(parts.csds, mask, mask), *choices)
-    assert called == ["exceeds", "cut", "mix"]
+    assert called == ["exceeds", "masked_parts", "mix"]
 
 
 def test_compiled_without_a_place_to_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdm_ft.xdomainmix import selection, specific_mask
+from xdm_ft.xdomainmix import order_statistic, specific_mask
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-42, -1e-42, 3e38, -3e38]
 torch.manual_seed(0)
@@ -28,7 +28,7 @@ SCORES = {
 
 
 @pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("find", [selection.exceeds, selection.plainly])
+@pytest.mark.parametrize("find", [order_statistic.exceeds, order_statistic.reference])
 def test_every_kind_of_scores(kind: str, find) -> None:
     scores = SCORES[kind]
     ordered = scores.sort(-1).values
@@ -49,15 +49,15 @@ def test_any_scores(data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, size - 1))
     of_numbers = ~scores.isnan().any(1, keepdim=True)
     expected = (scores > scores.sort(-1).values[:, rank, None]) & of_numbers  # NaN is sorted last
-    assert torch.equal(selection.exceeds(scores, rank), expected)
-    assert torch.equal(selection.plainly(scores, rank), expected)
+    assert torch.equal(order_statistic.exceeds(scores, rank), expected)
+    assert torch.equal(order_statistic.reference(scores, rank), expected)
 
 
 def test_rows_with_a_nan_and_inputs_untouched() -> None:
     scores = SCORES["half zeros"].clone()
     scores[5, 5] = torch.nan
     before = scores.clone()
-    for find in (selection.exceeds, selection.plainly):
+    for find in (order_statistic.exceeds, order_statistic.reference):
         mask = find(scores, 100)
         assert not mask[5].any() and mask.any(1).sum() == ROWS - 1
     assert torch.equal(scores.nan_to_num(9), before.nan_to_num(9))
@@ -78,4 +78,4 @@ def test_other_floats() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         scores = SCORES["normal"].to(dtype)
         expected = scores > scores.sort(-1).values[:, 100, None]
-        assert torch.equal(selection.exceeds(scores, 100), expected)
+        assert torch.equal(order_statistic.exceeds(scores, 100), expected)

@@ -1,8 +1,9 @@
 """One file per method: its loss, and nothing else.
 
-A method is `Algorithm` (a loss, trained by either engine) or `Solver` (a head found directly from features, for
-example by L-BFGS, or read off the text encoder). The file's stem is its name in a recipe, and the keyword arguments of
-its class's constructor are its recipe keys: each one annotated `Annotated[type, Field(…, description="meaning")]`.
+A method is an `Algorithm` (a loss, trained by either engine) or a `Solver` (finds its head directly from features, for
+example by L-BFGS, or takes it from the text encoder). The file's stem is the method's name in a recipe. The keyword
+arguments of the class's constructor are its recipe keys, each annotated
+`Annotated[type, Field(…, description="meaning")]`.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ HeadInit = Literal["random", "zero_shot"]
 
 @dataclass(frozen=True)
 class Setup:
-    """What every algorithm is given by the engine, beside its own settings."""
+    """The constructor argument of every method, besides its own settings."""
 
     task: Task
     width: int  # K, the size of the features
-    steps: int  # training steps in all
+    steps: int  # total number of training steps
     seed: int
     loss_average: LossAverage = "domain"
     head_init: HeadInit = "random"
-    text_weight: Tensor | None = None  # float [C,K]: L2-normalised class embeddings × logit scale; None without text
-    class_weight: Tensor | None = None  # float32 [C]: what samples weigh by their class; None: all the same
+    text_weight: Tensor | None = None  # float [C,K]: L2-normalised class embeddings × logit scale; None: no text side
+    class_weight: Tensor | None = None  # float32 [C]: factor of the class losses; None: 1 for every class
     head: Callable[[int, int, int, int], Head] = Linear  # (width, outputs, seed, stream) → the class head
 
 
-def mean_weights(
+def normalised_sample_weight(
     domain: Tensor,
     num_domains: int,
     loss_average: LossAverage,
     weight: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What each sample of a batch counts in its mean loss, [B] that sums to 1.
+    """Returns the factor of each sample in the mean loss of a batch: [B], sum 1.
 
-    All alike (`sample`), or by the mean per domain and then over the domains present: the paper's L_erm and L_d, 1/N
-    Σ_i 1/n_i Σ_j ℓ. With `weight` [B] the means over samples are weighted, Σ w ℓ / Σ w (torch's cross-entropy with
-    class weights), and domains still count alike.
+    `sample`: all factors are equal. `domain`: the mean is taken per domain, then over the domains present, as in the
+    paper's L_erm and L_d, 1/N Σ_i 1/n_i Σ_j ℓ. With `weight` [B] the means over samples are weighted, Σ w ℓ / Σ w (as
+    torch's cross-entropy with class weights); every domain still has the same factor.
     """
     if loss_average == "sample":
         weight = domain.new_ones(domain.shape, dtype=dtype) if weight is None else weight
@@ -66,16 +67,17 @@ def mean_weights(
 def mean_loss(
     per_sample: Tensor, domain: Tensor, num_domains: int, loss_average: LossAverage, weight: Tensor | None = None
 ) -> Tensor:
-    """Mean of per-sample losses [B] as `mean_weights` says."""
-    return per_sample @ mean_weights(domain, num_domains, loss_average, weight, per_sample.dtype)
+    """Returns the mean of per-sample losses [B], with the factors of `normalised_sample_weight`."""
+    return per_sample @ normalised_sample_weight(domain, num_domains, loss_average, weight, per_sample.dtype)
 
 
 def domain_means(
     per_sample: Tensor, domain: Tensor, num_domains: int, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mean of per-sample values [B] in every domain, [D], 0 where it has no sample; and where it has one, bool [D].
+    """Returns the mean of per-sample values [B] in every domain [D], and which domains have samples, bool [D].
 
-    With `weight` [B] it is Σ w v / Σ w, and a sample of weight 0 is none.
+    The mean of a domain without samples is 0. With `weight` [B] the mean is Σ w v / Σ w, and samples of weight 0 do not
+    count.
     """
     members = _members(domain, num_domains, weight, per_sample.dtype)
     count = members.sum(0)  # [D]
@@ -84,18 +86,18 @@ def domain_means(
 
 
 def _members(domain: Tensor, num_domains: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A sample's weight, 1 by default, in its domain's column, else 0: [B,D]."""
+    """Returns [B,D]: a sample's weight (default 1) in the column of its domain, 0 elsewhere."""
     members = (domain[:, None] == torch.arange(num_domains, device=domain.device)).to(dtype)
     return members if weight is None else members * weight[:, None]
 
 
 class Method(nn.Module, ABC):
-    """What every method has: a class head, and what `xdm-ft ls methods` and the plan ask of it."""
+    """The base of all methods: the class head, and the properties that `xdm-ft ls methods` and the plan read."""
 
     source: str = ""  # one line: paper and equation
     search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
     min_domains: int = 1  # training domains needed; with fewer the method becomes a `skipped` row
-    needs_text: bool = False  # needs the text side of the encoder
+    needs_text: bool = False  # whether it needs the text side of the encoder
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -107,22 +109,25 @@ class Method(nn.Module, ABC):
 
     @final
     def logits(self, z: Tensor) -> Tensor:
-        """Features z [B,K] → logits [B,C]: what training, evaluation, selection and export call.
+        """Features z [B,K] → logits [B,C]. Training, evaluation, selection and export all call this function.
 
-        A method with another map from features to logits brings another head.
+        It is final: another map from features to logits is another head.
         """
         logits: Tensor = self.head(z)
         return logits
 
     @final
     def stacked_logits(self, z: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Logits [n,H,C] of H models on the same features z [n,K]; `state`: name in this model → values [H,…]."""
+        """Returns the logits [n,H,C] of H models on the same features z [n,K].
+
+        `state`: name of a parameter or buffer of this model → its values in the H models, [H,…].
+        """
         own = {name.removeprefix("head."): value for name, value in state.items() if name.startswith("head.")}
         return self.head.stacked_logits(z, own)
 
     @staticmethod
     def gradients_per_step(num_domains: int) -> int:
-        """Gradients of the parameters that one step takes, by number of training domains; 0 where there is no step."""
+        """Returns how many gradients of the parameters one step computes; 0 for a method without training steps."""
         return 0
 
 
@@ -131,32 +136,32 @@ class Finish(NamedTuple):
 
     varied: dict[str, float]  # a value for each name in `varied_by_finish`
     state: dict[str, Tensor]
-    selectable: bool = True  # else it is measured for the curve alone
+    selectable: bool = True  # False: measured for the curve only
 
 
 class Algorithm(Method):
-    """A method that is a loss. It owns its class head and whatever else it needs; it never sees an optimizer or a loop.
+    """A method that is a loss. It owns its class head and its other modules; it never sees an optimizer or a loop.
 
-    `loss` is a pure function of its arguments, the parameters, the buffers and the seed: it runs under
+    `loss` is a pure function of its arguments, the parameters, the buffers and the seed. It runs under
     `torch.func.vmap` over stacked heads, so it has no data-dependent Python branches and no in-place change of state.
-    Numeric settings that may differ between heads are buffers; what depends on `step` alone may branch in Python.
+    Numeric settings that may differ between heads are buffers. Code that depends on `step` alone may branch in Python.
 
-    What is more than a loss goes through one of three doors: `on_inputs` (with `input_partners`), `stage_modules` and
-    `update`.
+    A method that is more than a loss replaces one of three functions: `on_inputs` (with `input_partners`),
+    `stage_modules` or `update`.
     """
 
     auxiliary: tuple[str, ...] = ()  # names of child modules trained by `Losses.auxiliary`
     first_selectable_step: int = 1  # earlier steps can not be selected
-    # name of what `finish` varies → its meaning, for messages; empty: trained weights are kept as they are
+    # name of a quantity that `finish` varies → its meaning, for messages; empty: the trained weights are kept
     varied_by_finish: Mapping[str, str] = {}
-    # what the loss compares: samples or domains of the whole "batch", those of one "part" of it, which a process or
-    # micro-batch has, or nothing: then it is a weighted mean over each "sample"
+    # "batch": the loss compares samples or domains of the whole batch; "part": of one part of it (the samples of one
+    # process or micro-batch); "sample": it compares nothing and is a weighted mean over samples
     loss_over: Literal["batch", "part", "sample"] = "batch"
-    # one line: why a batch can not be cut into parts (processes, micro-batches), and what to do; "" where it can
+    # one line: why a batch can not be split into parts (processes, micro-batches), and what to do; "": it can
     parts_reason: str = ""
-    # one line: why the method does nothing beyond ERM with a frozen encoder, and what to do; "" where it does
+    # one line: why the method equals ERM with a frozen encoder, and what to do; "": it does not
     frozen_reason: str = ""
-    # one line: why the method can not train on pooled batches, and what to do; "" where it can
+    # one line: why the method can not train on pooled batches, and what to do; "": it can
     pooled_reason: str = ""
 
     def __init__(self, setup: Setup) -> None:
@@ -173,83 +178,88 @@ class Algorithm(Method):
 
     @abstractmethod
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-        """The losses of features z [B,K] (float32, `batch.x` where cached) at `step`, counted from 0."""
+        """Returns the losses at `step` (counted from 0) of features z, float32 [B,K]; cached features are `batch.x`."""
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
-        """`loss` at perturbed weights, with what the first pass `held` (`Losses.held`): masks, which no draw fixes."""
+    def second_pass(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor]) -> Losses:
+        """Returns the losses at the perturbed weights of a sharpness-aware step.
+
+        `reuse` is the first pass's `Losses.reuse`. Masks belong there: they depend on the weights, so that the second
+        pass would compute others. Random draws repeat by themselves.
+        """
         return self.loss(z, batch, step)
 
-    def forward(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Losses:
-        """What the engines call: `loss`, or `second_pass` where something is held; no less than float32 anywhere."""
+    def forward(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor] | None = None) -> Losses:
+        """Calls `second_pass` if there is something to reuse, else `loss`, in float32 or better. Engines call this."""
         with torch.autocast(z.device.type, enabled=False):
             z = z if z.dtype == torch.float64 else z.float()
-            return self.second_pass(z, batch, step, held) if held else self.loss(z, batch, step)
+            return self.second_pass(z, batch, step, reuse) if reuse else self.loss(z, batch, step)
 
     def on_inputs(self, batch: Batch, step: int) -> Batch:
-        """The batch to train on at `step`: its images, or its cached features, may be others, and have soft `targets`.
+        """Returns the batch to train on at `step`: it may replace images or cached features, and set soft `targets`.
 
-        Pure like `loss` (mapped over heads by `torch.func.vmap`), and independent of the parameters: both passes of a
-        sharpness-aware step see the same inputs. Draws are keyed by `batch.place`. Samples are not compared here, since
-        a batch may come in parts: partners are chosen by `input_partners` and come with the batch.
+        Pure like `loss` (mapped over heads by `torch.func.vmap`), and independent of the parameters, so that both
+        passes of a sharpness-aware step train on the same inputs. Draws are keyed by `batch.place`. A batch may come in
+        parts, so this function does not compare samples: `input_partners` chooses partners, which come with the batch.
         """
         return batch
 
     def input_partners(self, drawn: Samples, training: Samples, steps: Tensor) -> InputPartners | None:
-        """The samples that `on_inputs` mixes those of the batches of several steps with; None: it mixes with none.
+        """Returns the partner that `on_inputs` mixes each sample with; None: the method mixes no inputs.
 
-        `drawn` holds the whole batches of `steps` (int64 [S]), its fields and the result's are [S,B]; `training` holds
-        all training samples [n]. The engines ask as they draw batches, and give their parts `partner`, `partner_y` and
-        `has_partner`.
+        `drawn` holds the whole batches of `steps` (int64 [S]); its fields and the result's are [S,B]. `training` holds
+        all training samples [n]. The engines call this when they draw batches, and set `partner`, `partner_y` and
+        `has_partner` of the batches accordingly.
         """
         return None
 
     def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:
-        """Modules to place behind modules of the encoder, by the name of the module there. At work in training only.
+        """Returns modules to place after modules of the encoder: {name of the encoder's module: module}.
 
-        Each is called with that module's output, the batch and the step, and returns what takes the output's place.
-        What it draws is a function of the seed, the step and `batch.place`. Its parameters start as a function of the
-        seed, and each is used at every step. `Losses.total` trains them from `encoder.unfreeze_at` on, with the heads'
-        learning rate `lr`, since they start untrained like a head; they are saved with the weights under `stages.…`.
-        Buffers are refused: the passes of a step would change them more than once.
+        They run in training only. Each is called with the output of the encoder's module, the batch and the step, and
+        returns the tensor that replaces this output. Its random draws are a function of the seed, the step and
+        `batch.place`. Its parameters are initialised from the seed, and every step uses all of them. `Losses.total`
+        trains them from `encoder.unfreeze_at` on, with the heads' learning rate `lr`, as they start untrained like a
+        head. They are saved with the weights under `stages.…`. Buffers are not allowed: a step of several passes would
+        change them more than once.
         """
         return {}
 
     def update(self, parameters: Mapping[str, Tensor], inner_step: Callable[[int | None], None], step: int) -> None:
-        """Takes one step: changes the `parameters` in place.
+        """Takes one training step: changes the `parameters` in place.
 
-        `inner_step(domain)` takes a step with the engine's optimizer, whose state is kept, on the batch's samples of
-        one domain; `inner_step(None)` takes one on the whole batch, which is all that a plain step is. In a bank every
-        parameter has the heads as an axis before its own.
+        `inner_step(domain)` takes a step of the engine's optimizer, which keeps its state, on the batch's samples of
+        one domain; `inner_step(None)` takes it on the whole batch (the default). In a bank the first axis of every
+        parameter is that of the heads.
         """
         inner_step(None)
 
     def finish(self, start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> Iterable[Finish]:
-        """Yields weights to keep in place of the trained ones; asked only where `varied_by_finish` names something.
+        """Yields weights to keep in place of the trained ones. Called only if `varied_by_finish` is not empty.
 
-        `start` and `end` are the weights that the training started from and those that selection picked: `head.…`, and
-        where the encoder was trained too also `encoder.…`. The rule that picked the step then picks among what is
-        yielded, the first of equally good ones, and the metric of all of it is in results.json under `curve`.
+        `start` are the weights that the training started from, `end` those that selection picked: `head.…`, and with a
+        trained encoder also `encoder.…`. The rule that picked the step then picks one of the yielded weights, the first
+        of equally good ones. results.json has the metric of each under `curve`.
         """
         raise NotImplementedError
 
     def mixed_steps(self, steps: int) -> int | None:
-        """How many of the first `steps` steps used augmented features; None where the method has none."""
+        """Returns how many of the first `steps` steps used augmented features; None: the method has none."""
         return None
 
     def resets_optimizer(self, step: int) -> bool:
-        """Whether the optimizer forgets its moments before the update of `step`, counted from 0."""
+        """Returns whether the optimizer resets its moments before the update of `step`, counted from 0."""
         return False
 
     def parts_add_up(self, pooled: bool) -> bool:
-        """Whether the mean loss of a batch is that of the means of its parts, weighted by their sizes.
+        """Returns whether a batch's mean loss is the mean of its parts' mean losses, weighted by the parts' sizes.
 
-        Not where a sample's weight follows from the others': those of classes are normalised over the batch, and a mean
-        over domains counts their samples, of which the parts of a `pooled` batch differ.
+        It is not if a sample's factor depends on other samples: class weights are normalised over the batch, and a mean
+        over domains divides by the number of samples per domain, which differs between the parts of a `pooled` batch.
         """
         return self.class_weight is None and not (pooled and self.loss_average == "domain")
 
     def sample_weight(self, batch: Batch) -> Tensor | None:
-        """What the batch's samples weigh by their class, [B]; of soft labels Σ_c w_c t_c. None: all the same."""
+        """Returns each sample's class weight, [B]; for soft labels t it is Σ_c w_c t_c. None: no class weights."""
         if self.class_weight is None:
             return None
         return (
@@ -259,36 +269,36 @@ class Algorithm(Method):
         )
 
     def average(self, class_losses: Tensor, batch: Batch) -> Tensor:
-        """The mean of class losses [B], as `loss_average` and `class_weights` say."""
-        return class_losses @ self.mean_weights(batch, self.sample_weight(batch), class_losses.dtype)
+        """Returns the mean of class losses [B], by `loss_average` and `class_weights`."""
+        return class_losses @ self.normalised_sample_weight(batch, self.sample_weight(batch), class_losses.dtype)
 
-    def mean_weights(self, batch: Batch, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """What each sample counts in a mean loss, [B]."""
-        return mean_weights(batch.domain, self.task.num_domains, self.loss_average, weight, dtype)
+    def normalised_sample_weight(self, batch: Batch, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Returns each sample's factor in a mean loss, [B], by `loss_average`."""
+        return normalised_sample_weight(batch.domain, self.task.num_domains, self.loss_average, weight, dtype)
 
     def by_domain(self, class_losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The means of class losses [B] in the domains, as `domain_means`, as `class_weights` say."""
+        """Returns `domain_means` of class losses [B], by `class_weights`."""
         return domain_means(class_losses, batch.domain, self.task.num_domains, self.sample_weight(batch))
 
 
 class Candidate(NamedTuple):
     """One linear head that a solver offers to selection."""
 
-    step: int  # its place in the solver's path, from 0
+    step: int  # its index in the solver's path, from 0
     weight: Tensor  # float32 [C,K]
     bias: Tensor  # float32 [C]
-    hparams: dict[str, float]  # what distinguishes it, e.g. {"l2": 1e-3}
+    hparams: dict[str, float]  # the hyper-parameters that the solver varied, e.g. {"l2": 1e-3}
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """That of its solver, whose head is linear, on the CPU."""
+        """The state dict of the solver with this (linear) head, on the CPU."""
         return {"head.weight": self.weight.cpu(), "head.bias": self.bias.cpu()}
 
 
 class Solver(Method):
-    """A method that finds its head directly from frozen features; the protocol's rule picks among its candidates."""
+    """A method that finds its head directly from frozen features; the selection rule picks one of its candidates."""
 
-    normalized: bool = False  # its head is meant for L2-normalised features, whatever `encoder.normalize` says
+    normalized: bool = False  # whether its head needs L2-normalised features, whatever `encoder.normalize` is
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -296,4 +306,4 @@ class Solver(Method):
 
     @abstractmethod
     def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:
-        """Candidates from all training features z [n,K]; `batch` holds their y and domain. Deterministic."""
+        """Yields candidates, from all training features z [n,K]; `batch` holds their y and domain. Deterministic."""

@@ -1,4 +1,4 @@
-"""Risk plus a penalty that gets its weight after some steps: what IRM and VREx share."""
+"""The base of IRM and VREx: risk plus a penalty whose weight changes after a number of steps."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from xdm_ft.tensors import Batch, Losses
 class AnnealedPenalty(Algorithm):
     """loss = R + w · penalty, R the average cross-entropy; w is 1 for `anneal_steps` steps, then `penalty_weight`.
 
-    The optimizer forgets its moments as w changes: Adam's, made of small gradients, would let the first large ones
-    through unscaled (DomainBed). Steps before that can not be selected, as they are a training with weight 1.
+    The optimizer resets its moments when w changes: Adam's second moments of small gradients would scale the first
+    large ones too little (as in DomainBed). Earlier steps can not be selected, as they trained with w = 1.
     """
 
     min_domains = 2
 
     def __init__(self, setup: Setup, penalty_weight: float, anneal_steps: int | None) -> None:
-        """`anneal_steps` null is a tenth of the steps, as DomainBed's 500 are of its usual 5,000."""
+        """`anneal_steps` None: a tenth of the steps, as DomainBed's 500 of its usual 5,000."""
         super().__init__(setup)
         self.anneal_steps = setup.steps // 10 if anneal_steps is None else anneal_steps
         if self.anneal_steps >= setup.steps:
             raise UserError(
-                f"{type(self).__name__.lower()}: anneal_steps {self.anneal_steps} leaves none of {setup.steps} "
-                "training steps for penalty_weight; lower anneal_steps or raise training.steps"
+                f"{type(self).__name__.lower()}: anneal_steps {self.anneal_steps} leaves no step with penalty_weight: "
+                f"training has {setup.steps} steps; lower anneal_steps or raise training.steps"
             )
         self.penalty_weight: Tensor
         self.register_buffer("penalty_weight", torch.tensor(penalty_weight, dtype=torch.float32))
@@ -37,7 +37,7 @@ class AnnealedPenalty(Algorithm):
 
     @abstractmethod
     def penalty(self, logits: Tensor, per_sample: Tensor, batch: Batch) -> Tensor:
-        """The penalty, a scalar, from logits [B,C] and their cross-entropies [B]."""
+        """Returns the penalty, a scalar, from logits [B,C] and their cross-entropies [B]."""
 
     def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
         logits = self.logits(z)

@@ -1,4 +1,4 @@
-"""Which sample each sample of a batch is mixed with: what LISA and Mixup share."""
+"""Partners of samples in input mixing, for LISA and Mixup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xdm_ft.tensors import InputPartners, Samples
 
 PartnerSource = Annotated[
     Literal["batch", "all"],
-    Field(description="x_j is drawn from the batch, or from all training images (which doubles the images to decode)"),
+    Field(description="draw x_j from the batch, or from all training images (which doubles the images to decode)"),
 ]
 Annotation = Literal["y", "domain"]
 
@@ -25,14 +25,15 @@ def draw_partners(
     same: Annotation | None,
     other: Annotation | None,
 ) -> InputPartners:
-    """One partner for every sample of S batches, uniform over those whose `same` is the sample's and `other` is not.
+    """Draws one partner for every sample of S batches, uniformly over the valid samples.
 
     Args:
         drawn: the batches, fields int64 [S,B].
         training: all training samples, fields int64 [n].
         u: in [0, 1), float [S,B].
-        source: where partners come from.
-        same, other: None: no condition. Without `other` a sample may be its own partner.
+        source: draw from the sample's batch, or from all training samples.
+        same: annotation that a valid partner shares with the sample; None: no condition.
+        other: annotation in which it differs; None: no condition, so that a sample may be its own partner.
     """
     size = drawn.y.shape[-1]
     pool = drawn if source == "batch" else training
@@ -48,22 +49,24 @@ def draw_partners(
 
 
 def permuted(drawn: Samples, u: Tensor) -> InputPartners:
-    """Partners by a random permutation of each batch, the order of u in [0, 1), float [S,B].
+    """Draws partners by a random permutation of each batch: the order of u in [0, 1), float [S,B].
 
-    A sample that it leaves in its place has none.
+    A sample that the permutation leaves in its place has no partner.
     """
     place = torch.argsort(u, dim=-1, stable=True)
     return InputPartners(drawn.row.gather(-1, place), place, place != torch.arange(u.shape[-1], device=u.device))
 
 
 def pick_other(same: Tensor, other: Tensor, pool_same: Tensor, pool_other: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The ⌊u·n⌋-th of the n samples of a pool that have the same `same` and another `other`.
+    """Picks the ⌊u·n⌋-th of the n samples of a pool that have the same `same` and another `other`.
 
-    Sorted by (same, other), the valid samples are those of one block without a block inside it, so that no [B,n]
-    comparison is made. Fields are int64 [S,B], at least −1; those of the pool [S,m], or [m] for all S. Returns places
-    in the pool, int64 [S,B] (0 where n = 0), and where n > 0.
+    `same` and `other` are int64 [S,B], at least −1; `pool_same` and `pool_other` are [S,m], or [m] for all S. Returns
+    places in the pool, int64 [S,B] (0 if n = 0), and whether n > 0, bool [S,B].
+
+    The pool is sorted by (same, other). The valid samples are then one block of equal `same` without the block of equal
+    `other` inside it: four binary searches replace a comparison of all [B,m] pairs.
     """
-    base = int(torch.maximum(pool_other.max(), other.max())) + 2
+    base = int(torch.maximum(pool_other.max(), other.max())) + 2  # same · base + other + 1 orders by (same, other)
     key, order = (pool_same * base + pool_other + 1).sort(dim=-1, stable=True)
     first, last = (torch.searchsorted(key, (same + more) * base) for more in (0, 1))  # the block of `same`
     excluded = same * base + other + 1

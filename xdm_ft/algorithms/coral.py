@@ -1,4 +1,4 @@
-"""CORAL: features with the same mean and covariance in every domain."""
+"""CORAL: penalises differences between the domains' feature means and covariances."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class CORAL(Algorithm):
     μ_d [K] and C_d [K,K] are the mean and the covariance (divided by n_d − 1) of the domain's features in the batch. A
     domain with fewer than two samples has no covariance and is in no pair; without a pair the penalty is 0.
 
-    Deep CORAL (Sun & Saenko 2016, eq. 1) compares covariances of a source and a target by 1/(4K²) ‖C_a − C_b‖²; this
-    is DomainBed's form for several training domains, with the means beside them and without the 1/4. γ = 1 is its
+    Deep CORAL (Sun & Saenko 2016, eq. 1) compares the covariances of a source and a target by 1/(4K²) ‖C_a − C_b‖².
+    This is DomainBed's form for several training domains: it compares means too and omits the 1/4. γ = 1 is its
     default.
     """
 
@@ -29,7 +29,7 @@ class CORAL(Algorithm):
     search_ranges = {"gamma": {"log_uniform": (1e-1, 1e1)}}
     min_domains = 2
     frozen_reason = (
-        "its penalty is on the features, which a frozen encoder does not change, so it would be erm; "
+        "its penalty changes the encoder only, so with a frozen encoder it equals erm; "
         "set encoder.trainable: true, or use erm"
     )
 
@@ -37,7 +37,7 @@ class CORAL(Algorithm):
         self,
         setup: Setup,
         *,
-        gamma: Annotated[float, Field(ge=0, description="γ, weight of the distance between domains")] = 1.0,
+        gamma: Annotated[float, Field(ge=0, description="γ, weight of the penalty")] = 1.0,
     ) -> None:
         super().__init__(setup)
         self.gamma: Tensor
@@ -51,18 +51,18 @@ class CORAL(Algorithm):
 
 
 def mean_distance(z: Tensor, domain: Tensor, num_domains: int) -> Tensor:
-    """The mean over pairs of domains of 1/K ‖μ_a − μ_b‖² + 1/K² ‖C_a − C_b‖², from z [B,K] and domain int64 [B].
+    """Returns the mean over pairs of domains of 1/K ‖μ_a − μ_b‖² + 1/K² ‖C_a − C_b‖², from z [B,K], domain int64 [B].
 
-    Computed as 2/(n − 1) Σ_a [1/K ‖μ_a − μ̄‖² + 1/K² ‖C_a − C̄‖²], n domains and μ̄, C̄ their means, in float64: near-equal
-    domains differ by little beside their covariances, so these are subtracted before anything is squared. No [K,K]
-    matrix takes shape: the centred samples span at most B dimensions, and in an orthonormal basis of their span every
-    C_a is [B,B].
+    Computed as 2/(n − 1) Σ_a [1/K ‖μ_a − μ̄‖² + 1/K² ‖C_a − C̄‖²], with the means μ̄, C̄ over the n domains, in float64.
+    Matrices are subtracted before they are squared, as near-equal domains differ by little compared with their
+    covariances. No [K,K] matrix is formed: the centred samples span at most B dimensions, and in an orthonormal basis
+    of this span every C_a is [B,B].
     """
     members = F.one_hot(domain, num_domains).double()  # [B,D]
     count = members.sum(0)  # [D]
     means = (members.T @ z.double()) / count.clamp(min=1)[:, None]  # [D,K]
     centred = z.double() - members @ means  # [B,K]
-    # Held constant: another basis could only shorten C_a − C̄, and this one does not, so their gradients are the same
+    # detached: C_a − C̄ lies in the span of the basis, so a small turn of it changes the norm in second order only
     basis = torch.linalg.qr(centred.detach().T)[0]  # [K,min(B,K)]
     own = centred @ basis  # [B,min(B,K)]
     weight = members / (count - 1).clamp(min=1)  # [B,D]
@@ -74,6 +74,6 @@ def mean_distance(z: Tensor, domain: Tensor, num_domains: int) -> Tensor:
 
 
 def _spread(values: Tensor, taken: Tensor) -> Tensor:
-    """Σ_d ‖v_d − v̄‖² of vectors [D,V], over the domains d where `taken` [D] is 1 and not 0; v̄ is their mean."""
+    """Returns Σ_d ‖v_d − v̄‖² of vectors [D,V] over the domains d with `taken` [D] = 1 (else 0); v̄ is their mean."""
     mean = taken @ values / taken.sum().clamp(min=1)
     return taken @ (values - mean).square().sum(1)

@@ -1,4 +1,4 @@
-"""DSU: the statistics of feature maps are drawn from how they vary over the batch."""
+"""DSU: perturbs the statistics of feature maps by as much as they vary over the batch."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from xdm_ft.tensors import Batch
 
 
 class DSU(ERM):
-    """ERM, with x ← γ (x − μ(x)) / σ(x) + β at many places of the encoder, while training.
+    """ERM, with x ← γ (x − μ(x)) / σ(x) + β at several places of the encoder, while training.
 
-    β = μ(x) + ε_μ Σ_μ and γ = σ(x) + ε_σ Σ_σ with ε_μ, ε_σ ~ N(0, 1) for every sample and channel: μ and σ are mean and
-    standard deviation over a map's positions, Σ_μ and Σ_σ the standard deviations of these over the batch. Gradients
-    flow through all of them. It is placed after the first convolution, the max-pool and every stage (in a DenseNet:
-    transition) and is at work in a step with probability p, at each place on its own. p 0.5, ε 1e-6 (added to all
-    variances, which are unbiased) and the places are the paper's.
+    β = μ(x) + ε_μ Σ_μ and γ = σ(x) + ε_σ Σ_σ with ε_μ, ε_σ ~ N(0, 1) for every sample and channel. μ and σ are mean and
+    standard deviation over a map's positions, Σ_μ and Σ_σ the standard deviations of μ and σ over the batch. Gradients
+    flow through all of them. The places are after the first convolution, the max-pool and every stage (in a DenseNet:
+    transition); each place draws in a step with probability p. p = 0.5, ε = 1e-6 (added to all variances, which are
+    unbiased) and the places are the paper's.
     """
 
     source = "Li et al. 2022, Uncertainty Modeling for Out-of-Distribution Generalization (ICLR)"
     parts_reason = (
-        "it measures how the statistics of a batch's samples vary inside the encoder, where parts of a batch do not "
-        "see each other; train it in one process with training.accumulation: 1"
+        "it measures how the statistics of a batch's samples vary inside the encoder, where a process or micro-batch "
+        "has only its part; train it in one process with training.accumulation: 1"
     )
     frozen_reason = (
-        "it changes feature maps inside the encoder, and cached features have none; set encoder.trainable: true"
+        "it changes feature maps inside the encoder, and features are cached after it; set encoder.trainable: true"
     )
 
     def __init__(
         self,
         setup: Setup,
         *,
-        p: Annotated[float, Field(ge=0, le=1, description="probability per step of drawing at a place")] = 0.5,
-        eps: Annotated[float, Field(gt=0, description="added to variances")] = 1e-6,
+        p: Annotated[float, Field(ge=0, le=1, description="probability that a place draws statistics in a step")] = 0.5,
+        eps: Annotated[float, Field(gt=0, description="ε added to variances")] = 1e-6,
     ) -> None:
         super().__init__(setup)
         self.p, self.eps = p, eps
@@ -49,12 +49,14 @@ class DSU(ERM):
     def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:
         names = (*encoder.stem_names, *(encoder.transition_names or encoder.stage_names))
         if not names:
-            raise UserError("dsu: the encoder names no stages to draw statistics after; use a convolutional encoder")
+            raise UserError(
+                "dsu: the encoder has no named stages to draw statistics after; use a convolutional encoder"
+            )
         return {name: _DSUAt(number, int(self.seed), self.p, self.eps) for number, name in enumerate(names)}
 
 
 class _DSUAt(nn.Module):
-    """`redraw` at the `number`-th of several places, with draws of its own."""
+    """`redraw` at the `number`-th place. Each place has its own random draws."""
 
     def __init__(self, number: int, seed: int, p: float, eps: float) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class _DSUAt(nn.Module):
 
 
 def redraw(x: Tensor, noise_mean: Tensor, noise_std: Tensor, eps: float) -> Tensor:
-    """Maps x [B,C,h,w] with other statistics; `noise_mean` and `noise_std` are ε_μ and ε_σ [B,C]."""
+    """Returns maps x [B,C,h,w] with redrawn statistics; `noise_mean` and `noise_std` are ε_μ and ε_σ [B,C]."""
     mean, std = moments(x, eps)  # [B,C,1,1]
     beta = mean + noise_mean[:, :, None, None] * spread(mean, eps)
     gamma = std + noise_std[:, :, None, None] * spread(std, eps)
@@ -79,6 +81,6 @@ def redraw(x: Tensor, noise_mean: Tensor, noise_std: Tensor, eps: float) -> Tens
 
 
 def spread(statistic: Tensor, eps: float) -> Tensor:
-    """The standard deviation over the batch, [1,C,1,1] of [B,C,1,1]; a batch of one sample has variance 0."""
+    """Returns the standard deviation over the batch, [B,C,1,1] → [1,C,1,1]; a batch of one sample has variance 0."""
     variance = statistic.var(0, correction=min(1, len(statistic) - 1), keepdim=True)
     return (variance + eps).sqrt()

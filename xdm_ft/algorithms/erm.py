@@ -13,9 +13,9 @@ from xdm_ft.tensors import Batch, Losses
 class ERM(Algorithm):
     """loss = 1/N Σ_i 1/n_i Σ_j ℓ(c(z_j), y_j), ℓ the cross-entropy, N domains of n_i samples.
 
-    Labels are `batch.targets` (soft) where there are any, else `batch.y`. With class weights w, means are Σ_j Σ_c w_c
-    t_jc (−log p_jc) / Σ_j Σ_c w_c t_jc, the sums as in torch's cross-entropy, and for one-hot t what it is for labels;
-    of soft ones torch divides by the batch size instead. It has no settings.
+    Labels are `batch.targets` (soft) if set, else `batch.y`. With class weights w a mean over samples is
+    Σ_j Σ_c w_c t_jc (−log p_jc) / Σ_j Σ_c w_c t_jc. For one-hot t this is torch's cross-entropy; for soft labels torch
+    has the same numerator and divides by the batch size instead. It has no settings.
     """
 
     source = "Vapnik 1999; XDomainMix paper, L_erm"
@@ -30,7 +30,10 @@ class ERM(Algorithm):
         return Losses(total, auxiliary=total.new_zeros(()), logs=logs)
 
     def weighted_labels(self, targets: Tensor) -> Tensor:
-        """w_c t_c / Σ_c w_c t_c of soft labels t [B,C]: `average` weighs samples by Σ_c w_c t_c; 0 where that is 0."""
+        """Returns w_c t_c / Σ_c w_c t_c for soft labels t [B,C], 0 where the sum is 0.
+
+        `average` multiplies each sample's loss by the sum, so the product is the loss with class weights.
+        """
         if self.class_weight is None:
             return targets
         weighted = targets.to(self.class_weight.dtype) * self.class_weight

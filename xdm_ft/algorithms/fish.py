@@ -1,4 +1,4 @@
-"""Fish: gradients of different domains are made to agree."""
+"""Fish: makes the gradients of different domains agree."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xdm_ft.randomness import Stream, permutation
 
 
 class Fish(ERM):
-    """ERM, stepped so that the inner product of the domains' gradients rises: loss − γ Σ_{i≠j} G_i·G_j to first order.
+    """ERM with steps that raise the inner products of the domains' gradients: to first order they minimise
+    loss − γ Σ_{i≠j} G_i·G_j.
 
     A step: θ̃ ← θ; for every domain d, in random order, one step of the optimizer from θ̃ on the loss of d alone; then
-    θ ← θ + meta_lr (θ̃ − θ). The optimizer's state is carried on. Every parameter takes part, batch-norm statistics do
-    not. meta_lr 0.5 is DomainBed's default, whose code takes the domains in a fixed order; the paper's was tuned per
-    data set.
+    θ ← θ + meta_lr (θ̃ − θ). The optimizer keeps its state. θ is all parameters, without batch-norm statistics.
+    meta_lr = 0.5 is DomainBed's default (its code takes the domains in a fixed order); the paper tuned it per data set.
     """
 
     source = "Shi et al. 2022, Gradient Matching for Domain Generalization (ICLR), Algorithm 1 (Fish)"
@@ -34,7 +34,7 @@ class Fish(ERM):
         setup: Setup,
         *,
         meta_lr: Annotated[
-            float, Field(gt=0, le=1, description="ε, how far to go of the way that the inner steps went; 1: all of it")
+            float, Field(gt=0, le=1, description="ε, fraction of the inner steps' total change to keep; 1: all of it")
         ] = 0.5,
     ) -> None:
         super().__init__(setup)
@@ -42,7 +42,7 @@ class Fish(ERM):
 
     @staticmethod
     def gradients_per_step(num_domains: int) -> int:
-        """One per inner step; together they see as many images as one step of ERM."""
+        """One per inner step; together the inner steps see as many images as one step of ERM."""
         return num_domains
 
     def update(self, parameters: Mapping[str, Tensor], inner_step: Callable[[int | None], None], step: int) -> None:
@@ -54,7 +54,7 @@ class Fish(ERM):
                 parameter.copy_(meta_step(before[name], parameter, self.meta_lr))
 
     def order(self, step: int) -> list[int]:
-        """The domains as the inner steps take them: the same for all seeds, so that heads of a bank go together."""
+        """Returns the order of the domains: the same for all seeds, as the heads of a bank step together."""
         return permutation(0, step, Stream.DOMAIN_ORDER, self.task.num_domains).tolist()
 
 

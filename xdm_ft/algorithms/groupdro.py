@@ -1,4 +1,4 @@
-"""GroupDRO: the worst domain weighs most."""
+"""GroupDRO: gives the domains with the largest losses the largest weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class GroupDRO(Algorithm):
     """loss = Σ_d q_d L_d, L_d the mean cross-entropy of domain d in the batch; q by exponentiated ascent.
 
     At every step, before the loss: q_d ← q_d exp(η L_d), then q ← q / Σ q. q starts uniform. No gradient flows through
-    it, it moves once a step, and the second pass of a sharpness-aware step keeps that of the first. Domains are the
-    groups, so `loss_average` has no say. A domain that a batch leaves out adds nothing to the loss, and of q_d but
-    normalisation moves nothing, as in the paper's Algorithm 1, which draws one group a step.
+    q. It is updated once per step: the second pass of a sharpness-aware step uses that of the first. Domains are the
+    groups, so `loss_average` has no effect. A domain without samples in the batch adds nothing to the loss, and only
+    the normalisation changes its q_d, as in the paper's Algorithm 1, which draws one group per step.
 
     η = 0.01: the paper's, and DomainBed's.
     """
@@ -35,7 +35,7 @@ class GroupDRO(Algorithm):
         setup: Setup,
         *,
         eta: Annotated[
-            float, Field(ge=0, description="step size of the domains' weights; 0: all weigh the same")
+            float, Field(ge=0, description="η, step size of the domain weights q; 0: all stay equal")
         ] = 0.01,
     ) -> None:
         super().__init__(setup)
@@ -50,11 +50,11 @@ class GroupDRO(Algorithm):
         q = (self.q.log() + self.eta * means.detach()).softmax(0)  # in logarithms: exp would overflow
         return self.weighted(means, q)
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
-        return self.weighted(self.domain_losses(z, batch), held["q"])
+    def second_pass(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor]) -> Losses:
+        return self.weighted(self.domain_losses(z, batch), reuse["q"])
 
     def domain_losses(self, z: Tensor, batch: Batch) -> Tensor:
-        """L_d [D], 0 where the batch has nothing of domain d."""
+        """Returns L_d [D]; 0 for a domain without samples in the batch."""
         per_sample = F.cross_entropy(self.logits(z), batch.y, reduction="none")
         return self.by_domain(per_sample, batch)[0]
 
@@ -65,5 +65,5 @@ class GroupDRO(Algorithm):
             auxiliary=total.new_zeros(()),
             buffers={"q": q},
             logs={"largest_weight": q.max()},
-            held={"q": q},
+            reuse={"q": q},
         )

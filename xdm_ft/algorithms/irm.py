@@ -16,14 +16,14 @@ from xdm_ft.tensors import Batch
 class IRM(AnnealedPenalty):
     """loss = R + λ · mean over domains of ‖∇_s R_d(s · c)‖² at s = 1 (IRMv1), R_d the risk of domain d.
 
-    One head serves all domains best only if no domain gains by rescaling its logits with a scalar s. The square is
-    estimated without bias from two halves of the domain's batch, its samples in turn: (∂R_d' / ∂s)(∂R_d'' / ∂s), which
-    may be negative. In closed form the derivative of one sample's cross-entropy at s = 1 is Σ_c p_c v_c − v_y, v the
-    logits and p their softmax. A domain with fewer than two samples in the batch has no estimate and is left out of
-    the mean; without any, the penalty is 0.
+    The head is optimal for all domains at once only if no domain gains by rescaling its logits with a scalar s. The
+    square is estimated without bias from two halves of the domain's batch (every second sample):
+    (∂R_d' / ∂s)(∂R_d'' / ∂s), which may be negative. The derivative of one sample's cross-entropy at s = 1 is
+    Σ_c p_c v_c − v_y, where v are the logits and p their softmax. The mean leaves out domains with fewer than two
+    samples in the batch; without any other domain the penalty is 0.
 
-    The weight is 1 for the first `anneal_steps` steps, then λ, and the optimizer starts anew there. λ = 100 is
-    DomainBed's, as are the halves and the weight of 1; it anneals for 500 steps, a tenth of its usual 5,000.
+    The weight is 1 for the first `anneal_steps` steps, then λ; the optimizer resets its moments at the change. λ = 100,
+    the two halves and the weight of 1 are DomainBed's, which anneals for 500 steps, a tenth of its usual 5,000.
     """
 
     source = "Arjovsky et al. 2019, Invariant Risk Minimization (IRMv1), as DomainBed estimates and anneals it"
@@ -34,9 +34,9 @@ class IRM(AnnealedPenalty):
         self,
         setup: Setup,
         *,
-        penalty_weight: Annotated[float, Field(ge=0, description="λ, of the penalty after annealing")] = 100.0,
+        penalty_weight: Annotated[float, Field(ge=0, description="λ, weight of the penalty after annealing")] = 100.0,
         anneal_steps: Annotated[
-            int | None, Field(ge=0, description="steps with λ = 1 before that; null: a tenth of the steps")
+            int | None, Field(ge=0, description="first steps, in which λ is 1; null: a tenth of the steps")
         ] = None,
     ) -> None:
         super().__init__(setup, penalty_weight, anneal_steps)
@@ -45,13 +45,13 @@ class IRM(AnnealedPenalty):
         domains = self.task.num_domains
         true = logits.gather(1, batch.y[:, None])[:, 0]
         slope = (logits.softmax(1) * logits).sum(1) - true  # ∂ℓ/∂s at s = 1, [B]
-        half = 2 * batch.domain + places(batch.domain, domains) % 2  # [B], 0…2D−1
+        half = 2 * batch.domain + rank_in_domain(batch.domain, domains) % 2  # [B], 0…2D−1
         means, present = domain_means(slope, half, 2 * domains, self.sample_weight(batch))
         both = present.view(domains, 2).all(1)  # [D]
         return means.view(domains, 2).prod(1).sum() / both.sum().clamp(min=1)
 
 
-def places(domain: Tensor, num_domains: int) -> Tensor:
-    """For every sample how many of its domain come before it in the batch: int64 [B]."""
+def rank_in_domain(domain: Tensor, num_domains: int) -> Tensor:
+    """Returns for every sample how many samples of its domain come before it in the batch: int64 [B]."""
     members = F.one_hot(domain, num_domains)  # [B,D]
     return ((members.cumsum(0) - 1) * members).sum(1)

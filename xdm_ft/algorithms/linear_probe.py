@@ -1,4 +1,4 @@
-"""Linear probe: multinomial logistic regression on frozen features, to the optimum."""
+"""Linear probe: multinomial logistic regression on frozen features, solved to the optimum."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from xdm_ft.tensors import Batch
 MOST_ITERATIONS = 2000
 MEMORY = 20  # pairs of steps and gradient changes that L-BFGS keeps
 FINEST_IN_FLOAT32 = 1e-5  # tolerance that products in float32 still reach
-GRAM_ROWS = 4096  # images that the Gram matrix takes in at a time, in float64
+GRAM_ROWS = 4096  # images that are added to the Gram matrix at a time, in float64
 logger = logging.getLogger("xdm_ft")
 
 
 class LinearProbe(Solver):
-    """min over W, b of L(W, b) + ½ l2 ‖W‖² for a path of strengths; selection picks among them.
+    """min over W, b of L(W, b) + ½ l2 ‖W‖² for a path of strengths; selection picks one of them.
 
-    L is the mean loss of all training images, averaged as `training.loss_average` and `class_weights` say; b is not
-    penalised. A strength is l2 in units of the features' mean square, averaged likewise, which makes the path the same
-    for every scale of features. Beyond that they are used as they are, neither centred nor scaled dimension by
-    dimension.
+    L is the mean loss of all training images, by `training.loss_average` and `class_weights`; b is not penalised. A
+    strength is l2 divided by the features' mean square (averaged in the same way), so that one path fits every scale of
+    features. The features are neither centred nor standardised.
 
-    The optimum does not depend on how it is reached: L-BFGS from the strongest penalty to the weakest, each from where
-    the optima before point to, in coordinates in which the problem is well-conditioned (`_Problem`).
+    L-BFGS solves from the strongest penalty to the weakest, in coordinates in which the problem is well-conditioned
+    (`_Problem`). Each solution starts on the line through the two before it. The optimum does not depend on the start.
     """
 
     source = "multinomial logistic regression by L-BFGS, as CLIP's linear probe (Radford et al. 2021, appendix A.3)"
@@ -44,11 +43,11 @@ class LinearProbe(Solver):
         *,
         strengths: Annotated[
             tuple[Annotated[float, Field(gt=0)], ...],
-            Field(min_length=1, description="l2 / mean square of the features; the penalty is ½ l2 ‖W‖²"),
+            Field(min_length=1, description="penalties to try: l2 / mean square of the features, as in ½ l2 ‖W‖²"),
         ] = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5),
         tolerance: Annotated[
             float,
-            Field(gt=0, description="largest gradient entry at an optimum, in coordinates of about unit curvature"),
+            Field(gt=0, description="largest gradient entry at which L-BFGS stops, at a curvature of about 1"),
         ] = 1e-4,
     ) -> None:
         super().__init__(setup)
@@ -57,9 +56,9 @@ class LinearProbe(Solver):
     def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:
         dtype = torch.float32 if self.tolerance >= FINEST_IN_FLOAT32 else torch.float64
         x = torch.cat([z.to(dtype), z.new_ones(len(z), 1, dtype=dtype)], dim=1)  # [n,K+1], 1 for the bias
-        y, weight = batch.y.to(z.device), self._weights(batch).to(z.device)
+        y, weight = batch.y.to(z.device), self._sample_weight(batch).to(z.device)
         gram = _gram(x, weight)
-        unit = float(gram.diagonal()[:-1].mean())
+        unit = float(gram.diagonal()[:-1].mean())  # the features' mean square
         path: list[Tensor] = []
         for place, strength in enumerate(self.strengths):
             start = self._start(path, x)
@@ -68,8 +67,8 @@ class LinearProbe(Solver):
             hparams = {"strength": strength, "l2": strength * unit}
             yield Candidate(place, head[:, :-1].clone(), head[:, -1].clone(), hparams)
 
-    def _weights(self, batch: Batch) -> Tensor:
-        """What each image counts in the mean loss, its derivative by the image's own: float64 [n]."""
+    def _sample_weight(self, batch: Batch) -> Tensor:
+        """Returns each image's factor in the mean loss, float64 [n]: the derivative of the mean by the image's loss."""
         per_sample = torch.zeros(len(batch.y), dtype=torch.float64, device=batch.y.device, requires_grad=True)
         of_class = self.setup.class_weight
         weight = None if of_class is None else of_class.to(per_sample)[batch.y]
@@ -77,18 +76,18 @@ class LinearProbe(Solver):
         return torch.autograd.grad(loss, per_sample)[0]
 
     def _start(self, path: list[Tensor], x: Tensor) -> Tensor:
-        """Where the next optimum may lie, [C,K+1]: on the line through the last two, as functions of log l2."""
+        """Returns a guess of the next optimum, [C,K+1]: the last two, extrapolated linearly in log l2."""
         if not path:
             return x.new_zeros(self.setup.task.num_classes, x.shape[1], dtype=torch.float64)
         if len(path) == 1:
             return path[0]
         before, last, now = (math.log(strength) for strength in self.strengths[len(path) - 2 : len(path) + 1])
-        # equal strengths, if a recipe lists one twice, leave no line to follow
+        # a recipe may list a strength twice: two equal ones define no line
         reach = (now - last) / (last - before) if last != before else 0.0
         return path[-1] + reach * (path[-1] - path[-2])
 
     def _minimum(self, problem: _Problem, strength: float) -> Tensor:
-        """L-BFGS from the problem's start, [C,K+1]; a warning where it ends before the tolerance."""
+        """Returns the optimum [C,K+1] by L-BFGS; logs a warning if it stops before the tolerance is reached."""
         from scipy.optimize import minimize
 
         end = minimize(
@@ -101,8 +100,9 @@ class LinearProbe(Solver):
         largest = float(np.abs(end.jac).max())
         if largest > self.tolerance:
             logger.warning(
-                "linear_probe, strength %g: stopped at a gradient of %.1e, not %.0e, after %d iterations",
-                strength, largest, self.tolerance, end.nit,
+                "linear_probe, strength %g: stopped at a gradient of %.1e after %d iterations, above the tolerance of "
+                "%.0e; the candidate is used as it is; raise linear_probe.tolerance to accept it",
+                strength, largest, end.nit, self.tolerance,
             )  # fmt: skip
         return problem.coefficients(end.x)
 
@@ -110,10 +110,10 @@ class LinearProbe(Solver):
 class _Problem:
     """f(A) = Σ_i w_i ℓ(A x_i, y_i) + ½ l2 ‖A without the bias‖² in coordinates V with A = V L⁻¹, L Lᵀ = M.
 
-    With l2 far below the features' scale, f is badly conditioned in A. M = p̄ Σ_i w_i x_i x_iᵀ + diag(penalty) is its
-    Hessian with every p(1−p) replaced by their mean p̄ at the start, so that in V the Hessian is near the identity: ten
-    times fewer iterations, and a gradient whose size means the same for features of every scale. All is float64 but
-    the products with x, which are in its type: they are nearly all of the work.
+    If l2 is far below the features' scale, f is badly conditioned in A. M = p̄ Σ_i w_i x_i x_iᵀ + diag(penalty) is the
+    Hessian of f with every p(1−p) replaced by their mean p̄ at the start. The Hessian in V is therefore near the
+    identity: L-BFGS needs a tenth of the iterations, and one tolerance of the gradient fits features of every scale.
+    All computation is in float64, except the products with x in x's own type: they are nearly all of the work.
     """
 
     def __init__(self, x: Tensor, y: Tensor, weight: Tensor, l2: float, gram: Tensor, start: Tensor) -> None:
@@ -122,7 +122,8 @@ class _Problem:
         self.penalty[-1] = 0
         probability = self._logits(start).softmax(0)  # [C,n]
         spread = ((probability * (1 - probability)) @ weight).mean().clamp(min=1e-9)  # p̄
-        diagonal = torch.diag(self.penalty + 1e-12 * spread * gram.diagonal().mean())  # M stays regular in float64
+        # a small multiple of the mean diagonal keeps M invertible in float64
+        diagonal = torch.diag(self.penalty + 1e-12 * spread * gram.diagonal().mean())
         lower = torch.linalg.cholesky(spread * gram + diagonal)  # L
         self.inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower)).to(lower), upper=False)
         self.start = _to_numpy(start @ lower)
@@ -131,7 +132,7 @@ class _Problem:
         return torch.from_numpy(v).to(self.x.device).view(-1, self.x.shape[1]) @ self.inverse  # [C,K+1]
 
     def value_and_gradient(self, v: np.ndarray) -> tuple[float, np.ndarray]:
-        pulse.beat()  # a candidate can take many of these, each of them long
+        pulse.beat()  # one candidate may need many of these calls, each of them long
         coefficients = self.coefficients(v)
         log_probability = self._logits(coefficients).log_softmax(0)  # [C,n]
         true = F.one_hot(self.y, len(coefficients)).T
@@ -145,7 +146,7 @@ class _Problem:
 
 
 def _gram(x: Tensor, weight: Tensor) -> Tensor:
-    """Σ_i w_i x_i x_iᵀ in float64, [K+1,K+1]."""
+    """Returns Σ_i w_i x_i x_iᵀ in float64, [K+1,K+1]."""
     gram = x.new_zeros(x.shape[1], x.shape[1], dtype=torch.float64)
     for rows, of_rows in zip(x.split(GRAM_ROWS), weight.split(GRAM_ROWS), strict=True):
         gram += (rows.double().T * of_rows) @ rows.double()

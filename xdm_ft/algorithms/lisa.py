@@ -1,4 +1,4 @@
-"""LISA: mixing selected pairs, of one class across domains or of one domain across classes."""
+"""LISA: mixes pairs of one class across domains, or of one domain across classes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class LISA(ERM):
     """ERM on mixed samples and labels, x̃ = λ x + (1−λ) x_j and ỹ = λ y + (1−λ) y_j, λ ~ Beta(α, α) for every sample.
 
     With probability p_sel a batch is mixed intra-label (x_j has the class of x and another domain), else intra-domain
-    (x_j has another class and the domain of x). x_j is drawn uniformly over the valid samples of the batch, or with
-    `partners: all` of all training images; a sample without one stays as it is, and their share is logged as
-    `without_partner`. x are images, or features where they are cached. `cutmix` pastes a box of x_j, of 1−λ of the area
-    before it is cut off at the borders, into the image x, and λ becomes the share of x that is left.
+    (x_j has another class and the domain of x). x_j is drawn uniformly from the valid samples of the batch, or with
+    `partners: all` of all training images. A sample without a valid partner is not mixed; the share of such samples is
+    logged as `without_partner`. x are images, or cached features. `cutmix` pastes a box of x_j into the image x; the
+    box has 1−λ of the area, before it is clipped at the borders, and λ becomes the visible share of x.
 
-    α = 2 is the paper's. p_sel = 1 is what its commands for domain shifts run (0.5 those for subpopulation shifts). Its
-    code draws x_j from all training images, and for CutMix one λ and one box for the whole batch.
+    α = 2 is the paper's. p_sel = 1 is that of its commands for domain shifts (0.5 for subpopulation shifts). Its code
+    draws x_j from all training images, and for CutMix one λ and one box for the whole batch.
     """
 
     source = "Yao et al. 2022, Improving Out-of-Distribution Robustness via Selective Augmentation (ICML), Algorithm 1"
@@ -38,12 +38,12 @@ class LISA(ERM):
         setup: Setup,
         *,
         p_sel: Annotated[
-            float, Field(ge=0, le=1, description="probability of mixing a batch intra-label, not intra-domain")
+            float, Field(ge=0, le=1, description="probability that a batch is mixed intra-label, else intra-domain")
         ] = 1.0,
         mix: Annotated[
             Literal["mixup", "cutmix"], Field(description="how two samples are mixed; cutmix needs images")
         ] = "mixup",
-        alpha: Annotated[float, Field(gt=0, description="α of Beta(α, α); small: nearly unmixed")] = 2.0,
+        alpha: Annotated[float, Field(gt=0, description="α of Beta(α, α); the smaller, the less is mixed")] = 2.0,
         partners: PartnerSource = "batch",
     ) -> None:
         super().__init__(setup)
@@ -52,13 +52,16 @@ class LISA(ERM):
         self.register_buffer("p_sel", torch.tensor(p_sel, dtype=torch.float32))
         self.mix, self.alpha = mix, alpha
         if mix == "cutmix":
-            self.frozen_reason = "mix: cutmix pastes pieces of images; set mix: mixup, or encoder.trainable: true"
+            self.frozen_reason = (
+                "mix: cutmix needs images, and a frozen encoder trains on cached features; set mix: mixup, or "
+                "encoder.trainable: true"
+            )
 
     def input_partners(self, drawn: Samples, training: Samples, steps: Tensor) -> InputPartners:
         steps = steps[:, None]  # [S,1]
         places = torch.arange(drawn.y.shape[-1], device=drawn.y.device)
         u = uniform(self.seed, steps, Stream.INPUT_PARTNERS, places)  # [S,B]
-        is_intra_label = uniform(self.seed, steps, Stream.INPUT_CHOICE, 0) < self.p_sel  # one for a whole batch
+        is_intra_label = uniform(self.seed, steps, Stream.INPUT_CHOICE, 0) < self.p_sel  # one draw per batch
         intra_label = draw_partners(drawn, training, u, self.partners, same="y", other="domain")
         intra_domain = draw_partners(drawn, training, u, self.partners, same="domain", other="y")
         return InputPartners(
@@ -79,9 +82,9 @@ class LISA(ERM):
 
 
 def cut_mix(batch: Batch, lam: Tensor, centre: Tensor, num_classes: int) -> Batch:
-    """Images x [B,3,H,W] with a box of their partner's in them, and labels by the areas (Yun et al. 2019).
+    """Returns images x [B,3,H,W] with a box of their partner's pixels, and labels mixed by area (Yun et al. 2019).
 
-    `lam` float [B]; `centre` float [B,2] in [0, 1): where in the image the boxes are.
+    `lam` float [B]; `centre` float [B,2] in [0, 1): the boxes' centres, relative to the image's size.
     """
     partner, partner_y, _ = partners_of(batch)
     height, width = batch.x.shape[-2:]
@@ -91,7 +94,7 @@ def cut_mix(batch: Batch, lam: Tensor, centre: Tensor, num_classes: int) -> Batc
     in_rows = (row >= first[:, :1]) & (row < last[:, :1])  # [B,H]
     in_columns = (column >= first[:, 1:]) & (column < last[:, 1:])  # [B,W]
     inside = in_rows[:, None, :, None] & in_columns[:, None, None, :]  # [B,1,H,W]
-    left = 1 - (last - first).prod(1) / (height * width)  # λ by what is left of x
+    left = 1 - (last - first).prod(1) / (height * width)  # λ: the visible share of x
     return batch._replace(
         x=torch.where(inside, partner, batch.x),
         targets=mixed_labels(batch.y, partner_y, left, num_classes),
@@ -99,12 +102,14 @@ def cut_mix(batch: Batch, lam: Tensor, centre: Tensor, num_classes: int) -> Batc
 
 
 def box(lam: Tensor, centre: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-    """First pixel, and the one after the last, of boxes with edges √(1−λ) times those of the image, cut at its borders.
+    """Returns the first pixel of boxes and the one after the last, int64 [B,2] each, clipped to the image.
+
+    The edges of a box are √(1−λ) times those of the image.
 
     Args:
         lam: λ, float [B].
-        centre: int64 [B,2] along the image's two axes.
-        size: of the image along them, int64 [2].
+        centre: row and column of the boxes' centres, int64 [B,2].
+        size: height and width of the image, int64 [2].
     """
     half = (size * (1 - lam[:, None]).sqrt()).long() // 2  # [B,2]
     border = torch.zeros_like(size)

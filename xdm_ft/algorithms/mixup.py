@@ -19,11 +19,11 @@ from xdm_ft.tensors import Batch, InputPartners, Samples
 class Mixup(ERM):
     """ERM on x̃ = λ x + (1−λ) x_j and ỹ = λ y + (1−λ) y_j (one-hot y), λ ~ Beta(α, α) for every sample.
 
-    x are images, or features where they are cached. x_j is another sample of the batch: any, by a random permutation
-    of the batch (Zhang et al. 2018, whose code has one λ per batch), or one of another domain, as in DomainBed's Mixup;
-    a sample without such a partner, or that the permutation leaves in its place, stays as it is, and their share is
+    x are images, or cached features. x_j is another sample of the batch: any, by a random permutation of the batch
+    (Zhang et al. 2018, whose code draws one λ per batch), or one of another domain, as in DomainBed's Mixup. A sample
+    without such a partner, or that the permutation leaves in its place, is not mixed; the share of such samples is
     logged as `without_partner`. With `partners: all` x_j is any training image, or any of another domain. α = 0.2 is
-    DomainBed's, and the paper's range on ImageNet is 0.1 to 0.4. In the mean over domains a mixed sample counts for the
+    DomainBed's; the paper's range on ImageNet is 0.1 to 0.4. In the mean over domains a mixed sample belongs to the
     domain of x.
     """
 
@@ -35,10 +35,10 @@ class Mixup(ERM):
         self,
         setup: Setup,
         *,
-        alpha: Annotated[float, Field(gt=0, description="α of Beta(α, α); small: nearly unmixed")] = 0.2,
+        alpha: Annotated[float, Field(gt=0, description="α of Beta(α, α); the smaller, the less is mixed")] = 0.2,
         partners: PartnerSource = "batch",
         partner_domain: Annotated[
-            Literal["any", "other"], Field(description="x_j is of any domain, or of another one than x")
+            Literal["any", "other"], Field(description="other: the domain of x_j must differ from that of x")
         ] = "any",
     ) -> None:
         super().__init__(setup)
@@ -59,13 +59,13 @@ class Mixup(ERM):
 
 
 def partners_of(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """x_j, its class int64 [B] and whether there is one, bool [B], which come with every batch of such a method."""
+    """Returns x_j, its class int64 [B], and whether there is one, bool [B], from a batch that an engine has drawn."""
     assert batch.partner is not None and batch.partner_y is not None and batch.has_partner is not None
     return batch.partner, batch.partner_y, batch.has_partner
 
 
 def mix_up(batch: Batch, lam: Tensor, num_classes: int) -> Batch:
-    """λ times a sample and its one-hot label, plus 1−λ times its partner's. `lam` float [B]."""
+    """Returns λ times each sample and its one-hot label, plus 1−λ times those of its partner. `lam` float [B]."""
     partner, partner_y, _ = partners_of(batch)
     of_x = lam.view(-1, *(1 for _ in batch.x.shape[1:])).to(batch.x.dtype)  # [B,1,…]
     return batch._replace(
@@ -74,6 +74,6 @@ def mix_up(batch: Batch, lam: Tensor, num_classes: int) -> Batch:
 
 
 def mixed_labels(y: Tensor, partner_y: Tensor, lam: Tensor, num_classes: int) -> Tensor:
-    """λ y + (1−λ) y_j of one-hot labels, [B,C]."""
+    """Returns λ y + (1−λ) y_j of one-hot labels, [B,C]."""
     own, theirs = (F.one_hot(labels, num_classes).to(lam.dtype) for labels in (y, partner_y))
     return lam[:, None] * own + (1 - lam[:, None]) * theirs

@@ -1,4 +1,4 @@
-"""RSC: representation self-challenging."""
+"""RSC (representation self-challenging): mutes the features that the true class depends on most."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from xdm_ft.xdomainmix.importance import target_gradient
 
 
 class RSC(Algorithm):
-    """loss = ℓ(c(z ⊙ m), y): the features that the true class leans on are muted, where that hurts most.
+    """loss = ℓ(c(z ⊙ m), y), where the mask m sets features of z to 0 ("mutes" them).
 
-    g = ∂v_y/∂z, the gradient of the true class's logit; for a linear head it is the row W[y], with no backward pass.
-    m = 0 where g ≥ its percentile 100 (1 − p) over the features of the sample, else 1. A sample is muted only if its
-    fall in the true class's probability, softmax(c(z))_y − softmax(c(z ⊙ m))_y, reaches the percentile 100 (1 − p_b)
-    over the batch; else its m is 1. Percentiles are interpolated linearly, in exact arithmetic. In a batch of one
-    sample that sample is muted. No gradient flows through m; it does through the muted z.
+    g = ∂v_y/∂z is the gradient of the true class's logit; for a linear head it is the row W[y], without a backward
+    pass. m = 0 where g ≥ its percentile 100 (1 − p) over the features of the sample, else 1. A sample is muted only if
+    the true class's probability falls by enough: softmax(c(z))_y − softmax(c(z ⊙ m))_y must reach the percentile
+    100 (1 − p_b) over the batch; else the sample's m is 1. Percentiles are interpolated linearly, in exact arithmetic.
+    In a batch of one sample this sample is muted. Gradients flow through the muted z and not through m.
 
-    The paper mutes channels, or positions of a feature map; only channels are left in a pooled z, and for them the
-    gradient of a map's channel, averaged over space, ranks as W[y] does. p = p_b = 1/3: the paper's, and DomainBed's.
+    The paper mutes channels or positions of a feature map. A pooled z has channels only; the gradient of a map's
+    channel, averaged over space, ranks channels as W[y] does. p = p_b = 1/3 is the paper's and DomainBed's.
     """
 
     source = "Huang et al. 2020, Self-Challenging Improves Cross-Domain Generalization (ECCV), eq. (1)-(5)"
@@ -40,11 +40,11 @@ class RSC(Algorithm):
         setup: Setup,
         *,
         feature_drop: Annotated[
-            float, Field(gt=0, lt=1, description="p, part of a sample's features that is muted, by largest gradient")
+            float, Field(gt=0, lt=1, description="p, fraction of a sample's features to mute: the largest gradients")
         ] = 1 / 3,
         batch_drop: Annotated[
             float,
-            Field(gt=0, le=1, description="p_b, part of the batch's samples that is muted, by what it costs them"),
+            Field(gt=0, le=1, description="p_b, fraction of the batch to mute: the largest falls in probability"),
         ] = 1 / 3,
     ) -> None:
         super().__init__(setup)
@@ -55,34 +55,35 @@ class RSC(Algorithm):
         logits = self.both_logits(z, kept)
         with torch.no_grad():
             whole, muted = (self.true_probability(v, batch.y) for v in logits)
-        spared = specific_mask(muted - whole, exact(self.batch_drop))  # bool [B], of −fall
+        spared = specific_mask(muted - whole, as_fraction(self.batch_drop))  # bool [B], from minus the fall
         return self.losses(logits, batch, kept, spared)
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
-        """The loss with given masks."""
-        return self.losses(self.both_logits(z, held["kept"]), batch, held["kept"], held["spared"])
+    def second_pass(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor]) -> Losses:
+        """Returns the loss with the first pass's masks."""
+        return self.losses(self.both_logits(z, reuse["kept"]), batch, reuse["kept"], reuse["spared"])
 
     def kept(self, z: Tensor, y: Tensor) -> Tensor:
-        """m, bool [B,K]: g < its (1−p)-quantile is −g > its p-quantile."""
-        part = exact(self.feature_drop)
+        """Returns m, bool [B,K]: g < its (1−p)-quantile is equivalent to −g > its p-quantile."""
+        part = as_fraction(self.feature_drop)
         if isinstance(self.head, Linear):  # g = W[y]: one row serves all samples of its class
             return specific_mask(-self.head.weight, part)[y]
         return specific_mask(-target_gradient(z, self.logits, y), part)
 
     def both_logits(self, z: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """c(z) and c(z ⊙ m), [B,C] each. As bytes, since a product with bools takes fifteen times as long on a CPU."""
+        """Returns c(z) and c(z ⊙ m), [B,C] each."""
+        # m as bytes: on a CPU a product with bools takes fifteen times as long
         return self.logits(z), self.logits(z * kept.view(torch.uint8))
 
     def losses(self, logits: tuple[Tensor, Tensor], batch: Batch, kept: Tensor, spared: Tensor) -> Losses:
         chosen = torch.where(spared[:, None], *logits)
         total = self.average(F.cross_entropy(chosen, batch.y, reduction="none"), batch)
-        return Losses(total, auxiliary=total.new_zeros(()), held={"kept": kept, "spared": spared})
+        return Losses(total, auxiliary=total.new_zeros(()), reuse={"kept": kept, "spared": spared})
 
     @staticmethod
     def true_probability(logits: Tensor, y: Tensor) -> Tensor:
         return logits.softmax(1).gather(1, y[:, None])[:, 0]  # [B]
 
 
-def exact(part: float) -> Fraction:
-    """1/3 as a third and not as the float below it: percentiles count ranks."""
+def as_fraction(part: float) -> Fraction:
+    """Returns the simple fraction that a float stands for: 1/3 is a third, not the float below it, as ranks need."""
     return Fraction(part).limit_denominator(1000)

@@ -1,4 +1,4 @@
-"""VREx: risks that do not vary between domains."""
+"""VREx: penalises the variance of the risk between domains."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from xdm_ft.tensors import Batch
 class VREx(AnnealedPenalty):
     """loss = R + β · 1/N Σ_d (R_d − R̄)², R_d the mean cross-entropy of domain d, R̄ the mean over the N domains.
 
-    N counts the domains that are in the batch; with one the penalty is 0.
+    N counts the domains in the batch; with one domain the penalty is 0.
 
-    The weight is 1 for the first `anneal_steps` steps, then β, and the optimizer starts anew there. β = 10 is
-    DomainBed's, as are the mean where the paper sums the risks and the weight of 1; it anneals for 500 steps, a tenth
-    of its usual 5,000.
+    The weight is 1 for the first `anneal_steps` steps, then β; the optimizer resets its moments at the change. β = 10,
+    the weight of 1 and the mean R (the paper sums the risks) are DomainBed's, which anneals for 500 steps, a tenth of
+    its usual 5,000.
     """
 
     source = "Krueger et al. 2021, Out-of-Distribution Generalization via Risk Extrapolation (ICML), V-REx"
@@ -30,9 +30,9 @@ class VREx(AnnealedPenalty):
         self,
         setup: Setup,
         *,
-        penalty_weight: Annotated[float, Field(ge=0, description="β, of the penalty after annealing")] = 10.0,
+        penalty_weight: Annotated[float, Field(ge=0, description="β, weight of the penalty after annealing")] = 10.0,
         anneal_steps: Annotated[
-            int | None, Field(ge=0, description="steps with β = 1 before that; null: a tenth of the steps")
+            int | None, Field(ge=0, description="first steps, in which β is 1; null: a tenth of the steps")
         ] = None,
     ) -> None:
         super().__init__(setup, penalty_weight, anneal_steps)

@@ -1,4 +1,4 @@
-"""WiSE-FT: fine-tuned weights, interpolated with the zero-shot ones."""
+"""WiSE-FT: interpolates fine-tuned weights with the zero-shot ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALPHAS = tuple(tenth / 10 for tenth in range(11))
 
 
 def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """θ_α = (1 − α) θ_start + α θ_end, parameters and buffers alike; whole numbers (counters) are those of `end`.
+    """Returns θ_α = (1 − α) θ_start + α θ_end of parameters and buffers; integers (counters) are those of `end`.
 
     Exactly `start` at α = 0 and `end` at α = 1.
     """
@@ -28,17 +28,18 @@ def interpolate(start: Mapping[str, Tensor], end: Mapping[str, Tensor], alpha: f
 class WiseFT(ERM):
     """θ_α = (1 − α) θ_zero-shot + α θ_ERM: ERM that starts from the class embeddings, then a point on the line.
 
-    With a frozen encoder θ is the class head, end to end the encoder and the head. ERM's step is selected first, then
-    α among 0, 0.1, …, 1 by the same rule, the smallest of equally good ones; `alpha: 0.5` is the authors' choice
-    without validation. Two items of a recipe show both: `wise_ft` and `{name: wise_ft, alpha: 0.5, label: …}`. The
-    metric at every α and on every split is in results.json under `curve`; the best α on the test domain is in no row.
+    θ is the class head if the encoder is frozen, else encoder and head. ERM's step is selected first, then α among
+    0, 0.1, …, 1 by the same rule, the smallest of equally good ones; `alpha: 0.5` is the authors' choice without
+    validation. A recipe compares both with two items: `wise_ft` and `{name: wise_ft, alpha: 0.5, label: …}`.
+    results.json has the metric at every α and on every split under `curve`; no row uses the α that is best on the test
+    domain.
 
-    Running batch-norm statistics are interpolated like weights, as the authors' code does with all of a state dict.
+    Running batch-norm statistics are interpolated like weights: the authors' code interpolates the whole state dict.
     """
 
     source = "Wortsman et al. 2022, Robust fine-tuning of zero-shot models (WiSE-FT), eq. (1)"
     needs_text = True
-    varied_by_finish = {"alpha": "share of the fine-tuned weights"}
+    varied_by_finish = {"alpha": "interpolation weight of the fine-tuned weights"}
 
     def __init__(
         self,
@@ -46,13 +47,13 @@ class WiseFT(ERM):
         *,
         alpha: Annotated[
             Literal["select"] | Annotated[float, Field(ge=0, le=1)],
-            Field(description="share of the fine-tuned weights; select: the best by the protocol's selection rule"),
+            Field(description="α: 0 is zero-shot, 1 is fine-tuned; select: the best by the protocol's selection rule"),
         ] = "select",
     ) -> None:
         super().__init__(setup)
         self.alpha = alpha
 
     def finish(self, start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> Iterator[Finish]:
-        """The whole line, of which a given `alpha` is the only point that can be picked."""
+        """Yields θ_α for all α; if `alpha` is a number, only that one can be picked."""
         for alpha in sorted({*ALPHAS, *(() if self.alpha == "select" else (self.alpha,))}):
             yield Finish({"alpha": alpha}, interpolate(start, end, alpha), self.alpha in ("select", alpha))

@@ -28,10 +28,9 @@ from xdm_ft.xdomainmix import (
 from xdm_ft.xdomainmix.partners import OtherPartner
 
 CLASS_QUANTILE = 0.5
-"""The quantile behind τ_c."""
+"""τ_c is this quantile of a sample's class scores."""
 
-
-# those of the five numbers that a sample needs: for x_i, x_j, λ1, λ2 and discarding
+# streams of the five random numbers of a sample: for x_i, x_j, λ1, λ2 and discarding
 STREAMS = torch.tensor([[Stream.PARTNERS], [Stream.PARTNERS], [Stream.LAMBDA], [Stream.LAMBDA], [Stream.DISCARD]])
 
 
@@ -44,11 +43,11 @@ class Noise(NamedTuple):
 
 
 class Augmented(NamedTuple):
-    """The augmented features of a batch and what made them."""
+    """The augmented features of a batch, and the draws and masks that they were computed from."""
 
     z: Tensor  # z̃, like z
     partners: Partners
-    lam: Tensor  # λ1 and λ2 as they act, [B,2]: 1 without a partner
+    lam: Tensor  # λ1 and λ2 in effect, [B,2]: 1 without a partner
     keep: Tensor  # bool [B]; False discards Z_c,d
     masks: dict[str, Tensor]  # `class_mask` and `domain_mask`, bool [B,K]
 
@@ -56,9 +55,9 @@ class Augmented(NamedTuple):
 class XDomainMix(Algorithm):
     """loss = ½ [ℓ(c(z), y) + ℓ(c(z̃), y)] after a warm-up of plain ERM; z̃ is `xdm_ft.xdomainmix.mix`. (8)
 
-    A domain head d learns the domain from detached z throughout, as the auxiliary loss. Masks come from the scores of
-    both heads, τ_c at the 50% quantile and τ_d on its cycle. Defaults are the paper's (p_discard 0.2), and its
-    proportions on DomainBed for the step counts (3000 of 5000 steps of warm-up, n = 100).
+    A domain head d learns the domain from detached z at every step; its loss is the auxiliary loss. Masks come from the
+    scores of both heads: τ_c is the 50% quantile, τ_d cycles (`domain_quantile`). p_discard = 0.2 is the paper's; the
+    defaults of the step counts have the proportions of its DomainBed runs (3000 of 5000 steps of warm-up, n = 100).
     """
 
     source = "Liu et al. 2024, Cross-Domain Feature Augmentation for Domain Generalization (IJCAI), eq. (1)-(8)"
@@ -75,13 +74,13 @@ class XDomainMix(Algorithm):
             int | None, Field(ge=0, description="steps of plain ERM before mixing; null: 60% of the steps")
         ] = None,
         quantile_steps: Annotated[
-            int | None, Field(ge=1, description="n, steps that each value of τ_d is held; null: steps // 50")
+            int | None, Field(ge=1, description="n, steps with each quantile of τ_d's cycle; null: steps // 50")
         ] = None,
         p_discard: Annotated[
             float, Field(ge=0, le=1, description="probability that Z_c,d is dropped from z̃; 0: discarding off")
         ] = 0.2,
         discard_per: Annotated[
-            Literal["sample", "batch"], Field(description="drop Z_c,d of each sample on its own, or of all at once")
+            Literal["sample", "batch"], Field(description="draw the discard for each sample, or once for the batch")
         ] = "sample",
         mix_class_specific: Annotated[bool, Field(description="mix Z_c,d with that of x_i")] = True,
         mix_class_generic: Annotated[bool, Field(description="mix Z_¬c,d with that of x_j")] = True,
@@ -100,8 +99,8 @@ class XDomainMix(Algorithm):
         self.warmup_steps = setup.steps * 3 // 5 if warmup_steps is None else warmup_steps
         if self.warmup_steps >= setup.steps:
             raise UserError(
-                f"xdomainmix: warmup_steps {self.warmup_steps} leaves nothing to mix in {setup.steps} training steps "
-                "(that is ERM); lower warmup_steps or raise training.steps"
+                f"xdomainmix: warmup_steps {self.warmup_steps} leaves no step to mix in: training has {setup.steps} "
+                "steps, so this is ERM; lower warmup_steps or raise training.steps"
             )
         self.quantile_steps = max(1, setup.steps // 50) if quantile_steps is None else quantile_steps
         self.p_discard: Tensor
@@ -123,12 +122,15 @@ class XDomainMix(Algorithm):
         of_domain = self.domain_loss(self.domain_head(z.detach()), batch)  # [B]
         return Losses(*self.averages(of_class, of_domain, batch))
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor]) -> Losses:
-        return self.mixed_loss(z, batch, self.augment(z, batch, step, held))
+    def second_pass(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor]) -> Losses:
+        return self.mixed_loss(z, batch, self.augment(z, batch, step, reuse))
 
-    def augment(self, z: Tensor, batch: Batch, step: int, held: Mapping[str, Tensor] | None = None) -> Augmented:
-        """z̃ at a step after the warm-up, by equations (1) to (7) in order; with the masks `held`, if there are any."""
-        if held is None:
+    def augment(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor] | None = None) -> Augmented:
+        """Returns z̃ at a step after the warm-up, by equations (1) to (7) in order.
+
+        `reuse` holds the masks of a first pass; None: the masks are computed.
+        """
+        if reuse is None:
             if isinstance(self.head, Linear):
                 by_class = linear_scores(z, self.head.weight, batch.y)  # (1)
             else:
@@ -136,25 +138,25 @@ class XDomainMix(Algorithm):
             by_domain = linear_scores(z, self.domain_head.weight, batch.domain)  # (2)
             quantile = domain_quantile(step - self.warmup_steps, self.quantile_steps)
             of_class, of_domain = specific_mask(by_class, CLASS_QUANTILE), specific_mask(by_domain, quantile)  # (3)
-            held = {"class_mask": of_class, "domain_mask": of_domain}
-        parts = decompose(z, held["class_mask"], held["domain_mask"])  # (4)
+            reuse = {"class_mask": of_class, "domain_mask": of_domain}
+        parts = decompose(z, reuse["class_mask"], reuse["domain_mask"])  # (4)
         noise = self.noise(batch.place, step)
         partners = draw_partners(batch.y, batch.domain, noise.partners, self.other_partner)  # x_i and x_j of (5)
-        acts = partners.has_same & self.mix_class_specific, partners.has_other & self.mix_class_generic
-        lam = torch.where(torch.stack(acts, 1), noise.lam, 1.0)
-        # discarded where u < p: never at p = 0, always at p = 1 (the paper's ≤ differs with probability 0)
+        is_mixed = partners.has_same & self.mix_class_specific, partners.has_other & self.mix_class_generic
+        lam = torch.where(torch.stack(is_mixed, 1), noise.lam, 1.0)
+        # discarded if u < p: never at p = 0, always at p = 1 (the paper's ≤ differs with probability 0)
         keep = noise.discard >= self.p_discard
-        return Augmented(mix(parts, partners, lam, keep), partners, lam, keep, dict(held))  # (5)(6)(7)
+        return Augmented(mix(parts, partners, lam, keep), partners, lam, keep, dict(reuse))  # (5)(6)(7)
 
     def noise(self, place: Tensor, step: int) -> Noise:
-        """The random numbers of a step: functions of the seed, the step and the samples' places in the batch."""
-        two = 2 * place, 2 * place + 1  # of x_i and x_j
+        """Returns the random numbers of a step, a function of the seed, the step and the places in the batch."""
+        two = 2 * place, 2 * place + 1  # indices of the draws for x_i and x_j
         discard = place if self.discard_per == "sample" else torch.zeros_like(place)
         u = uniform(self.seed, step, STREAMS.to(place.device), torch.stack([*two, *two, discard]))  # [5,B]
         return Noise(partners=u[:2].mT, lam=u[2:4].mT, discard=u[4])
 
     def mixed_loss(self, z: Tensor, batch: Batch, augmented: Augmented) -> Losses:
-        """The losses of z and z̃. (8)"""
+        """Returns the losses of z and z̃. (8)"""
         logits = torch.cat([self.logits(z), self.logits(augmented.z)])  # [2B,C]
         of_class = F.cross_entropy(logits, batch.y.repeat(2), reduction="none").view(2, -1).mean(0)  # [B]
         of_domain = self.domain_loss(self.domain_head(z.detach()), batch)
@@ -167,24 +169,24 @@ class XDomainMix(Algorithm):
         return Losses(
             *self.averages(of_class, of_domain, batch),
             logs={"without_same_partner": without_same, "without_other_partner": without_other},
-            held=augmented.masks,
+            reuse=augmented.masks,
         )
 
     def domain_loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        """ℓ(d(z), domain), [B]: cross-entropy, or binary cross-entropy where d learns soft labels besides."""
+        """Returns ℓ(d(z), domain), [B]: cross-entropy, or binary cross-entropy if d learns soft labels of z̃ too."""
         if self.domain_head_augmented:
             return soft_loss(logits, F.one_hot(batch.domain, self.task.num_domains).to(logits.dtype))
         return F.cross_entropy(logits, batch.domain, reduction="none")
 
     def averages(self, class_losses: Tensor, domain_losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The means of losses [B], each by `loss_average`; class weights are for those of classes alone."""
-        plain, weight = self.mean_weights(batch, None, class_losses.dtype), self.sample_weight(batch)
-        of_class = plain if weight is None else self.mean_weights(batch, weight, class_losses.dtype)
+        """Returns the means of both losses [B] by `loss_average`; class weights apply to the class losses only."""
+        plain, weight = self.normalised_sample_weight(batch, None, class_losses.dtype), self.sample_weight(batch)
+        of_class = plain if weight is None else self.normalised_sample_weight(batch, weight, class_losses.dtype)
         return class_losses @ of_class, domain_losses @ plain
 
 
 def mixed_domains(batch: Batch, augmented: Augmented, num_domains: int) -> Tensor:
-    """The soft domain label of z̃, [B,D]: (λ1+λ2)/2 at its own domain, (1−λ1)/2 at x_i's, (1−λ2)/2 at x_j's."""
+    """Returns the soft domain label of z̃, [B,D]: (λ1+λ2)/2 its own domain, (1−λ1)/2 x_i's, (1−λ2)/2 x_j's."""
     domain = F.one_hot(batch.domain, num_domains).to(augmented.lam.dtype)  # [B,D]
     lam_1, lam_2 = augmented.lam[:, :1], augmented.lam[:, 1:]  # [B,1]
     of_same, of_other = domain[augmented.partners.same], domain[augmented.partners.other]
@@ -192,5 +194,5 @@ def mixed_domains(batch: Batch, augmented: Augmented, num_domains: int) -> Tenso
 
 
 def soft_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Binary cross-entropy of soft labels, mean over the domains: [B]."""
+    """Returns the binary cross-entropy of soft labels, mean over the domains: [B]."""
     return F.binary_cross_entropy_with_logits(logits, target, reduction="none").mean(1)

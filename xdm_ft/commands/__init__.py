@@ -1,1 +1,1 @@
-"""One module per verb of `xdm-ft`, thin."""
+"""The verbs of `xdm-ft`, one module each."""

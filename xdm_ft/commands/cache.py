@@ -1,4 +1,4 @@
-"""`xdm-ft cache`: what the feature cache holds, whether it is whole, and clearing it."""
+"""`xdm-ft cache`: lists, verifies and prunes the feature cache."""
 
 from __future__ import annotations
 
@@ -27,36 +27,38 @@ def cache(
     max_gigabytes: float | None,
     runs: Sequence[str] | None,
 ) -> str:
-    """What `xdm-ft cache ls|verify|prune` prints."""
+    """Performs `xdm-ft cache ls|verify|prune` and returns the text to print."""
     if action == "prune":
         return prune_cache(folder, unused_days, max_gigabytes, runs)
     return verify_cache(folder) if action == "verify" else list_cache(folder)
 
 
 def list_cache(folder: str | None) -> str:
-    """A line per entry: key, size, last use, what it holds."""
+    """Returns one line per entry: key, size, last use, encoder and number of images."""
     cache = cache_folder_of(folder)
     lines = [_line(entry) for entry in entries(cache)]
     return "\n".join(lines or [f"{cache}: nothing is cached"])
 
 
 def verify_cache(folder: str | None) -> str:
-    """Reads every file of the cache. Raises `UserError` with a line for each damaged or missing one."""
+    """Reads every file of the cache. Raises `UserError` with one line per damaged or missing file."""
     cache = cache_folder_of(folder)
     found = entries(cache)
     faults = [f"{cache / entry.key}: {fault}" for entry in found for fault in verify(cache, entry.key)]
     if faults:
-        raise UserError("\n".join([*faults, "a run that uses these features computes the damaged parts again"]))
-    return f"{cache}: {len(found)} sets of features, all whole"
+        raise UserError("\n".join([*faults, "the next run that uses these features computes the damaged parts again"]))
+    return f"{cache}: {len(found)} sets of features, none damaged"
 
 
 def prune_cache(
     folder: str | None, unused_days: float | None, max_gigabytes: float | None, runs: Sequence[str] | None = None
 ) -> str:
-    """Removes what was not used for so many days and what no run below the folders `runs` was trained on, then the
-    longest unused down to the size."""
+    """Removes features unused for `unused_days`, and those that no run below the folders `runs` was trained on.
+
+    Then removes the longest unused features until `max_gigabytes` are left. Returns the text to print.
+    """
     if unused_days is None and max_gigabytes is None and not runs:
-        raise UserError("cache prune: say what may go: --unused-days N, --unreferenced DIR, --max-size GB, or several")
+        raise UserError("cache prune: no limit is given; give --unused-days N, --unreferenced DIR or --max-size GB")
     for name, value in (("--unused-days", unused_days), ("--max-size", max_gigabytes)):
         if value is not None and not 0 <= value < math.inf:
             raise UserError(f"cache prune: {name} {value}: must be a number of at least 0")
@@ -68,9 +70,9 @@ def prune_cache(
 
 
 def referenced_by(folders: Sequence[str]) -> set[str]:
-    """The keys of the features that the runs in these folders, at any depth, were trained on.
+    """Returns the keys of the features that the runs in these folders, at any depth, were trained on.
 
-    Raises `UserError` where a folder holds no run and where a run does not tell: nothing may go by mistake.
+    Raises `UserError` if a folder holds no run or a results.json is damaged: its features must not be removed.
     """
     keys = set()
     for folder in map(Path, folders):
@@ -81,7 +83,7 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
             try:
                 features = read_results(path)["environment"].get("features")
             except Damaged as error:
-                raise UserError(f"cache prune: {path}: is damaged ({error}); delete it if it is of no use") from error
+                raise UserError(f"cache prune: {path}: is damaged ({error}); delete it if it is not needed") from error
             keys |= {features["key"]} if features else set()
     return keys
 

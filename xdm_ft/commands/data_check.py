@@ -1,4 +1,4 @@
-"""What `doctor` says of the data: found, counts, broken images, and the faults that a run reports too."""
+"""The data checks of `xdm-ft doctor`: image counts, broken images, and the faults that a run reports too."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Checked = Generator[Finding, None, tuple[ImageDataset, "FileHashes"] | None]
 
 
 def check_data(recipe: Recipe) -> Checked:
-    """→ the data and a hash of every image, or None where the data can not be read at all."""
+    """Yields findings. Returns the data and a hash of every image, or None if the data can not be read at all."""
     dataset: ImageDataset | None
     try:
         dataset = read_data(recipe)
     except UserError as error:
         yield from fault("data", error)
-        dataset = _in_any_number(recipe)
+        dataset = _with_any_counts(recipe)
     if dataset is None:
         return None
     yield Finding("data", f"{len(dataset)} images, {len(dataset.domain_names)} domains, images per class and domain:")
@@ -43,24 +43,24 @@ def check_data(recipe: Recipe) -> Checked:
     found = list(data_faults(dataset, hashes, plan.splits if plan else ()))
     if plan is not None:
         found += plan_faults(plan)
-    yield from found or [Finding("images and groups", "none is there twice, none is in training and test")]
+    yield from found or [Finding("images and groups", "no image occurs twice, no group is in both training and test")]
     return dataset, hashes
 
 
-def _in_any_number(recipe: Recipe) -> ImageDataset | None:
-    """A known data set that is short can still be looked through for its other faults."""
+def _with_any_counts(recipe: Recipe) -> ImageDataset | None:
+    """Returns a benchmark whose image counts are wrong, so that its other faults are found too; else None."""
     settings = recipe.data.kwargs()
     if settings.get("counts") != "published":
         return None
     try:
         dataset: ImageDataset = recipe.data.cls(**(settings | {"counts": "any"}))
-    except UserError:  # it is reported already, in stricter words
+    except UserError:  # the stricter check has reported this fault already
         return None
     return dataset
 
 
 def counts(dataset: ImageDataset) -> Iterator[Finding]:
-    """A line per class, its images in each domain."""
+    """Yields the number of images of each domain, then those of each class by domain."""
     images = images_of(dataset)
     yield Finding("domains", ", ".join(f"{d} {n}" for d, n in zip(dataset.domain_names, images.sum(0), strict=True)))
     for name, row in zip(dataset.class_names, images, strict=True):
@@ -74,14 +74,14 @@ def broken(dataset: ImageDataset, unreadable: dict[int, str]) -> Iterator[Findin
         yield Finding(
             "image",
             f"{dataset.name(row)} does not decode: {reason}",
-            "mend or remove it, or set data.on_bad_image: skip",
+            "repair or remove it, or set data.on_bad_image: skip",
         )
 
 
 def planned(
     recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int] = ()
 ) -> Generator[Finding, None, Plan | None]:
-    """→ the plan, or None where it can not be made."""
+    """Returns the plan. If data and recipe do not fit, yields the fault and returns None."""
     try:
         return make_plan(recipe, dataset, unreadable)
     except UserError as error:

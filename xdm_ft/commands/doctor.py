@@ -1,4 +1,4 @@
-"""`xdm-ft doctor`: what a run needs, checked one by one, with a remedy for each fault."""
+"""`xdm-ft doctor`: checks everything that a run needs, and prints a remedy for each fault."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GIGABYTE = 1e9
 
 
 def doctor(recipe: str | None, overrides: list[str]) -> int:
-    """Prints findings as they come. Returns the exit status: 2 where one is a fault."""
+    """Prints each finding at once. Returns the exit status: 2 if there is a fault, else 0."""
     faults = 0
     for finding in _findings(recipe, overrides):
         print(finding, flush=True)
         faults += finding.remedy is not None
-    print("no faults" if not faults else f"{faults} fault{'s' if faults > 1 else ''}, each with its remedy (→)")
+    print("no faults" if not faults else f"{faults} fault{'s' if faults > 1 else ''}, each followed by its remedy (→)")
     return 2 if faults else 0
 
 
@@ -52,11 +52,11 @@ def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
     yield Finding("recipe", f"{recipe.name}, {len(recipe.methods)} methods")
     yield from _guarded("precision", lambda: precision(recipe))
     yield from _guarded("cache", lambda: cache_disk(recipe.features))
-    yield from _guarded("recipe's own", lambda: of_recipe(recipe))
+    yield from _guarded("recipe's own", lambda: weights_and_data(recipe))
 
 
 def _guarded(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """A check that can not go on ends in a fault of its own; the next ones still run."""
+    """Yields the findings of a check. A `UserError` that stops it becomes a fault, and the next checks still run."""
     try:
         yield from check()
     except UserError as error:
@@ -64,7 +64,7 @@ def _guarded(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Find
 
 
 def installation() -> Iterator[Finding]:
-    """Python, every library that the package declares with its version, and whether the heavy ones import."""
+    """Checks the version of every required library, and that the heavy ones can be imported."""
     from packaging.requirements import Requirement
 
     yield Finding("python", sys.version.split()[0])
@@ -86,13 +86,13 @@ def installation() -> Iterator[Finding]:
     for module in MODULES:
         try:
             importlib.import_module(module)
-        except Exception as error:  # a broken binary can raise anything while it is imported
+        except Exception as error:  # the import of a broken binary can raise any exception
             problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            yield Finding("library", f"{module} does not import ({problem})", "install it again")
+            yield Finding("library", f"{module} can not be imported ({problem})", "install it again")
 
 
 def devices() -> Iterator[Finding]:
-    """Processors, memory, GPUs and the precisions that each computes in."""
+    """Reports processor cores, memory, GPUs, and the precisions that each supports."""
     import psutil
     import torch
 
@@ -116,16 +116,16 @@ def devices() -> Iterator[Finding]:
 
 
 def precision(recipe: Recipe) -> Iterator[Finding]:
-    """Whether this machine computes in what the recipe asks for. Raises `UserError` where the launcher contradicts."""
+    """Checks that this machine supports the recipe's precision. Raises `UserError` if the launcher sets another one."""
     import torch
 
     from xdm_ft.experiment.machine import as_launched
 
     asked, cuda = as_launched(recipe).training.mixed_precision, torch.cuda.is_available()
     if asked == "fp16" and not cuda:
-        yield Finding("precision", "fp16 needs a GPU, and there is none", "set training.mixed_precision: bf16 or no")
+        yield Finding("precision", "fp16 needs a GPU, torch finds none", "set training.mixed_precision: bf16 or no")
     elif asked == "bf16" and cuda and not torch.cuda.is_bf16_supported():
-        yield Finding("precision", "this GPU has no bf16", "set training.mixed_precision: fp16 or no")
+        yield Finding("precision", "this GPU does not support bf16", "set training.mixed_precision: fp16 or no")
     else:
         yield Finding("precision", f"training in {'float32' if asked == 'no' else asked}")
 
@@ -137,8 +137,8 @@ def cache_disk(settings: FeatureSettings) -> Iterator[Finding]:
     yield Finding("cache", f"{folder}, {shutil.disk_usage(folder).free / GIGABYTE:.1f} GB free on its disk")
 
 
-def of_recipe(recipe: Recipe) -> Iterator[Finding]:
-    """Weights, data, and the space that their features need."""
+def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
+    """Checks the encoder's weights, the data, and the disk space that the features need."""
     from xdm_ft.commands.data_check import check_data
     from xdm_ft.experiment.prepared import build_encoder
     from xdm_ft.features.cache_key import weights_digest
@@ -151,7 +151,7 @@ def of_recipe(recipe: Recipe) -> Iterator[Finding]:
     else:
         size = sum(tensor.nbytes for tensor in encoder.state_dict().values())
         number = sum(tensor.numel() for tensor in encoder.state_dict().values())
-        about = f"{encoder.pretraining}; {number:,} numbers, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
+        about = f"{encoder.pretraining}; {number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
         yield Finding("weights", f"{about}; {encoder.width} features")
     checked = yield from check_data(recipe)
     if checked is not None and encoder is not None and recipe.needs_features:
@@ -159,7 +159,7 @@ def of_recipe(recipe: Recipe) -> Iterator[Finding]:
 
 
 def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, hashes: FileHashes) -> Iterator[Finding]:
-    """Whether the features that are not cached yet fit on the disk. Raises `UserError` where they do not."""
+    """Checks that the features not cached yet fit on the disk. Raises `UserError` if they do not."""
     from xdm_ft.features.cache import cached_sets
 
     sets = cached_sets(encoder, dataset, hashes, recipe.features, recipe.train_augmentation, _device())
@@ -172,7 +172,7 @@ def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, hash
 
 
 def _device() -> torch.device:
-    """The one that Accelerate takes."""
+    """Returns the device that Accelerate chooses for a run."""
     from accelerate import PartialState
 
     return PartialState().device

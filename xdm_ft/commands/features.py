@@ -1,4 +1,4 @@
-"""`xdm-ft features`: fills the feature cache and stops."""
+"""`xdm-ft features`: computes the features of a recipe and caches them, without training."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ logger = logging.getLogger("xdm_ft")
 
 
 def fill_cache(recipe: Recipe) -> None:
-    """Extracts the features that the recipe needs. Raises `UserError` where it needs none."""
+    """Extracts the features that the recipe needs. Raises `UserError` if it needs none."""
     if not recipe.needs_features:
-        raise UserError(f"{recipe.name}: trains its encoder end to end, no method of it uses cached features")
+        raise UserError(
+            f"{recipe.name}: it trains its encoder, and no method of it uses cached features; use `xdm-ft run`"
+        )
     accelerator = start(recipe)
     with heartbeat(accelerator):
         with pulse.waiting():

@@ -1,4 +1,4 @@
-"""`xdm-ft ls`: what there is, a line each."""
+"""`xdm-ft ls`: lists recipes, methods, heads, data sets or encoders, one per line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def listing(what: str) -> str:
     if what == "recipes":
         return _table([(path.stem, _first_comment(path.read_text(encoding="utf-8"))) for path in _recipes()])
     if what == "methods":
-        return _table([*_methods(), *_behind()])
+        return _table([*_methods(), *_add_ons()])
     if what == "heads":
         return _table(_heads())
     rows = [(name, _summary(components.find(what, name)), _settings(what, name)) for name in components.names(what)]
@@ -48,9 +48,9 @@ def _heads() -> Iterable[tuple[str, ...]]:
         yield name, _summary(cls), cls.source, _settings("heads", name, prefix=f"{name}.")
 
 
-def _behind() -> list[tuple[str, ...]]:
+def _add_ons() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for folder in components.BEHIND:
+    for folder in components.ADD_ONS:
         for name in components.names(folder):
             cls = components.find(folder, name)
             rows.append((f"…+{name}", cls.source, "cached / end to end", _settings(folder, name, prefix=f"{name}.")))
@@ -58,7 +58,7 @@ def _behind() -> list[tuple[str, ...]]:
 
 
 def _settings(folder: str, name: str, prefix: str = "") -> str:
-    """`key=default (meaning and unit)` of every constructor key; without a default where the key is needed."""
+    """Returns `key=default (meaning and unit)` of every constructor key; a required key has no default."""
     fields = components.settings_model(components.find(folder, name), prefix=prefix).model_fields
     return "; ".join(
         f"{key}{'' if field.is_required() else f'={_in_yaml(field.default)}'} ({field.description})"

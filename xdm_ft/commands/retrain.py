@@ -1,4 +1,4 @@
-"""`xdm-ft retrain`: one model of a run once more, beside what the run recorded of it."""
+"""`xdm-ft retrain`: trains one model of a run again and compares it with the recorded one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from xdm_ft.storage.checksummed import Damaged, read_results
 
 
 def retrain(run_directory: str, method: str, held_out: str, seed: int, trial: int, alone: bool) -> str:
-    """Trains the model again, from its recorded hyper-parameters and seed; returns what differs, a line per part.
+    """Trains the model again from the run's recipe, in a temporary folder. Returns the comparison as lines of text.
 
-    Heads train in the chunk that they trained in, which gives the same bits on the same kind of machine, or `alone`,
-    which gives the same numbers at least to rounding. `held_out` is the test domains, joined by commas.
+    A head trains together with the other heads of its chunk, which gives the same bits on the same kind of machine, or
+    `alone`, which gives the same numbers up to rounding. `held_out` holds the test domains, joined by commas. Raises
+    `UserError` if the folder holds no run, or the run no such model.
     """
     folder = Path(run_directory)
     before = _recorded(folder, (method, tuple(held_out.split(",")), seed, trial))
@@ -52,13 +53,13 @@ def _recorded(folder: Path, key: Identity) -> Record:
     try:
         records = [Record.from_json(run) for run in read_results(path)["runs"]]
     except Damaged as error:
-        raise UserError(f"{path}: is not the results of a run ({error}); name a run directory") from error
+        raise UserError(f"{path}: can not be read as the results of a run ({error}); name a run directory") from error
     names = {_name(record.key): record for record in records}
     found = names.get(_name(key))
     if found is None:
         raise UserError(f'{path}: no model "{_name(key)}"{did_you_mean(_name(key), list(names))}')
     if found.status != "ok":
-        raise UserError(f"{path}: {_name(key)} has no weights to compare with ({found.status}: {found.reason})")
+        raise UserError(f"{path}: {_name(key)} has no weights to compare ({found.status}: {found.reason})")
     return found
 
 

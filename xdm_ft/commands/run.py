@@ -1,4 +1,4 @@
-"""`xdm-ft run`: the run, and its table on standard output."""
+"""`xdm-ft run`: runs a recipe and prints its table to standard output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger("xdm_ft")
 
 
 def run_recipe(recipe: Recipe, show: bool) -> int:
-    """Returns the exit status: 0, or 1 where a model failed. `show`: this process prints the table."""
+    """Returns the exit status: 1 if a model failed, else 0. `show`: whether this process prints the table."""
     results = run(recipe)
     if show:
         print_table(results.document)

@@ -21,13 +21,13 @@ MEANING_COLUMN = 44
 
 
 def validate(recipe: Recipe) -> None:
-    """Prints to standard output; raises `UserError` where data, weights or recipe do not fit."""
+    """Prints to standard output. Raises `UserError` if data, weights and recipe do not fit together."""
     dataset = read_data(recipe)
     plan = make_plan(recipe, dataset)
     encoder = build_encoder(recipe, recipe.protocol.seeds[0])
     print(resolved_with_meanings(recipe))
     if isinstance(encoder, TextEncoder):
-        print("# prompts, exactly as the text encoder sees them")
+        print("# prompts, exactly as the text encoder reads them")
         print("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(dataset.class_names)))
         for item in recipe.methods:
             _print_own_prompts(encoder, item, dataset.class_names)
@@ -41,15 +41,15 @@ def validate(recipe: Recipe) -> None:
 
 
 def _print_own_prompts(encoder: TextEncoder, item: MethodItem, class_names: tuple[str, ...]) -> None:
-    """Those of a method that has some; in full for the first class alone, as they may be 80."""
+    """Prints the prompts of a method that sets its own. Up to 80 of them: those of the first class stand for all."""
     if item.block.prompts is None:
         return
-    print(f"# prompts of {item.label}, so for each class")
+    print(f"# prompts of {item.label}, shown for the first class")
     print("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(class_names[:1], item.block.prompts)))
 
 
 def resolved_with_meanings(recipe: Recipe) -> str:
-    """The resolved recipe as YAML, each key with its meaning behind it; valid as a recipe itself."""
+    """Returns the resolved recipe as YAML, with each key's meaning as a comment. It is a valid recipe."""
     blocks: dict[str, Block] = {
         "data": recipe.data.block,
         "protocol": recipe.protocol,
@@ -70,7 +70,7 @@ def resolved_with_meanings(recipe: Recipe) -> str:
 
 
 def _commented(block: Block, indent: str) -> list[str]:
-    """`key: value  # meaning`, blocks within blocks in YAML's flow style."""
+    """Returns lines of `key: value  # meaning`; nested blocks are in YAML's flow style."""
     values = block.model_dump(mode="json")
     lines = []
     for name, field in type(block).model_fields.items():

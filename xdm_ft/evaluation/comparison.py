@@ -1,12 +1,12 @@
-"""Whether one method differs from the reference: intervals, p values and verdicts.
+"""Whether one method differs from its reference: intervals, p values and verdicts.
 
-Two questions, each answered by a t test. Would it hold on *other domains*? The differences on the held-out domains
-vary. Would it hold with *other seeds and images*? Training differs by seed, and the test images are a sample of groups.
-With several held-out domains the larger p counts. With one held-out set (an official split is one, however many domains
-it holds) only the second question can be asked, and the verdict is about that set.
+Two t tests answer two questions. Would the difference hold on *other domains*? This test uses the spread over held-out
+domains. Would it hold with *other seeds and images*? This test uses the spread over training seeds and over groups of
+test images. With several held-out domains the larger p counts. With one held-out set (an official split is one set,
+however many domains it has) only the second test is possible, and the verdict is about that set.
 
-A verdict needs three seeds, however many domains are held out: with fewer, the spread over seeds says next to nothing
-(two seeds leave one degree of freedom, one seed none).
+A verdict needs three seeds, however many domains are held out: two seeds leave one degree of freedom for the spread
+over seeds, one seed leaves none.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from scipy.special import stdtr, stdtrit  # scipy.stats takes 50 times as long f
 from xdm_ft.evaluation.jackknife import jackknife_variance
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 
-ALPHA = 0.05  # of verdicts and intervals: 95%
-SEEDS = 3  # the fewest that a verdict needs
+ALPHA = 0.05  # significance level of verdicts; intervals are 95%
+SEEDS = 3  # smallest number of seeds that gives a verdict
 NO_VERDICT = "no verdict"
 EQUAL = "not distinguishable"
 
 
 class Interval(NamedTuple):
-    """95%, both ends in the unit of what it is around."""
+    """The two ends of a 95% interval, in the unit of the estimate."""
 
     low: float
     high: float
@@ -45,33 +45,33 @@ class Estimate(NamedTuple):
         return Interval(self.value - half, self.value + half)
 
     def p(self) -> float:
-        """Of a mean of 0, two-sided."""
-        if self.error == 0:
+        """Two-sided p value of the hypothesis that the mean is 0."""
+        if self.error == 0:  # deterministic methods can agree exactly; t would be 0/0
             return float(self.value == 0)
         return float(2 * stdtr(self.freedom, -abs(self.value) / self.error))
 
 
 class HeldOut(NamedTuple):
-    """What one held-out set says of method − reference."""
+    """The differences method − reference on one held-out set."""
 
     by_seed: np.ndarray  # paired differences, float64 [S]
-    variance: float | None  # of their mean, over groups of test images; None: not estimated
+    variance: float | None  # of their mean, over groups of test images; None if it can not be estimated
     groups: float  # effective number of groups
 
 
 class Comparison(NamedTuple):
-    """method − reference. `p` is None, and there is no verdict, where a source of variation is not estimated."""
+    """The difference method − reference. `p` is None, and there is no verdict, if a variance can not be estimated."""
 
     difference: float
     domains: Interval | None  # over held-out domains
-    seeds_and_images: Interval | None
-    p: float | None
+    seeds_and_images: Interval | None  # over seeds and groups of test images
+    p: float | None  # the larger p of both tests
 
 
 class Verdict(NamedTuple):
-    p: float | None  # of the row alone
-    p_holm: float | None  # corrected for all rows
-    verdict: str
+    p: float | None  # of this row alone
+    p_holm: float | None  # corrected for all rows of the table
+    verdict: str  # "better", "worse", `EQUAL` or `NO_VERDICT`
 
 
 def paired(
@@ -80,19 +80,23 @@ def paired(
     without: tuple[np.ndarray, np.ndarray] | None,
     groups: float,
 ) -> HeldOut:
-    """One held-out set: the metric of each side's seeds, float64 [S], seed beside seed.
+    """Returns the paired differences of two methods on one held-out set.
 
-    A deterministic side is [1] and is compared with every seed of the other. `without`: the same metrics without each
-    group of test images, [S,groups] or [1,groups] (`jackknife.without_each_group`); None where they are unknown.
+    Args:
+        own: the method's metric by seed, float64 [S]; [1] if it is deterministic: it is compared with every seed.
+        reference: the reference's metric, in the same order of seeds; [1] if it is deterministic.
+        without: both metrics without each group of test images in turn (`jackknife.without_each_group`), [S,groups] or
+            [1,groups]; None if they are unknown.
+        groups: effective number of groups of test images.
     """
     variance = None
-    if without is not None and groups >= 2:  # less than two leave no degree of freedom
+    if without is not None and groups >= 2:  # fewer than two leave no degree of freedom
         variance = jackknife_variance(without[0].mean(0) - without[1].mean(0))
     return HeldOut(own - reference, variance, groups)
 
 
 def compare(sets: Sequence[HeldOut]) -> Comparison:
-    """The mean difference over held-out sets and seeds. All sets have the same seeds in the same order."""
+    """Returns the mean difference over held-out sets and seeds. All sets have the same seeds in the same order."""
     images = over_seeds_and_images(sets)
     domains = _over([float(one.by_seed.mean()) for one in sets])
     known = [estimate for estimate in (domains, images) if estimate is not None]
@@ -106,12 +110,13 @@ def compare(sets: Sequence[HeldOut]) -> Comparison:
 
 
 def over_seeds_and_images(sets: Sequence[HeldOut]) -> Estimate | None:
-    """SE² = V_groups + V_seeds, both of the mean over seeds and D held-out sets; None where one is not estimated.
+    """The mean over seeds and D held-out sets, with SE² = V_groups + V_seeds; None if one of the two is unknown.
 
-    V_groups = Σ_d V_d / D², for sets that share no group; V_seeds = s²/S of the seeds' means over the sets, which is
-    their jackknife. Variation of single images from seed to seed is in both: the sum errs to the careful side. Degrees
-    of freedom are those of the smaller source, min(seeds, effective groups) − 1, with the set of the fewest effective
-    groups: Welch and Satterthwaite's number for a sum of variances is never below that of its smallest part.
+    V_groups = Σ_d V_d / D² is the variance over groups of test images; the sets share no group. V_seeds = s²/S is the
+    variance over seeds, s² that of the seeds' means over the sets; it equals the jackknife's. Both terms contain the
+    variation of single images from seed to seed, so the sum is rather too large. Degrees of freedom: min(seeds,
+    effective groups of the set that has the fewest) − 1. This is conservative, since Welch and Satterthwaite's number
+    for a sum of variances is never smaller than that of the term with the fewest.
     """
     seeds = _over(np.mean([one.by_seed for one in sets], axis=0))  # [S]
     variances = [one.variance for one in sets if one.variance is not None]
@@ -122,29 +127,32 @@ def over_seeds_and_images(sets: Sequence[HeldOut]) -> Estimate | None:
 
 
 def _over(values: Sequence[float] | np.ndarray) -> Estimate | None:
-    """The mean of independent values, its error s/√n with ddof 1; None for fewer than two."""
+    """The mean of n independent values with standard error s/√n (ddof 1); None for fewer than two values."""
     n = len(values)
     return Estimate(float(np.mean(values)), float(np.std(values, ddof=1) / n**0.5), n - 1) if n > 1 else None
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm's (1979) step-down p values: with those below 0.05 rejected, any false one has a chance of at most 5%.
+    """Returns Holm's (1979) step-down p values, in the order of `p`.
 
-    Whatever the tests have in common: here all rows share the reference's models and the test images.
+    If every hypothesis with a value below 0.05 is rejected, the probability of any false rejection is at most 5%. This
+    holds for dependent tests too; here all rows share the reference's models and the test images.
     """
     adjusted, largest = [0.0] * len(p), 0.0
-    for place, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        largest = max(largest, min(1.0, (len(p) - place) * p[i]))
+    for rank, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+        # the smallest p is multiplied by n, the next by n − 1, …; a later value is never below an earlier one
+        largest = max(largest, min(1.0, (len(p) - rank) * p[i]))
         adjusted[i] = largest
     return adjusted
 
 
 def verdicts(metric: str, rows: Mapping[str, Comparison], where: str = "") -> dict[str, Verdict]:
-    """The verdict of each row under one selection rule; `where`: words that limit it ("on this domain").
+    """Returns the verdict of each row under one selection rule.
 
-    A row without a p is no test: it can get no verdict, true or false, and whether it has a p depends on seeds and
-    predictions, not on its difference. So it does not count in Holm's correction.
+    `where` is appended to "better" and "worse", for example "on this domain".
     """
+    # A row without p is no test and does not count in Holm's correction. This selects no rows by their difference:
+    # whether a row has a p depends on its seeds and predictions alone.
     tested = {name: row.p for name, row in rows.items() if row.p is not None}
     corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
     found = {}

@@ -1,4 +1,4 @@
-"""What benchmarks print behind their ±, computed from our seeds, so that like can be compared with like."""
+"""What benchmarks print behind ±, computed from our seeds, so that it can be compared with published numbers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 
 
 class Convention(NamedTuple):
-    """One benchmark's spread of the means of n seeds, held-out domains averaged within a seed."""
+    """How a benchmark measures the spread over n seeds. Held-out domains are averaged within a seed first."""
 
-    kind: str
+    kind: str  # in words, for tables
     ddof: int
-    of_the_mean: bool  # divided by √n
+    of_the_mean: bool  # a standard error: the standard deviation divided by √n
 
     def value(self, means: Sequence[float]) -> float | None:
-        """The spread in the unit of the metric; None for fewer than two seeds."""
+        """Returns the spread in the unit of the metric; None for fewer than two seeds."""
         if len(means) < 2:
             return None
         return float(np.std(means, ddof=self.ddof) / (len(means) ** 0.5 if self.of_the_mean else 1))
 
 
 DOMAINBED = Convention("standard error over seeds, ddof 0 (DomainBed)", ddof=0, of_the_mean=True)
-"""`format_mean` of domainbed/scripts/collect_results.py: np.std(values) / √n."""
+"""np.std(values) / √n, as `format_mean` in domainbed/scripts/collect_results.py computes it."""
 WILDS = Convention("standard deviation over seeds, ddof 1 (WILDS)", ddof=1, of_the_mean=False)
-"""The leaderboards' standard deviation over replicates, as in examples/evaluate.py of wilds."""
+"""The standard deviation over replicates that WILDS leaderboards print, as in examples/evaluate.py of wilds."""

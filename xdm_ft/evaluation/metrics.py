@@ -1,7 +1,7 @@
-"""What a set of predictions is worth. Logits are float [n,C], labels and domains int64 [n], all results plain floats.
+"""Metrics of predictions. Logits are float [n,C], labels and domains int64 [n]; results are plain floats.
 
-Metrics over classes (`balanced_accuracy`, `macro_f1`, `auroc`) average over the classes that the labels of the split
-contain: a class without images says nothing about a model. Confusion counts are int64 [C,C], true class by predicted.
+Metrics over classes (`balanced_accuracy`, `macro_f1`, `auroc`) average over the classes that have images in the split.
+Confusion counts are int64 [C,C], true class by predicted class.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ HIGHER_IS_BETTER: dict[str, bool] = {
     "ece": False,
 }
 ECE_BINS = 15
-_ROWS_AT_ONCE = 16384  # rows that are held in float64 at a time
+_ROWS_AT_ONCE = 16384  # rows that are converted to float64 at a time, to limit memory
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Share of right predictions: logits [...,n,C], labels [...,n] → float64 [...] on the CPU. For banks of heads."""
+    """Share of correct predictions: logits [...,n,C], labels [...,n] → float64 [...] on the CPU; also of many heads."""
     right = (logits.argmax(-1) == labels).sum(-1)  # [...]
     return right.cpu().double() / logits.shape[-2]
 
@@ -41,25 +41,25 @@ def confusion(predicted: Tensor, labels: Tensor, num_classes: int) -> np.ndarray
 
 
 def recalls(counts: np.ndarray) -> np.ndarray:
-    """Share of each class's images that are right, [C]; nan for a class without images."""
+    """Share of each class's images that are predicted correctly, [C]; nan for a class without images."""
     support = counts.sum(1)
     return np.where(support > 0, np.diag(counts) / np.maximum(support, 1), np.nan)
 
 
 def balanced_accuracy(counts: np.ndarray) -> float:
-    """Mean recall over the classes present."""
+    """Mean recall over the classes that have images."""
     return float(np.nanmean(recalls(counts)))
 
 
 def macro_f1(counts: np.ndarray) -> float:
-    """Mean F1 = 2 tp / (true + predicted) over the classes present."""
+    """Mean of F1 = 2 tp / (true + predicted) over the classes that have images."""
     support, predicted = counts.sum(1), counts.sum(0)
     f1 = 2 * np.diag(counts) / np.maximum(support + predicted, 1)
     return float(f1[support > 0].mean())
 
 
 def domain_accuracies(predicted: Tensor, labels: Tensor, domains: Tensor) -> dict[int, tuple[float, int]]:
-    """Domain number → (accuracy, images), for the domains present; a negative number is no domain."""
+    """{domain number: (accuracy, number of images)} of the domains that have images; a negative number is no domain."""
     inside = domains >= 0
     predicted, labels, domains = predicted[inside], labels[inside], domains[inside]
     images = torch.bincount(domains).cpu().numpy()
@@ -68,7 +68,8 @@ def domain_accuracies(predicted: Tensor, labels: Tensor, domains: Tensor) -> dic
 
 
 def log_normalizer(logits: Tensor) -> Tensor:
-    """log Σ_c exp(logit_c) as float64 [n] on the CPU; float32 would tie confident predictions."""
+    """log Σ_c exp(logit_c) as float64 [n] on the CPU."""
+    # In float32 the probabilities of confident predictions would be equal, and AUROC would count ties.
     return torch.cat([rows.double().logsumexp(1) for rows in logits.cpu().split(_ROWS_AT_ONCE)])
 
 
@@ -84,21 +85,25 @@ def confidences(logits: Tensor) -> np.ndarray:
 
 
 def confidence_bin(confidence: np.ndarray) -> np.ndarray:
-    """Which of the equal-width bins (0, 1/15], …, (14/15, 1] a confidence falls into, int64 [n]."""
+    """The number of each confidence's bin among (0, 1/15], …, (14/15, 1], int64 [n]."""
     return np.clip(np.ceil(confidence * ECE_BINS).astype(np.int64) - 1, 0, ECE_BINS - 1)
 
 
 def expected_calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
-    """Σ_bins |Σ_{i in bin} (right_i − confidence_i)| / n: the ECE of Guo et al. 2017, in one sum per bin.
+    """The ECE of Guo et al. 2017: Σ_bins |Σ_{i in bin} (right_i − confidence_i)| / n.
 
-    torchmetrics gives confidences of exactly 1 a sixteenth bin of their own, so it is not used here.
+    Equal to their Σ_bins n_bin/n |accuracy − confidence| of the bin, as n_bin cancels.
     """
+    # torchmetrics puts confidences of exactly 1 into a sixteenth bin, so it is not used here.
     gaps = np.bincount(confidence_bin(confidence), weights=right - confidence, minlength=ECE_BINS)
     return float(np.abs(gaps).sum() / len(confidence))
 
 
 def _class_scores(logits: Tensor) -> Callable[[int], np.ndarray]:
-    """Class → score float32 [n] that orders images as the class's probability does, without saturating at 0 and 1."""
+    """Returns a function class → score float32 [n], which orders images as the probability of the class does.
+
+    The scores are log probabilities or logit differences, which do not saturate at 0 and 1.
+    """
     columns = logits.cpu().T.contiguous()  # [C,n]
     if len(columns) == 2:
         margin = (columns[1] - columns[0]).float().numpy()
@@ -108,26 +113,27 @@ def _class_scores(logits: Tensor) -> Callable[[int], np.ndarray]:
 
 
 def wins(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
-    """For each positive the share of negatives with a lower score, ties half: [positives]. Both kinds are present.
+    """The share of negatives that have a lower score than each positive, ties counted half: [positives].
 
-    The mean is the area under the ROC curve (Hanley & McNeil 1982). One sort of 170,000 negatives and two look-ups
-    take an eighth of the time of building the curve, which counts with hundreds of classes.
+    Their mean is the area under the ROC curve (Hanley & McNeil 1982). Needs at least one positive and one negative.
     """
+    # One sort of 170,000 negatives and two look-ups take an eighth of the time of building the ROC curve, which
+    # matters with hundreds of classes.
     negatives, mine = np.sort(scores[~positive]), scores[positive]
     return (np.searchsorted(negatives, mine, "left") + np.searchsorted(negatives, mine, "right")) / (2 * len(negatives))
 
 
 def _scored_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
-    """The classes whose areas an AUROC averages: those with images of the class and others; of two classes, class 1."""
+    """The classes whose areas the AUROC averages: those with positives and negatives; of two classes, class 1 only."""
     support = np.bincount(labels, minlength=num_classes)
     scored = np.flatnonzero((support > 0) & (support < len(labels)))
     return scored[scored == 1] if num_classes == 2 else scored
 
 
 def auroc(logits: Tensor, labels: Tensor) -> float | None:
-    """Area under the ROC curve: of class 1 with two classes, else the mean of one class against the rest.
+    """Area under the ROC curve of class 1 (two classes), or the mean area of each class against the rest (more).
 
-    Over the classes with positives and negatives; None where there are none.
+    The mean is over classes with positives and negatives; None if no class has both.
     """
     truth, score_of = labels.cpu().numpy(), _class_scores(logits)
     areas = [float(wins(score_of(c), truth == c).mean()) for c in _scored_classes(truth, logits.shape[1])]
@@ -135,9 +141,10 @@ def auroc(logits: Tensor, labels: Tensor) -> float | None:
 
 
 def auroc_contributions(logits: Tensor, labels: Tensor) -> np.ndarray | None:
-    """Values float64 [n] whose mean is the AUROC and whose weighted mean is, to first order, that of weighted images.
+    """Each image's contribution to the AUROC, float64 [n]; None where `auroc` is None.
 
-    Each image's share is its placement among the images of the other kind (DeLong et al. 1988). None as for `auroc`.
+    The mean of all is the AUROC; the mean over a subset is, to first order, the AUROC of the subset. A contribution
+    follows from the image's placement among the images of the other kind (DeLong et al. 1988).
     """
     truth, score_of = labels.cpu().numpy(), _class_scores(logits)
     classes = _scored_classes(truth, logits.shape[1])
@@ -148,15 +155,16 @@ def auroc_contributions(logits: Tensor, labels: Tensor) -> np.ndarray | None:
         positive, scores = truth == c, score_of(c)
         for kind, placement in ((positive, wins(scores, positive)), (~positive, wins(-scores, ~positive))):
             area = placement.mean()  # the same for both kinds
+            # deviations sum to 0 within a kind, so they leave the mean of all contributions at the area
             influence[kind] += (placement - area) / len(placement)
         areas.append(area)
     return float(np.mean(areas)) + influence * len(truth) / len(classes)
 
 
 def per_image(name: str, logits: Tensor, labels: Tensor) -> np.ndarray | None:
-    """What leaving out images needs for a metric beside the predicted classes, float64 [n]; None where nothing.
+    """The values per image, float64 [n], that the jackknife of a metric needs beside the predicted classes.
 
-    `nll`: each image's loss; `ece`: its confidence; `auroc`: its contribution (None too where it is not defined).
+    `nll`: loss; `ece`: confidence; `auroc`: contribution, None if the AUROC is not defined; other metrics: None.
     """
     if name == "nll":
         return per_image_nll(logits, labels)
@@ -166,19 +174,19 @@ def per_image(name: str, logits: Tensor, labels: Tensor) -> np.ndarray | None:
 
 
 def worst_accuracy(predicted: Tensor, labels: Tensor, worst_of: Tensor) -> float:
-    """The lowest accuracy of the domains, or of what `worst_of` numbers instead (−1: left out); nan without any."""
+    """The lowest accuracy of the groups that `worst_of` numbers (−1: in no group); nan if there is no group."""
     return min((share for share, _ in domain_accuracies(predicted, labels, worst_of).values()), default=float("nan"))
 
 
 def is_defined(name: str, labels: Tensor, num_classes: int) -> bool:
-    """Whether a metric over images has a value on these labels [n], whatever the logits: an AUROC needs two classes."""
+    """Whether a metric is defined on images with these labels [n]: it needs an image, and an AUROC two classes."""
     return len(labels) > 0 and (name != "auroc" or len(_scored_classes(labels.cpu().numpy(), num_classes)) > 0)
 
 
 def metric(name: str, logits: Tensor, labels: Tensor, worst_of: Tensor) -> float:
-    """One metric by its name, computing nothing else; nan where it is not defined. n must not be 0.
+    """Computes one metric, by its name; nan where it is not defined. n must not be 0.
 
-    `worst_of` int64 [n] is the domain of each image, or the group over which the worst is taken (−1: none).
+    `worst_of` int64 [n] is the domain of each image, or its group where the worst group is reported (−1: in no group).
     """
     if name == "accuracy":
         return float(accuracy(logits, labels))
@@ -204,9 +212,9 @@ def score(
     domain_names: Sequence[str],
     worst_of: Tensor | None = None,
 ) -> Score:
-    """Everything that results.json holds of one split. `domains` are numbers into `domain_names`.
+    """Returns all metrics of one split, as results.json has them. `domains` are indices into `domain_names`.
 
-    `worst_of` int64 [n], where the worst group is not the worst domain: the groups; −1: in none of them.
+    `worst_of` int64 [n]: the group of each image (−1: in no group), for data sets whose worst group is not a domain.
 
     Raises `ValueError` for a split without images and `FloatingPointError` for logits that are not finite.
     """

@@ -1,4 +1,4 @@
-"""The predictions of one trained model on the test images: what comparing it with others needs, and no more."""
+"""The predictions of one trained model on the test images, as far as comparisons need them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xdm_ft.evaluation.records import Identity
 
 @dataclass(frozen=True)
 class Prediction:
-    """The test images of one model at the step that one rule picked. Models of the same test domains share rows."""
+    """One model's predictions at the step that one rule picked. Models with the same test domains have equal rows."""
 
     method: str
     test_domains: tuple[str, ...]
@@ -22,9 +22,9 @@ class Prediction:
     rows: np.ndarray  # int [n], rows of the data set
     labels: np.ndarray  # int [n]
     predicted: np.ndarray  # int [n], predicted classes
-    worst_of: np.ndarray  # int [n]: domain, or other group, over which the worst accuracy is taken; −1: in none
+    worst_of: np.ndarray  # int [n]: the domain or other group whose worst accuracy is reported; −1: in no group
     groups: np.ndarray | None = None  # int [n]: patient, slide, sequence; None where unknown
-    per_image: np.ndarray | None = None  # float64 [n], `metrics.per_image` for the metrics that need it
+    per_image: np.ndarray | None = None  # float64 [n], from `metrics.per_image`; None for metrics without
 
     @classmethod
     def on(
@@ -36,7 +36,7 @@ class Prediction:
         predicted: np.ndarray,
         per_image: np.ndarray | None,
     ) -> Prediction:
-        """Those on the test images `rows`, with what the data set knows of these."""
+        """Returns the predictions on the test images `rows`, with their labels and groups from the data set."""
         return cls(
             method=key[0],
             test_domains=key[1],
@@ -54,13 +54,13 @@ class Prediction:
     def from_arrays(
         cls, arrays: Mapping[str, np.ndarray], dataset: ImageDataset, key: Identity, rule: str
     ) -> Prediction:
-        """Reads what `arrays_of` made."""
+        """Returns the predictions under `rule` from the arrays that `arrays_of` made."""
         rows, predicted = arrays[f"{rule}.rows"], arrays[f"{rule}.predicted"]
         return cls.on(dataset, key, rule, rows, predicted, arrays.get(f"{rule}.per_image"))
 
 
 def arrays_of(predictions: Iterable[Prediction]) -> dict[str, np.ndarray]:
-    """What is stored of one model's predictions: `<rule>.rows`, `<rule>.predicted` and `<rule>.per_image`, if any."""
+    """Returns the arrays to store of one model: `<rule>.rows`, `<rule>.predicted`, and `<rule>.per_image` if any."""
     return {
         f"{one.rule}.{name}": array
         for one in predictions

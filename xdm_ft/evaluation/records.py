@@ -10,22 +10,22 @@ from typing import Any, ClassVar, Literal
 from xdm_ft.tensors import Score
 
 Identity = tuple[str, tuple[str, ...], int, int]
-"""Of a model in results: method, test domains, seed, trial."""
+"""What identifies a model in results: method, test domains, seed, trial."""
 Status = Literal["ok", "failed", "skipped"]
 Point = dict[str, float | None]
 
 
 @dataclass(frozen=True)
 class Pick:
-    """The step that one selection rule picked, and what its weights are worth."""
+    """The step that one selection rule picked, and the metrics of its weights."""
 
-    step: int  # number of steps taken; of a solver, the candidate's place on its path
-    weights: str  # their file, relative to the run directory
-    metrics: dict[str, Score]  # by split
-    hparams: dict[str, float] = field(default_factory=dict)  # what a solver varied, how weights were averaged, …
-    curve: list[Point] | None = None  # what was varied after training, and the metric by split (None: not defined)
-    flags: list[str] | None = None  # what makes the pick doubtful
-    value: float | None = None  # what the rule saw of it
+    step: int  # number of steps taken; for a solver, the index of the candidate
+    weights: str  # weights file, relative to the run directory
+    metrics: dict[str, Score]  # {split: metrics}
+    hparams: dict[str, float] = field(default_factory=dict)  # l2 of a solver, averaged steps, alpha, …
+    curve: list[Point] | None = None  # points {varied value, metric by split (None: not defined)}
+    flags: list[str] | None = None  # reasons to doubt the pick, e.g. "last step picked"
+    value: float | None = None  # selection metric, as the rule compared it
 
     def to_json(self) -> dict[str, Any]:
         metrics = {split: dataclasses.asdict(score) for split, score in self.metrics.items()}
@@ -43,7 +43,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Record:
-    """One model: R of results.json."""
+    """One model: an entry of `runs` in results.json."""
 
     method: str
     test_domains: tuple[str, ...]
@@ -51,13 +51,13 @@ class Record:
     trial: int
     hparams: dict[str, Any]
     status: Status
-    reason: str | None = None  # why it failed, or was skipped
-    selected: dict[str, Pick] = field(default_factory=dict)  # by selection rule
+    reason: str | None = None  # why it failed or was skipped
+    selected: dict[str, Pick] = field(default_factory=dict)  # {selection rule: pick}
     mixed_steps: int | None = None  # steps that used augmented features
     gradient_evaluations: int | None = None
-    stopped_at: int | None = None  # steps after which patience ended
+    stopped_at: int | None = None  # number of steps after which `training.patience` stopped it
     train_seconds: float | None = None
-    restarted: dict[str, Any] | None = None  # {"times", "reasons"}: a training that started again
+    restarted: dict[str, Any] | None = None  # {"times", "reasons"} of trainings that could not resume
 
     @property
     def key(self) -> Identity:
@@ -80,27 +80,30 @@ class Record:
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One method under one selection rule: S of results.json. Held-out domains are averaged within a seed."""
+    """One method under one selection rule: an entry of `summary` in results.json.
 
-    _OPTIONAL: ClassVar = {"spread_as_published", "failed", "skipped", "reason", "flags"}  # left out where None
+    Held-out domains are averaged within a seed first.
+    """
+
+    _OPTIONAL: ClassVar = {"spread_as_published", "failed", "skipped", "reason", "flags"}  # not written if None
 
     method: str
     selection: str
     metric: str
     split: str
-    mean: float | None  # over seeds; None without a complete one
+    mean: float | None  # over complete seeds; None if there is none
     std: float | None  # over seeds, ddof 1
     stderr: float | None  # std / √n
-    n: int  # complete seeds
+    n: int  # number of complete seeds: those with a value for every held-out domain
     spread_as_published: dict[str, Any] | None  # {"kind", "value"} as the data set's benchmark prints it
     per_test_domain: dict[str, Point]  # {name: {"mean", "std"}}
-    versus_erm: dict[str, Any] | None
-    protocol: str  # one line: what the numbers mean
+    versus_erm: dict[str, Any] | None  # difference to its reference; None for a reference
+    protocol: str  # one line: data, split, selection and metric behind the numbers
     budget: dict[str, Any]  # {"draws", "gradient_evaluations": {"low", "high"} | None}
-    failed: int | None = None  # records
-    skipped: int | None = None
-    reason: str | None = None  # what did not go as planned
-    flags: list[str] | None = None  # what makes its picks doubtful
+    failed: int | None = None  # number of failed models
+    skipped: int | None = None  # number of skipped models
+    reason: str | None = None  # why models failed, were skipped or are missing
+    flags: list[str] | None = None  # reasons to doubt its picks
 
     def to_json(self) -> dict[str, Any]:
         row = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
@@ -111,7 +114,7 @@ class SummaryRow:
         return cls(**({"spread_as_published": None} | dict(found)))
 
     def flat(self) -> dict[str, Any]:
-        """The row as one line of a table: `mean:DOMAIN` and `std:DOMAIN` by held-out domain, `versus_erm:…`."""
+        """Returns the row as a flat dict; nested values get keys such as `mean:DOMAIN` and `versus_erm:p`."""
         row = {name: value for name, value in self.to_json().items() if not isinstance(value, dict | list)}
         for domain, values in self.per_test_domain.items():
             row |= {f"{name}:{domain}": value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""The records of one method, as one selection rule reads them."""
+"""The records of one method under one selection rule."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from xdm_ft.tensors import Score
 
 SPLIT = "test"
 
-Held = tuple[str, ...]  # the test domains of one model: one (leave one domain out) or several (an official split)
+Held = tuple[str, ...]  # held-out domains of one model: one (leave one domain out) or several (official split)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The records of one method, read under one selection rule."""
+    """The records of one method; values are those of one selection rule and metric."""
 
     method: str
     rule: str
     metric: str
-    held_out: tuple[Held, ...]  # all that the experiment holds out, in order
+    held_out: tuple[Held, ...]  # all held-out sets of the experiment, in order
     records: tuple[Record, ...]
 
     def value(self, record: Record) -> float | None:
@@ -27,7 +27,7 @@ class Runs:
         return None if score is None else getattr(score, self.metric)
 
     def score(self, record: Record) -> Score | None:
-        """What the picked weights are worth on the test images; None where there are none."""
+        """The picked weights' metrics on the test images; None if the rule picked none."""
         pick = record.selected.get(self.rule)
         return pick.metrics[SPLIT] if record.status == "ok" and pick is not None else None
 
@@ -37,12 +37,12 @@ class Runs:
 
     @property
     def values(self) -> dict[tuple[Held, int], float]:
-        """(Held-out domains, seed) → the metric, for the records that have it."""
+        """{(held-out domains, seed): metric} of the records that have a value."""
         pairs = ((r.test_domains, r.seed, self.value(r)) for r in self.records)
         return {(held, seed): value for held, seed, value in pairs if value is not None}
 
     @property
     def complete_seeds(self) -> list[int]:
-        """The seeds that count: those with a value for every held-out domain."""
+        """The seeds that have a value for every held-out set; only they enter means."""
         values = self.values
         return [seed for seed in self.planned_seeds if all((held, seed) in values for held in self.held_out)]

@@ -1,4 +1,4 @@
-"""From one record per trained model to one row per method: the `summary` of results.json."""
+"""Summarises one record per trained model to one row per method and selection rule: `summary` of results.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORACLE = "(oracle: picked on the test domain)"
 _PICKED_ON = {
     "train_val": "on the validation images of the training domains, the mean over these",
     "val_domain": "on the validation domain",
-    "cross_domain": "as best on training domains that extra models left out, their mean",
+    "cross_domain": "of extra models on the further training domain that each holds out, the mean over these",
     "oracle": ORACLE,
 }
 
@@ -32,11 +32,16 @@ def protocol_line(
     augmentation: str,
     draws: int,
 ) -> str:
-    """The one line that says what numbers mean; numbers under different lines are not comparable.
+    """Returns the line above a table. Numbers under different lines are not comparable.
 
-    `data`: what and how much; `split`: how test and validation images came about; `notes`: grouping and whatever else
-    the splits must say; `selection`: rule; `augmentation`: of the training images ("none", …); `draws`: of
-    hyper-parameters per method, held-out domain and seed.
+    Args:
+        data: name and size of the data set.
+        split: how test and validation images were split off.
+        notes: sentences on groups, encoder and loss; duplicates are dropped.
+        selection: the selection rule.
+        metric: the metric of selection and of the table.
+        augmentation: of the training images; "none" for none.
+        draws: draws of hyper-parameters per method, held-out domain and seed.
     """
     words = metric.replace("_", " ")
     parts = [
@@ -53,7 +58,7 @@ def protocol_line(
 
 
 def summarise(
-    runs: Sequence[Record],
+    records: Sequence[Record],
     predictions: Sequence[Prediction],
     *,
     methods: Sequence[str],
@@ -63,52 +68,60 @@ def summarise(
     references: Mapping[str, str],
     convention: Convention | None = None,
 ) -> list[SummaryRow]:
-    """One row per rule and method, in the order of `rules` and `methods`; methods without a record are left out.
+    """Returns one row per rule and method, in the order of `rules` and `methods`; methods without a record have none.
 
-    A seed counts only if all its held-out domains are there. `predictions` may lack runs (those of an earlier code, for
-    example): the interval over seeds and images is then missing, there is no verdict, and the note says so.
-    `references`: method → the one that it is compared with, for methods that have one. `convention` is how tables of
-    the data set's benchmark are printed, where there is one.
+    A seed counts only if it has every held-out domain.
+
+    Args:
+        records: one per method, held-out domains and seed. Raises `ValueError` if there are two.
+        predictions: of these models. If some are missing, the row has no interval over seeds and images and no verdict,
+            and its note says so.
+        methods: labels of the recipe's methods.
+        rules: selection rules.
+        metric: the metric to summarise.
+        protocol_line: selection rule → protocol line.
+        references: method → the method that it is compared with, for methods that are compared.
+        convention: how the data set's benchmark measures spread; None if it has no convention.
     """
-    _refuse_doubles(runs)
-    held_out = tuple(dict.fromkeys(record.test_domains for record in runs))
-    by_method = {m: tuple(r for r in runs if r.method == m) for m in methods}
+    _refuse_duplicates(records)
+    held_out = tuple(dict.fromkeys(record.test_domains for record in records))
+    by_method = {m: tuple(r for r in records if r.method == m) for m in methods}
     without = WithoutGroups(metric, held_out, predictions)
     rows = []
     for rule in rules:
-        views = {m: Runs(m, rule, metric, held_out, records) for m, records in by_method.items() if records}
-        pairs = {m: views[references[m]] for m in views if references.get(m) in views}
-        compared = versus(views, pairs, without)
-        for view in views.values():
+        runs_of = {m: Runs(m, rule, metric, held_out, own) for m, own in by_method.items() if own}
+        pairs = {m: runs_of[references[m]] for m in runs_of if references.get(m) in runs_of}
+        compared = versus(runs_of, pairs, without)
+        for runs in runs_of.values():
             row = SummaryRow(
-                method=view.method,
+                method=runs.method,
                 selection=rule,
                 metric=metric,
                 split=SPLIT,
-                **_spread(view, convention),
-                per_test_domain=_per_test_domain(view),
-                versus_erm=compared.get(view.method),
+                **_spread(runs, convention),
+                per_test_domain=_per_test_domain(runs),
+                versus_erm=compared.get(runs.method),
                 protocol=protocol_line(rule),
-                budget=_budget(view),
-                **_troubles(view),
+                budget=_budget(runs),
+                **_failures_and_gaps(runs),
             )
             rows.append(row)
     return rows
 
 
-def _refuse_doubles(runs: Sequence[Record]) -> None:
+def _refuse_duplicates(records: Sequence[Record]) -> None:
     seen: set[tuple[str, Held, int]] = set()
-    for r in runs:
-        key = r.key[:3]
+    for record in records:
+        key = record.key[:3]
         if key in seen:
             raise ValueError(f"two records of {key}: a summary needs one per method, held-out domains and seed")
         seen.add(key)
 
 
-def _spread(view: Runs, convention: Convention | None) -> dict[str, Any]:
-    """Average the held-out domains within a seed, then spread over seeds."""
-    values = view.values
-    means = [float(np.mean([values[held, seed] for held in view.held_out])) for seed in view.complete_seeds]
+def _spread(runs: Runs, convention: Convention | None) -> dict[str, Any]:
+    """Averages the held-out domains within a seed, then takes mean and spread over seeds."""
+    values = runs.values
+    means = [float(np.mean([values[held, seed] for held in runs.held_out])) for seed in runs.complete_seeds]
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
     published = None if convention is None else {"kind": convention.kind, "value": convention.value(means)}
     return {
@@ -120,27 +133,28 @@ def _spread(view: Runs, convention: Convention | None) -> dict[str, Any]:
     }
 
 
-def _budget(view: Runs) -> dict[str, Any]:
-    """What its models cost: hyper-parameter draws, and gradient evaluations of one model, which may differ between."""
-    counts = [r.gradient_evaluations for r in view.records if r.gradient_evaluations is not None]
+def _budget(runs: Runs) -> dict[str, Any]:
+    """Draws of hyper-parameters, and the range of gradient evaluations per model."""
+    counts = [r.gradient_evaluations for r in runs.records if r.gradient_evaluations is not None]
     return {
-        "draws": len({r.trial for r in view.records}),
+        "draws": len({r.trial for r in runs.records}),
         "gradient_evaluations": {"low": min(counts), "high": max(counts)} if counts else None,
     }
 
 
-def _per_test_domain(view: Runs) -> dict[str, Point]:
-    """Mean and std over all seeds that have the domain.
+def _per_test_domain(runs: Runs) -> dict[str, Point]:
+    """Mean and std of each held-out domain, over all seeds that have it.
 
-    Where one model is tested on several domains at once, accuracies are given per domain; other metrics are known for
-    the test images as a whole only.
+    If one model is tested on several domains (official split), each domain has its accuracy. Other metrics are known
+    only for all test images together.
     """
     found: dict[str, list[float]] = {}
-    for record in sorted(view.records, key=lambda r: view.held_out.index(r.test_domains)):
-        score, value, held = view.score(record), view.value(record), record.test_domains
+    for record in sorted(runs.records, key=lambda r: runs.held_out.index(r.test_domains)):
+        score, value, held = runs.score(record), runs.value(record), record.test_domains
         if score is None or value is None:
             continue
-        if len(held) > 1 and view.metric in ("accuracy", "worst_domain_accuracy"):
+        if len(held) > 1 and runs.metric in ("accuracy", "worst_domain_accuracy"):
+            # for worst_domain_accuracy the columns show the accuracies whose minimum it is
             columns = {domain: entry["accuracy"] for domain, entry in score.per_domain.items()}
         else:
             columns = {" + ".join(held): value}
@@ -152,11 +166,11 @@ def _per_test_domain(view: Runs) -> dict[str, Point]:
     }
 
 
-def _troubles(view: Runs) -> dict[str, Any]:
-    """What did not go as planned: counts and one line of reasons; empty where all went well."""
-    failed = [r for r in view.records if r.status == "failed"]
-    skipped = [r for r in view.records if r.status == "skipped"]
-    planned, done = len(view.held_out) * len(view.planned_seeds), len(view.values)
+def _failures_and_gaps(runs: Runs) -> dict[str, Any]:
+    """Counts of failed and skipped models, and one line of reasons for missing values; empty if nothing is missing."""
+    failed = [r for r in runs.records if r.status == "failed"]
+    skipped = [r for r in runs.records if r.status == "skipped"]
+    planned, done = len(runs.held_out) * len(runs.planned_seeds), len(runs.values)
     found: dict[str, Any] = {"failed": len(failed)} if failed else {}
     if skipped:
         found["skipped"] = len(skipped)
@@ -165,18 +179,19 @@ def _troubles(view: Runs) -> dict[str, Any]:
         for status, records in (("failed", failed), ("skipped", skipped))
         if records
     ]
-    undefined = sum(view.value(r) is None and view.score(r) is not None for r in view.records)
+    undefined = sum(runs.value(r) is None and runs.score(r) is not None for r in runs.records)
     if undefined:
-        reasons.append(f"{view.metric} is not defined on the test images of {undefined} of {planned} runs")
-    unpicked = sum(r.status == "ok" and view.rule not in r.selected for r in view.records)
+        reasons.append(f"{runs.metric} is not defined on the test images of {undefined} of {planned} runs")
+    unpicked = sum(r.status == "ok" and runs.rule not in r.selected for r in runs.records)
     if unpicked:
-        reasons.append(f"{view.rule} could pick no step of {unpicked} of {planned} runs: {view.metric} is not defined")
+        reasons.append(f"{runs.rule} could pick no step of {unpicked} of {planned} runs: {runs.metric} is not defined")
+    # the rest has no record: runs of an interrupted experiment
     missing = planned - done - len(failed) - len(skipped) - undefined - unpicked
     if missing:
         reasons.append(f"{missing} of {planned} runs are missing")
-    seeds = len(view.complete_seeds)
+    seeds = len(runs.complete_seeds)
     if reasons and done:
         reasons.append(
-            f"the mean counts the {seeds} of {len(view.planned_seeds)} seeds that have every held-out domain"
+            f"the mean counts the {seeds} of {len(runs.planned_seeds)} seeds that have every held-out domain"
         )
     return found | ({"reason": "; ".join(reasons)} if reasons else {})

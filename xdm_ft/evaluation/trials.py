@@ -1,4 +1,4 @@
-"""Which trial of a search counts: the one that the selection rule likes best."""
+"""Selects the trial of a search: the one with the best value of the selection rule."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from xdm_ft.evaluation.records import Record
 
 
 def selection_value(record: Record, rule: str) -> float | None:
-    """What the rule saw of the step that it picked; None where it picked none, or saw nothing that is defined."""
+    """The selection metric of the step that the rule picked; None if it picked none or the metric is not defined."""
     pick = record.selected.get(rule) if record.status == "ok" else None
     return None if pick is None else pick.value
 
 
 def picked_trials(records: Iterable[Record], rule: str, metric: str) -> list[Record]:
-    """One record per method, held-out domains and seed: the trial of the best selection value, the first of equals.
+    """Returns one record per method, held-out domains and seed: the trial with the best selection value.
 
-    Where no trial has one, the first record stands for all.
+    Of equal values the first trial is returned; if no trial has a value, the first trial too.
     """
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
     groups: dict[tuple[str, tuple[str, ...], int], list[Record]] = {}

@@ -1,4 +1,4 @@
-"""The `versus_erm` of the summary's rows: records and predictions paired, compared, and given a verdict."""
+"""Compares each method with its reference: the `versus_erm` of the summary's rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xdm_ft.evaluation.jackknife import check_same_images, effective_number, gro
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.runs import Held, Runs
 
-FEW_GROUPS = 10  # effective ones, below which the table says how many
+FEW_GROUPS = 10  # below this effective number the note reports how many groups there are
 
 
 class Groups(NamedTuple):
@@ -20,7 +20,7 @@ class Groups(NamedTuple):
 
     number: int
     effective: float
-    known: bool  # False: every image is one
+    known: bool  # False: each image counts as one group
 
 
 class WithoutGroups:
@@ -33,7 +33,7 @@ class WithoutGroups:
         for held in held_out:
             runs = [p for p in predictions if tuple(p.test_domains) == held]
             if metric == "auroc":
-                runs = [p for p in runs if p.per_image is not None]  # None where it is not defined
+                runs = [p for p in runs if p.per_image is not None]  # None if the AUROC is not defined
             if not runs:
                 continue
             check_same_images(runs)
@@ -42,26 +42,27 @@ class WithoutGroups:
             for p in runs:
                 self.metrics[p.rule, p.method, held, p.seed] = without_each_group(metric, p)
 
-    def of(self, view: Runs, held: Held, seeds: Sequence[int]) -> np.ndarray | None:
-        """[seeds, groups]; None where a prediction is missing."""
-        rows = [self.metrics.get((view.rule, view.method, held, seed)) for seed in seeds]
+    def of(self, runs: Runs, held: Held, seeds: Sequence[int]) -> np.ndarray | None:
+        """The metric without each group, [seeds, groups]; None if a prediction is missing."""
+        rows = [self.metrics.get((runs.rule, runs.method, held, seed)) for seed in seeds]
         known = [row for row in rows if row is not None]
         return np.stack(known) if len(known) == len(rows) else None
 
 
 def versus(
-    views: Mapping[str, Runs], references: Mapping[str, Runs], without: WithoutGroups
+    runs_of: Mapping[str, Runs], references: Mapping[str, Runs], without: WithoutGroups
 ) -> dict[str, dict[str, Any]]:
-    """The difference of each method to its reference, paired by held-out domain and seed, under one selection rule.
+    """Returns {method: difference to its reference}, paired by held-out domain and seed, under one selection rule.
 
-    `references` holds that of each method which has one. Methods with nothing to pair are left out.
+    `references` is {method: runs of its reference}. A method without a reference, or without a seed to pair, is not in
+    the result.
     """
     comparisons: dict[str, Comparison] = {}
     notes: dict[str, str] = {}
     for method, reference in references.items():
-        own, theirs = _paired_seeds(views[method], reference)
+        own, theirs = _paired_seeds(runs_of[method], reference)
         if method != reference.method and own and theirs:
-            comparisons[method], notes[method] = _compared(views[method], reference, own, theirs, without)
+            comparisons[method], notes[method] = _compared(runs_of[method], reference, own, theirs, without)
             if len({one.method for one in references.values()}) > 1:
                 notes[method] = "; ".join(filter(None, (f"compared with {reference.method}", notes[method])))
     found = verdicts(without.metric, comparisons, _where(without.held_out))
@@ -83,13 +84,13 @@ def _where(held_out: Sequence[Held]) -> str:
     return "on these domains" if len(held_out[0]) > 1 else "on this domain"
 
 
-def _paired_seeds(view: Runs, reference: Runs) -> tuple[list[int], list[int]]:
-    """The seeds to compare on either side: those that both completed.
+def _paired_seeds(runs: Runs, reference: Runs) -> tuple[list[int], list[int]]:
+    """Returns the seeds to compare, of the method and of its reference: those that both have completed.
 
-    A method with one seed where the other has several is a deterministic one: it is compared with each of them.
+    If one of them has a single planned seed and the other several, it is deterministic and compared with each seed.
     """
-    own, theirs = view.complete_seeds, reference.complete_seeds
-    planned = len(view.planned_seeds), len(reference.planned_seeds)
+    own, theirs = runs.complete_seeds, reference.complete_seeds
+    planned = len(runs.planned_seeds), len(reference.planned_seeds)
     if min(planned) == 1 < max(planned):
         return own, theirs
     common = [seed for seed in own if seed in theirs]
@@ -97,26 +98,26 @@ def _paired_seeds(view: Runs, reference: Runs) -> tuple[list[int], list[int]]:
 
 
 def _compared(
-    view: Runs, reference: Runs, own: Sequence[int], theirs: Sequence[int], without: WithoutGroups
+    runs: Runs, reference: Runs, own: Sequence[int], theirs: Sequence[int], without: WithoutGroups
 ) -> tuple[Comparison, str]:
-    """The comparison, and what to know about it."""
-    ours, base, sets, missing = view.values, reference.values, [], False
-    for held in view.held_out:
-        parts = without.of(view, held, own), without.of(reference, held, theirs)
-        missing |= parts[0] is None or parts[1] is None
+    """Returns the comparison, and the note that explains it."""
+    ours, base, sets, missing = runs.values, reference.values, [], False
+    for held in runs.held_out:
         values = np.array([ours[held, s] for s in own]), np.array([base[held, s] for s in theirs])
-        both = None if parts[0] is None or parts[1] is None else (parts[0], parts[1])
+        of_own, of_reference = without.of(runs, held, own), without.of(reference, held, theirs)
+        both = None if of_own is None or of_reference is None else (of_own, of_reference)
+        missing |= both is None
         groups = without.groups[held].effective if held in without.groups else 0.0
         sets.append(paired(*values, both, groups))
     seeds = len(sets[0].by_seed)
     notes = ["variation between domains not estimated"] if len(sets) == 1 else []
     if seeds < SEEDS:
-        notes.append(f"no verdict below {SEEDS} seeds, here {'is' if seeds == 1 else 'are'} {seeds}")
+        notes.append(f"no verdict: it needs {SEEDS} seeds, and {seeds} {'is' if seeds == 1 else 'are'} complete")
     if missing:
         notes.append("variation between images not estimated: predictions are missing")
     elif any(one.variance is None for one in sets):
         notes.append("variation between images not estimated: too few groups, or the metric needs all of them")
-    notes += _about_groups([without.groups[held] for held in view.held_out if held in without.groups])
+    notes += _about_groups([without.groups[held] for held in runs.held_out if held in without.groups])
     if len(own) != len(theirs):
         notes.append(f"one seed, compared with each of {seeds}")
     return compare(sets), "; ".join(notes)

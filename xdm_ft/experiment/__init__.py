@@ -14,10 +14,10 @@ logger = logging.getLogger("xdm_ft")
 
 
 def run(recipe: Recipe) -> Results:
-    """Trains and compares everything that the recipe lists; resumes where an interrupted run of it stopped.
+    """Trains and compares all methods of the recipe, and returns the results. Resumes an interrupted run of it.
 
-    In several processes each one calls this and has the same results. Raises `UserError` where recipe, data, weights or
-    disk do not fit.
+    If several processes were launched, each one calls this and returns the same results. Raises `UserError` for faults
+    of recipe, data, weights or disk.
     """
     from xdm_ft.experiment.data_faults import faults
     from xdm_ft.experiment.engines import Engines
@@ -37,9 +37,9 @@ def run(recipe: Recipe) -> Results:
     accelerator = start(recipe)
     main = accelerator.is_main_process
     with heartbeat(accelerator):
-        with pulse.waiting():  # downloads take as long as they take
+        with pulse.waiting():  # a slow download must not count as a hung process
             dataset = read_data(recipe)
-            plan = make_plan(recipe, dataset)  # faults of splits, methods and weights come before any long work
+            plan = make_plan(recipe, dataset)  # here, so that faults of splits and methods are raised before long work
             encoder = build_encoder(recipe, recipe.protocol.seeds[0])
         with opened(recipe, accelerator) as directory:
             before = earlier(directory, accelerator)

@@ -1,4 +1,7 @@
-"""Selection by `cross_domain`: extra models, each trained without one more domain, measured on it and forgotten."""
+"""Selection by `cross_domain`: extra models, each with one more held-out domain, on which it is measured.
+
+Only the measured values are kept, not the weights.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,21 @@ from xdm_ft.experiment.engines import Engines, Model, Request
 from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.jobs import Known, make_job
 from xdm_ft.experiment.plan import ExtraModel, extra_models
-from xdm_ft.experiment.results import Kept, ResultsFile
+from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.train import train
 from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job
 
 logger = logging.getLogger("xdm_ft")
-MEASURED = "cross_domain"  # kind of the lines that hold what extra models measured
+MEASURED = "cross_domain"  # kind of the lines that hold the values of extra models
 Measured = dict[str, dict[str, dict[int, float]]]
 
 
 def cross_domain_values(engines: Engines, wanted: Collection[Identity], results: ResultsFile) -> dict[Identity, Known]:
-    """What `Job.known` is for each wanted model: its extra models' metric by step, measured now or before.
+    """Trains the missing extra models. Returns `Job.known` of each wanted model: the mean metric of its extra models.
 
-    Empty where the recipe selects by another rule.
+    Returns an empty dict if the recipe selects by another rule.
     """
     extra = [model for model in engines.plan.extra if any(key in wanted for key in model.serves)]
     if not extra:
@@ -33,7 +36,7 @@ def cross_domain_values(engines: Engines, wanted: Collection[Identity], results:
     jobs = [make_job(engines.plan, engines.prepared, model, {}) for model in extra]
     before = _measured(engines)
     missing = {job.key for job in jobs if _name(job) not in before}
-    wait_for_everyone(engines.accelerator)  # all know what is missing before one of them adds to it
+    wait_for_everyone(engines.accelerator)  # all processes must read the same lines before one of them appends
     alike: dict[tuple[str, tuple[str, ...]], list[tuple[ExtraModel, Job]]] = {}
     for model, job in zip(extra, jobs, strict=True):
         alike.setdefault((job.method, tuple(job.split.evaluation)), []).append((model, job))
@@ -45,7 +48,7 @@ def cross_domain_values(engines: Engines, wanted: Collection[Identity], results:
     ]
     if requests:
         logger.info("%s; %d are missing", extra_models(engines.plan), len(missing))
-        train(engines, requests, _kept, results)
+        train(engines, requests, _measure, results)
     measured, courses = _measured(engines), dict[Identity, list[Mapping[int, float]]]()
     for model, job in zip(extra, jobs, strict=True):
         for part, key in zip(LEFT_OUT, model.serves, strict=False):
@@ -53,8 +56,8 @@ def cross_domain_values(engines: Engines, wanted: Collection[Identity], results:
     return {key: {"cross_domain": mean_course(of_model)} for key, of_model in courses.items()}
 
 
-def _kept(model: Model) -> Kept:
-    """The metric of an extra model where it is defined: {left-out part: {step: value}}."""
+def _measure(model: Model) -> Outcome:
+    """Returns the line of an extra model, with its finite values of the metric: {evaluation split: {step: value}}."""
     trained, job = model.trained, model.trained.job
     if trained.failure is not None:
         logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
@@ -63,11 +66,11 @@ def _kept(model: Model) -> Kept:
         part: {step: value for step, value in course.get(part, {}).items() if math.isfinite(value)}
         for part in job.split.evaluation
     }
-    return Kept(MEASURED, {"model": _name(job), "values": defined})
+    return Outcome(MEASURED, {"model": _name(job), "values": defined})
 
 
 def _measured(engines: Engines) -> Measured:
-    """Extra model → left-out part → steps → metric, as the processes of this run have kept it."""
+    """Returns {extra model: {evaluation split: {step: metric}}}, from the lines of all processes."""
     return {
         line["model"]: {
             part: {int(step): value for step, value in course.items()} for part, course in line["values"].items()

@@ -1,4 +1,4 @@
-"""Faults of the data that a run can be trained with: `run`, `validate` and `doctor` report the same ones."""
+"""Faults of the data that do not stop a run. `run`, `validate` and `doctor` report the same ones."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ if TYPE_CHECKING:
     from xdm_ft.recipe.read import Recipe
 
 TESTED = ("test", "val_domain")
-"""Parts that may share no image or group with training. Validation parts of training domains blur only which step is
-picked; the protocol line counts the groups that they share."""
+"""Evaluation splits that must share no image or group with training.
+
+The validation splits of training domains are not listed: they affect only which step is selected, and the protocol line
+counts the groups that they share.
+"""
 
 
 def faults(plan: Plan, show: bool) -> list[Finding]:
-    """All of them. Reads and hashes image files of equal size; the others are not opened. `show`: with progress."""
+    """Returns all faults. Reads and hashes only image files of equal size. `show`: whether to show progress."""
     hashes = hash_files(plan.dataset, _index_folder(plan.recipe), show, equal_sizes_only=True)
     return [*data_faults(plan.dataset, hashes, plan.splits), *plan_faults(plan)]
 
 
 def _index_folder(recipe: Recipe) -> Path | None:
-    """Where hashes are kept; None where it can not be written and nothing else needs it."""
+    """Returns the folder of the hashes, or None if it can not be written and the recipe needs no cached features."""
     try:
         return cache_folder(recipe.features)
     except UserError:
@@ -43,20 +46,20 @@ def _index_folder(recipe: Recipe) -> Path | None:
 
 
 def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
-    """Those of the data itself; `splits` say which of them touch the estimate."""
+    """Yields the faults of the data alone. `splits` show which repeated images affect the estimate."""
     yield from classes_spelt_alike(dataset)
     yield from lacking_classes(dataset)
     yield from repeated_images(dataset, hashes, splits)
 
 
 def plan_faults(plan: Plan) -> Iterator[Finding]:
-    """Those that data and recipe make together."""
+    """Yields the faults that depend on data and recipe."""
     yield from divided_groups(plan.dataset, plan.splits)
     yield from skipped_methods(plan)
 
 
 def classes_spelt_alike(dataset: ImageDataset) -> Iterator[Finding]:
-    """Classes whose names are equal but for case and spaces (or for the encoding of an accent)."""
+    """Yields classes whose names differ only in case, in spaces or in the encoding of an accent."""
     alike: dict[str, list[int]] = {}
     for number, name in enumerate(dataset.class_names):
         alike.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(number)
@@ -64,22 +67,22 @@ def classes_spelt_alike(dataset: ImageDataset) -> Iterator[Finding]:
     for numbers in alike.values():
         if len(numbers) > 1:
             named = [f'"{dataset.class_names[c]}" (in {_named(dataset, images[c] > 0)})' for c in numbers]
-            remedy = "give them one name in the data, or names that tell them apart"
-            yield Finding("classes", f"{' and '.join(named)} are equal but for case or spaces", remedy)
+            remedy = "give them one name in the data, or clearly different names"
+            yield Finding("classes", f"{' and '.join(named)} differ only in case or spaces", remedy)
 
 
 def lacking_classes(dataset: ImageDataset) -> Iterator[Finding]:
-    """Classes without an image in some domain, where the data set is not published so."""
+    """Yields classes that have no image in some domain, unless the data set is published so."""
     images = images_of(dataset)
     lacking = [] if dataset.as_published else np.flatnonzero((images == 0).any(1)).tolist()
     if lacking:
         named = [f'no image of "{dataset.class_names[c]}" in {_named(dataset, images[c] == 0)}' for c in lacking]
-        remedy = "add images, or remove such a class from the other domains"
+        remedy = "add images, or remove the class from the other domains"
         yield Finding("classes", _listed(named), remedy)
 
 
 def images_of(dataset: ImageDataset) -> np.ndarray:
-    """The number of images of every class in every domain: int64 [C,D]."""
+    """Returns the number of images of every class in every domain: int64 [C,D]."""
     images = np.zeros((len(dataset.class_names), len(dataset.domain_names)), np.int64)
     np.add.at(images, (dataset.labels, dataset.domains), 1)
     return images
@@ -90,7 +93,7 @@ def _named(dataset: ImageDataset, domains: np.ndarray) -> str:
 
 
 def repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
-    """Images that are there more than once, byte for byte: in two domains, or twice in one."""
+    """Yields images whose file occurs more than once, byte for byte: in several domains, or within one."""
     across: list[list[int]] = []
     within: list[list[int]] = []
     for rows in hashes.duplicates():
@@ -111,7 +114,7 @@ def repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[
 
 
 def _partner(dataset: ImageDataset, rows: Sequence[int]) -> int:
-    """The first of another domain than rows[0], else the second."""
+    """Returns the first row of another domain than rows[0]; if there is none, the second row."""
     return next((row for row in rows if dataset.domains[row] != dataset.domains[rows[0]]), rows[1])
 
 
@@ -125,7 +128,10 @@ def _listed(parts: Sequence[str]) -> str:
 
 
 def _shared(splits: Iterable[Split], numbers: np.ndarray) -> dict[str, int]:
-    """Tested part → how many of the `numbers` (int64 [N], −1: none) are in it and in training, in any split."""
+    """Returns {evaluation split: how many of the `numbers` are both in it and in training}, over all splits.
+
+    `numbers` holds one number per image, int64 [N]; −1 is ignored. Splits without shared numbers are left out.
+    """
     shared: dict[str, set[int]] = {}
     for split in splits:
         train = np.concatenate([numbers[rows.numpy()] for rows in split.train])
@@ -136,7 +142,10 @@ def _shared(splits: Iterable[Split], numbers: np.ndarray) -> dict[str, int]:
 
 
 def divided_groups(dataset: ImageDataset, splits: Sequence[Split]) -> Iterator[Finding]:
-    """Groups that train and are tested, where the data set is not published so: only an official split has some."""
+    """Yields groups that are both in training and tested, unless the data set is published so.
+
+    Only an official split can have such groups; the other splits are made so that they have none.
+    """
     if dataset.groups is None or dataset.as_published:
         return
     for part, number in _shared(splits, dataset.groups).items():
@@ -147,7 +156,7 @@ def divided_groups(dataset: ImageDataset, splits: Sequence[Split]) -> Iterator[F
 
 
 def _of_one_group(split: Split, part: str, groups: np.ndarray) -> list[tuple[int, int]]:
-    """Of each group in training and in the part: a row of either."""
+    """Returns, for each group in both training and the evaluation split, a row of each."""
     train = np.concatenate([rows.numpy() for rows in split.train])
     tested = split.evaluation[part].numpy()
     one, at_train = np.unique(groups[train], return_index=True)
@@ -157,11 +166,11 @@ def _of_one_group(split: Split, part: str, groups: np.ndarray) -> list[tuple[int
 
 
 def skipped_methods(plan: Plan) -> Iterator[Finding]:
-    """Methods of the recipe that can not be trained on these data, by the reason."""
+    """Yields the methods that can not be trained on this data, one finding per reason."""
     methods: dict[str, dict[str, None]] = {}
     for model in plan.models:
         if model.skipped is not None:
             methods.setdefault(model.skipped, {})[model.item.label] = None
     for reason, labels in methods.items():
         found = f"{', '.join(labels)} {'is' if len(labels) == 1 else 'are'} skipped ({reason})"
-        yield Finding("methods", found, "leave out of methods what is skipped, or add a domain")
+        yield Finding("methods", found, "remove these methods from the recipe, or add a domain")

@@ -1,4 +1,4 @@
-"""Jobs → trained models, by the engine that fits: the head bank, a solver, or the loop."""
+"""Jobs → trained models. The method and the recipe decide the engine: head bank, solver, or training end to end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Identity, Job, Selected, Trained
-from xdm_ft.training.memory import running_out_named
+from xdm_ft.training.memory import out_of_memory_as_user_error
 from xdm_ft.training.selection import FINAL_FIT
 from xdm_ft.version import __version__
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
     from xdm_ft.encoders import Encoder
 
-SOLVER_PASSES = 100  # of a solver over its training images, to order it among heads (linear_probe; others take fewer)
-Logits = Callable[[Selected, Tensor], Tensor]  # (what a rule selected, rows) → float32 logits [n,C]
+SOLVER_PASSES = 100  # of linear_probe over its training images, roughly; other solvers make fewer. Orders the queue
+Logits = Callable[[Selected, Tensor], Tensor]  # (selected weights, rows) → float32 logits [n,C]
 
 
 class Model(NamedTuple):
-    """A trained model, and how to ask it."""
+    """A trained model and the function that computes its logits."""
 
     trained: Trained
     logits: Logits
-    encoder: Encoder | None = None  # as it was before training, where it was trained too
+    encoder: Encoder | None = None  # before training; None if it is frozen
 
     def starting_weights(self) -> dict[str, Tensor]:
-        """What its training started from: the head, and the encoder where that was trained too."""
+        """Returns the weights before training: those of the head, and of the encoder if it is trained too."""
         from xdm_ft.training.end_to_end.gradients import EndToEnd
 
         algorithm = self.trained.job.make(self.trained.job.setup)
@@ -60,17 +60,17 @@ class Request(NamedTuple):
     """Models of one method to train."""
 
     item: MethodItem
-    jobs: Sequence[Job]  # all that may share a chunk of heads, the unwanted ones too
+    jobs: Sequence[Job]  # all jobs of the method, wanted or not: together they determine the chunks of heads
     criteria: Criteria
     wanted: Collection[Identity]
 
 
 class Piece(NamedTuple):
-    """What one process trains at a time: a chunk of heads, or one model of a solver."""
+    """The unit of work of one process: a chunk of heads, or one model of a solver."""
 
     request: Request
     jobs: Sequence[Job]
-    images: int  # that pass forward and backward through its heads: what it costs
+    images: int  # cost: the number of images that pass forward and backward through the heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Engines:
     accelerator: Accelerator
 
     def pieces(self, requests: Sequence[Request]) -> list[Piece]:
-        """What is trained on cached features, the longest first.
+        """Returns the pieces of work on cached features, the longest first.
 
-        A chunk of heads with a wanted model is trained whole, as numbers depend on it to rounding.
+        A chunk with a wanted model is trained whole: which heads train together affects the rounding of each.
         """
         from xdm_ft.training.bank.train import chunks
 
@@ -104,9 +104,9 @@ class Engines:
         return sorted(found, key=lambda piece: -piece.images)
 
     def train_pieces(self, queue: Sequence[Piece], show: bool) -> Iterator[Model]:
-        """Yields the wanted models of the pieces that this process takes: the first one that no other has taken yet.
+        """Takes the next piece that no other process has taken, until none is left. Yields the wanted models.
 
-        Which process trains a piece changes no number of it.
+        The numbers of a piece do not depend on the process that trains it.
         """
         for place, (request, jobs, _) in enumerate(queue, start=1):
             if self.directory.take(training_name(jobs, request.criteria.rules)):
@@ -114,7 +114,7 @@ class Engines:
                 yield from train(jobs, request, f" ({place} of {len(queue)})", show)
 
     def train_end_to_end(self, requests: Sequence[Request]) -> Iterator[Model]:
-        """Yields the wanted models whose encoder is trained too, one after the other; all processes train each."""
+        """Yields the wanted models that train end to end, one after the other. All processes train each model."""
         for request in filter(self._is_end_to_end, requests):
             for job in request.jobs:
                 if job.key in request.wanted:
@@ -124,12 +124,12 @@ class Engines:
         return self.plan.recipe.trainable and not request.item.is_solver
 
     def _banked(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> Iterator[Model]:
-        """A chunk of heads, on cached features."""
+        """Trains a chunk of heads on cached features, and yields its wanted models."""
         from xdm_ft.training.bank.train import train_bank
 
         features = self._features_of(jobs[0])
         together = f"{len(jobs)} heads together" if len(jobs) > 1 else "one head"
-        named = partial(running_out_named, f"{jobs[0].method}, {together}", "lower training.batch_size")
+        named = partial(out_of_memory_as_user_error, f"{jobs[0].method}, {together}", "lower training.batch_size")
         with named():
             for trained in train_bank(
                 jobs,
@@ -138,20 +138,20 @@ class Engines:
                 request.criteria,
                 record=self._record,
                 show=show,
-                place=place,
+                queue_position=place,
                 checkpoint=lambda jobs: self._checkpoint(jobs, request.criteria.rules),
             ):
                 if trained.job.key in request.wanted:
                     yield Model(trained, _cached_logits(trained.job, features, named))
 
     def _solved(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> Iterator[Model]:
-        """A model of a method that finds its head without gradient steps."""
+        """Computes the head of a solver, which takes no gradient steps, and yields its model."""
         from xdm_ft.training.solvers import solve
 
         [job] = jobs
         features = self._features_of(job)
-        remedy = "it needs all training features at once; train on fewer images or free some memory"
-        named = partial(running_out_named, f"{job.method}, {', '.join(job.test_domains)} held out", remedy)
+        remedy = "a solver needs all training features in memory; train on fewer images or free some memory"
+        named = partial(out_of_memory_as_user_error, f"{job.method}, {', '.join(job.test_domains)} held out", remedy)
         with named(), progress(f"{job.method}{place}", 1, "models", show) as bar:
             trained = solve(job, features, self.plan.annotations, request.criteria)
             yield Model(trained, _cached_logits(job, features, named))
@@ -164,7 +164,7 @@ class Engines:
         encoder, batch_size = build_encoder(plan.recipe, job.seed), plan.recipe.training.batch_size
         checkpoint = self._checkpoint([job], request.criteria.rules, writes=accelerator.is_main_process)
         name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
-        named = partial(running_out_named, name, "lower training.batch_size or raise training.accumulation")
+        named = partial(out_of_memory_as_user_error, name, "lower training.batch_size or raise training.accumulation")
         with named():
             trained = train_model(
                 job,
@@ -186,22 +186,22 @@ class Engines:
                 return predict(job, encoder, selected.state, plan.dataset, rows, accelerator, batch_size)
 
         yield Model(trained, logits, encoder)
-        checkpoint.remove()  # whoever asks for the next model has kept this one
+        checkpoint.remove()  # the caller has saved this model when it asks for the next one
 
     def _features_of(self, job: Job) -> Features:
         features = self.prepared.features
-        assert features is not None, "the plan gathers features for every method that reads them"
+        assert features is not None, "`prepare` extracts features for every method that reads them"
         return features.normalized() if job.normalized else features
 
     def _record(self, job: Job, step: int, values: dict[str, float]) -> None:
-        """TensorBoard scalars."""
+        """Writes the TensorBoard scalars of one step."""
         place = f"{job.method}/{','.join(job.test_domains) or FINAL_FIT}/seed{job.seed}"
         trial = f"-trial{job.trial}" if self.plan.recipe.search.trials > 1 else ""
         measured = {name: value for name, value in values.items() if not name.startswith(f"{FINAL_FIT}/")}
         self.directory.write_scalars(f"{place}{trial}", step, measured)
 
     def _checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
-        """That of jobs which train together."""
+        """Returns the checkpoint of jobs that train together."""
         import torch
 
         about = {
@@ -214,23 +214,23 @@ class Engines:
 
 
 def _models(jobs: Sequence[Job], rules: Sequence[str]) -> list[Any]:
-    """What models train together, as JSON has it."""
+    """Returns the identities of models that train together, as JSON values."""
     return [[[job.method, list(job.test_domains), job.seed, job.trial, job.setup.steps] for job in jobs], list(rules)]
 
 
 def training_name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
-    """A file name for the training of these models."""
+    """Returns the file name for the training of these models."""
     return f"{quote(jobs[0].method, safe='+ ')}-{digest(json.dumps(_models(jobs, rules)))}"
 
 
 def _cached_logits(job: Job, features: Features, named: Callable[[], Any]) -> Logits:
-    """Logits of what a rule selected, from cached features."""
+    """Returns the function that computes the logits of selected weights from cached features."""
     from xdm_ft.training.bank.cached_data import cached_logits
 
     model = job.make(job.setup).eval()
 
     def logits(selected: Selected, rows: Tensor) -> Tensor:
-        # without a copy: products depend on the layout in memory too, by rounding
+        # assign, because a copy could have another memory layout, and with it products that round differently
         model.load_state_dict(selected.state, assign=True)
         with named():
             return cached_logits(features, rows, model.to(features.device))

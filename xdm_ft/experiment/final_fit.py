@@ -1,8 +1,8 @@
-"""The model to ship: the method that selection liked best, trained on all images, with what selection settled on.
+"""The final fit: trains the method with the best selection value on all images, as the model to use.
 
-Nothing is chosen in this fit, and no image is left that could: the method, its hyper-parameters, the step and whatever
-else validation picked come from the runs behind the estimate. The schedule is that of the planned steps, all of which
-are taken, also where an earlier one is kept.
+All images train, so none is left to select on. The method, its hyper-parameters, the step and everything else that is
+selected come from the runs behind the estimate. The fit takes all planned steps, so that the learning-rate schedule is
+the same, and keeps the weights of the selected step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from xdm_ft.experiment.engines import Engines, Model, Request
 from xdm_ft.experiment.jobs import make_job
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
 from xdm_ft.experiment.records import restarted, weights_metadata
-from xdm_ft.experiment.results import Kept, ResultsFile
+from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.train import train
 from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training
@@ -40,13 +40,13 @@ WEIGHTS = "models/final_fit/model.safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """What is settled before the fit begins."""
+    """The settings of the final fit, all known before it begins."""
 
     model: PlannedModel
-    step: int  # whose weights are kept; of a solver, the candidate's place on its path
-    averaged_from: int | None  # the first step of averaged weights, `step` being the last
-    varied: dict[str, float]  # of weights that the method finished with: name → value
-    how: str  # what was done, for people
+    step: int  # the weights after this step are kept; for a solver, the candidate's place on its path
+    averaged_from: int | None  # weights are averaged from this step to `step`
+    varied: dict[str, float]  # what the method varies when it finishes, such as WiSE-FT's coefficient: name → value
+    how: str  # a description for the reader of results
 
     def job(self, engines: Engines) -> Job:
         job = make_job(engines.plan, engines.prepared, self.model, {FINAL_FIT: {self.step: 1.0}})
@@ -55,47 +55,49 @@ class Fit:
         return dataclasses.replace(job, averaging=Interval(self.averaged_from, self.step))
 
     def finished(self, model: Model) -> Selected:
+        """Returns the selected weights, after the finish of methods that vary something then."""
         selected, job = model.trained.selected[FINAL_FIT], model.trained.job
         if not self.varied:
             return selected
         algorithm = job.make(job.setup)
-        assert isinstance(algorithm, Algorithm), "solvers finish with what they offer"
+        assert isinstance(algorithm, Algorithm), "solvers vary nothing"
         offered = algorithm.finish(model.starting_weights(), selected.state)
         state = next(one.state for one in offered if one.varied == self.varied)
         return dataclasses.replace(selected, state=state, hparams=selected.hparams | self.varied)
 
 
 def final_fit(engines: Engines, results: ResultsFile) -> dict[str, Any] | None:
-    """What results.json says of the model that is shipped; None where no method has an estimate."""
+    """Trains the final model and saves it. Returns its entry in results.json, or None if no method has an estimate."""
     plan, protocol = engines.plan, engines.plan.recipe.protocol
     rows = [row for row in results.rows if row.selection == protocol.selection]
     records = [*results.records.values()]
     values = selection_values(records, rows, protocol.selection, protocol.metric)
     if not values:
         rule = protocol.selection
-        logger.warning("final_fit: no method has a value under %s in all of its runs; nothing is fitted", rule)
+        logger.warning("final_fit: no method has a value of %s in all of its runs; no model is trained", rule)
         return None
     label = best(values, protocol.metric)
     (row,) = (row for row in rows if row.method == label)
     of_method = [record for record in records if record.method == label]
     picked = picked_trials(of_method, protocol.selection, protocol.metric)
-    fit = settle(plan, picked, engines.prepared.unreadable)
+    fit = fit_of_runs(plan, picked, engines.prepared.unreadable)
     about, before = _about(plan, fit, row, values), results.final_fit
     if before is not None and {key: before.get(key) for key in about} == about and before["status"] == "ok":
         return before
     logger.info("final_fit: %s", fit.how)
     job = fit.job(engines)
 
-    def kept(model: Model) -> Kept:
-        return _kept(engines, fit, model)
+    def measure(model: Model) -> Outcome:
+        return _outcome(engines, fit, model)
 
-    train(engines, [Request(fit.model.item, [job], Criteria((FINAL_FIT,), protocol.metric), {job.key})], kept, results)
+    request = Request(fit.model.item, [job], Criteria((FINAL_FIT,), protocol.metric), {job.key})
+    train(engines, [request], measure, results)
     *_, fitted = engines.directory.lines(FINAL_FIT)
     return about | fitted
 
 
-def _kept(engines: Engines, fit: Fit, model: Model) -> Kept:
-    """What came of it, and its weights."""
+def _outcome(engines: Engines, fit: Fit, model: Model) -> Outcome:
+    """Returns the status of the fit as a line, and its weights."""
     failure = model.trained.failure
     if failure is None:
         selected = fit.finished(model)
@@ -104,9 +106,9 @@ def _kept(engines: Engines, fit: Fit, model: Model) -> Kept:
             again = restarted(model.trained)
             about = {} if again is None else {"restarted": again}
             line = {"status": "ok", **selected.hparams, "weights": WEIGHTS, **about}
-            return Kept(FINAL_FIT, line, {WEIGHTS: (selected.state, metadata)})
+            return Outcome(FINAL_FIT, line, {WEIGHTS: (selected.state, metadata)})
         failure = f"the weights are not finite after step {selected.step}"
-    return Kept(FINAL_FIT, {"status": "failed", "reason": failure})
+    return Outcome(FINAL_FIT, {"status": "failed", "reason": failure})
 
 
 def _about(plan: Plan, fit: Fit, row: SummaryRow, values: Mapping[str, float]) -> dict[str, Any]:
@@ -123,15 +125,15 @@ def _about(plan: Plan, fit: Fit, row: SummaryRow, values: Mapping[str, float]) -
         "estimate": estimate | {"of": plan.recipe.protocol.name},
         "how": fit.how,
     }
-    found: dict[str, Any] = json.loads(json.dumps(about))  # as it is read again from results.json
+    found: dict[str, Any] = json.loads(json.dumps(about))  # plain JSON values, to compare with an earlier results.json
     return found
 
 
 def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule: str, metric: str) -> dict[str, float]:
-    """Method → the mean over held-out domains and seeds of what the rule saw of the trials that it picked.
+    """Returns {method: mean selection value over held-out domains and seeds, of the trials that the rule picked}.
 
-    Of methods that have such a value in all of their runs, and an estimate: one of the `rows` of that rule. Test images
-    have no say in it.
+    Test images do not enter these values. A method is left out if one of its runs has no such value, or if `rows`
+    (those of the same rule) hold no estimate for it.
     """
     picked: dict[str, list[Record]] = {}
     for record in picked_trials(records, rule, metric):
@@ -146,13 +148,13 @@ def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule
 
 
 def best(values: Mapping[str, float], metric: str) -> str:
-    """The first of equals."""
+    """Returns the method with the best value; the first one of several with equal values."""
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
     return max(values, key=lambda method: sign * values[method])
 
 
-def settle(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] = ()) -> Fit:
-    """What the picked runs of one method (one per held-out domains and seed) settle for the fit on all images."""
+def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] = ()) -> Fit:
+    """Combines the picked runs of one method (one per set of held-out domains and seed) into the settings of a fit."""
     recipe, rule = plan.recipe, plan.recipe.protocol.selection
     models = {model.key: model for model in plan.models}
     planned = [models[record.key] for record in picked]
@@ -162,10 +164,11 @@ def settle(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] = ())
     averaged_from = None
     if item.averaging is not None:
         averaged_from = median(one.hparams["averaged_from"] for one in selected)
-    names = getattr(item.algorithm.cls, "varied_by_finish", ())  # solvers have none
+    names = getattr(item.algorithm.cls, "varied_by_finish", ())  # solvers lack this attribute
     varied = {name: median(one.hparams[name] for one in selected) for name in names}
     training = drawn_training(recipe.training, drawn)
-    if not item.is_solver:  # evaluated at the steps that matter, whose weights nothing looks at; never ended early
+    if not item.is_solver:
+        # engines keep and average weights only at evaluations, so these must include the steps chosen above
         every = step if averaged_from is None else math.gcd(averaged_from - 1, step)
         training = training.model_copy(update={"patience": None, "evaluate_every": every})
     model = dataclasses.replace(
@@ -182,9 +185,9 @@ def settle(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] = ())
 
 
 def combined(recipe: Recipe, item: MethodItem, hparams_of_runs: Sequence[Mapping[str, Any]]) -> dict[str, Value]:
-    """Each searched key on its own: the median of the values picked where a range is searched, else the most frequent.
+    """Returns a value for each searched key: of a range the median of the picked values, of a choice the most frequent.
 
-    A key without a value is left out: the recipe's own holds.
+    A key without a value is left out; the recipe's own value then applies.
     """
     found = {}
     for key, distribution in searched(recipe, item):
@@ -196,18 +199,18 @@ def combined(recipe: Recipe, item: MethodItem, hparams_of_runs: Sequence[Mapping
 
 
 def median(values: Iterable[Any]) -> Any:
-    """The lower one of two: a value that was picked."""
+    """Returns the median; of two middle values the lower one, so that the median is one of the values."""
     ordered = sorted(values)
     return ordered[(len(ordered) - 1) // 2]
 
 
 def mode(values: Iterable[Any]) -> Any:
-    """The most frequent value, the first of equals."""
+    """Returns the most frequent value; the first one of several that are equally frequent."""
     return Counter(values).most_common(1)[0][0]
 
 
 def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
-    """What was done, in one line."""
+    """Describes the fit in one line."""
     split, item, rule = fit.model.split, fit.model.item, recipe.protocol.selection
     official = "the official split's training, validation and test parts alike"
     held_out = "the domains held out for the estimate included"

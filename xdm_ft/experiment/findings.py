@@ -1,4 +1,4 @@
-"""What a check found, and what to do about it."""
+"""Findings: the result of one check and, for a fault, its remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xdm_ft.errors import UserError
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. With a remedy it is a fault."""
+    """One line of a report. A finding with a remedy is a fault."""
 
     what: str
     found: str
@@ -27,7 +27,7 @@ class Finding:
 
 
 def fault(what: str, error: UserError) -> Iterator[Finding]:
-    """A message to the user says at its end, behind the last semicolon, what to do."""
+    """Yields one fault per line of the error's text. The remedy is the text behind the last semicolon of a line."""
     for line in str(error).splitlines():
         found, semicolon, remedy = line.rpartition("; ")
-        yield Finding(what, found, remedy) if semicolon else Finding(what, line, "mend what it names and run again")
+        yield Finding(what, found, remedy) if semicolon else Finding(what, line, "repair this and run again")

@@ -1,4 +1,4 @@
-"""A run of several processes ends where one of them hangs, and waits for one that works as long as it takes."""
+"""Heartbeats: a run of several processes ends if one of them hangs, and waits for a slow one without a limit."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 T = TypeVar("T")
-EVERY_SECONDS = 10.0  # between looks
+EVERY_SECONDS = 10.0  # between two checks of the heartbeats
 SILENCE_SECONDS = 30 * 60.0  # without a heartbeat, after which a rank counts as hung
-SAID = "heartbeat/said"  # key of the store that is there once a rank has ended the run
-AGAIN = 4  # looks that must find the same
+REPORTED = "heartbeat/reported"  # key that a rank sets in the store when it reports a hung rank
+AGAIN = 4  # a hung rank is reported after this many further checks with the same result
 
 
 def wait_for_everyone(accelerator: Accelerator) -> None:
-    """Waits until every rank is here: to wait is not to hang."""
+    """Waits until every rank has called this. A waiting rank does not count as hung."""
     with pulse.waiting():
         accelerator.wait_for_everyone()
 
 
 def from_main(accelerator: Accelerator, value: T) -> T:
-    """The main process's value, in every process."""
+    """Returns the main process's value in every process."""
     if accelerator.num_processes == 1:
         return value
     from accelerate.utils import broadcast_object_list
@@ -39,26 +39,26 @@ def from_main(accelerator: Accelerator, value: T) -> T:
 
 @contextmanager
 def heartbeat(accelerator: Accelerator) -> Iterator[None]:
-    """Around the work of one of several ranks: a thread shows the others that it goes on, and looks at theirs.
+    """Context for the work of a rank: a thread publishes its heartbeat and checks the heartbeats of the others.
 
     A rank has a heartbeat while its work advances (`pulse`: training steps, batches of images, shards, files) and while
-    it waits for the others by `wait_for_everyone`. One without for SILENCE_SECONDS ends this process, with status 1 and
-    one line from the first that notices; the launcher then ends the rest.
+    it waits in `wait_for_everyone`. If a rank has none for SILENCE_SECONDS, this process exits with status 1. The first
+    rank that notices prints one line; the launcher then ends the other processes.
     """
     if accelerator.num_processes == 1:
         yield
         return
     from torch.distributed.distributed_c10d import _get_default_store
 
-    # a connection of its own: collectives may hold the other one for as long as they wait
+    # a second connection, because a collective operation blocks the first one while it waits
     watch = Watch(_get_default_store().clone(), accelerator.process_index, accelerator.num_processes)
     ended = threading.Event()
-    thread = threading.Thread(target=_look, args=(watch, ended), daemon=True, name="heartbeat")
+    thread = threading.Thread(target=_check_until_ended, args=(watch, ended), daemon=True, name="heartbeat")
     thread.start()
     try:
         yield
     except BaseException:
-        if watch.said():  # what is raised here only follows from it
+        if watch.reported():  # the exception is a consequence of the hung rank, and its traceback would mislead
             os._exit(1)
         raise
     finally:
@@ -67,7 +67,7 @@ def heartbeat(accelerator: Accelerator) -> Iterator[None]:
 
 
 class Store(Protocol):
-    """What the ranks share: the part of torch.distributed.Store that is used here."""
+    """The methods of torch.distributed.Store that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -76,40 +76,40 @@ class Store(Protocol):
 
 
 class Watch:
-    """Publishes one rank's heartbeat and counts the looks for which each rank has had none."""
+    """Publishes the heartbeat of one rank, and counts for each rank the checks since its last heartbeat."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.store, self.rank = store, rank
         self.heard: list[bytes] = [b""] * ranks  # the last heartbeat of every rank
-        # in looks, not in time: a process that was stopped itself (Ctrl-Z) must not blame the others afterwards
+        # counted in checks, not in seconds: a process that was paused itself (Ctrl-Z) must not report the others
         self.silent = [0] * ranks
         self._published, self._count = 0, -1
 
-    def look(self) -> list[int]:
-        """Publishes and reads once; returns the ranks that have been silent for SILENCE_SECONDS."""
+    def check(self) -> list[int]:
+        """Publishes and reads heartbeats once. Returns the ranks that have had none for SILENCE_SECONDS."""
         try:
             if pulse.waits or pulse.count != self._count:
                 self._published, self._count = self._published + 1, pulse.count
                 self.store.set(f"heartbeat/{self.rank}", str(self._published))
             now = [self._read(rank) for rank in range(len(self.heard))]
-        except RuntimeError:  # whoever keeps the store can not be reached
+        except RuntimeError:  # the process that serves the store can not be reached
             now = self.heard
         for rank, beat in enumerate(now):
             self.silent[rank] = self.silent[rank] + 1 if beat == self.heard[rank] else 0
         self.heard = now
         return [rank for rank, looks in enumerate(self.silent) if looks * EVERY_SECONDS >= SILENCE_SECONDS]
 
-    def speaks(self) -> bool:
-        """Whether this rank is the first to ask, or can not ask the others."""
+    def is_first_to_report(self) -> bool:
+        """Returns whether this rank is the first that calls this, or can not reach the store."""
         try:
-            return self.store.add(SAID, 1) == 1
+            return self.store.add(REPORTED, 1) == 1
         except RuntimeError:
             return True
 
-    def said(self) -> bool:
-        """Whether a rank has said that another one hangs."""
+    def reported(self) -> bool:
+        """Returns whether a rank has reported a hung one."""
         try:
-            return self.store.check([SAID])
+            return self.store.check([REPORTED])
         except RuntimeError:
             return False
 
@@ -118,25 +118,26 @@ class Watch:
         return self.store.get(key) if self.store.check([key]) else b""
 
 
-def _look(watch: Watch, ended: threading.Event) -> None:
+def _check_until_ended(watch: Watch, ended: threading.Event) -> None:
     found = 0
     while not ended.wait(EVERY_SECONDS):
-        silent = watch.look()
+        silent = watch.check()
         found = found + 1 if silent else 0
-        if found <= AGAIN:  # a rank that waits for a hung one in the same step falls silent at another look than that
+        # a rank that waits for the hung one in the same step goes silent some checks later; the message needs both
+        if found <= AGAIN:
             continue
-        if watch.speaks():
-            # the main thread may hang with the locks of sys.stderr
-            os.write(2, f"xdm-ft: {silence(silent, len(watch.heard))}\n".encode())
-        elif ended.wait(AGAIN * EVERY_SECONDS):  # else the launcher would blame this rank
+        if watch.is_first_to_report():
+            # os.write, because the main thread may hang while it holds the lock of sys.stderr
+            os.write(2, f"xdm-ft: {hung_message(silent, len(watch.heard))}\n".encode())
+        elif ended.wait(AGAIN * EVERY_SECONDS):  # the rank that reports exits first, as the launcher names the first
             return
-        os._exit(1)  # the main thread waits in a library, where no exception reaches it
+        os._exit(1)  # the main thread waits inside a library, where an exception can not stop it
 
 
-def silence(silent: list[int], ranks: int) -> str:
-    """The line that ends the run."""
+def hung_message(silent: list[int], ranks: int) -> str:
+    """Returns the message that ends the run."""
     minutes = SILENCE_SECONDS / 60
     who = f"rank {silent[0]} has" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))} have"
     if len(silent) == ranks:
-        who = "all ranks have"  # one hangs, and the others wait for it in the middle of a step
-    return f"{who} made no progress for {minutes:g} minutes; the same command goes on from what was saved"
+        who = "all ranks have"  # one hangs, and the others wait for it within the same training step
+    return f"{who} made no progress for {minutes:g} minutes; run the same command to resume"

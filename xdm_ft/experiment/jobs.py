@@ -1,4 +1,4 @@
-"""What an engine is given of one planned model."""
+"""Planned model → `Job`, the input of an engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xdm_ft.training import Job
 from xdm_ft.training.class_weights import balanced
 
 Known = Mapping[str, Mapping[int, float]]
-"""As `Job.known`: selection rule → steps taken → value, where other models measured it."""
+"""{selection rule: {step: value}}, for a rule whose values are measured on other models; as `Job.known`."""
 
 
 def make_job(plan: Plan, prepared: Prepared, model: PlannedModel | ExtraModel, known: Known) -> Job:

@@ -1,4 +1,4 @@
-"""Processes, threads, devices and precision of one run."""
+"""Processes, threads, device and precision of a run."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ logger = logging.getLogger("xdm_ft")
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def local_processes() -> int:
-    """Processes of this run on this machine."""
+    """Returns the number of processes of this run on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def as_launched(recipe: Recipe) -> Recipe:
-    """The recipe with the precision that it trains in: its own, else the launcher's, else float32.
+    """Returns the recipe with the precision that it trains in: its own, else the launcher's, else float32.
 
-    A run directory keeps it, as every other setting that changes numbers. Raises `UserError` where the launcher asks
-    for another one than the recipe, or for one that the recipe can not have. `accelerate launch` always passes one on,
-    `no` where it was not asked for any: what the recipe says then holds.
+    The precision changes numbers, so the recipe in the run directory must contain it. `accelerate launch` sets its
+    variable to `no` if the user gave no precision, so `no` never contradicts the recipe. Raises `UserError` if the
+    launcher's precision differs from the recipe's, or does not work with the recipe.
     """
     own, launched = recipe.training.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     asked = f"accelerate launch --mixed_precision {launched} (or ACCELERATE_MIXED_PRECISION)"
@@ -43,19 +43,20 @@ def as_launched(recipe: Recipe) -> Recipe:
         raise UserError(f"{recipe.name}: {asked} is not supported; use bf16, fp16 or no")
     sharp = [item.label for item in recipe.methods if item.sharpness is not None]
     if recipe.trainable and launched == "fp16" and sharp:
-        problem = f"fp16 scales the loss, which falsifies the second pass of {sharp[0]}"
+        problem = f"fp16 scales the loss, which makes the second pass of {sharp[0]} wrong"
         raise UserError(f"{recipe.name}: {asked}: {problem}; use bf16 or no")
     if not recipe.trainable and launched != "no":
-        logger.warning("%s changes nothing, as the encoder is frozen; features.precision does", asked)
+        logger.warning("%s has no effect, because the encoder is frozen; set features.precision instead", asked)
         launched = "no"
     precision = launched if own is None else own
     return dataclasses.replace(recipe, training=recipe.training.model_copy(update={"mixed_precision": precision}))
 
 
 def start(recipe: Recipe) -> Accelerator:
-    """The accelerator of this process. Threads are cores // processes on this machine: `accelerate launch` sets one.
+    """Returns the accelerator of this process, and sets its number of threads to cores // processes of this machine.
 
-    Raises `UserError` where the launcher was asked for GPUs and there is none.
+    `accelerate launch` alone would leave it at one thread. Raises `UserError` if the launcher asks for GPUs and torch
+    finds none.
     """
     import torch
     from accelerate import Accelerator
@@ -64,7 +65,7 @@ def start(recipe: Recipe) -> Accelerator:
     _refuse_missing_gpus()
     accelerator = Accelerator(
         mixed_precision=recipe.training.mixed_precision or "no",
-        # other ranks wait at barriers while one trains heads; `heartbeat` finds one that hangs
+        # ranks wait at barriers for as long as another one trains heads; `heartbeat` finds a rank that hangs
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))],
     )
     torch.set_num_threads(max(1, cores() // local_processes()))
@@ -72,9 +73,10 @@ def start(recipe: Recipe) -> Accelerator:
 
 
 def _refuse_missing_gpus() -> None:
-    """Raises `UserError` where the launcher was asked for GPUs and torch sees none.
+    """Raises `UserError` if the launcher asks for GPUs and torch finds none.
 
-    Accelerate would train on the CPU without a word; of several processes each would take itself for the only one.
+    Without this check, Accelerate trains on the CPU without a message, and each of several processes runs as if it were
+    the only one.
     """
     import torch
 
@@ -87,11 +89,11 @@ def _refuse_missing_gpus() -> None:
         what = f"GPU {visible} is asked for (accelerate launch --gpu_ids, or CUDA_VISIBLE_DEVICES)"
         remedy = "leave it out"
     elif processes != "1":
-        what, remedy = f"{processes} processes are launched for GPUs", "launch one"
+        what, remedy = f"{processes} processes are launched for GPUs", "launch one process"
     else:
         return
     raise UserError(
-        f"accelerate: {what}, and torch {torch.__version__} sees none; {remedy}, or set ACCELERATE_USE_CPU=1 to train "
+        f"accelerate: {what}, but torch {torch.__version__} finds none; {remedy}, or set ACCELERATE_USE_CPU=1 to train "
         "on the CPU"
     )
 

@@ -1,4 +1,4 @@
-"""Work shared out between processes of one machine, one per core: heads are too small for threads."""
+"""Work in forked processes, one per core: heads are too small to profit from threads."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ import torch
 from xdm_ft.errors import UserError
 from xdm_ft.interrupt import Interrupted, handled_here
 
-SECONDS_TO_SAVE = 10.0  # that the others have to leave in order when one can not go on
+SECONDS_TO_SAVE = 10.0  # after one process has failed, the time for the others to save and exit
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def share_out(work: Callable[[int], None], processes: int) -> None:
-    """Runs work(0) here and work(1) … work(processes − 1) in forked processes, each on one thread, and waits for all.
+def run_forked(work: Callable[[int], None], processes: int) -> None:
+    """Runs work(0) here and work(1) … work(processes − 1) in forked processes, and waits for all.
 
-    Every number of a head is then the same however many there are. Forked processes share the features in memory, and
-    die with this one. What one of them raises is raised here, once the others have stopped.
+    Each process has one thread, so results do not depend on the number of processes. A fork shares the features in
+    memory with this process, and dies with it. If a process raises, the others are stopped and this raises `UserError`,
+    `Interrupted` or `RuntimeError`.
     """
     if processes == 1:
         with _one_thread():
@@ -56,14 +57,16 @@ def share_out(work: Callable[[int], None], processes: int) -> None:
 
 
 def _raise(child: BaseProcess, reader: Connection) -> None:
-    """What a process that has ended has to say."""
+    """Raises the error of a process that has ended, if it failed."""
     try:
         raise UserError(reader.recv())
-    except EOFError:  # it closed its end without a word
+    except EOFError:  # the process has sent no message
         pass
     if child.exitcode and child.exitcode < 0:
         name = signal.Signals(-child.exitcode).name
-        raise UserError(f"a process that trained heads was killed ({name}; out of memory?); run the same command again")
+        raise UserError(
+            f"a process that trained heads was killed ({name}, maybe out of memory); run the same command to resume"
+        )
     if child.exitcode in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         raise Interrupted
     if child.exitcode:
@@ -79,7 +82,7 @@ def _in_child(work: Callable[[int], None], number: int, writer: Connection) -> N
         work(number)
     except UserError as error:
         writer.send(str(error))
-    except Interrupted as stop:  # the one who forked has been interrupted too, and says so
+    except Interrupted as stop:  # the parent process received the signal too, and prints the message
         sys.exit(stop.status)
     except Exception:
         traceback.print_exc()

@@ -1,4 +1,4 @@
-"""What there is to train: the data, its splits, and one job per method × held-out domain × seed."""
+"""The plan of a run: the splits, and one model per method × held-out domain × seed × trial."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.protocol.derived_splits import LEFT_OUT, all_domains, also_measuring, without
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.splits import Split, rules_of, splits
-from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training, unfreezes_too_late
+from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training, unfreeze_problem
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.recipe.search import Distribution
 from xdm_ft.tensors import Annotations, Criteria, Task
@@ -25,12 +25,12 @@ from xdm_ft.training.rule_images import BY_DOMAIN, undefined_domains
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """One record of results: a method, a split, a seed and a draw of hyper-parameters.
+    """A model to train: method, split, seed and trial. Each one becomes a record in results.json.
 
-    `skipped` says why it can not be trained.
+    `skipped` is the reason if it can not be trained.
     """
 
-    item: MethodItem  # with the trial's settings, as `training`
+    item: MethodItem  # with the settings of this trial, as `training`
     training: Training
     split: Split
     seed: int
@@ -45,7 +45,7 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class ExtraModel:
-    """A model that `cross_domain` needs: trained without one more domain, measured there, then forgotten."""
+    """A model that `cross_domain` needs: with one more held-out domain, on which it is measured; not kept."""
 
     item: MethodItem
     training: Training
@@ -53,7 +53,7 @@ class ExtraModel:
     seed: int
     trial: int
     steps: int
-    serves: tuple[Identity, ...]  # the planned models that each of its left-out parts is measured for, in order
+    serves: tuple[Identity, ...]  # for each of its evaluation splits, in order, the planned model that needs it
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Plan:
     models: tuple[PlannedModel, ...]
     extra: tuple[ExtraModel, ...]
     rules: tuple[str, ...]  # selection rules, the recipe's own first
-    notes: tuple[str, ...]  # what the protocol line says of the splits
+    notes: tuple[str, ...]  # remarks on the splits, for the protocol line
 
     def without(self, unreadable: Collection[int]) -> Plan:
-        """The plan once it is known which images do not decode: their rows are in no split."""
+        """Returns a plan whose splits do not contain the unreadable images."""
         return make_plan(self.recipe, self.dataset, unreadable) if unreadable else self
 
     @property
     def splits(self) -> list[Split]:
-        """Those of the first seed: other seeds draw other validation parts, and test the same images."""
+        """The splits of the first seed. Other seeds draw other validation images, but test the same ones."""
         first = self.models[0].seed
         by_domains = {model.split.test_domains: model.split for model in self.models if model.seed == first}
         return list(by_domains.values())
@@ -86,7 +86,7 @@ class Plan:
 
 
 def annotations_of(dataset: ImageDataset) -> Annotations:
-    """The worst group is that of the domains where the data set names no others."""
+    """Returns the annotations as tensors. The worst group is taken over domains, unless the data set defines groups."""
     worst_of = dataset.domains if dataset.worst_of is None else dataset.worst_of
     groups = None if dataset.groups is None else torch.as_tensor(dataset.groups)
     return Annotations(
@@ -95,7 +95,7 @@ def annotations_of(dataset: ImageDataset) -> Annotations:
 
 
 def read_data(recipe: Recipe) -> ImageDataset:
-    """The recipe's data set, its classes called as the recipe says."""
+    """Reads the recipe's data set, and renames its classes as in `data.class_names`. Raises `UserError`."""
     dataset: ImageDataset = recipe.data.build()
     words = recipe.data_common.class_names
     for name in words:
@@ -104,17 +104,17 @@ def read_data(recipe: Recipe) -> ImageDataset:
             raise UserError(f'{recipe.name}: data.class_names: the data has no class "{name}"{hint}')
     renamed = tuple(words.get(name, name) for name in dataset.class_names)
     if len(set(renamed)) < len(renamed):
-        raise UserError(f"{recipe.name}: data.class_names: gives two classes the same words")
+        raise UserError(f"{recipe.name}: data.class_names: two classes have the same name; give each its own")
     dataset.class_names = renamed
     return dataset
 
 
 def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int] = ()) -> Plan:
-    """Every model, in the order of the recipe's methods. Raises `UserError` where data and recipe do not fit."""
+    """Plans every model, in the order of the recipe's methods. Raises `UserError` if data and recipe do not fit."""
     by_seed = {seed: splits(dataset, recipe.protocol, seed, unreadable) for seed in recipe.protocol.seeds}
     models = []
     for item in recipe.methods:
-        # the text encoder's head is the same for every seed
+        # the head of such a method is computed from the prompts alone, so all seeds would give the same model
         is_text = item.is_solver and item.algorithm.cls.needs_text
         seeds = recipe.protocol.seeds[:1] if is_text else recipe.protocol.seeds
         for place in range(len(by_seed[seeds[0]])):
@@ -125,12 +125,12 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     notes |= dict.fromkeys([*_left_out_of_selection(recipe, dataset, every), *_draws(recipe)])
     extra = _extra_models(dataset, models) if recipe.protocol.selection == "cross_domain" else ()
     if recipe.protocol.final_fit:
-        all_domains(dataset, unreadable)  # its faults come before any training
+        all_domains(dataset, unreadable)  # raises its faults before any training
     return Plan(recipe, dataset, tuple(models), extra, rules_of(recipe.protocol, every), tuple(notes))
 
 
 def _left_out_of_selection(recipe: Recipe, dataset: ImageDataset, every: list[Split]) -> Iterator[str]:
-    """The training domains on whose validation images the metric is not defined, and in how many of the splits."""
+    """Yields a note per training domain on whose validation images the metric is undefined."""
     metric, found = recipe.protocol.metric, Counter[int]()
     annotations = annotations_of(dataset)
     validated = [split.evaluation[BY_DOMAIN] for split in every if BY_DOMAIN in split.evaluation]
@@ -147,7 +147,10 @@ def _draws(recipe: Recipe) -> Iterator[str]:
 
 
 def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[ExtraModel, ...]:
-    """Each planned model once more without each of its training domains; two that would be the same are one."""
+    """Returns, for each planned model and each of its training domains, the model with that domain held out too.
+
+    Two planned models can need the same extra model (held out a, then b; or b, then a): it is trained once for both.
+    """
     extra: dict[tuple[str, int, int, int, frozenset[str]], ExtraModel] = {}
     for model in models:
         for domain in () if model.skipped else model.split.train_domains:
@@ -165,7 +168,7 @@ def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[Ex
 
 
 def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset: ImageDataset) -> list[PlannedModel]:
-    """Every trial of one method, split and seed."""
+    """Returns a planned model per trial of one method, split and seed, or one that is skipped."""
     crossed = recipe.protocol.selection == "cross_domain"
     needed, have = item.algorithm.cls.min_domains, len(split.train_domains) - crossed
     skipped = None
@@ -191,25 +194,25 @@ def _steps(training: Training, split: Split) -> int:
 
 
 def trials_of(recipe: Recipe, item: MethodItem) -> int:
-    """1 for a solver, unless its own settings are searched: those of `training` mean nothing to it."""
+    """Returns the number of trials: 1 for a solver without searched settings, as it does not read `training`."""
     searched = any(drawn_item(item, recipe.search.drawn(trial)) is not item for trial in range(recipe.search.trials))
     return 1 if item.is_solver and not searched else recipe.search.trials
 
 
 def searched(recipe: Recipe, item: MethodItem) -> Iterator[tuple[str, Distribution]]:
-    """The keys of the search that are drawn for one of the recipe's methods, `training`'s included."""
+    """Yields the searched keys that apply to a method of the recipe, including those of `training`."""
     for key, distribution in recipe.search.distributions.items():
         if "." not in key or drawn_item(item, {key: distribution.at(0.5)}) is not item:
             yield key, distribution
 
 
 def drawn_value(values: Mapping[str, Any], key: str) -> Any:
-    """Of a key of the search, KEY or METHOD.KEY, in the `hparams` of a model; None where they lack it."""
+    """Returns the value of a searched key (KEY or METHOD.KEY) in the `hparams` of a model, or None."""
     return values.get(key, values.get(key.rpartition(".")[2]))
 
 
 def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: ImageDataset, steps: int) -> None:
-    """What depends on the number of steps, which epochs leave open until the data is known, or on the split."""
+    """Raises `UserError` for settings that do not fit the split, or the number of steps (which epochs may define)."""
     from xdm_ft.algorithms import Setup
     from xdm_ft.training.averages import LOSS_SPLIT
 
@@ -217,21 +220,21 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
     item.algorithm.build(Setup(task, width=2, steps=steps, seed=0))
     unfreeze_at = recipe.encoder_common.unfreeze_at
     if unfreeze_at >= steps:
-        raise UserError(f"{recipe.name}: encoder.unfreeze_at: {unfreezes_too_late(unfreeze_at, steps)}")
+        raise UserError(f"{recipe.name}: encoder.unfreeze_at: {unfreeze_problem(unfreeze_at, steps)}")
     if item.averaging is not None and recipe.protocol.selection == "cross_domain":
         raise UserError(
-            f"{recipe.name}: protocol.selection: cross_domain picks a step, and {item.label} averages over steps; "
-            "leave it out, or choose train_val"
+            f"{recipe.name}: protocol.selection: cross_domain selects one step, but {item.label} averages over steps; "
+            "remove this method, or use train_val"
         )
     if item.averaging is not None and len(split.evaluation.get(LOSS_SPLIT, ())) == 0:
         raise UserError(
-            f"{recipe.name}: {item.label}: +{item.averaging.name} looks at the loss of validation images of the "
-            f"training domains (the split {LOSS_SPLIT}), and there are none; leave it out"
+            f"{recipe.name}: {item.label}: +{item.averaging.name} needs validation images of the training domains "
+            f"(the split {LOSS_SPLIT}), and there are none; remove +{item.averaging.name}"
         )
 
 
 def describe(plan: Plan) -> str:
-    """The plan in words: models, steps and what they cost."""
+    """Returns the plan as text: the number of models, and the cost of training them."""
     recipe = plan.recipe
     trained: list[PlannedModel | ExtraModel] = []
     trained += [model for model in plan.models if not model.skipped and not model.item.is_solver]
@@ -255,17 +258,17 @@ def describe(plan: Plan) -> str:
     if recipe.trainable and trained:
         domains = max(len(model.split.train) for model in trained)
         batch = recipe.training.images_per_step(domains)
-        lines.append(f"encoder: {passes * batch} images forward and backward, evaluations aside")
+        lines.append(f"encoder: {passes * batch} images forward and backward, without evaluations")
     return "\n".join(lines)
 
 
 def _passes(views: int) -> str:
-    """Of all images, those that never train included: then no split has a say in what is cached."""
+    # all images, also those that never train: the cache must not depend on the split
     return f"{1 + views} passes (1 plain, {views} augmented)" if views else "one pass"
 
 
 def extra_models(plan: Plan) -> str:
-    return f"extra models: {len(plan.extra)}, trained first, as protocol.selection is cross_domain"
+    return f"extra models: {len(plan.extra)}, trained first, because protocol.selection is cross_domain"
 
 
 def _any_skipped(plan: Plan) -> bool:
@@ -273,7 +276,7 @@ def _any_skipped(plan: Plan) -> bool:
 
 
 def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, Any]:
-    """The hyper-parameters of one model, for results.json."""
+    """Returns the hyper-parameters of one model, for results.json."""
     own: dict[str, Any] = {}
     for part in item.parts:
         own |= part.settings()

@@ -1,4 +1,4 @@
-"""What the work reads: the encoder, its cached features, its text side, and which images can not be read."""
+"""The inputs of training that take long to compute: cached features, class embeddings and the unreadable images."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Prepared:
     width: int  # K, the size of its features
     features: Features | None
     text_weights: dict[tuple[str, ...] | None, Tensor]
-    """Prompts of a method → float32 [C,K]: class embeddings × logit scale. None: the encoder's prompts."""
+    """{prompts of a method: class embeddings × logit scale, float32 [C,K]}; the key None: the encoder's prompts."""
     unreadable: dict[int, str]  # row → why the image does not decode
 
 
 def build_encoder(recipe: Recipe, seed: int) -> Encoder:
-    """A fresh encoder; where its weights are random they depend on the seed only."""
+    """Builds a new encoder. Random weights depend only on the seed. Sets torch's global seed."""
     from accelerate.utils import set_seed
 
     set_seed(seed)
@@ -45,7 +45,10 @@ def build_encoder(recipe: Recipe, seed: int) -> Encoder:
 
 
 def prepare(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator: Accelerator) -> Prepared:
-    """Extracts, or finds in the cache, what the recipe's methods need."""
+    """Reads features from the cache, extracts the missing ones, and computes the class embeddings.
+
+    Raises `UserError` if an image does not decode and `data.on_bad_image` is `error`.
+    """
     features = None
     on_bad_image = recipe.data_common.on_bad_image
     if recipe.needs_features:
@@ -72,16 +75,19 @@ def prepare(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator
 def text_weights(
     recipe: Recipe, encoder: Encoder, class_names: tuple[str, ...]
 ) -> dict[tuple[str, ...] | None, Tensor]:
-    """As `Prepared.text_weights`, for the methods that read some."""
+    """Returns `Prepared.text_weights` for all prompts that methods of the recipe use."""
     weights: dict[tuple[str, ...] | None, Tensor] = {}
     for prompts in dict.fromkeys(item.block.prompts for item in recipe.methods if item.reads_text):
-        assert isinstance(encoder, TextEncoder), "the recipe's check refuses an encoder without a text side"
+        assert isinstance(encoder, TextEncoder), "checked with the recipe"
         weights[prompts] = encoder.logit_scale * encoder.text_embeddings(class_names, prompts)
     return weights
 
 
 def _scanned(recipe: Recipe, dataset: ImageDataset, on_bad_image: str) -> dict[int, str]:
-    """End to end, a broken image would otherwise be met in the middle of a training."""
+    """Decodes every image before training end to end, which would otherwise fail at a broken image after hours.
+
+    Returns {row: reason} of the unreadable images. Raises `UserError` if `on_bad_image` is `error`.
+    """
     unreadable = scan(dataset, cores())
     if unreadable and on_bad_image == "error":
         raise UserError(unreadable_message(unreadable, dataset))

@@ -1,4 +1,4 @@
-"""Trains what the plan lists and turns each model into its record."""
+"""Trains the planned models and turns each one into its record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from xdm_ft.experiment.engines import Engines, Model, Request
 from xdm_ft.experiment.jobs import Known, make_job
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
 from xdm_ft.experiment.prepared import Prepared
-from xdm_ft.experiment.results import Kept, ResultsFile
+from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.resume import RECORDS
 from xdm_ft.experiment.train import train
 from xdm_ft.recipe.search import at_the_edge
@@ -35,18 +35,19 @@ logger = logging.getLogger("xdm_ft")
 
 
 def train_models(engines: Engines, results: ResultsFile) -> None:
-    """Trains every model that has no record yet; its record, weights and predictions are then in the run directory."""
+    """Trains every planned model without a record, and saves its record, weights and predictions."""
     plan, accelerator = engines.plan, engines.accelerator
     if accelerator.is_main_process:
         for model in plan.models:
             if model.skipped:
                 record = Record(*model.key, hparams(plan.recipe, model.item, model.training), "skipped", model.skipped)
-                results.keep(Kept(RECORDS, record), engines.directory)
+                results.save(Outcome(RECORDS, record), engines.directory)
     planned = {model.key: model for model in plan.models if not model.skipped}
     wanted = planned.keys() - results.records.keys()
     if not wanted:
         return
-    count = Counter(key[0] for key in planned if key in wanted)  # a chunk of heads has models of one method
+    count = Counter(key[0] for key in planned if key in wanted)
+    # of these methods all models, as the wanted ones may share a chunk of heads with the others
     known = cross_domain_values(engines, {key for key in planned if key[0] in count}, results)
     logger.info("%s", ", ".join(f"{label}: {n} models" for label, n in count.items()))
     train_planned(engines, planned, known, wanted, results)
@@ -59,7 +60,7 @@ def train_planned(
     wanted: Collection[Identity],
     results: ResultsFile,
 ) -> None:
-    """Trains the wanted ones of the planned models, in the chunks that all of them make."""
+    """Trains the wanted models and saves their records. All planned models determine the chunks of heads."""
     of_method: dict[str, list[PlannedModel]] = {}
     for model in planned.values():
         of_method.setdefault(model.item.label, []).append(model)
@@ -69,20 +70,20 @@ def train_planned(
             jobs = [make_job(engines.plan, engines.prepared, model, known.get(model.key, {})) for model in models]
             requests.append(Request(models[0].item, jobs, engines.plan.criteria, wanted))
 
-    def measured(model: Model) -> Kept:
+    def measured(model: Model) -> Outcome:
         return measure(engines.plan, engines.prepared, planned[model.trained.job.key], model)
 
     train(engines, requests, measured, results)
 
 
-def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model) -> Kept:
-    """A model's record (DESIGN: R), with its weights and its predictions on the test images."""
+def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model) -> Outcome:
+    """Returns a model's record, with its weights and its predictions on the test images."""
     trained, job = _finished(plan, planned, model), model.trained.job
     record = _unmeasured(plan, planned, trained)
     if trained.failure is not None:
         held_out = ", ".join(job.test_domains)
         logger.warning("%s, %s held out, seed %d: %s", job.method, held_out, job.seed, trained.failure)
-        return Kept(RECORDS, dataclasses.replace(record, status="failed", reason=trained.failure))
+        return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=trained.failure))
     folder = RunDirectory.model_folder(*planned.key)
     weights, predictions, picks = {}, [], {}
     found: dict[int, tuple[dict[str, Tensor], Pick]] = {}  # rules that picked the same weights share them
@@ -91,19 +92,19 @@ def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model)
             logits = {name: model.logits(selected, rows).cpu() for name, rows in job.split.evaluation.items()}
             broken = [name for name, values in logits.items() if not values.isfinite().all()]
             if broken:
-                reason = f"the logits of {', '.join(broken)} images are not finite at the step {selected.step}"
-                return Kept(RECORDS, dataclasses.replace(record, status="failed", reason=reason))
+                reason = f"the logits of {', '.join(broken)} images are not finite at step {selected.step}"
+                return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=reason))
             file = f"{folder}/{rule}.safetensors"
             weights[file] = selected.state, weights_metadata(prepared, selected, job)
             found[id(selected.state)] = logits, _pick(plan, planned, selected, logits, file)
         logits, pick = found[id(selected.state)]
         picks[rule] = dataclasses.replace(pick, value=_value(plan, job, rule, selected, logits))
         predictions.append(_prediction(plan, planned, rule, logits["test"]))
-    return Kept(RECORDS, dataclasses.replace(record, selected=picks), weights, {folder: arrays_of(predictions)})
+    return Outcome(RECORDS, dataclasses.replace(record, selected=picks), weights, {folder: arrays_of(predictions)})
 
 
 def _finished(plan: Plan, planned: PlannedModel, model: Model) -> Trained:
-    """The model with the weights that its method finishes with, the best by the same rule that picked the step."""
+    """Returns the model after its method's finish. Each rule selects among the finished weights as it did the step."""
     trained, job = model.trained, model.trained.job
     algorithm = job.make(job.setup)
     if not isinstance(algorithm, Algorithm) or not algorithm.varied_by_finish or trained.failure is not None:
@@ -124,13 +125,13 @@ def _finished(plan: Plan, planned: PlannedModel, model: Model) -> Trained:
             picked[rule] = best
         elif rule == plan.rules[0]:
             varied = " and ".join(algorithm.varied_by_finish.values())
-            reason = f"{metric} is not defined by {rule} at any {varied}"
+            reason = f"{metric} on the images of {rule} is undefined for every {varied}"
             return dataclasses.replace(trained, selected={}, failure=reason)
     return dataclasses.replace(trained, selected=picked)
 
 
 def _unmeasured(plan: Plan, planned: PlannedModel, trained: Trained) -> Record:
-    """The record before anything is selected."""
+    """Returns the record without selected weights."""
     taken = planned.steps if trained.stopped_at is None else trained.stopped_at
     return Record(
         *planned.key,
@@ -145,7 +146,7 @@ def _unmeasured(plan: Plan, planned: PlannedModel, trained: Trained) -> Record:
 
 
 def restarted(trained: Trained) -> dict[str, Any] | None:
-    """What is recorded of a training that could not be resumed where it was interrupted, and started again."""
+    """Returns the number of restarts of a training that could not be resumed, and their reasons; None without any."""
     if not trained.restarts:
         return None
     return {"times": len(trained.restarts), "reasons": list(trained.restarts)}
@@ -163,7 +164,7 @@ def _score(plan: Plan, rows: Tensor, logits: Tensor) -> Score:
 
 
 def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
-    """What makes a pick doubtful: a better one may lie beyond the steps or beyond a searched range."""
+    """Returns the reasons to doubt a pick: a better one may lie beyond the last step or beyond a searched range."""
     found = []
     if not planned.item.is_solver and planned.item.averaging is None and selected.step == planned.steps:
         found.append("last step picked")
@@ -176,7 +177,7 @@ def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
 
 
 def _value(plan: Plan, job: Job, rule: str, selected: Selected, logits: Mapping[str, Tensor]) -> float | None:
-    """What the rule saw of its pick; of averaged weights, which it did not see, the same on them."""
+    """Returns the selection value of a pick. Averaged weights have none yet: it is computed here from their logits."""
     value = job.known[rule].get(selected.step) if rule in job.known else selected.value
     if value is None:
         name = split_of(rule)
@@ -185,7 +186,7 @@ def _value(plan: Plan, job: Job, rule: str, selected: Selected, logits: Mapping[
 
 
 def _images(plan: Plan, split: str, rows: Tensor) -> RuleImages:
-    """The images of a split as selection measures them in the protocol's metric."""
+    """Returns the images of a split, on which selection measures the protocol's metric."""
     metric, classes = plan.recipe.protocol.metric, len(plan.dataset.class_names)
     return rule_images(split, rows, plan.annotations, metric, classes)
 
@@ -198,7 +199,7 @@ def _prediction(plan: Plan, planned: PlannedModel, rule: str, logits: Tensor) ->
 
 
 def weights_metadata(prepared: Prepared, selected: Selected, job: Job) -> dict[str, str]:
-    """What a weights file says of itself: who uses it must treat images and features alike."""
+    """Returns the metadata of a weights file: how to preprocess images and normalise features to use it."""
     normalized = prepared.normalize or job.normalized
     preprocessing = prepared.preprocessing.model_dump_json()
     return {"normalize": str(normalized).lower(), "preprocessing": preprocessing, "step": str(selected.step)}

@@ -1,4 +1,4 @@
-"""results.json: what it holds beside its records, how it grows while a run lasts, and the `Results` of a run."""
+"""results.json: its content, how it is written during a run, and the `Results` that a run returns."""
 
 from __future__ import annotations
 
@@ -32,38 +32,39 @@ LIBRARIES = ("xdm_ft", "torch", "torchvision", "timm", "open_clip_torch", "accel
 
 @dataclass(frozen=True)
 class Results:
-    """What a run has measured, as in its results.json. Accuracies are fractions."""
+    """The results of a run, as in its results.json. Accuracies are fractions."""
 
     path: Path  # the run directory
     records: list[Record]  # one per model, in the recipe's order
     rows: list[SummaryRow]  # one per selection rule and method, the recipe's own rule first
-    final_fit: dict[str, Any] | None  # the model to ship
+    final_fit: dict[str, Any] | None  # the model trained on all images
     document: dict[str, Any] = field(repr=False)  # all of results.json
 
     @property
     def failed(self) -> bool:
-        """Whether a model has failed."""
+        """Whether the training of a model failed."""
         final = self.final_fit is not None and self.final_fit["status"] == "failed"
         return final or any(record.status == "failed" for record in self.records)
 
     def table(self) -> list[dict[str, Any]]:
-        """The rows as flat dicts: `pandas.DataFrame(results.table())`."""
+        """Returns the rows as flat dicts: `pandas.DataFrame(results.table())`."""
         return [row.flat() for row in self.rows]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What is kept of a trained model: the line that says it is done, and the files that the line relies on."""
+class Outcome:
+    """The outcome of a training: a line, which marks the model as done, and the files that the line refers to."""
 
-    kind: str  # of the line
+    kind: str  # of the line, as in `RunDirectory.append`
     line: Record | dict[str, Any]
     weights: Mapping[str, tuple[Mapping[str, Tensor], dict[str, str]]] = field(default_factory=dict)
-    """File, relative to the run directory → weights and their metadata."""
-    predictions: Mapping[str, Arrays] = field(default_factory=dict)  # by the model's folder
+    """{file, relative to the run directory: (weights, metadata)}"""
+    predictions: Mapping[str, Arrays] = field(default_factory=dict)
+    """{folder of the model: predictions}"""
 
 
 class ResultsFile:
-    """results.json from the beginning of a run to its end. The main process writes it, from what is in memory."""
+    """results.json during a run. The main process writes it from memory and never reads it again."""
 
     def __init__(
         self,
@@ -78,23 +79,23 @@ class ResultsFile:
         self.rows: list[SummaryRow] = []
         self.final_fit = before.final_fit
         if directory.main and before.environment is None:
-            self.write()  # at once: which cached features a run needs is read from here
+            self.write()  # before training: `cache prune --unreferenced` reads from it which features are in use
 
-    def keep(self, kept: Kept, directory: RunDirectory) -> None:
-        """Makes one more model permanent: first its files, then its line.
+    def save(self, outcome: Outcome, directory: RunDirectory) -> None:
+        """Writes the files of an outcome, then its line, so that a line never refers to a missing file.
 
-        `directory` is the view of the process that calls this, which may be a fork of the main one. Between two models
-        results.json is rewritten only if that took a small fraction of the time lately.
+        `directory` belongs to the calling process, which may be a fork of the main one. The main process also rewrites
+        results.json, unless that would take too large a share of its time.
         """
-        for file, (state, metadata) in kept.weights.items():
+        for file, (state, metadata) in outcome.weights.items():
             directory.write_weights(file, state, metadata)
-        for folder, arrays in kept.predictions.items():
+        for folder, arrays in outcome.predictions.items():
             directory.write_predictions(folder, arrays)
-        if not isinstance(kept.line, Record):
-            directory.append(kept.kind, kept.line)
+        if not isinstance(outcome.line, Record):
+            directory.append(outcome.kind, outcome.line)
             return
-        directory.append(kept.kind, kept.line.to_json())
-        self.records[kept.line.key] = kept.line
+        directory.append(outcome.kind, outcome.line.to_json())
+        self.records[outcome.line.key] = outcome.line
         if directory.main and directory.results_are_due:
             self.write()
 
@@ -118,7 +119,7 @@ class ResultsFile:
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:
-    """What the numbers were made with."""
+    """Returns the software and hardware of the run, for results.json."""
     import torch
 
     return {
@@ -133,7 +134,7 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
-    """What models are trained on: the data's annotations by a checksum, cached features by their key."""
+    """Returns the identity of the training data: a checksum of the annotations, and the key of the cached features."""
     names = json.dumps([dataset.class_names, dataset.domain_names])
     annotations = (dataset.labels, dataset.domains, dataset.groups, dataset.splits)
     texts = ("-" if values is None else json.dumps(np.asarray(values).tolist()) for values in annotations)
@@ -143,12 +144,12 @@ def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
 
 
 def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:
-    """What results.json holds of the data beside their checksum: whether test domains are unseen, and faults found."""
+    """Returns the other facts on the data in results.json: whether test domains are unseen, and the faults found."""
     return {"tested_on": plan.splits[0].tested_on, "findings": [finding.line for finding in faults]}
 
 
 def in_order(plan: Plan, records: Iterable[Record]) -> dict[Identity, Record]:
-    """The planned models' records, as the recipe lists these."""
+    """Returns the records of planned models, in the order of the recipe."""
     order = {model.key: place for place, model in enumerate(plan.models)}
     planned = sorted((one for one in records if one.key in order), key=lambda one: order[one.key])
     return {record.key: record for record in planned}

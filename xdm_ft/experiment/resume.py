@@ -1,4 +1,4 @@
-"""What an earlier, interrupted part of the same run has left, and the refusal of what belongs to another run."""
+"""Resuming: opens the run directory, reads what the interrupted run finished, and refuses another recipe or data."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from xdm_ft.storage.run_directory import PREDICTIONS, RunDirectory
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-RECORDS = "records"  # kind of the lines that hold records
+RECORDS = "records"  # kind of the lines that hold records of models
 
 
 @contextmanager
 def opened(recipe: Recipe, accelerator: Accelerator) -> Iterator[RunDirectory]:
-    """`<output.dir>/<name>/`, locked for this run. Raises `UserError` where another recipe's run lies there."""
+    """Yields the run directory `<output.dir>/<name>/`, locked. Raises `UserError` if it holds another recipe's run."""
     path = Path(recipe.output.dir) / recipe.name
     main = bool(accelerator.is_main_process)
     with RunDirectory(path, str(accelerator.process_index), main) as directory:
@@ -46,7 +46,7 @@ def _refuse_other_recipe(written: Path, recipe: Recipe) -> None:
     try:
         before = yaml.safe_load(written.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{written}: is missing, which says what the rest belongs to; {remedy}") from error
+        raise UserError(f"{written}: is missing, so the recipe of this run is unknown; {remedy}") from error
     except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{written}: is damaged; {remedy}") from error
     if not isinstance(before, dict):
@@ -60,7 +60,7 @@ def _refuse_other_recipe(written: Path, recipe: Recipe) -> None:
 
 
 def comparable(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe without where results and features are kept, and how fast features come: these change no number."""
+    """Returns the recipe without the keys that change no number: output, and features except precision and views."""
     kept = {key: value for key, value in recipe.items() if key != "output"}
     features = recipe.get("features")
     if isinstance(features, dict):
@@ -70,14 +70,14 @@ def comparable(recipe: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Earlier:
-    """What earlier parts of this run have finished."""
+    """What the interrupted run finished."""
 
-    records: dict[Identity, Record] = field(default_factory=dict)  # of models whose files are there and whole
+    records: dict[Identity, Record] = field(default_factory=dict)  # of models whose files are intact
     final_fit: dict[str, Any] | None = None
-    environment: dict[str, Any] | None = None  # None: no part has come as far as results.json
+    environment: dict[str, Any] | None = None  # None: results.json was not written yet
 
     def refuse_other_inputs(self, path: Path, inputs: dict[str, Any]) -> None:
-        """Raises `UserError` where models of the directory `path` were trained on other data than `inputs`."""
+        """Raises `UserError` if models of the run directory `path` were trained on other data than `inputs`."""
         if self.environment is None:
             return
         changed = differences({key: self.environment[key] for key in INPUTS if key in self.environment}, inputs)
@@ -85,37 +85,37 @@ class Earlier:
             what = {"data": "labels, domains or splits of the data", "features": "images, weights or libraries"}
             named = " and ".join(dict.fromkeys(what[key.partition(".")[0]] for key in changed))
             raise UserError(
-                f"{path}: {named} have changed since this run was begun ({', '.join(changed)}); "
+                f"{path}: {named} have changed since this run started ({', '.join(changed)}); "
                 "set name or output.dir, or delete the directory"
             )
 
 
 def earlier(directory: RunDirectory, accelerator: Accelerator) -> Earlier:
-    """Returns what every process needs to know. Failed models, and those whose files are damaged, are left out: they
-    are trained again."""
+    """Reads what the interrupted run finished. Models that failed or whose files are damaged are left out, so that they
+    are trained again. Raises `UserError` if results.json is damaged, or an earlier version wrote it."""
     results = directory.results() or {"findings": [], "runs": []}
     if "findings" not in results:
         raise UserError(
-            f"{directory.path / 'results.json'}: was written by an earlier version, which selected by other values "
-            "(train_val pooled images); set another name or output.dir"
+            f"{directory.path / 'results.json'}: was written by an earlier version, whose train_val pooled the images "
+            "of all domains; set another name or output.dir"
         )
     known = {record.key: record for record in map(Record.from_json, results["runs"])} | recorded(directory)
     whole = {key: record for key, record in known.items() if _is_whole(record, directory)}
     final = results.get("final_fit")
-    if final is not None and not ("weights" in final and directory.is_sound(final["weights"])):
+    if final is not None and not ("weights" in final and directory.is_intact(final["weights"])):
         final = None
-    wait_for_everyone(accelerator)  # all have read before the main process writes
+    wait_for_everyone(accelerator)  # all processes must have read before the main one writes
     return Earlier(whole, final, results.get("environment"))
 
 
 def recorded(directory: RunDirectory) -> dict[Identity, Record]:
-    """The records that the processes of this run have added, those of failed and skipped models too."""
+    """Returns the records in the lines of all processes, including those of failed and skipped models."""
     records = (Record.from_json(line) for line in directory.lines(RECORDS))
     return {record.key: record for record in records}
 
 
 def _is_whole(record: Record, directory: RunDirectory) -> bool:
-    """Whether it is the record of a trained model, and all of its files are there and sound."""
+    """Returns whether the model was trained without failure and all of its files are intact."""
     files = [f"{directory.model_folder(*record.key)}/{PREDICTIONS}"]
     files += [pick.weights for pick in record.selected.values()]
-    return record.status == "ok" and all(directory.is_sound(file) for file in dict.fromkeys(files))
+    return record.status == "ok" and all(directory.is_intact(file) for file in dict.fromkeys(files))

@@ -22,9 +22,9 @@ from xdm_ft.storage.run_directory import RunDirectory
 def summary_rows(
     plan: Plan, prepared: Prepared, records: Sequence[Record], directory: RunDirectory
 ) -> list[SummaryRow]:
-    """In the recipe's order; differences are to `references`.
+    """Returns the rows in the recipe's order, with differences to the methods of `references`.
 
-    Of several trials each rule picks its own, whose predictions alone are read.
+    Each rule picks one of several trials. Only the predictions of picked trials are read.
     """
     methods, metric = plan.recipe.methods, plan.recipe.protocol.metric
     picks = [pick for record in records for pick in record.selected.values()]
@@ -57,9 +57,10 @@ def summary_rows(
 
 
 def references(methods: Sequence[MethodItem]) -> dict[str, str]:
-    """Method → what it is compared with: plain ERM with the same class head, and ERM itself with ERM on linear.
+    """Returns {method: the method that it is compared with}.
 
-    Methods with nothing to compare with are left out.
+    That is plain ERM with the same class head; for ERM itself it is ERM with a linear head. A method is left out if the
+    recipe has no such ERM.
     """
 
     def head(item: MethodItem) -> tuple[Any, ...]:
@@ -74,7 +75,7 @@ def references(methods: Sequence[MethodItem]) -> dict[str, str]:
 
 
 def _flags(records: Sequence[Record], picked: Sequence[Record], method: str, rule: str) -> list[str]:
-    """What the picks of a method were flagged for, and how many of them; and the trials that failed beside them."""
+    """Returns the flags of a method's picks with their counts, and the number of failed trials."""
     picks = [one.selected[rule] for one in picked if one.method == method and rule in one.selected]
     counts = Counter(flag for pick in picks for flag in pick.flags or ())
     flags = [f"{flag} in {n} of {len(picks)} picks" for flag, n in counts.items()]
@@ -86,7 +87,7 @@ def _flags(records: Sequence[Record], picked: Sequence[Record], method: str, rul
 
 
 def _augmentation(recipe: Recipe) -> str:
-    """Of training by gradient steps: solvers read the plain view, whatever the others of the recipe do."""
+    """Returns the augmentation of methods trained by gradient steps. Solvers always read the plain view."""
     words: str = recipe.train_augmentation
     if words == "none":
         return words

@@ -1,7 +1,7 @@
 """One file per kind of class head: features z → logits.
 
-The file's stem is its name in a recipe (`head: cosine` of a method); its class's constructor keywords are recipe keys,
-with that name before them: `mlp.hidden_width`.
+The file's stem is the head's name in a recipe (`head: cosine` of a method). The class's constructor keywords are recipe
+keys, with that name as prefix: `mlp.hidden_width`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from xdm_ft.settings import SearchRanges
 class Head(nn.Module, ABC):
     """The class head c. Its constructor takes (width, outputs, seed, stream), and its own settings as keywords.
 
-    `forward` is a pure function of z and the parameters, sample by sample: it runs under `torch.func.vmap` and
-    `functional_call`, so it has no data-dependent Python branches, no buffers that it changes and no batch statistics.
-    Parameters are float32 and start as a function of (seed, stream) alone. Plain attributes (numbers, words) are
-    settings that all heads of a bank must share.
+    `forward` is a pure function of z and the parameters, sample by sample. It runs under `torch.func.vmap` and
+    `functional_call`, so it has no data-dependent Python branches, changes no buffers and uses no batch statistics.
+    Parameters are float32; their initial values are a function of (seed, stream) only. Plain attributes (numbers,
+    strings) are settings that all heads of a bank must share.
     """
 
     source: str = ""  # one line: paper, or library
     search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
     normalizes: bool = False  # whether it L2-normalises z itself, so that class embeddings fit any features
-    text_reason: str = ""  # one line: why it can not start from class embeddings; "" where it can
-    values_per_image: int  # of the largest layer: what one image takes up while logits are computed
+    text_reason: str = ""  # one line: why it can not start from class embeddings; "": it can
+    values_per_image: int  # outputs of the largest layer: memory that one image needs while logits are computed
 
     @abstractmethod
     def forward(self, z: Tensor) -> Tensor:
         """Features z [B,K] → logits [B,C]."""
 
     def start_from_text(self, text_weight: Tensor) -> None:
-        """Changes the parameters to those of the zero-shot classifier.
+        """Sets the parameters so that the head is the zero-shot classifier.
 
         `text_weight` float [C,K]: L2-normalised class embeddings × logit scale.
         """
         raise NotImplementedError(self.text_reason)
 
     def stacked_logits(self, z: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Logits [n,H,C] of H heads on the same features z [n,K]; `state`: parameter name → values [H,…]."""
+        """Returns logits [n,H,C] of H heads on the same features z [n,K]; `state`: parameter name → values [H,…]."""
 
         def of_one(own: dict[str, Tensor]) -> Tensor:
             logits: Tensor = functional_call(self, own, (z,))
@@ -56,7 +56,7 @@ class Head(nn.Module, ABC):
 def draw_weights(parameters: list[Tensor], fan_in: int, seed: int, stream: int, first: int = 0) -> int:
     """Fills the parameters with U(−1/√fan_in, 1/√fan_in), torch's default for linear layers, from (seed, stream) only.
 
-    `first` is the index of the first draw; returns the index after the last one.
+    `first` is the index of the first draw. Returns the index after the last draw.
     """
     for parameter in parameters:
         size = parameter.numel()

@@ -14,11 +14,10 @@ from xdm_ft.heads import Head, draw_weights
 
 
 class Cosine(Head):
-    """logits_c = s ⟨z/‖z‖, w_c/‖w_c‖⟩, s = exp(log s) learned with the w_c: CLIP's classifier, made trainable.
+    """logits_c = s ⟨z/‖z‖, w_c/‖w_c‖⟩: CLIP's classifier with trainable w_c and log s.
 
-    Logits do not depend on the length of z, so `encoder.normalize` changes none of them. A z of zeros has logits of
-    zero. CLIP keeps s at 100 or less while it pre-trains; here s is free. Weight decay acts on log s as on any other
-    parameter.
+    Logits do not depend on the length of z, so `encoder.normalize` has no effect on them. If z = 0, the logits are 0.
+    CLIP limits s to 100 in pre-training; here s has no limit. Weight decay acts on log s as on any other parameter.
     """
 
     source = "Radford et al. 2021 (CLIP), section 2.5; as a classifier: Gidaris & Komodakis 2018"
@@ -35,8 +34,8 @@ class Cosine(Head):
             float,
             Field(
                 gt=0,
-                description="s at the start, 1 / temperature (CLIP starts at 1/0.07); head_init: zero_shot starts at "
-                "the encoder's own logit scale",
+                description="initial s = 1 / temperature (CLIP: 1/0.07); head_init: zero_shot starts at the encoder's "
+                "own logit scale instead",
             ),
         ] = 1 / 0.07,
     ) -> None:
@@ -47,11 +46,11 @@ class Cosine(Head):
         draw_weights([self.weight], width, seed, stream)
 
     def forward(self, z: Tensor) -> Tensor:
-        # s is multiplied into the [C,K] weights: smaller than z, and than the logits of many images
+        # s multiplies the [C,K] weights, which are fewer than the values of z or the logits of many images
         return F.normalize(z, dim=-1) @ (self.log_scale.exp() * F.normalize(self.weight, dim=-1)).mT
 
     def start_from_text(self, text_weight: Tensor) -> None:
-        scale = text_weight.norm(dim=1).mean()  # every row is an embedding of length 1 × the logit scale
+        scale = text_weight.norm(dim=1).mean()  # the norm of every row is the logit scale
         with torch.no_grad():
             self.weight.copy_(text_weight / scale)
             self.log_scale.copy_(scale.log())

@@ -15,12 +15,14 @@ from xdm_ft.heads import Head, draw_weights
 class MLP(Head):
     """logits = W₂ σ(W₁ z + b₁) + b₂, one hidden layer of `hidden_width` units.
 
-    Both layers start as torch's linear layers do: U(−1/√n, 1/√n), n their number of inputs. GELU is the activation of
-    the encoders that features mostly come from (CLIP's and timm's transformers).
+    Both layers are initialised as torch's linear layers: U(−1/√n, 1/√n), n their number of inputs. GELU is the default,
+    as in CLIP's and timm's transformers.
     """
 
     source = "torch.nn.Linear twice; GELU: Hendrycks & Gimpel 2016"
-    text_reason = "an mlp's hidden layer has no class embeddings to start from; use head: linear or cosine"
+    text_reason = (
+        "mlp can not start from class embeddings, as they do not fit a hidden layer; use head: linear or cosine"
+    )
 
     def __init__(
         self,

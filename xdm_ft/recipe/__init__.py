@@ -1,4 +1,4 @@
-"""Recipes: YAML text with line numbers → typed, frozen settings, all faults at once, before any data is read."""
+"""Recipes: YAML text → typed, frozen settings. All faults are reported together, before any data is read."""
 
 from xdm_ft.recipe.blocks import Recipe
 from xdm_ft.recipe.read import load

@@ -1,4 +1,4 @@
-"""What a recipe is made of: its blocks, the components that they name, and the whole."""
+"""The settings of a recipe: its blocks, the components that they name, and the whole `Recipe`."""
 
 from __future__ import annotations
 
@@ -23,69 +23,72 @@ B = TypeVar("B", bound=Block)
 
 
 class DataCommon(Block):
-    """The images. The other keys of the block are those of the data set."""
+    """Keys of the block `data`; the data set adds its own."""
 
     name: Annotated[str, Field(description="data set, see `xdm-ft ls data`")]
     on_bad_image: Annotated[
-        Literal["error", "skip"], Field(description="an image that does not decode: stop, or leave it out and count it")
+        Literal["error", "skip"],
+        Field(description="if an image does not decode: stop, or leave the image out and report it"),
     ] = "error"
     class_names: Annotated[
-        dict[str, str], Field(description="class folder or label → words, for prompts and reports")
+        dict[str, str], Field(description="class folder or label → name of the class in prompts and reports")
     ] = {}
     train_augmentation: Annotated[
         Augmentation | None,
         Field(
-            description="random changes of training images, end to end or in features.views: none, or domainbed (crop, "
-            "flip, colours, grey); null: domainbed for DomainBed's five, none for others (WILDS' examples use none)"
+            description="augmentation of training images, end to end or in features.views: none, or domainbed (crop, "
+            "flip, colours, grey); null: domainbed for DomainBed's five, else none (WILDS' examples use none)"
         ),
     ] = None
 
 
 class EncoderCommon(Block):
-    """The encoder f. The other keys of the block are those of the encoder."""
+    """Keys of the block `encoder`; the encoder adds its own."""
 
     name: Annotated[str, Field(description="library of the encoder, see `xdm-ft ls encoders`")]
     trainable: Annotated[bool, Field(description="true: train end to end; false: frozen, on cached features")] = False
     batch_norm: Annotated[
-        Literal["train", "frozen"], Field(description="batch-norm statistics while training end to end")
+        Literal["train", "frozen"],
+        Field(description="batch-norm statistics in training end to end: updated, or kept as they are"),
     ] = "train"
     unfreeze_at: Annotated[
-        int, Field(ge=0, description="steps of the head alone before the encoder trains too (LP-FT; end to end only)")
+        int, Field(ge=0, description="steps that train the head alone, before the encoder too (LP-FT; end to end only)")
     ] = 0
 
 
 class MethodCommon(Block):
-    """One item of `methods`. The other keys are the algorithm's and, prefixed, those of what is added and of the head.
+    """Keys of an item of `methods`. The algorithm adds its own; those of add-ons and of the head have a prefix.
 
-    Examples of the latter are `sam.rho` and `mlp.hidden_width`.
+    Examples are `sam.rho` and `mlp.hidden_width`.
     """
 
     name: Annotated[
-        str, Field(description="ALGORITHM, with +SHARPNESS, +AVERAGING or both behind it, see `xdm-ft ls methods`")
+        str,
+        Field(description="ALGORITHM, ALGORITHM+SHARPNESS, ALGORITHM+AVERAGING or all three, see `xdm-ft ls methods`"),
     ]
-    label: Annotated[str | None, Field(min_length=1, description="name in results; null: as written")] = None
+    label: Annotated[str | None, Field(min_length=1, description="name in results; null: the method's name")] = None
     head: Annotated[str, Field(description="kind of class head, see `xdm-ft ls heads`")] = "linear"
     head_init: Annotated[
-        HeadInit, Field(description="class head before training: random, or the class embeddings of the text encoder")
+        HeadInit, Field(description="initial class head: random, or the class embeddings of the text encoder")
     ] = "random"
     prompts: Annotated[
         Prompts | None,
-        Field(description="as encoder.prompts, for the class embeddings of this method alone; null: encoder.prompts"),
+        Field(description="like encoder.prompts, for this method only; null: encoder.prompts"),
     ] = None
     normalize: Annotated[
         Literal[True] | None,
-        Field(description="true: this method reads its cached features L2-normalised; null: as encoder.normalize"),
+        Field(description="true: L2-normalise the cached features for this method; null: as encoder.normalize"),
     ] = None
 
 
 class Output(Block):
-    """Where results go."""
+    """Keys of the block `output`."""
 
     dir: Annotated[str, Field(min_length=1, description="parent of the run directory")] = "output"
 
 
-def unfreezes_too_late(unfreeze_at: int, steps: int) -> str:
-    return f"{unfreeze_at} leaves the encoder untrained in {steps} training steps; lower it or raise training.steps"
+def unfreeze_problem(unfreeze_at: int, steps: int) -> str:
+    return f"{unfreeze_at} of {steps} training steps leave the encoder untrained; lower it or raise training.steps"
 
 
 @dataclass(frozen=True)
@@ -96,14 +99,14 @@ class Component:
     cls: type[Any]
     block: Block  # common keys and the component's own
     own: tuple[str, ...]  # names of the constructor's keys
-    prefix: str = ""  # of these names in the block: `sam.`, where the keys of an algorithm are beside them
+    prefix: str = ""  # of these names in the block, such as `sam.`; the keys of an algorithm have none
 
     def kwargs(self) -> dict[str, Any]:
-        """The constructor's keywords."""
+        """Returns the keywords for the constructor."""
         return {key: getattr(self.block, f"{self.prefix}{key}") for key in self.own}
 
     def settings(self) -> dict[str, Any]:
-        """The same under their names in a recipe and in results."""
+        """Returns the same values under their names in a recipe and in results."""
         return {f"{self.prefix}{key}": value for key, value in self.kwargs().items()}
 
     def build(self, *args: Any) -> Any:
@@ -124,17 +127,17 @@ class MethodItem:
 
     @property
     def reads_text(self) -> bool:
-        """Its head is, or starts from, the class embeddings."""
+        """Whether its head is, or is initialised with, the class embeddings."""
         return self.algorithm.cls.needs_text or self.head_init == "zero_shot"
 
     @property
     def reads_normalized(self) -> bool:
-        """It reads L2-normalised features, whatever `encoder.normalize` says."""
+        """Whether it needs L2-normalised features even if `encoder.normalize` is false."""
         return bool(self.block.normalize or getattr(self.algorithm.cls, "normalized", False))
 
     @property
     def is_plain_erm(self) -> bool:
-        """ERM with nothing added; its class head may be of any kind."""
+        """Whether it is ERM without add-ons, with any kind of class head."""
         return self.algorithm.name == "erm" and self.sharpness is None and self.averaging is None
 
     @property
@@ -147,14 +150,14 @@ class MethodItem:
         return tuple(part for part in every if part is not None)
 
     def gradient_evaluations(self, steps: int, num_domains: int) -> int:
-        """Gradients of the parameters that one model takes; a sharpness-aware step takes each of them twice."""
+        """Returns the number of gradients that training one model takes; twice as many if sharpness-aware."""
         per_step: int = self.algorithm.cls.gradients_per_step(num_domains)
         return steps * per_step * (2 if self.sharpness else 1)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole recipe, checked."""
+    """A checked recipe."""
 
     name: str
     data: Component
@@ -182,17 +185,17 @@ class Recipe:
 
     @property
     def train_augmentation(self) -> Augmentation:
-        """What training images go through: the data set's own where the recipe says nothing, none if read once."""
+        """The recipe's augmentation; if it sets none, the data set's own, or "none" if features are computed once."""
         own: Augmentation = self.data.cls.train_augmentation if self.trainable or self.features.views else "none"
         return self.data_common.train_augmentation or own
 
     @property
     def needs_features(self) -> bool:
-        """Some method reads cached features of the encoder as it comes."""
+        """Whether a method reads cached features of the encoder before training."""
         return not self.trainable or any(item.is_solver for item in self.methods)
 
     def resolved(self) -> dict[str, Any]:
-        """Plain values with every default written out."""
+        """Returns the recipe as plain values, including every default."""
         blocks: dict[str, Block] = {
             "data": self.data.block,
             "protocol": self.protocol,
@@ -211,11 +214,10 @@ class Recipe:
 
 
 def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
-    """The item with the drawn settings of its parts. One that its recipe has changed from its default stays as it is.
+    """Returns the item with the drawn settings of its parts. A setting that differs from its default is not replaced.
 
-    Defaults are compared, not what was written, so that a resolved recipe draws the same.
-
-    Raises pydantic's `ValidationError` for a value that the part does not take.
+    Values are compared with defaults, instead of looking at which keys were written, because a resolved recipe writes
+    all keys and must draw the same. Raises pydantic's `ValidationError` for a value that a part does not accept.
     """
     changes: dict[str, Value] = {}
     for part in item.parts:
@@ -242,13 +244,13 @@ def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
 
 
 def drawn_training(training: Training, drawn: Mapping[str, Value]) -> Training:
-    """The block with the drawn keys of its own. Raises pydantic's `ValidationError` as `drawn_item` does."""
+    """Returns the block with its drawn keys. Raises pydantic's `ValidationError` as `drawn_item` does."""
     own = {key: value for key, value in drawn.items() if key in TRAINING_KEYS}
     return _changed(training, own) if own else training
 
 
 def _changed(block: B, changes: Mapping[str, Value]) -> B:
-    """A checked copy; whole-numbered settings are rounded to."""
+    """Returns a checked copy; values of integer settings are rounded."""
     whole = {key for key in changes if int in _types(type(block).model_fields[key].annotation)}
     rounded = {key: round(value) if key in whole else value for key, value in changes.items()}  # type: ignore[arg-type]
     return type(block).model_validate({**block.model_dump(), **rounded})
@@ -259,9 +261,9 @@ def _types(annotation: Any) -> tuple[Any, ...]:
 
 
 def text_faults(item: MethodItem, has_text: bool, normalized: bool) -> Iterator[tuple[Key, str]]:
-    """Faults of what a method asks of the text side: the key of the method that is wrong, and what is wrong with it.
+    """Yields the faults that concern the text side: the faulty key of the method, and the problem.
 
-    `has_text`: the encoder has a text side; `normalized`: the method trains on L2-normalised features.
+    `has_text`: the encoder has a text side. `normalized`: the method trains on L2-normalised features.
     """
     needs_text, head = item.algorithm.cls.needs_text, item.head.cls
     if needs_text and not has_text:
@@ -270,16 +272,16 @@ def text_faults(item: MethodItem, has_text: bool, normalized: bool) -> Iterator[
         yield ("head_init",), f"{item.label} starts from the class embeddings; leave head_init out"
     elif item.head_init == "zero_shot":
         if item.is_solver:
-            yield ("head_init",), f"{item.label} does not start from a head; leave head_init out"
+            yield ("head_init",), f"{item.label} has no initial head; leave head_init out"
         elif not has_text:
             yield ("head_init",), "zero_shot needs an encoder with a text side; use encoder.name: open_clip"
         elif head.text_reason:
-            yield ("head",), f"{item.head.name} does not go with head_init: zero_shot: {head.text_reason}"
+            yield ("head",), f"{item.head.name} can not be combined with head_init: zero_shot: {head.text_reason}"
         elif not normalized and not head.normalizes:
             what = item.label if needs_text else "zero_shot"
-            remedy = "set encoder.normalize: true, or normalize: true of this method"
-            yield (), f"{what} starts from class embeddings, which fit L2-normalised features; {remedy}"
+            remedy = "set encoder.normalize: true, or normalize: true for this method"
+            yield (), f"{what} starts from class embeddings, which need L2-normalised features; {remedy}"
     if item.is_solver and item.head.name != "linear":
-        yield ("head",), f"{item.label} finds a linear head without training; leave head out"
+        yield ("head",), f"{item.label} computes a linear head directly; leave head out"
     if item.block.prompts is not None and not item.reads_text:
-        yield ("prompts",), f"{item.label} reads no class embeddings; leave it out, or set head_init: zero_shot"
+        yield ("prompts",), f"{item.label} uses no class embeddings; leave it out, or set head_init: zero_shot"

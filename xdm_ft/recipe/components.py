@@ -1,7 +1,7 @@
-"""Name → class, with "did you mean". A component's name is the stem of the module that holds it.
+"""Component names → classes. A component's name is the name of its module, so adding a component is adding a file.
 
-A folder (one of `FOLDERS`) is a package. Every plain module in it holds one public class, the component; base classes
-and helpers are in the package's `__init__` and in modules whose name begins with `_`.
+Every module in a folder of `FOLDERS` holds one public class, the component. Base classes and helpers are in the
+package's `__init__` and in modules whose names begin with `_`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ FOLDERS = {
     "data": "data",
     "encoders": "encoders",
 }
-BEHIND = ("sharpness", "averaging")  # folders of what a method's name may have behind a +
+ADD_ONS = ("sharpness", "averaging")  # folders of the components that a method's name may add: erm+sam, erm+swad
 
 
 def names(folder: str) -> list[str]:
-    """The names of the components in `xdm_ft/<folder>/`, without importing them."""
+    """Returns the names of the components in `xdm_ft/<folder>/`, without importing them."""
     package = importlib.import_module(f"xdm_ft.{folder}")
     modules = pkgutil.iter_modules(package.__path__)
     return sorted(module.name for module in modules if not module.ispkg and not module.name.startswith("_"))
 
 
 def method_parts() -> dict[str, str]:
-    """Name → folder of everything that an item of `methods` may name, the algorithms first."""
-    return {name: folder for folder in ("algorithms", *BEHIND, "heads") for name in names(folder)}
+    """Returns {name: folder} of all components that an item of `methods` may name, algorithms first."""
+    return {name: folder for folder in ("algorithms", *ADD_ONS, "heads") for name in names(folder)}
 
 
 def find(folder: str, name: str) -> type[Any]:
-    """The class behind a name. Raises `UserError` with the nearest known name."""
+    """Returns the class of a component. Raises `UserError` with the nearest known name if there is none."""
     known = names(folder)
     if name not in known:
         raise UserError(f'no "{name}" in {folder}{did_you_mean(name, known)}')
@@ -58,9 +58,9 @@ def find(folder: str, name: str) -> type[Any]:
 
 
 def settings_model(cls: type[Any], common: type[Block] = Block, prefix: str = "") -> type[Block]:
-    """A strict block with the fields of `common` and the constructor keywords of `cls` (those after `*`).
+    """Returns a strict block with the fields of `common` and the keyword-only arguments of `cls`'s constructor.
 
-    `prefix` stands before the names of the latter (`sam.`), where `common` may have fields of the same names.
+    `prefix`, such as `sam.`, is put before the names of the arguments, as `common` may have fields of the same names.
     """
     hints = get_type_hints(cls.__init__, include_extras=True)
     fields: dict[str, Any] = {}
@@ -72,5 +72,5 @@ def settings_model(cls: type[Any], common: type[Block] = Block, prefix: str = ""
 
 
 def describe(model: type[Block]) -> dict[str, FieldInfo]:
-    """Key → type, default and meaning."""
+    """Returns {key: field with type, default and meaning}."""
     return dict(model.model_fields)

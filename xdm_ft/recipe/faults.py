@@ -1,4 +1,4 @@
-"""The faults of a recipe: collected with their places, and those that no block can see alone."""
+"""The faults of a recipe: collects them with their places, and finds those that concern several blocks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pydantic import ValidationError
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.errors import UserError, did_you_mean, printable
-from xdm_ft.recipe.blocks import MethodItem, Recipe, drawn_item, drawn_training, text_faults, unfreezes_too_late
+from xdm_ft.recipe.blocks import MethodItem, Recipe, drawn_item, drawn_training, text_faults, unfreeze_problem
 from xdm_ft.recipe.search import TRAINING_KEYS
 from xdm_ft.recipe.text import Key, RecipeText, dotted
 from xdm_ft.tensors import Task
 
 
 class Faults:
-    """Collects every fault with its place, so that all are shown at once."""
+    """Collects every fault with its place, so that all are reported together."""
 
     def __init__(self, text: RecipeText) -> None:
         self.text, self.found = text, dict[str, None]()
@@ -31,7 +31,7 @@ class Faults:
 
 
 def check_together(faults: Faults, recipe: Recipe) -> None:
-    """What no block can see alone."""
+    """Adds the faults that concern several blocks."""
     training, protocol = recipe.training, recipe.protocol
     if (training.steps is None) == (training.epochs is None):
         both = "both steps and epochs are given; keep one" if training.steps else "give steps or epochs"
@@ -42,30 +42,31 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
             f"an epoch needs sampler: pooled; {training.sampler} draws with replacement, give steps",
         )
     if protocol.name == "official" and protocol.test_domains is not None:
-        faults.add(("protocol", "test_domains"), "only leave_one_domain_out chooses test domains; leave it out")
+        faults.add(("protocol", "test_domains"), "is only for leave_one_domain_out; leave it out")
     if protocol.final_fit and protocol.selection == "oracle":
         faults.add(("protocol", "final_fit"), "needs an unbiased estimate; selection: oracle has none, use train_val")
     unfreeze_at = recipe.encoder_common.unfreeze_at
     if unfreeze_at and not recipe.trainable:
-        faults.add(("encoder", "unfreeze_at"), "has no meaning with a frozen encoder; leave it out, or set trainable")
+        problem = "has no effect with a frozen encoder; leave it out, or set encoder.trainable: true"
+        faults.add(("encoder", "unfreeze_at"), problem)
     elif training.steps is not None and unfreeze_at >= training.steps:
-        faults.add(("encoder", "unfreeze_at"), unfreezes_too_late(unfreeze_at, training.steps))
+        faults.add(("encoder", "unfreeze_at"), unfreeze_problem(unfreeze_at, training.steps))
     if protocol.name == "official" and protocol.split_rule != "stratified":
-        faults.add(("protocol", "split_rule"), "the official split decides what validates; leave it out")
+        faults.add(("protocol", "split_rule"), "the official split defines the validation images; leave it out")
     if not recipe.trainable:
         for key, idle in (("mixed_precision", (None, "no")), ("accumulation", (1,))):
             if getattr(training, key) not in idle:
-                problem = "has no meaning with a frozen encoder; leave it out (features.precision exists)"
+                problem = "has no effect with a frozen encoder; leave it out (for precision set features.precision)"
                 faults.add(("training", key), problem)
     if training.steps is not None and training.schedule.warmup_steps >= training.steps:
-        problem = f"{training.schedule.warmup_steps} steps of warm-up leave none of {training.steps}; lower them"
+        problem = f"{training.schedule.warmup_steps} is not below training.steps: {training.steps}; lower it"
         faults.add(("training", "schedule", "warmup_steps"), problem)
     for i, item in enumerate(recipe.methods):
         if item.averaging is not None and training.patience is not None:
-            problem = f"+{item.averaging.name} ends its average by itself; leave training.patience out"
+            problem = f"+{item.averaging.name} decides itself when to end the average; leave training.patience out"
             faults.add(("methods", i), problem)
     if training.amsgrad and training.optimizer == "sgd":
-        faults.add(("training", "amsgrad"), "is a variant of adam and adamw; leave it out, or choose one of them")
+        faults.add(("training", "amsgrad"), "is only for adam and adamw; leave it out, or use one of them")
     _check_views(faults, recipe)
     _check_search(faults, recipe)
     has_text = issubclass(recipe.encoder.cls, TextEncoder)
@@ -74,43 +75,44 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
 
 
 def _check_views(faults: Faults, recipe: Recipe) -> None:
-    """`features.views` needs an augmentation, and something that trains on what is cached."""
+    """Adds the faults of `features.views`, which needs an augmentation and a method that trains on cached features."""
     given, views = recipe.data_common.train_augmentation, recipe.features.views
     augmentation, count = ("data", "train_augmentation"), ("features", "views")
     if not recipe.trainable and not views and given not in (None, "none"):
-        problem = "has no meaning with a frozen encoder, whose features of every image are computed once"
+        problem = "has no effect with a frozen encoder, which computes the features of each image only once"
         faults.add(augmentation, f"{problem}; leave it out, or set features.views, or encoder.trainable: true")
     if views and recipe.trainable:
-        faults.add(count, "has no meaning with encoder.trainable, which augments at every step; leave it out")
+        faults.add(count, "has no effect with encoder.trainable: true, which augments at every step; leave it out")
     elif views and all(item.is_solver for item in recipe.methods):
-        problem = "has no meaning for methods without gradient steps, which read the plain images"
+        problem = "has no effect on methods without gradient steps, which read the plain images"
         faults.add(count, f"{problem}; leave it out")
     elif views and recipe.train_augmentation == "none":
-        own = "" if given else ", as usual with this data set,"
-        faults.add(augmentation, f"none{own} makes no views to cache; set domainbed, or leave features.views out")
+        own = "" if given else ", the default of this data set,"
+        faults.add(augmentation, f"none{own} gives no views to cache; set domainbed, or leave features.views out")
 
 
 def _check_search(faults: Faults, recipe: Recipe) -> None:
-    """The keys of the space, and that every draw makes settings that their blocks take."""
+    """Adds faulty keys of the search space, and the first trial whose settings are not allowed."""
     search, items = recipe.search, recipe.methods
     parts = {part.name: part for item in items for part in item.parts}
     known = [*TRAINING_KEYS, *(f"{name}.{key}" for name, part in parts.items() for key in part.own)]
     for key in search.space:
         if key not in known:
-            problem = f"no hyper-parameter of this recipe's methods that can be searched{did_you_mean(key, known)}"
+            problem = f"is no searchable hyper-parameter of this recipe's methods{did_you_mean(key, known)}"
             faults.add(("search", "space", key), problem)
         elif key == "encoder_lr" and not recipe.trainable:
-            faults.add(("search", "space", key), "has no meaning with a frozen encoder; leave it out")
+            faults.add(("search", "space", key), "has no effect with a frozen encoder; leave it out")
         elif key in ("momentum", "beta1", "beta2") and (key == "momentum") != (recipe.training.optimizer == "sgd"):
-            faults.add(("search", "space", key), f"has no meaning to {recipe.training.optimizer}; leave it out")
+            faults.add(("search", "space", key), f"has no effect on {recipe.training.optimizer}; leave it out")
     averaging = [item.averaging.name for item in items if item.averaging is not None]
     if averaging and "patience" in search.distributions:
-        problem = f"+{averaging[0]} ends its average by itself; leave it out"
+        problem = f"+{averaging[0]} decides itself when to end the average; leave it out"
         faults.add(("search", "space", "patience"), problem)
     if search.space and search.trials == 1:
-        faults.add(("search", "trials"), "1 trial draws nothing from search.space; raise it")
+        faults.add(("search", "trials"), "1 uses no value of search.space, as the first trial draws none; raise it")
     if search.preset != "none" and search.trials == 1:
-        faults.add(("search", "trials"), f"1 trial draws nothing from the preset {search.preset}; raise it")
+        problem = f"1 uses no value of the preset {search.preset}, as the first trial draws none; raise it"
+        faults.add(("search", "trials"), problem)
     for trial in range(search.trials):
         try:
             drawn_training(recipe.training, search.drawn(trial))
@@ -133,7 +135,7 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
 
 
 def _built(item: MethodItem, recipe: Recipe) -> Algorithm:
-    """The method on two classes, two domains and two features, enough for it to check its own settings."""
+    """Builds the method for two classes, two domains and two features, so that it checks its own settings."""
     steps, task = recipe.training.steps or sys.maxsize, Task(("a", "b"), ("a", "b"))
     setup = Setup(task, width=2, steps=steps, seed=0, loss_average=recipe.training.loss_average)
     algorithm: Algorithm = item.algorithm.build(setup)
@@ -141,22 +143,22 @@ def _built(item: MethodItem, recipe: Recipe) -> Algorithm:
 
 
 def _parts_reason(algorithm: Algorithm, recipe: Recipe) -> str:
-    """Why the method can not train on batches that are cut into parts; "" where it can, or where none are."""
+    """Returns why the method can not train on batches in parts (accumulation, several processes); "" if it can."""
     training, processes = recipe.training, int(os.environ.get("WORLD_SIZE", "1"))
     if not recipe.trainable or processes * training.accumulation == 1:
         return ""
     adds_up = training.class_weights == "none" and algorithm.parts_add_up(training.sampler == "pooled")
     if algorithm.loss_over == "part" and not adds_up:
         return (
-            "partners: local takes the loss of each part of a batch, whose means are not that of the batch with "
-            "class_weights or, in pooled batches, loss_average: domain; use partners: global"
+            "partners: local averages the loss over each part of a batch, and these means do not add up to the batch's "
+            "with class_weights or, in pooled batches, loss_average: domain; use partners: global"
         )
     return algorithm.parts_reason
 
 
 def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe, has_text: bool) -> None:
     if item.sharpness is not None and recipe.training.mixed_precision == "fp16":
-        problem = f"fp16 scales the loss, which falsifies the second pass of {item.sharpness.name}"
+        problem = f"fp16 scales the loss, which makes the second pass of {item.sharpness.name} wrong"
         faults.add(("training", "mixed_precision"), f"{problem}; use bf16 or no with {item.label}")
     if not item.is_solver:
         try:
@@ -169,7 +171,7 @@ def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe, ha
             for reason in filter(None, (frozen_reason, pooled_reason, _parts_reason(algorithm, recipe))):
                 faults.add(key, f"{item.label}: {reason}")
     if item.block.normalize and recipe.trainable and not item.is_solver:
-        problem = "is for cached features, and this method trains its encoder; set encoder.normalize: true"
+        problem = "is for cached features, but this method trains its encoder; set encoder.normalize: true"
         faults.add((*key, "normalize"), problem)
     normalized = item.reads_normalized or getattr(recipe.encoder.block, "normalize", False)
     for setting, problem in text_faults(item, has_text, normalized):

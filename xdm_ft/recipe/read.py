@@ -1,4 +1,4 @@
-"""YAML → typed, frozen settings. All faults are found at once, before any data is read."""
+"""YAML → typed, frozen settings. All faults are reported together, before any data is read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from xdm_ft.training import Training
 logger = logging.getLogger("xdm_ft")
 
 
-LONGEST = 120  # characters of a value that a message repeats
+LONGEST = 120  # characters of a value that a message shows
 BLOCKS: dict[str, type[Block]] = {
     "protocol": Protocol,
     "features": FeatureSettings,
@@ -44,19 +44,20 @@ KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "sea
 
 
 def load(name: str, overrides: list[str] | None = None) -> Recipe:
-    """The checked recipe. Raises `UserError` with one line per fault."""
+    """Returns the recipe of a file or of a packaged name. Raises `UserError` with one line per fault."""
     return check(read_recipe(name, overrides or []))
 
 
 def check(text: RecipeText) -> Recipe:
+    """Returns the recipe of a text. Raises `UserError` with one line per fault."""
     faults = Faults(text)
-    values = _spread(faults)
+    values = _with_method_overrides(faults)
     for key in values:
         if key not in KEYS:
             faults.add((key,), f"unknown key{did_you_mean(key, KEYS)}")
     name = values.get("name")
     if not isinstance(name, str) or not name or set(name) & set("/\\\0") or name in (".", ".."):
-        faults.add(("name",), "a recipe needs a name, a text without slashes; it names the run directory")
+        faults.add(("name",), "must be a text without slashes, the name of the run directory")
     found: dict[str, Any] = {}
     for block, (folder, common) in COMPONENTS.items():
         found[block] = _component(faults, (block,), folder, common, values.get(block))
@@ -82,11 +83,12 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
         known = list(components.describe(model))
         for fault in error.errors():
             place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
-            faults.add((*key, *place), _sentence(dict(fault), place, known))
+            faults.add((*key, *place), _problem(dict(fault), place, known))
         return None
 
 
-def _sentence(fault: dict[str, Any], place: Key, known: list[str]) -> str:
+def _problem(fault: dict[str, Any], place: Key, known: list[str]) -> str:
+    """Returns the text of a fault that pydantic found."""
     if fault["type"] == "extra_forbidden":
         if len(place) > 1:
             return "unknown key"
@@ -99,12 +101,12 @@ def _sentence(fault: dict[str, Any], place: Key, known: list[str]) -> str:
     return f"{message[0].lower()}{message[1:]}, given {given if len(given) <= LONGEST else f'{given[:LONGEST]}…'}"
 
 
-def _named(faults: Faults, key: Key, folder: str, name: Any, says: str = "name") -> type[Any] | None:
-    """The class behind a name that the key `says` under `key` holds; None where it is unknown."""
+def _find(faults: Faults, key: Key, folder: str, name: Any) -> type[Any] | None:
+    """Returns the class of the component `name`, written at `key`. If it is unknown, adds a fault and returns None."""
     try:
         return components.find(folder, str(name))
     except UserError as error:
-        faults.add((*key, says), str(error))
+        faults.add(key, str(error))
         return None
 
 
@@ -112,27 +114,27 @@ def _component(faults: Faults, key: Key, folder: str, common: type[Block], value
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
         faults.add(key, f"needs a name; known: {', '.join(components.names(folder))}")
         return None
-    cls = _named(faults, key, folder, values["name"])
+    cls = _find(faults, (*key, "name"), folder, values["name"])
     if cls is None:
         return None
     model = components.settings_model(cls, common)
-    block = _block(faults, key, model, _without_leftovers(faults.text, key, model, values))
+    block = _block(faults, key, model, _without_stale_keys(faults.text, key, model, values))
     own = tuple(field for field in model.model_fields if field not in common.model_fields)
     return Component(values["name"], cls, block, own) if block is not None else None
 
 
-def _without_leftovers(text: RecipeText, key: Key, model: type[Block], values: dict[str, Any]) -> dict[str, Any]:
-    """Where the command line names another component, the file's keys that only the former one knows are dropped."""
+def _without_stale_keys(text: RecipeText, key: Key, model: type[Block], values: dict[str, Any]) -> dict[str, Any]:
+    """If an override names another component, removes the file's keys that this component does not have."""
     if (*key, "name") not in text.overridden:
         return values
     kept = {k: v for k, v in values.items() if k in model.model_fields or (*key, k) in text.overridden}
     for dropped in values.keys() - kept.keys():
-        logger.info("%s: %s.%s does not apply to %s and is left out", text.origin, dotted(key), dropped, values["name"])
+        logger.info("%s: %s.%s is ignored, %s has no such key", text.origin, dotted(key), dropped, values["name"])
     return kept
 
 
-def _spread(faults: Faults) -> dict[str, Any]:
-    """The recipe's values, with `METHOD.KEY=VALUE` of the command line in every item of `methods` that has METHOD."""
+def _with_method_overrides(faults: Faults) -> dict[str, Any]:
+    """Returns the recipe's values, with an override `METHOD.KEY=VALUE` put into every item of `methods` with METHOD."""
     text, folder_of = faults.text, components.method_parts()
     assigned = {key[0] for key in text.overridden if key[:1] not in text.lines} & folder_of.keys()
     values = {key: value for key, value in text.values.items() if key not in assigned}
@@ -142,9 +144,9 @@ def _spread(faults: Faults) -> dict[str, Any]:
     for name in sorted(map(str, assigned)):
         settings, places = text.values[name], [i for i, item in enumerate(items) if name in _parts_of(item)]
         if not isinstance(settings, dict):
-            faults.add((name,), f"has keys of its own; write {name}.KEY=VALUE")
+            faults.add((name,), f"is a method, not a value; write {name}.KEY=VALUE")
         elif not places:
-            faults.add((name, *list(settings)[:1]), f"no item of methods has {name}; add it to one, or leave this out")
+            faults.add((name, *list(settings)[:1]), f"no item of methods uses {name}; add it to one, or leave this out")
         else:
             own = {
                 key if folder_of[name] == "algorithms" else f"{name}.{key}": value for key, value in settings.items()
@@ -156,48 +158,49 @@ def _spread(faults: Faults) -> dict[str, Any]:
 
 
 def _parts_of(item: Any) -> list[str]:
-    """The names of the components of an item of `methods`, as it is written."""
+    """Returns the names of the components that an unchecked item of `methods` names."""
     name = item.get("name") if isinstance(item, dict) else item
     if not isinstance(name, str):
         return []
-    first, behind = split_name(name)
-    return [first, *behind, *([item["head"]] if isinstance(item, dict) and "head" in item else [])]
+    first, add_ons = split_name(name)
+    return [first, *add_ons, *([item["head"]] if isinstance(item, dict) and "head" in item else [])]
 
 
 def _methods(faults: Faults, values: Any) -> tuple[MethodItem, ...]:
     if not isinstance(values, list) or not values:
-        faults.add(("methods",), "a recipe needs a list of at least one method, e.g. [erm, xdomainmix]")
+        faults.add(("methods",), "must be a list of at least one method, e.g. [erm, xdomainmix]")
         return ()
     items = [_method(faults, ("methods", i), value) for i, value in enumerate(values)]
     labels = dict[str, int]()
     for i, item in enumerate(items):
         if item is not None and labels.setdefault(item.label, i) != i:
-            faults.add(
-                ("methods", i), f'two methods are called "{item.label}" in results; give one a label: of its own'
-            )
+            faults.add(("methods", i), f'two methods have the name "{item.label}" in results; give one of them a label')
     return tuple(item for item in items if item is not None)
 
 
 def split_name(name: str) -> tuple[str, list[str]]:
-    """`xdomainmix+sam+swad` → (xdomainmix, [sam, swad]); what goes behind a method, alone (`sam`), goes behind erm."""
-    first, *behind = name.split("+")
-    alone = first not in components.names("algorithms") and any(first in components.names(f) for f in components.BEHIND)
-    return ("erm", [first, *behind]) if alone else (first, behind)
+    """Returns algorithm and add-ons: xdomainmix+sam+swad → (xdomainmix, [sam, swad]). sam alone means erm+sam."""
+    first, *add_ons = name.split("+")
+    if first in components.names("algorithms") or not any(first in components.names(f) for f in components.ADD_ONS):
+        return first, add_ons
+    return "erm", [first, *add_ons]
 
 
 def _method(faults: Faults, key: Key, value: Any) -> MethodItem | None:
     values = {"name": value} if isinstance(value, str) else value
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
-        faults.add(key, "a method is a name, or a block with a name: and settings")
+        faults.add(key, "must be the name of a method, or a block with a name and settings")
         return None
-    algorithm_name, behind = split_name(values["name"])
-    cls = _named(faults, key, "algorithms", algorithm_name)
-    added, head_name = _behind(faults, key, behind), str(values.get("head", MethodCommon.model_fields["head"].default))
-    head = _named(faults, key, "heads", head_name, "head")
+    algorithm_name, add_ons = split_name(values["name"])
+    cls = _find(faults, (*key, "name"), "algorithms", algorithm_name)
+    added = _find_add_ons(faults, (*key, "name"), add_ons)
+    head_name = str(values.get("head", MethodCommon.model_fields["head"].default))
+    head = _find(faults, (*key, "head"), "heads", head_name)
     if cls is None or added is None or head is None:
         return None
     if added and not issubclass(cls, Algorithm):
-        faults.add((*key, "name"), f"{algorithm_name} is not trained by gradient steps, so +{behind[0]} has no meaning")
+        problem = f"{algorithm_name} takes no gradient steps, so +{add_ons[0]} has no effect; leave +{add_ons[0]} out"
+        faults.add((*key, "name"), problem)
         return None
     model = components.settings_model(cls, MethodCommon)
     for name, part in (*added.values(), (head_name, head)):
@@ -222,19 +225,17 @@ def _method(faults: Faults, key: Key, value: Any) -> MethodItem | None:
     )
 
 
-def _behind(faults: Faults, key: Key, names: list[str]) -> dict[str, tuple[str, type[Any]]] | None:
-    """Folder → name and class of what stands behind the algorithm's name; None where it is faulty."""
-    known = {name: folder for folder in components.BEHIND for name in components.names(folder)}
+def _find_add_ons(faults: Faults, key: Key, names: list[str]) -> dict[str, tuple[str, type[Any]]] | None:
+    """Returns {folder: (name, class)} of the add-ons at `key`. If one is wrong, adds a fault and returns None."""
+    known = {name: folder for folder in components.ADD_ONS for name in components.names(folder)}
     found: dict[str, tuple[str, type[Any]]] = {}
     for name in names:
         folder = known.get(name)
         if folder is None:
-            faults.add(
-                (*key, "name"), f'no "{name}" in {" or ".join(components.BEHIND)}{did_you_mean(name, list(known))}'
-            )
+            faults.add(key, f'no "{name}" in {" or ".join(components.ADD_ONS)}{did_you_mean(name, list(known))}')
             return None
         if folder in found:
-            faults.add((*key, "name"), f"+{found[folder][0]} and +{name} do not go together; keep one")
+            faults.add(key, f"+{found[folder][0]} and +{name} can not be combined; keep one")
             return None
         found[folder] = (name, components.find(folder, name))
     return found

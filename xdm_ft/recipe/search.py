@@ -1,7 +1,7 @@
-"""Hyper-parameters that are searched: the range of each one, and the draw of every trial.
+"""Random search: the range of each searched hyper-parameter, and its draw in every trial.
 
-A draw is a function of the trial and the key alone: the same on every machine, for every method, held-out domain and
-seed, so that common hyper-parameters are drawn identically for all methods.
+A draw depends only on the trial and the key. So it is the same on every machine and for every method, held-out domain
+and seed: hyper-parameters that methods have in common are drawn identically.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from xdm_ft.settings import Block
 
 Value = float | int | str | bool
 Bounds = tuple[float, float]
-EDGE = 0.05  # of a range, on either side
+EDGE = 0.05  # share of a range that counts as its edge, at either end
 
 
 class Distribution(Block):
-    """The distribution of a hyper-parameter: exactly one of the three."""
+    """The distribution of a hyper-parameter: exactly one of the three keys is given."""
 
     log_uniform: Annotated[Bounds | None, Field(description="[low, high], uniform in the logarithm")] = None
     uniform: Annotated[Bounds | None, Field(description="[low, high]")] = None
-    choice: Annotated[tuple[Value, ...] | None, Field(min_length=1, description="values, each as likely")] = None
+    choice: Annotated[tuple[Value, ...] | None, Field(min_length=1, description="values of equal probability")] = None
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Distribution:
@@ -48,7 +48,7 @@ class Distribution(Block):
         return self.log_uniform or self.uniform
 
     def at(self, u: float) -> Value:
-        """The value at the quantile u in [0, 1)."""
+        """Returns the value at the quantile u in [0, 1)."""
         if self.choice is not None:
             return self.choice[int(u * len(self.choice))]
         assert self.bounds is not None
@@ -57,8 +57,8 @@ class Distribution(Block):
             return math.exp(math.log(low) + u * (math.log(high) - math.log(low)))
         return low + u * (high - low)
 
-    def place(self, value: float) -> float:
-        """The quantile of a value: 0 at the low end, 1 at the high one."""
+    def quantile_of(self, value: float) -> float:
+        """Returns the quantile of a value: 0 at the low end of the range, 1 at the high end."""
         assert self.bounds is not None
         low, high = self.bounds
         if self.log_uniform is not None:
@@ -70,7 +70,7 @@ def _powers(low: float, high: float) -> Distribution:
     return Distribution(log_uniform=(10**low, 10**high))
 
 
-_OF_TRAINING: dict[str, dict[str, Distribution]] = {
+_TRAINING_RANGES: dict[str, dict[str, Distribution]] = {
     "frozen": {"lr": _powers(-4, -1), "weight_decay": _powers(-6, -2)},
     "domainbed": {
         "encoder_lr": _powers(-5, -3.5),
@@ -79,14 +79,16 @@ _OF_TRAINING: dict[str, dict[str, Distribution]] = {
         "batch_size": Distribution(log_uniform=(2**3, 2**5.5)),
     },
 }
-"""Preset → ranges of keys of `training`. `frozen` is for heads on cached features. `domainbed` has DomainBed's default
-ranges for images that are not tiny (Gulrajani & Lopez-Paz 2021); lr and encoder_lr are one draw. DomainBed also draws
-dropout and annealing steps; here they stay as the recipe has them."""
+"""{preset: ranges of keys of `training`}. `frozen` is for heads on cached features.
+
+`domainbed` has DomainBed's default ranges for images that are not tiny (Gulrajani & Lopez-Paz 2021), with one draw for
+lr and encoder_lr. DomainBed also draws dropout and annealing steps; here they keep the recipe's values.
+"""
 
 
 @cache
 def preset_ranges(preset: str) -> dict[str, Distribution]:
-    """The ranges of a preset: KEY of `training`, and METHOD.KEY from the `search_ranges` of every component."""
+    """Returns the ranges of a preset: KEY of `training`, and METHOD.KEY from the `search_ranges` of every component."""
     if preset == "none":
         return {}
     of_components = {
@@ -94,39 +96,39 @@ def preset_ranges(preset: str) -> dict[str, Distribution]:
         for name, folder in components.method_parts().items()
         for key, range_ in components.find(folder, name).search_ranges.items()
     }
-    return {**_OF_TRAINING[preset], **of_components}
+    return {**_TRAINING_RANGES[preset], **of_components}
 
 
-OF_DATA: dict[tuple[str, str], dict[str, Distribution]] = {
+DATA_RANGES: dict[tuple[str, str], dict[str, Distribution]] = {
     ("domainbed", "domainnet"): {"batch_size": Distribution(log_uniform=(2**3, 2**5))}
 }
-"""(Preset, data set) → the ranges that differ from the preset's on that data set."""
+"""{(preset, data set): ranges that replace those of the preset on that data set}"""
 
 TRAINING_KEYS = (
     "lr", "encoder_lr", "weight_decay", "momentum", "beta1", "beta2", "batch_size", "clip_norm", "patience",
 )  # fmt: skip
-"""Keys of `training` that may differ from model to model."""
+"""Keys of `training` that a search may vary."""
 
 
 class Search(Block):
-    """Random search: trials of every method × held-out domain × seed, of which the selection rule picks one."""
+    """Random search: each method × held-out domain × seed is trained `trials` times; the selection rule picks one."""
 
     trials: Annotated[
         int,
         Field(
-            ge=1, le=10_000, description="draws of hyper-parameters; the first is the recipe's own values, 1: no search"
+            ge=1, le=10_000, description="number of trials; the first has the recipe's own values, so 1 is no search"
         ),
     ] = 1
     preset: Annotated[
         Literal["none", "frozen", "domainbed"],
-        Field(description="ranges to begin with: frozen, for heads on cached features; domainbed, its defaults"),
+        Field(description="predefined ranges: frozen, for heads on cached features; domainbed, DomainBed's defaults"),
     ] = "none"
     space: Annotated[
         dict[str, Distribution],
         Field(
             description="KEY or METHOD.KEY → {log_uniform: [low, high]}, {uniform: [low, high]} or {choice: [values]}; "
             f"KEY is one of {', '.join(TRAINING_KEYS)}; adds to the preset, and replaces its range of the same KEY. "
-            "A setting that an item of methods changes from its default is not searched"
+            "A setting for which an item of methods has another value than the default is not searched"
         ),
     ] = {}
     sampler: Annotated[
@@ -138,12 +140,12 @@ class Search(Block):
         return {**preset_ranges(self.preset), **self.space} if self.trials > 1 else {}
 
     def for_data(self, name: str) -> Search:
-        """A copy whose `space` also holds the ranges that the preset has for the data set `name`."""
-        own = OF_DATA.get((self.preset, name), {}) if self.trials > 1 else {}
+        """Returns a copy whose `space` also holds the preset's ranges for the data set `name`."""
+        own = DATA_RANGES.get((self.preset, name), {}) if self.trials > 1 else {}
         return self.model_copy(update={"space": {**own, **self.space}})
 
     def quantile(self, key: str, trial: int) -> float:
-        """Uniform in [0, 1), from the key's name and the trial."""
+        """Returns the uniform draw in [0, 1) of a key in a trial."""
         name = crc32(key.encode())
         if self.sampler == "random":
             return float(uniform(name, trial, Stream.SEARCH, 0))
@@ -151,10 +153,10 @@ class Search(Block):
         return min(float(points[-1, 0]), 1 - 2**-30)
 
     def drawn(self, trial: int) -> dict[str, Value]:
-        """Key → value in a trial, 0…trials−1. Trial 0 draws nothing: it has the recipe's own values."""
+        """Returns {key: value} for a trial, 0 … trials − 1. Trial 0 draws nothing: it has the recipe's own values."""
         if trial == 0:
             return {}
-        # DomainBed has one learning rate for the whole network: encoder_lr and lr share their draw
+        # DomainBed has one learning rate for the whole network, so encoder_lr takes the draw of lr
         one = {"encoder_lr": "lr"} if self.preset == "domainbed" and not {"lr", "encoder_lr"} & {*self.space} else {}
         return {
             key: distribution.at(self.quantile(one.get(key, key), trial))
@@ -163,10 +165,10 @@ class Search(Block):
 
 
 def at_the_edge(search: Search, key: str, value: Value | None) -> bool:
-    """Whether a drawn number lies at an end of what is searched: a better one may lie beyond.
+    """Returns whether a drawn number is at an edge of its range, so that a better value may lie outside.
 
-    The ends are the outer EDGE of a range, the outermost whole numbers of one, and the lowest and highest of three or
-    more numbers to choose from (of two numbers each would be an end). Words and switches have no order.
+    The edges are the outer EDGE of a range; for an integer setting also its lowest and highest number; and the lowest
+    and highest of three or more choices (of two numbers, each would be an edge). Texts and booleans have no order.
     """
     distribution = search.distributions.get(key)
     if distribution is None or isinstance(value, bool) or not isinstance(value, int | float):
@@ -175,15 +177,15 @@ def at_the_edge(search: Search, key: str, value: Value | None) -> bool:
         numbers = [choice for choice in distribution.choice if isinstance(choice, int | float)]
         numbers = [number for number in numbers if not isinstance(number, bool)]
         return len({*numbers}) > 2 and not min(numbers) < value < max(numbers)
-    if distribution.log_uniform is not None and value <= 0:  # switched off: 0 has no logarithm
+    if distribution.log_uniform is not None and value <= 0:  # 0 switches a setting off, and has no logarithm
         return False
     assert distribution.bounds is not None
     low, high = distribution.bounds
-    if isinstance(value, int) and not round(low) < value < round(high):  # settings that count are rounded to
+    if isinstance(value, int) and not round(low) < value < round(high):  # draws of integer settings are rounded
         return True
-    return not EDGE <= distribution.place(value) <= 1 - EDGE
+    return not EDGE <= distribution.quantile_of(value) <= 1 - EDGE
 
 
 def settings_of(values: Mapping[str, Value], component: str) -> dict[str, Value]:
-    """The drawn keys of one component, `METHOD.KEY` → KEY."""
+    """Returns the drawn values of one component, without its name: {KEY: value} from {METHOD.KEY: value}."""
     return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{component}.")}

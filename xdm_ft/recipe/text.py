@@ -1,4 +1,4 @@
-"""A recipe's text: YAML with line numbers, overrides from the command line, and where the packaged recipes are."""
+"""The text of a recipe: finds packaged recipes, parses YAML with line numbers, and applies overrides."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import yaml
 from xdm_ft.errors import UserError, printable
 from xdm_ft.recipe import components
 
-DEEPEST = 50  # brackets in brackets; PyYAML's time grows with the square of it
+DEEPEST = 50  # nested brackets; PyYAML's time grows with the square of their number
 Key = tuple[str | int, ...]  # ("methods", 2, "p_discard")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML has it, but `1e-3` is the number that it is in YAML 1.2."""
+    """YAML 1.1 as PyYAML reads it, except that `1e-3` is a number, as in YAML 1.2."""
 
     def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
         if self.flow_level >= DEEPEST:
-            problem = f"more than {DEEPEST} brackets in one another"
+            problem = f"more than {DEEPEST} nested brackets"
             raise yaml.scanner.ScannerError(problem=problem, problem_mark=self.get_mark())
         super().fetch_flow_collection_start(TokenClass)
 
@@ -40,16 +40,16 @@ def dotted(key: Key) -> str:
 
 @dataclass
 class RecipeText:
-    """A recipe as plain dicts and lists, and where each of its keys was written."""
+    """A recipe as plain dicts and lists, and the place where each key was written."""
 
     origin: str  # the file, for messages
     values: dict[str, Any]
     lines: dict[Key, int]
     overridden: set[Key]
-    overrides: str = "command line"  # where they come from, for messages
+    overrides: str = "command line"  # the origin of overrides, for messages
 
     def where(self, key: Key) -> str:
-        """`file:line`, or `command line`, of the key or of the nearest block around it."""
+        """Returns the place of a key, or of the nearest block around it: `file:line` or `command line`."""
         for end in range(len(key), 0, -1):
             if key[:end] in self.overridden:
                 return self.overrides
@@ -59,24 +59,25 @@ class RecipeText:
 
 
 def recipe_folder() -> Path:
-    """The recipes that come with the package: beside its modules when installed, beside the package in a clone."""
+    """Returns the folder of the packaged recipes: inside the package if installed, beside it in a clone."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
 def find_recipe(name: str) -> Path:
-    """A file, or the name of a packaged recipe, with or without `.yaml`."""
+    """Returns the path of a file, or of a packaged recipe by its name, with or without `.yaml`. Raises `UserError`."""
     path = Path(name)
     if path.is_file():
         return path
     packaged = recipe_folder() / f"{path.name.removesuffix('.yaml')}.yaml"
     if path.parent in (Path("."), Path("recipes")) and packaged.is_file():
         return packaged
-    raise UserError(f"{printable(name)}: no such recipe; `xdm-ft ls recipes` lists those that come with the package")
+    raise UserError(f"{printable(name)}: no such recipe; `xdm-ft ls recipes` lists the packaged recipes")
 
 
 def read_recipe(name: str, overrides: list[str]) -> RecipeText:
+    """Returns the text of a recipe with its overrides. Raises `UserError` if it can not be read or parsed."""
     path = find_recipe(name)
     try:
         text = path.read_text(encoding="utf-8")
@@ -89,24 +90,25 @@ def read_recipe(name: str, overrides: list[str]) -> RecipeText:
 
 
 def recipe_of(recipe: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any]) -> RecipeText:
-    """A recipe and its overrides as Python values.
+    """Returns the text of a recipe with overrides that are Python values.
 
-    `recipe` is a file, the name of a packaged recipe, or nested dicts. The key of an override without dots names a
-    block, into which a dict is merged key by key; the value of a dotted key replaces what was there.
+    `recipe` is a file, the name of a packaged recipe, or nested dicts. An override without dots names a block, into
+    which a dict is merged key by key; the value of a dotted key replaces the former one. Raises `UserError`.
     """
     if isinstance(recipe, Mapping):
-        text = RecipeText("recipe", _as_yaml_has_it(recipe), {}, set())
+        text = RecipeText("recipe", _as_yaml_values(recipe), {}, set())
     else:
         text = read_recipe(os.fspath(recipe), [])
     text.overrides = "overrides"
     for name, value in overrides.items():
-        for key, leaf in _leaves(name, _as_yaml_has_it(value)) if "." not in name else [(name, _as_yaml_has_it(value))]:
+        plain = _as_yaml_values(value)
+        for key, leaf in [(name, plain)] if "." in name else _leaves(name, plain):
             _override(text, key, leaf, f'overrides: "{key}={leaf!r}"')
     return text
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything in nested dicts."""
+    """Yields the dotted key and value of every leaf of nested dicts."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner)
@@ -114,8 +116,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _as_yaml_has_it(value: Any) -> Any:
-    """Lists, dicts, texts, numbers and null alone. Raises `UserError` for anything that is none of these."""
+def _as_yaml_values(value: Any) -> Any:
+    """Returns the value as lists, dicts, texts, numbers, booleans and None. Raises `UserError` for other types."""
 
     def plain(other: Any) -> Any:
         if isinstance(other, os.PathLike):
@@ -126,7 +128,7 @@ def _as_yaml_has_it(value: Any) -> Any:
 
 
 def parse(text: str, origin: str) -> RecipeText:
-    """YAML text → plain values with the line of every key. Aliases, duplicate keys and Python tags are refused."""
+    """Returns plain values with the line of every key. Raises `UserError` for aliases, duplicate keys and tags."""
     recipe = RecipeText(origin, {}, {}, set())
     values = _read(text, recipe)
     if not isinstance(values, dict | None):
@@ -136,14 +138,14 @@ def parse(text: str, origin: str) -> RecipeText:
 
 
 def _read(text: str, recipe: RecipeText) -> Any:
-    """The YAML value of a text; the lines of its keys go into `recipe`."""
+    """Returns the YAML value of a text, and adds the lines of its keys to `recipe`."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         return None if node is None else _plain(node, (), loader, recipe, set())
     except yaml.YAMLError as error:
         raise UserError(_yaml_fault(recipe.origin, error)) from error
-    except (ValueError, RecursionError, OverflowError) as error:  # dates out of range, nesting without end
+    except (ValueError, RecursionError, OverflowError) as error:  # dates out of range, very deep nesting
         raise UserError(printable(f"{recipe.origin}: not valid YAML: {type(error).__name__}: {error}")) from error
 
 
@@ -182,19 +184,19 @@ def _plain(node: yaml.Node, key: Key, loader: _Loader, recipe: RecipeText, seen:
 
 
 def apply_override(recipe: RecipeText, override: str) -> None:
-    """`dotted.key=VALUE`, the value read as YAML. Overriding training.steps clears epochs, and the reverse.
+    """Applies `dotted.key=VALUE`, with VALUE read as YAML. training.steps=N removes epochs, and the reverse.
 
-    In `search.space.METHOD.KEY=…`, METHOD.KEY is one key of the space.
+    In `search.space.METHOD.KEY=…`, METHOD.KEY is one key of the space. Raises `UserError`.
     """
     name, equals, text = override.partition("=")
     if not equals or not all(name.split(".")):
         raise UserError(printable(f'command line: "{override}" is not an override; write key.sub=value'))
-    said = f'command line: "{override}"'
-    _override(recipe, name, _read(text, RecipeText(said, {}, {}, set())), said)
+    origin = f'command line: "{override}"'
+    _override(recipe, name, _read(text, RecipeText(origin, {}, {}, set())), origin)
 
 
-def _override(recipe: RecipeText, name: str, value: Any, said: str) -> None:
-    """Sets the dotted key `name`; `said` is the override in messages."""
+def _override(recipe: RecipeText, name: str, value: Any, origin: str) -> None:
+    """Sets the dotted key `name`; messages call the override `origin`."""
     parts = name.split(".")
     if parts[:2] == ["search", "space"] and len(parts) > 3 and parts[2] in components.method_parts():
         parts[2:4] = [f"{parts[2]}.{parts[3]}"]
@@ -204,7 +206,7 @@ def _override(recipe: RecipeText, name: str, value: Any, said: str) -> None:
         if block.get(str(part)) is None:
             block[str(part)] = {}
         if not isinstance(block[str(part)], dict):
-            raise UserError(printable(f"{said}: {dotted(key[:end])} is not a block of keys"))
+            raise UserError(printable(f"{origin}: {dotted(key[:end])} is not a block of keys"))
         block = block[str(part)]
     block[str(key[-1])] = value
     recipe.overridden.add(key)
@@ -214,7 +216,7 @@ def _override(recipe: RecipeText, name: str, value: Any, said: str) -> None:
 
 
 def copy_recipe(name: str, target: str) -> Path:
-    """Copies a recipe to a file (or into a folder) that must not exist yet."""
+    """Copies a recipe to a new file, or into a folder, and returns its path. Raises `UserError` if the file exists."""
     source, path = find_recipe(name), Path(target)
     path = path / source.name if path.is_dir() else path
     try:

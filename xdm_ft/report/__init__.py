@@ -1,1 +1,1 @@
-"""What people read of results.json: tables."""
+"""The tables that people read, made from results.json."""

@@ -1,9 +1,8 @@
-"""The published numbers, and a table of them beside ours.
+"""Published numbers, in tables beside ours.
 
-published_results.csv holds those of Liu et al. 2024, Cross-Domain Feature Augmentation for Domain Generalization
-(IJCAI): accuracies and other measurements, each with its encoder and metric. The paper tells means over held-out
-domains only, none of one domain. They were made with other encoders and settings than ours may be, so they have a table
-of their own, whose columns say what they are.
+published_results.csv holds the numbers of Liu et al. 2024, Cross-Domain Feature Augmentation for Domain Generalization
+(IJCAI), each with its encoder and metric. The paper reports means over held-out domains, no single domains. Its
+encoders and settings may differ from ours, so its numbers have tables of their own, with the encoder in the header.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xdm_ft.evaluation.conventions import DOMAINBED, WILDS, Convention
-from xdm_ft.report.table_rows import ORACLE, Results, Sheet, Summary, items, own_rule, with_spread
+from xdm_ft.report.table_rows import ORACLE, Results, ResultTable, Summary, items, own_rule, with_spread
 
 if TYPE_CHECKING:
     from xdm_ft.data._benchmarks import BenchmarkFolders
@@ -23,23 +22,23 @@ if TYPE_CHECKING:
 SOURCE = "Liu et al. 2024 (IJCAI)"
 FROZEN = "ViT-B/16 CLIP, frozen encoder"
 COMPARABLE = (
-    "additional domain generalization results",  # the main table, and two data sets more
+    "additional domain generalization results",  # the main table and two more data sets
     "sharpness-aware methods",
     FROZEN,
     "ablation",
     "domain head (no discard)",
 )
-"""Tables that tell performance on unseen domains. The others measure features and risks, which a summary has not."""
+"""Tables of the paper that report performance on unseen domains. Its other tables measure features and risks."""
 METRICS = {
     "test accuracy %": "accuracy",
     "mean held-out-domain accuracy %": "accuracy",
     "worst-region test accuracy %": "worst_domain_accuracy",
 }
-"""A published metric → ours."""
+"""{name of a published metric: our name}"""
 
 
 class Published(NamedTuple):
-    """A row of the file; numbers as they are printed."""
+    """A row of published_results.csv; numbers as printed in the paper."""
 
     table: str
     dataset: str
@@ -47,11 +46,11 @@ class Published(NamedTuple):
     encoder: str
     metric: str
     mean: str
-    spread: str  # "" where none is told
+    spread: str  # "" if the paper gives none
 
 
 class Benchmark(NamedTuple):
-    """What the paper says of its protocol on a data set."""
+    """The protocol of the paper on a data set."""
 
     convention: Convention
     protocol: str
@@ -69,15 +68,16 @@ BENCHMARKS = {
 
 @cache
 def published() -> tuple[Published, ...]:
-    """All rows of the file."""
+    """All rows of published_results.csv."""
     text = files("xdm_ft.report").joinpath("published_results.csv").read_text(encoding="utf-8")
     return tuple(Published(**row) for row in csv.DictReader(text.splitlines()))
 
 
 def benchmark_of(data: Mapping[str, Any], tested: set[tuple[str, int]]) -> str | None:
-    """Which published data set the images are: by the recipe's `data` block, else by the (domain, images) `tested` on.
+    """Returns the name of the published data set that a run was tested on, or None.
 
-    A folder or table is one of DomainBed's five if every held-out domain has its name and exactly its images.
+    `data` is the recipe's block, which may name it. `tested` holds (held-out domain, number of its test images): a
+    folder or table is one of DomainBed's five data sets if each of these domains has its name and number of images.
     """
     name = data.get("name")
     if name in BENCHMARKS:
@@ -88,7 +88,12 @@ def benchmark_of(data: Mapping[str, Any], tested: set[tuple[str, int]]) -> str |
         for known, (repository, _) in KNOWN.items():
             if data["repository"] in (known, repository):
                 return known
-    return _by_counts(tested)
+    for dataset, cls in _domainbed().items():
+        for counts in cls.published.values():
+            sizes = set(zip(cls.domain_folders, counts, strict=True))
+            if tested and {(cls.canonical(domain), n) for domain, n in tested} <= sizes:
+                return dataset
+    return None
 
 
 def _domainbed() -> dict[str, type[BenchmarkFolders]]:
@@ -103,10 +108,10 @@ def _domainbed() -> dict[str, type[BenchmarkFolders]]:
 
 
 def _tests_as_published(dataset: str, results: Results) -> bool:
-    """Whether the run was tested on what the published number is of.
+    """Whether the run was tested on the same images as the published number.
 
-    On the official test set; or, as published means are over all held-out domains and none of one domain was published,
-    on every domain of the data set in turn.
+    For WILDS this is the official test set. For DomainBed, published means are over all held-out domains, so the run
+    must have held out each domain in turn.
     """
     benchmark = _domainbed().get(dataset)
     if benchmark is None:
@@ -118,7 +123,7 @@ def _tests_as_published(dataset: str, results: Results) -> bool:
 
 
 def images_tested(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
-    """The held-out domains of the runs of results.json, with the number of their test images."""
+    """{(held-out domain, number of its test images)} of the `runs` of results.json."""
     return {
         (domain, score["n"])
         for run in runs
@@ -127,17 +132,8 @@ def images_tested(runs: Iterable[Mapping[str, Any]]) -> set[tuple[str, int]]:
     }
 
 
-def _by_counts(tested: set[tuple[str, int]]) -> str | None:
-    for name, cls in _domainbed().items():
-        for counts in cls.published.values():
-            known = set(zip(cls.domain_folders, counts, strict=True))
-            if tested and {(cls.canonical(domain), n) for domain, n in tested} <= known:
-                return name
-    return None
-
-
 def published_name(item: Mapping[str, Any]) -> str | None:
-    """What the file calls the method of a recipe's item, whatever its label; None for a switch it does not have."""
+    """Returns the paper's name for the method of a recipe's item; None if it has no such ablation."""
     name = str(item["name"])
     plain = name.removeprefix("erm+")
     if plain.partition("+")[0] != "xdomainmix":
@@ -158,11 +154,11 @@ def published_name(item: Mapping[str, Any]) -> str | None:
     return ablation.get(switches) if plain == "xdomainmix" else None
 
 
-def published_sheets(rows: Sequence[Summary], results: Results) -> Iterator[Sheet]:
-    """What was published for the methods of one of our tables: a table per published encoder and metric.
+def published_tables(rows: Sequence[Summary], results: Results) -> Iterator[ResultTable]:
+    """Yields the published numbers for the methods of one of our tables: a table per published encoder and metric.
 
-    None under another rule than the recipe's own, under oracle, or where our metric or our test domains are not the
-    published ones.
+    Yields nothing for a rule that is not the recipe's own, for oracle, and if our metric or test domains differ from
+    the published ones.
     """
     first = rows[0]
     dataset = benchmark_of(results["recipe"].get("data", {}), images_tested(results["runs"]))
@@ -177,52 +173,39 @@ def published_sheets(rows: Sequence[Summary], results: Results) -> Iterator[Shee
         for line in published():
             comparable = line.table in COMPARABLE and METRICS[line.metric] == row["metric"]
             if comparable and (line.dataset, line.method) == (dataset, name):
-                found.setdefault((_encoder(line), line.metric), []).append((row, line))
+                encoder = f"{line.encoder}, {'frozen' if line.table == FROZEN else 'fine-tuned'}"
+                found.setdefault((encoder, line.metric), []).append((row, line))
     for (encoder, metric), pairs in found.items():
         yield _beside(dataset, encoder, metric, pairs, results)
 
 
-def _encoder(line: Published) -> str:
-    return f"{line.encoder}, {'frozen' if line.table == FROZEN else 'fine-tuned'}"
-
-
 def _beside(
     dataset: str, encoder: str, metric: str, pairs: Sequence[tuple[Summary, Published]], results: Results
-) -> Sheet:
+) -> ResultTable:
     convention, protocol = BENCHMARKS[dataset]
-    ours, first = _our_encoder(results), pairs[0][0]
+    encoder_block, first = results["recipe"].get("encoder", {}), pairs[0][0]
+    trained = "fine-tuned" if encoder_block.get("trainable") else "frozen"
+    ours = f"{encoder_block.get('model', 'unknown encoder')}, {trained}"
     spread = first.get("spread_as_published")
+    our_protocol = str(first["protocol"]).partition("; ± is")[0]  # the ± of this table is another one
     about = (
         (
             "Published",
-            f"{SOURCE}: {dataset}; {encoder}; {metric}; {protocol}; the paper does not say what its ± is, its "
+            f"{SOURCE}: {dataset}; {encoder}; {metric}; {protocol}; the paper does not say what its ± is; its "
             f"benchmark prints the {convention.kind}",
         ),
         (
             "Ours",
             f"{ours}; {first['metric'].replace('_', ' ')} over {', '.join(first['per_test_domain'])}; "
-            f"± is here the {spread['kind'] if spread else 'spread that is not known'}; {_without_spread(first)}",
+            f"± is here {'the ' + spread['kind'] if spread else 'unknown'}; {our_protocol}",
         ),
     )
     header = ("method", f"published: {encoder}", f"ours: {ours}", "table of the paper")
     cells = []
     for row, line in pairs:
-        method = row["method"] if row["method"] in (line.method, f"erm+{line.method}") else _renamed(row, line)
+        renamed = row["method"] not in (line.method, f"erm+{line.method}")
+        method = row["method"] + (f" (published: {line.method})" if renamed else "")
         as_published = row.get("spread_as_published", {}).get("value")
         number = line.mean + (f" ± {line.spread}" if line.spread else "")
         cells.append((method, number, with_spread(row, as_published), line.table))
-    return Sheet("Published (other encoder or protocol) beside ours", about, header, tuple(cells))
-
-
-def _renamed(row: Summary, line: Published) -> str:
-    return f"{row['method']} (published: {line.method})"
-
-
-def _without_spread(row: Summary) -> str:
-    """Our protocol line up to what its ± is, which is another one here."""
-    return str(row["protocol"]).partition("; ± is")[0]
-
-
-def _our_encoder(results: Results) -> str:
-    encoder = results["recipe"].get("encoder", {})
-    return f"{encoder.get('model', 'unknown encoder')}, {'fine-tuned' if encoder.get('trainable') else 'frozen'}"
+    return ResultTable("Published (other encoder or protocol) beside ours", about, header, tuple(cells))

@@ -1,6 +1,6 @@
-"""The tables of a run as plain text: which rows go together, and what stands in each cell.
+"""Builds the tables of a run as plain text.
 
-Rows share a table only if protocol line, selection rule, metric, split and the kind of ± are the same.
+Rows share a table only if they have the same protocol line, selection rule, metric, split and kind of ±.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ IN_PERCENT = ("accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domai
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """One table, before it is escaped for Markdown or laid out for a terminal."""
+class ResultTable:
+    """One table, not yet escaped for Markdown or laid out for a terminal."""
 
     heading: str
-    about: tuple[tuple[str, str], ...]  # lines between heading and table: what, and the text
+    about: tuple[tuple[str, str], ...]  # lines between heading and table: (title, text)
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    notes: tuple[tuple[str, str], ...] = ()  # methods, what to know about their rows
+    notes: tuple[tuple[str, str], ...] = ()  # lines below the table: (methods, note on their rows)
 
 
 def groups(results: Results) -> list[list[Summary]]:
-    """The rows of each table, in the recipe's order of methods; tables of the recipe's own rule come first."""
+    """Returns the rows of each table, in the recipe's order of methods; tables of the recipe's own rule come first."""
     found: dict[tuple[str, ...], list[Summary]] = {}
     for row in results["summary"]:
         kind = row.get("spread_as_published", {}).get("kind", "")
         found.setdefault((row["protocol"], row["selection"], row["metric"], row["split"], kind), []).append(row)
     own = own_rule(results)
-    ordered = sorted(found.values(), key=lambda rows: rows[0]["selection"] != own)
-    return [_in_recipe_order(rows, results) for rows in ordered]
+    tables = sorted(found.values(), key=lambda rows: rows[0]["selection"] != own)
+    order = {label: place for place, label in enumerate(items(results))}
+    return [sorted(rows, key=lambda row: order.get(row["method"], len(order))) for rows in tables]
 
 
 def own_rule(results: Results) -> str | None:
-    """The recipe's selection rule: the headline."""
+    """The recipe's selection rule, whose tables come first."""
     rule: str | None = results["recipe"].get("protocol", {}).get("selection")
     return rule or next((row["selection"] for row in results["summary"]), None)
 
 
-def sheet(rows: Sequence[Summary], results: Results) -> Sheet:
-    """The table of one of the `groups`."""
+def result_table(rows: Sequence[Summary], results: Results) -> ResultTable:
+    """Returns the table of one of the `groups`."""
     domains = list(dict.fromkeys(d for row in rows for d in row["per_test_domain"]))
     compared = any(row["versus_erm"] for row in rows)
     budgeted = any("budget" in row for row in rows)
@@ -75,7 +76,7 @@ def sheet(rows: Sequence[Summary], results: Results) -> Sheet:
         line += [mixed.get(row["method"], EMPTY)] if mixing else []
         cells.append(tuple(line))
     about = (("Protocol", rows[0]["protocol"]),)
-    return Sheet(_heading(rows[0]["selection"], results), about, tuple(header), tuple(cells), _notes(rows))
+    return ResultTable(_heading(rows[0]["selection"], results), about, tuple(header), tuple(cells), _notes(rows))
 
 
 def _heading(rule: str, results: Results) -> str:
@@ -84,13 +85,8 @@ def _heading(rule: str, results: Results) -> str:
     return f"selection: {rule}" + (" (the recipe's rule)" if rule == own_rule(results) else "")
 
 
-def _in_recipe_order(rows: Iterable[Summary], results: Results) -> list[Summary]:
-    order = {label: place for place, label in enumerate(items(results))}
-    return sorted(rows, key=lambda row: order.get(row["method"], len(order)))
-
-
 def items(results: Results) -> dict[str, Mapping[str, Any]]:
-    """Method as results call it → its item of the recipe, in the recipe's order."""
+    """{label of a method: its item of the recipe}, in the recipe's order."""
     found: dict[str, Mapping[str, Any]] = {}
     for item in results["recipe"]["methods"]:
         settings = {"name": item} if isinstance(item, str) else item
@@ -99,7 +95,7 @@ def items(results: Results) -> dict[str, Mapping[str, Any]]:
 
 
 def _mixed_steps(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Method → steps that used augmented features, as a range where its runs differ."""
+    """{method: number of steps that used augmented features}, as a range if its runs differ."""
     found: dict[str, list[int]] = {}
     for run in runs:
         if run.get("mixed_steps") is not None:
@@ -129,7 +125,7 @@ def number(value: float | None, metric: str) -> str:
 
 
 def with_spread(row: Summary, spread: float | None) -> str:
-    """The mean, with `spread` behind ±; or why there is none."""
+    """The mean ± `spread`; without a mean: "failed", "skipped" or a dash."""
     if row["mean"] is None:
         return next((status for status in ("failed", "skipped") if status in row), EMPTY)
     return scaled(row["mean"], row["metric"]) + ("" if spread is None else f" ± {scaled(spread, row['metric'])}")
@@ -143,18 +139,18 @@ def _versus(row: Summary) -> list[str]:
         f"{scaled(i['low'], metric, True)} to {scaled(i['high'], metric, True)}" if i else "not estimated"
         for i in (versus["domains"], versus["seeds_and_images"])
     ]
-    chances = [_chance(versus["p"]), _chance(versus["p_holm"])]
-    return [scaled(versus["difference"], metric, True), *intervals, *chances, versus["verdict"]]
+    p_values = [_p_value(versus["p"]), _p_value(versus["p_holm"])]
+    return [scaled(versus["difference"], metric, True), *intervals, *p_values, versus["verdict"]]
 
 
-def _chance(p: float | None) -> str:
+def _p_value(p: float | None) -> str:
     if p is None:
         return EMPTY
     return f"{p:.3f}" if p >= 0.0005 else "<0.001"
 
 
 def _notes(rows: Iterable[Summary]) -> tuple[tuple[str, str], ...]:
-    """Each note once, with the methods that it is about."""
+    """Each note once, with all methods that have it."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if "reason" in row:
@@ -167,7 +163,7 @@ def _notes(rows: Iterable[Summary]) -> tuple[tuple[str, str], ...]:
 
 
 def _unequal_budgets(rows: Iterable[Summary]) -> Iterator[tuple[str, str]]:
-    """A note where methods that take gradient steps differ in what they cost."""
+    """Yields a note if methods that take gradient steps differ in draws or gradient evaluations."""
     found: dict[str, list[str]] = {}
     for row in rows:
         evaluations = row.get("budget", {}).get("gradient_evaluations")

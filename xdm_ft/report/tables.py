@@ -1,6 +1,6 @@
-"""The tables of a run: results.md and the terminal, both from the results.json dictionary and nothing else.
+"""Writes the tables of a run to results.md and to the terminal, from the content of results.json alone.
 
-One table per protocol line: numbers from two protocols never share a column, published ones and ours neither.
+Each protocol line has its own table, and published numbers have separate tables: no column mixes two protocols.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from xdm_ft.evaluation.comparison import SEEDS
-from xdm_ft.report.published import published_sheets
-from xdm_ft.report.table_rows import IN_PERCENT, Results, Sheet, groups, sheet
+from xdm_ft.report.published import published_tables
+from xdm_ft.report.table_rows import IN_PERCENT, Results, ResultTable, groups, result_table
 
-MINIMUM_WIDTH = 100  # columns of a table that does not go to a terminal
+MINIMUM_WIDTH = 100  # characters, for output to a file or pipe
 
 
 def markdown(results: Results) -> str:
-    """The text of results.md."""
+    """Returns the text of results.md."""
     lines = [f"# {_escape(str(results['recipe']['name']))}", "", _escape(_how_to_read(results)), ""]
-    for part in _sheets(results):
+    for part in _all_tables(results):
         lines += [f"## {_escape(part.heading)}", ""]
         for what, text in part.about:
             lines += [f"**{what}:** {_escape(text)}", ""]
@@ -28,13 +28,15 @@ def markdown(results: Results) -> str:
         lines += [_markdown_row(row) for row in part.rows] + [""]
         notes = [f"- **{_escape(methods)}**: {_escape(note)}" for methods, note in part.notes]
         lines += [*notes, ""] if notes else []
-    return "\n".join([*lines, f"*Environment: {_escape(_environment(results))}*", ""])
+    environment = ", ".join(f"{key} {value}" for key, value in _flat(results["environment"]))
+    return "\n".join([*lines, f"*Environment: {_escape(environment)}*", ""])
 
 
 def print_table(results: Results) -> None:
-    """The same tables on standard output, their columns in several blocks where the terminal is too narrow for one.
+    """Prints the same tables to standard output.
 
-    Output that goes to no terminal is as wide as it needs to be. Colours follow rich: none there, none with NO_COLOR.
+    If the terminal is too narrow, the columns of a table are printed in several blocks. Output to a file or pipe is as
+    wide as necessary. Colours follow rich: only in a terminal, and not if NO_COLOR is set.
     """
     from rich.console import Console, Group
     from rich.table import Table
@@ -42,7 +44,7 @@ def print_table(results: Results) -> None:
 
     console = Console(file=sys.stdout)
     parts: list[Any] = []
-    for shown in _sheets(results):
+    for shown in _all_tables(results):
         parts += [Text(_plain(shown.heading), style="bold")]
         parts += [Text(_plain(f"{what}: {text}"), style="dim") for what, text in shown.about]
         for columns in _blocks(shown, console.width if console.is_terminal else None):
@@ -54,7 +56,7 @@ def print_table(results: Results) -> None:
             parts.append(table)
         parts += [*(Text(_plain(f"{methods}: {note}")) for methods, note in shown.notes), Text()]
     parts.append(Text(_how_to_read(results), style="dim"))
-    if not console.is_terminal:
+    if not console.is_terminal:  # rich assumes 80 columns there and would fold the cells
         unbounded = console.options.update(width=1 << 16)
         widths = (console.measure(part, options=unbounded).maximum for part in parts if isinstance(part, Table))
         console.width = max(MINIMUM_WIDTH, *widths, 0)
@@ -64,14 +66,13 @@ def print_table(results: Results) -> None:
     sys.stdout.write(captured.get().encode(encoding, "replace").decode(encoding))  # no crash on an ASCII terminal
 
 
-def _blocks(shown: Sheet, width: int | None) -> list[list[int]]:
-    """The columns in blocks that fit `width` (None: all in one), each beginning with the methods."""
+def _blocks(shown: ResultTable, width: int | None) -> list[list[int]]:
+    """Column numbers in blocks that fit `width` (None: one block); each block begins with the column of methods."""
     from rich.cells import cell_len
 
     rows = (shown.header, *shown.rows)
-    needed = [
-        max(cell_len(_plain(row[i])) for row in rows) + 3 for i in range(len(shown.header))
-    ]  # 3: two spaces and a rule
+    border = 3  # characters per column: two spaces and a line
+    needed = [max(cell_len(_plain(row[i])) for row in rows) + border for i in range(len(shown.header))]
     blocks, used = [[0]], needed[0] + 1
     for i in range(1, len(needed)):
         if width is not None and len(blocks[-1]) > 1 and used + needed[i] > width:
@@ -81,11 +82,11 @@ def _blocks(shown: Sheet, width: int | None) -> list[list[int]]:
     return blocks
 
 
-def _sheets(results: Results) -> Iterator[Sheet]:
-    """Ours, each with what was published under it."""
+def _all_tables(results: Results) -> Iterator[ResultTable]:
+    """Yields our tables, each followed by the published numbers for it."""
     for rows in groups(results):
-        yield sheet(rows, results)
-        yield from published_sheets(rows, results)
+        yield result_table(rows, results)
+        yield from published_tables(rows, results)
 
 
 def _how_to_read(results: Results) -> str:
@@ -95,23 +96,19 @@ def _how_to_read(results: Results) -> str:
     units = [f"{m.replace('_', ' ')}{' in %' if m in IN_PERCENT else ''}" for m in metrics]
     tested_on = f" of {results['tested_on']}" if "tested_on" in results else ""
     text = (
-        f"How to read: {', '.join(units)} on test images{tested_on}; ± is the standard error over "
-        "seeds, held-out domains averaged within a seed: standard deviation (ddof 1) / √n. DomainBed prints it with "
-        "ddof 0, which is √(1 − 1/n) of that; WILDS prints the standard deviation (ddof 1), √n times as much. "
+        f"How to read: {', '.join(units)} on test images{tested_on}. ± is the standard error over seeds: standard "
+        "deviation (ddof 1) / √n, after held-out domains are averaged within a seed. DomainBed prints it with ddof 0, "
+        "which is √(1 − 1/n) times as large; WILDS prints the standard deviation (ddof 1), √n times as large. "
     )
     if any("budget" in row for row in results["summary"]):
         text += "Draws × gradients: draws of hyper-parameters × gradient evaluations per model. "
     return text + (
-        "Versus erm is the difference, paired by held-out domain and seed, with 95% intervals (t) over held-out "
-        "domains and over seeds and test images (groups of them where known), not adjusted for the number of methods. "
-        "p is the larger one of the two; with one held-out set it is that over seeds and images, and the verdict is "
-        f"about this set only. p (Holm) is corrected for all methods of the table: below 0.05 there is a verdict. With "
-        f"fewer than {SEEDS} seeds there is none."
+        "Versus erm is the difference to erm, paired by held-out domain and seed. Its 95% intervals (t) are over "
+        "held-out domains, and over seeds and test images (groups of images where known); they are not adjusted for "
+        "the number of methods. p is the larger p of the two tests; with one held-out set it is that over seeds and "
+        "images, and the verdict is about this set only. p (Holm) is corrected for all methods of the table: below "
+        f"0.05 the verdict is better or worse. With fewer than {SEEDS} seeds there is no verdict."
     )
-
-
-def _environment(results: Results) -> str:
-    return ", ".join(f"{key} {value}" for key, value in _flat(results["environment"]))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -123,12 +120,12 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _plain(text: str) -> str:
-    """One line without control characters: names come from folders, and a terminal obeys escape sequences."""
+    """One line without control characters: names come from folders, and a terminal executes escape sequences."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def _escape(text: str) -> str:
-    """Text that Markdown shows as it is. An underscore between letters or digits marks nothing and stays."""
+    """Escapes what Markdown would interpret. An underscore between letters or digits has no meaning there and stays."""
     return re.sub(r"[\\`*\[\]<>|~&$]|(?<![^\W_])_|_(?![^\W_])", lambda m: "\\" + m[0], _plain(text))
 
 

@@ -1,4 +1,4 @@
-"""Files that are never half-written under their final name."""
+"""Atomic writes: a file with its final name is always complete."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ NOT_WRITABLE = (
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` fills a temporary file in the same folder, which then takes the final name: write, fsync, rename, fsync
-    of the folder. Raises `UserError` as `refusals` does."""
-    with refusals(path):
+    """Replaces a file atomically. `write` fills a temporary file in the same folder, which is then renamed.
+
+    The order is: write, fsync, rename, fsync of the folder. Raises `UserError` as `disk_errors` does.
+    """
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
         os.close(handle)
@@ -43,32 +45,32 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def refusals(path: Path) -> Iterator[None]:
-    """Around the writing of `path`: a full disk, or a place where nothing can be written, is a `UserError`."""
+def disk_errors(path: Path) -> Iterator[None]:
+    """Context for writing `path`. Raises `UserError` if the disk is full or the path can not be written."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"{path}: the disk is full; make room and run the same command again") from error
+            raise UserError(f"{path}: the disk is full; free some space and run the same command to resume") from error
         if error.errno in NOT_WRITABLE:
             raise UserError(f"{path}: can not be written: {error.strerror}") from error
         raise
 
 
 def order_metadata(path: Path) -> None:
-    """Makes the bytes of a safetensors file a function of its content: the library's order of metadata varies."""
+    """Sorts the metadata of a safetensors file in place: the library writes it in an order that varies."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length, "the same text in another order"
+        assert len(text) <= length, "sorting keeps the length"
         file.seek(8)
         file.write(text.ljust(length))
 
 
-def sweep(folder: Path) -> None:
-    """Removes what killed processes have left unfinished in a folder, at any depth, that no process writes to."""
+def remove_unfinished(folder: Path) -> None:
+    """Removes the temporary files of killed processes, at any depth. No process may be writing to the folder."""
     for left in folder.rglob(f".*{UNFINISHED}"):
         left.unlink(missing_ok=True)
 
@@ -87,7 +89,7 @@ def _umask() -> int:
 
 
 def sync(path: Path) -> None:
-    """Waits until the disk has the file, or the names in the folder."""
+    """Returns when the file, or the list of names in the folder, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

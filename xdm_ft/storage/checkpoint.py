@@ -1,4 +1,4 @@
-"""The state of a training that is not finished, kept on disk so that an interrupted one goes on where it was."""
+"""Checkpoints: the state of an unfinished training on the disk, from which an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from xdm_ft.storage.digests import tensors_digest
 logger = logging.getLogger("xdm_ft")
 
 State = dict[str, Any]
-"""Tensors, numbers, text and None, in lists and dicts with keys of text or whole numbers. Tuples come back as lists."""
+"""Tensors, numbers, text and None, in lists and dicts with keys of text or integers. Tuples are read back as lists."""
 
-EVERY_SECONDS = 20.0  # between savings, so that a run which is killed every minute advances …
-EVENT_SECONDS = 5.0  # … and after something dear, such as an evaluation
-SHARE = 0.01  # of the time that saving may take, which makes both longer
-RESTARTS = "restarts"  # key under which a file keeps why its training started again before
+EVERY_SECONDS = 20.0  # between two saves: short, so that a run which is killed every minute still advances
+EVENT_SECONDS = 5.0  # the same after expensive work, such as an evaluation
+SHARE = 0.01  # largest share of the time that saving may take; slow saves make both intervals longer
+RESTARTS = "restarts"  # key of a file for the reasons of earlier restarts
 
 
 class Pace:
-    """When to save, for all trainings of a process one after the other.
+    """Decides when to save, for all trainings of a process one after the other.
 
-    The next saving is not before 1 / SHARE times as long as the last one took. How long the first one takes is not
-    known, and it does not wait.
+    If the last save took t seconds, the next one comes at least t / SHARE seconds after it. Before the first save t is
+    unknown and counts as 0.
     """
 
     def __init__(self) -> None:
@@ -44,17 +44,17 @@ class Pace:
 
 
 class Checkpoint:
-    """The file of one training. What it was written for must be what it is read for, or the training starts again."""
+    """The checkpoint file of one training. It is ignored if it was written for other settings than it is read for."""
 
     def __init__(self, path: Path, about: Mapping[str, Any], pace: Pace, writes: bool = True) -> None:
-        """`about` is whatever else would change the numbers, as JSON has it. `writes`: this process does."""
+        """`about`: the settings that change the numbers, as JSON values. `writes`: whether this process writes it."""
         self.path, self.about, self.pace, self.writes = path, dict(about), pace, writes
-        self.restarts: list[str] = []  # why the training has started again, each time that it did
+        self.restarts: list[str] = []  # one reason per restart of the training
 
     def load(self, own: Mapping[str, Any]) -> State | None:
-        """The state that was saved last. None where there is none that fits, with a line in the log that says why.
+        """Returns the last saved state, or None if there is none or it does not fit, and logs why it does not.
 
-        `own` is what the engine adds to what the checkpoint is about.
+        `own`: the engine's part of the settings; it is added to `about`.
         """
         self.about |= own
         if not self.path.exists():
@@ -88,13 +88,13 @@ class Checkpoint:
             self.pace.saved(time.monotonic() - started)
 
     def remove(self) -> None:
-        """Once the training's results are kept."""
+        """Deletes the file; the results of the training must be on the disk."""
         if self.writes:
             self.path.unlink(missing_ok=True)
 
 
 def write(path: Path, state: State, about: Mapping[str, Any]) -> None:
-    """Atomically: an earlier file stays until this one is whole."""
+    """Writes a checkpoint atomically: the earlier file stays until the new one is complete."""
     found: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
     header = json.dumps([_packed(state, found), about])
     tensors = {str(place): tensor for place, tensor in found.values()}
@@ -102,9 +102,9 @@ def write(path: Path, state: State, about: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> tuple[State, dict[str, Any]]:
-    """The state and what it was written for. Raises `Damaged`, and `FileNotFoundError` where there is no file."""
+    """Returns the state and the settings it was written for. Raises `Damaged` or `FileNotFoundError`."""
     found, metadata = read_tensors(path)
-    # copied, as the file is mapped into memory and its next version takes its place
+    # clone, because the tensors are memory-mapped and the next save replaces the file
     tensors = {name: found[name].clone() for name in sorted(found, key=_place)}
     header = metadata.get("header", "")
     if metadata.get("digest") != tensors_digest(tensors, header):
@@ -120,7 +120,7 @@ def _place(name: str) -> int:
 
 
 def differences(before: Any, now: Any, key: str = "") -> list[str]:
-    """The dotted keys of nested dicts whose values differ."""
+    """Returns the dotted keys whose values differ between two nested dicts."""
     if isinstance(before, dict) and isinstance(now, dict):
         names = [*now, *(name for name in before if name not in now)]
         dot = f"{key}." if key else ""
@@ -135,7 +135,7 @@ def _at(value: Any, key: str) -> Any:
 
 
 def _packed(value: Any, found: dict[tuple[Any, ...], tuple[int, Tensor]]) -> Any:
-    """As JSON has it, tensors by their number among those found. One that is there twice is kept once."""
+    """Returns the value for JSON, and adds its tensors to `found`. A tensor that occurs twice is stored once."""
     if isinstance(value, Tensor):
         same = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         return {"tensor": found.setdefault(same, (len(found), value))[0]}

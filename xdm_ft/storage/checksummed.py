@@ -1,6 +1,6 @@
-"""Files with a checksum: what a run writes for itself to read again, so that damage is found and nothing read wrong.
+"""Files with a checksum, so that a run that resumes finds damage in its own files.
 
-Values lie in JSON lines, arrays and tensors in safetensors files.
+Values are in files of JSON lines, arrays and tensors in safetensors files.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xdm_ft.storage.atomic import order_metadata, refusals, replace_file, sync
+from xdm_ft.storage.atomic import disk_errors, order_metadata, replace_file, sync
 from xdm_ft.storage.digests import json_digest, tensors_digest
 
 Arrays = dict[str, np.ndarray]
-INPUTS = ("data", "features")  # keys of the environment in results.json that a resumed run must find again
+INPUTS = ("data", "features")  # keys of the environment in results.json that must not change when a run resumes
 
 
 class Damaged(Exception):
-    """A file that is not what was written. Its text says what was found."""
+    """A file does not hold what was written to it. The text says what is wrong."""
 
 
 def results_digest(results: Mapping[str, Any]) -> str:
-    """The checksum of what is read again of results.json, without the times, which differ from run to run."""
+    """Returns the checksum of the parts of results.json that a resumed run reads, without the training times."""
     runs = [{key: value for key, value in run.items() if key != "train_seconds"} for run in results["runs"]]
     return json_digest([runs, results.get("final_fit"), {key: results["environment"].get(key) for key in INPUTS}])
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """results.json. Raises `Damaged`."""
+    """Returns the content of results.json. Raises `Damaged`."""
     try:
         results = json_object(path.read_bytes())
         whole = results["checksum"] == results_digest(results)
@@ -49,12 +49,13 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Adds a JSON value to a file of lines that this process alone writes, and waits until the disk has it.
+    """Appends a JSON value to a file of lines, and returns when it is on the disk.
 
-    What a killed process left of its last line is cut off. Raises `UserError` where the file can not be written.
+    No other process may write the file. An incomplete last line, left by a killed process, is cut off first. Raises
+    `UserError` if the file can not be written.
     """
     line = json.dumps({"value": value, "xxh3": json_digest(value)}, ensure_ascii=False, allow_nan=False) + "\n"
-    with refusals(path):
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         created = not path.exists()
         with path.open("ab+") as file:
@@ -67,7 +68,7 @@ def append_line(path: Path, value: Any) -> None:
 
 
 def _end_of_last_line(path: Path) -> int:
-    """The number of bytes up to the last newline."""
+    """Returns the number of bytes up to the last newline, inclusive."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end:
@@ -81,7 +82,7 @@ def _end_of_last_line(path: Path) -> int:
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """The values of a file of lines, in order, without a last line that a kill has cut short. Raises `Damaged`."""
+    """Yields the values of a file of lines, in order; an incomplete last line is ignored. Raises `Damaged`."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -98,18 +99,18 @@ def read_lines(path: Path) -> Iterator[Any]:
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """Raises `Damaged` for anything else."""
+    """Parses a JSON object. Raises `Damaged` for anything else."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"it is no JSON: {_reason(error)}") from error
+        raise Damaged(f"it is not JSON: {_reason(error)}") from error
     if not isinstance(found, dict):
-        raise Damaged("it is no JSON object")
+        raise Damaged("it is not a JSON object")
     return found
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """A safetensors file whose bytes are a function of its content."""
+    """Writes a safetensors file atomically. Equal tensors and metadata give equal bytes."""
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     def write(temporary: Path) -> None:
@@ -120,9 +121,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def read_tensors(path: Path, framework: Literal["pt", "numpy"] = "pt") -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors of a safetensors file by name, memory-mapped, and its metadata. No checksum is compared.
+    """Returns the memory-mapped tensors of a safetensors file by name, and its metadata. Verifies no checksum.
 
-    Raises `Damaged`, and `FileNotFoundError` where there is no file.
+    Raises `Damaged`, or `FileNotFoundError` if there is no file.
     """
     try:
         with safe_open(path, framework=framework) as file:
@@ -130,16 +131,17 @@ def read_tensors(path: Path, framework: Literal["pt", "numpy"] = "pt") -> tuple[
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise Damaged(f"it is no whole safetensors file: {_reason(error)}") from error
+        raise Damaged(f"it is not a complete safetensors file: {_reason(error)}") from error
 
 
 def write_arrays(path: Path, arrays: Arrays) -> None:
-    tensors = {name: torch.tensor(array) for name, array in arrays.items()}  # copies: two may share their memory
+    # torch.tensor copies, because safetensors refuses tensors that share memory
+    tensors = {name: torch.tensor(array) for name, array in arrays.items()}
     write_tensors(path, tensors, {"xxh3": tensors_digest(dict(sorted(arrays.items())))})
 
 
 def read_arrays(path: Path) -> Arrays:
-    """Raises `Damaged`, and `FileNotFoundError` where there is no file."""
+    """Returns the arrays that `write_arrays` wrote. Raises `Damaged`, or `FileNotFoundError` if there is no file."""
     arrays, metadata = read_tensors(path, "numpy")
     if metadata.get("xxh3") != tensors_digest(arrays):
         raise Damaged("its checksum differs")
@@ -147,18 +149,18 @@ def read_arrays(path: Path) -> Arrays:
 
 
 def check_tensors(path: Path) -> None:
-    """That a safetensors file is as long as its header says, which no truncated or replaced one is. Raises `Damaged`.
+    """Raises `Damaged` unless the length of a safetensors file fits its header; a truncated file does not.
 
-    Weights are not read for it: no number of the results comes from their file.
+    The weights themselves are not read: no number of the results comes from them.
     """
     try:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError, ValueError) as error:
-        raise Damaged(f"it is no whole safetensors file: {_reason(error)}") from error
+        raise Damaged(f"it is not a complete safetensors file: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
-    """What the error says, on one line."""
+    """Returns the text of an exception on one line."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split())

@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 def digest(*parts: str | np.ndarray | Tensor, bits: Literal[64, 128] = 64) -> str:
-    """The checksum of texts (as UTF-8) and of the bytes of arrays and tensors, one after the other.
+    """Returns the checksum of texts (as UTF-8) and of the bytes of arrays and tensors, one after the other.
 
-    Types and shapes are not part of it: they belong into a text beside the tensor, as in `tensors_digest`. Keys of
-    cached features are made here; with other bytes every user's cache would be computed again.
+    Types and shapes are not included; `tensors_digest` adds them as text. Keys of cached features depend on this
+    function: if it changes, every user's features are computed again.
     """
     hasher = xxhash.xxh3_64() if bits == 64 else xxhash.xxh3_128()
     for part in parts:
@@ -24,7 +24,7 @@ def digest(*parts: str | np.ndarray | Tensor, bits: Literal[64, 128] = 64) -> st
             hasher.update(part.encode())
         else:
             tensor = torch.from_numpy(np.ascontiguousarray(part)) if isinstance(part, np.ndarray) else part
-            # numpy has no bfloat16
+            # viewed as bytes, because numpy has no bfloat16
             hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return str(hasher.hexdigest())
 
@@ -33,7 +33,7 @@ Tensors = Mapping[str, np.ndarray] | Mapping[str, Tensor] | Mapping[int, Tensor]
 
 
 def tensors_digest(tensors: Tensors, text: str = "") -> str:
-    """The checksum of a text and of the names (or numbers), types, shapes and bytes of tensors, in their order."""
+    """Returns the checksum of a text and of the names (or numbers), types, shapes and bytes of tensors, in order."""
     parts: list[str | np.ndarray | Tensor] = [text]
     for name, tensor in tensors.items():
         parts += [f"{name} {tensor.dtype} {list(tensor.shape)}\n", tensor]
@@ -41,6 +41,6 @@ def tensors_digest(tensors: Tensors, text: str = "") -> str:
 
 
 def json_digest(value: Any) -> str:
-    """The checksum of a JSON value; the order of keys has no part in it."""
-    as_read = json.loads(json.dumps(value))  # all keys are texts there, which sort in another order than numbers
+    """Returns the checksum of a JSON value. The order of keys does not matter."""
+    as_read = json.loads(json.dumps(value))  # JSON makes number keys text, and text sorts in another order
     return digest(json.dumps(as_read, sort_keys=True))

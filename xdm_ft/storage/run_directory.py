@@ -1,7 +1,7 @@
-"""The run directory: where its files lie, and that only one run writes them at a time.
+"""The run directory: the paths of its files, and a lock that lets only one run write at a time.
 
-While a run lasts `state/` holds its checkpoints, which training some process has taken, and lines of JSON of several
-kinds (records of models, …), one file per process, which are only ever added to.
+During a run, `state/` holds its checkpoints, the names of the trainings that processes have taken, and append-only
+files of JSON lines, one per process and kind of line (records of models, …).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.progress import pulse
-from xdm_ft.storage.atomic import replace_text, sweep
+from xdm_ft.storage.atomic import remove_unfinished, replace_text
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.checksummed import (
     Arrays,
@@ -38,18 +38,21 @@ from xdm_ft.storage.checksummed import (
 )
 
 logger = logging.getLogger("xdm_ft")
-PREDICTIONS = "predictions.safetensors"  # of a model, on its test images
-TAKEN = "taken"  # folder of the state that says which training some process of this run has taken
-WRITING_SHARE = 0.01  # of the time, that writing results.json may take while models are trained
+PREDICTIONS = "predictions.safetensors"  # a model's predictions on its test images
+TAKEN = "taken"  # folder of `state/`, with one empty file per training that a process of this run has taken
+WRITING_SHARE = 0.01  # largest share of the training time for writing results.json
 
 
 class RunDirectory:
-    """One process's view of it. `main`: this process writes what there is once; all write weights and lines."""
+    """The run directory as one process uses it.
+
+    `main`: this process writes the files that exist once per run. Every process writes weights and lines.
+    """
 
     def __init__(self, path: Path, process: str = "0", main: bool = True) -> None:
         self.path, self.process, self.main = path, process, main
         self._lock, self._pace = FileLock(path / "run.lock"), Pace()
-        self._next_write = 0.0  # of results.json, in time.monotonic()
+        self._next_write = 0.0  # time.monotonic() from which results.json may be written again
         self._scalars: Any = None
 
     def __enter__(self) -> RunDirectory:
@@ -63,7 +66,7 @@ class RunDirectory:
         self._lock.release()
 
     def lock(self) -> None:
-        """Makes the directory this run's own until it ends. Raises `UserError` where another run writes it."""
+        """Creates the directory and locks it until the end of the run. Raises `UserError` if another run writes it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
@@ -71,12 +74,12 @@ class RunDirectory:
             raise UserError(f"{self.path}: another run is writing here; wait for it, or set output.dir") from error
         except OSError as error:
             raise UserError(f"{self.path}: can not be used as a run directory: {error.strerror}") from error
-        sweep(self.path)
-        shutil.rmtree(self.path / "state" / TAKEN, ignore_errors=True)  # by processes of an earlier run
+        remove_unfinished(self.path)
+        shutil.rmtree(self.path / "state" / TAKEN, ignore_errors=True)  # those of the interrupted run
 
     @contextmanager
     def in_fork(self, number: int) -> Iterator[RunDirectory]:
-        """The view of one of the processes that this one forks into; 0 is this one itself."""
+        """Yields the run directory for a forked process; number 0 is the process that forks."""
         if number == 0:
             yield self
         else:
@@ -85,11 +88,11 @@ class RunDirectory:
 
     @property
     def is_begun(self) -> bool:
-        """Whether a run has been here before."""
+        """Whether an earlier run has written to the directory."""
         return any((self.path / kept).exists() for kept in ("results.json", "state"))
 
     def take(self, name: str) -> bool:
-        """Whether this process does the training of that name: the first one of the run that asks does."""
+        """Returns whether this process does the training `name`: True for the first process that calls this."""
         folder = self.path / "state" / TAKEN
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -101,16 +104,16 @@ class RunDirectory:
         return True
 
     def checkpoint(self, name: str, about: Mapping[str, Any], writes: bool = True) -> Checkpoint:
-        """The state of the training of that name, until the run is complete; `about` as for `Checkpoint`."""
+        """Returns the checkpoint of the training `name`; `about` and `writes` as for `Checkpoint`."""
         file = self.path / "state" / "checkpoints" / f"{name}.safetensors"
         return Checkpoint(file, about, self._pace, writes)
 
     def append(self, kind: str, value: Any) -> None:
-        """Adds a line of JSON to this process's file of that kind. It is on the disk when this returns."""
+        """Appends a JSON line to this process's file of that kind, and returns when it is on the disk."""
         append_line(self.path / "state" / kind / f"{self.process}.jsonl", value)
 
     def lines(self, kind: str) -> Iterator[Any]:
-        """The lines of that kind, of every process. Raises `UserError` where one is damaged."""
+        """Yields the lines of that kind of all processes. Raises `UserError` if one is damaged."""
         for path in sorted((self.path / "state" / kind).glob("*.jsonl")):
             try:
                 yield from read_lines(path)
@@ -119,7 +122,7 @@ class RunDirectory:
 
     @staticmethod
     def model_folder(method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
-        """The folder of a model, relative to the run directory."""
+        """Returns the folder of a model, relative to the run directory."""
         names = [quote(method, safe="+ "), quote(",".join(test_domains), safe=", "), f"seed{seed}-trial{trial}"]
         return "/".join(["models", *names])
 
@@ -130,16 +133,16 @@ class RunDirectory:
         write_arrays(self.path / folder / PREDICTIONS, arrays)
 
     def predictions(self, folder: str) -> Arrays:
-        """Raises `UserError` where they are damaged."""
+        """Returns a model's predictions. Raises `UserError` if the file is damaged or missing."""
         pulse.beat()
         path = self.path / folder / PREDICTIONS
         try:
             return read_arrays(path)
         except (Damaged, FileNotFoundError) as error:
-            raise UserError(f"{path}: is damaged ({error}); the same command trains its model again") from error
+            raise UserError(f"{path}: is damaged ({error}); run the same command to train its model again") from error
 
-    def is_sound(self, relative: str) -> bool:
-        """Whether a file of weights, or of predictions, is there and whole; a damaged one is logged."""
+    def is_intact(self, relative: str) -> bool:
+        """Returns whether a file of weights or predictions exists and is not damaged. Logs a damaged one."""
         pulse.beat()
         file = self.path / relative
         if not file.is_file():
@@ -148,12 +151,12 @@ class RunDirectory:
             read_arrays(file) if file.name == PREDICTIONS else check_tensors(file)
         except Damaged as error:
             if self.main:
-                logger.warning("%s: is damaged (%s); its model is trained again", file, error)
+                logger.warning("%s: is damaged (%s); its model will be trained again", file, error)
             return False
         return True
 
     def write_scalars(self, tag: str, step: int, values: Mapping[str, float]) -> None:
-        """TensorBoard scalars `<tag>/<name>`."""
+        """Writes the TensorBoard scalars `<tag>/<name>`."""
         if self._scalars is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -167,7 +170,7 @@ class RunDirectory:
             self._scalars.add_scalar(f"{tag}/{name}", value, step)
 
     def results(self) -> dict[str, Any] | None:
-        """results.json as an earlier run has left it; None where there is none. Raises `UserError` where damaged."""
+        """Returns results.json as an earlier run wrote it, or None without a file. Raises `UserError` if damaged."""
         path = self.path / "results.json"
         if not path.exists():
             return None
@@ -178,7 +181,7 @@ class RunDirectory:
 
     @property
     def results_are_due(self) -> bool:
-        """Whether to write results.json between two models: with thousands of them it is long."""
+        """Whether to write results.json now, between two models. With thousands of models this takes long."""
         return self.main and time.monotonic() >= self._next_write
 
     def write_results(self, results: Mapping[str, Any]) -> None:
@@ -193,6 +196,6 @@ class RunDirectory:
         replace_text(self.path / name, text)
 
     def complete(self, table: str) -> None:
-        """Ends the run: results.md, and nothing to resume."""
+        """Ends the run: writes results.md and removes `state/`, as nothing is left to resume."""
         self.write_text("results.md", table)
         shutil.rmtree(self.path / "state", ignore_errors=True)

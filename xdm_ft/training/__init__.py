@@ -1,4 +1,4 @@
-"""Training: the head bank (many heads on cached features), the loop (one model end to end), schedules, selection."""
+"""Training: the head bank (many heads on cached features), the end-to-end loop (one model), schedules, selection."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ from xdm_ft.settings import Block
 from xdm_ft.sharpness import Sharpness
 
 Precision = Literal["no", "bf16", "fp16"]
-"""What a trainable encoder computes in; no: float32."""
+"""The precision of a trainable encoder's computation; no: float32."""
 
 
 class Schedule(Block):
-    """The learning rate over the steps, as a factor of `lr` and `encoder_lr`."""
+    """The learning-rate schedule: a factor of `lr` and `encoder_lr` at every step."""
 
     name: Annotated[
-        Literal["constant", "cosine"], Field(description="cosine falls from 1 to 0, reached as the last step ends")
+        Literal["constant", "cosine"], Field(description="factor after the warm-up; cosine: falls from 1 to 0")
     ] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0, description="steps of linear increase from 0 before that")] = 0
+    warmup_steps: Annotated[int, Field(ge=0, description="first steps, in which the factor rises linearly")] = 0
 
 
 class Training(Block):
     """How models are trained, by either engine."""
 
-    batch_size: Annotated[int, Field(ge=1, description="images per training domain, or in all (pooled)")] = 32
+    batch_size: Annotated[int, Field(ge=1, description="images per training domain; in total if pooled")] = 32
     sampler: Annotated[
         SamplerName,
         Field(
-            description="per_domain: batch_size from every training domain; class_balanced: so, each of the domain's "
-            "classes as often as the others; pooled: from all images together"
+            description="per_domain: batch_size images from every training domain; class_balanced: the same, with "
+            "equal numbers of each class of a domain; pooled: batch_size images from all domains together"
         ),
     ] = "per_domain"
     steps: Annotated[int | None, Field(ge=1, description="training steps; null: from epochs")] = None
     epochs: Annotated[float | None, Field(gt=0, description="passes over the training images (pooled only)")] = None
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], Field(description="as in torch.optim")] = "adam"
-    amsgrad: Annotated[bool, Field(description="AMSGrad's largest second moment, of adam and adamw")] = False
+    amsgrad: Annotated[bool, Field(description="adam and adamw: use the largest second moment so far")] = False
     lr: Annotated[float, Field(gt=0, description="learning rate of heads")] = 1e-3
     encoder_lr: Annotated[float, Field(gt=0, description="learning rate of a trainable encoder")] = 5e-5
     weight_decay: Annotated[float, Field(ge=0, description="L2 penalty (sgd, adam) or decoupled decay (adamw)")] = 0.0
-    momentum: Annotated[float, Field(ge=0, lt=1, description="of sgd")] = 0.9
-    beta1: Annotated[float, Field(ge=0, lt=1, description="of adam and adamw: decay of the mean gradient")] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1, description="of adam and adamw: decay of the mean square")] = 0.999
-    schedule: Annotated[Schedule, Field(description="course of the learning rate")] = Schedule()
+    momentum: Annotated[float, Field(ge=0, lt=1, description="sgd: momentum")] = 0.9
+    beta1: Annotated[float, Field(ge=0, lt=1, description="adam and adamw: decay of the mean gradient")] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1, description="adam and adamw: decay of the mean square")] = 0.999
+    schedule: Annotated[Schedule, Field(description="learning rate over the steps")] = Schedule()
     clip_norm: Annotated[
-        float | None, Field(gt=0, description="gradient norm that encoder and class head are clipped to; null: none")
+        float | None, Field(gt=0, description="largest gradient norm of encoder and class head; null: no clipping")
     ] = None
     accumulation: Annotated[int, Field(ge=1, description="micro-batches per step (end to end only)")] = 1
     mixed_precision: Annotated[
         Precision | None,
         Field(
-            description="autocast of a trainable encoder (end to end only); null: what `accelerate launch "
-            "--mixed_precision` says, else no"
+            description="autocast of a trainable encoder (end to end only); null: the value of `accelerate launch "
+            "--mixed_precision`, or no"
         ),
     ] = None
     evaluate_every: Annotated[
@@ -70,33 +70,33 @@ class Training(Block):
         int | None,
         Field(
             ge=1,
-            description="evaluations in a row without a better value by the recipe's selection rule, after which a "
-            "model stops; null: never",
+            description="a model stops after this number of evaluations in a row without a better value by the "
+            "recipe's selection rule; null: never",
         ),
     ] = None
     loss_average: Annotated[
-        LossAverage, Field(description="domain: mean per domain, then over domains (the paper); sample: batch mean")
+        LossAverage, Field(description="domain: mean per domain, then over domains (as the paper); sample: batch mean")
     ] = "domain"
     class_weights: Annotated[
         Literal["none", "balanced"],
         Field(
-            description="of class losses; balanced: a class with n_c of n training images weighs n / (classes · n_c), "
-            "and means are weighted, Σ w ℓ / Σ w"
+            description="weights of the class losses; balanced: w = n / (classes · n_c) for a class with n_c of n "
+            "training images, and means are Σ w ℓ / Σ w"
         ),
     ] = "none"
 
     def images_per_step(self, domains: int) -> int:
-        """With so many training domains."""
+        """Returns the size of a step's batch, given the number of training domains."""
         return self.batch_size * (1 if self.sampler == "pooled" else domains)
 
 
 RuleValues = dict[str, dict[int, float]]
-"""{rule: {step: value of the selection metric}}; a step is the number of steps taken."""
+"""{selection rule: {number of steps taken: value of the selection metric}}"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One model to train. `make(setup)` builds its method, always the same way."""
+    """One model to train. `make(setup)` builds its method; each call returns an equal one."""
 
     method: str  # label in results
     test_domains: tuple[str, ...]
@@ -106,42 +106,42 @@ class Job:
     setup: Setup
     make: Callable[[Setup], Algorithm | Solver]
     sharpness: Sharpness | None
-    training: Training  # with what a search drew of it
+    training: Training  # with the values that a search drew for it
     averaging: Averaging | None = None
-    normalized: bool = False  # it reads L2-normalised features, whatever the encoder gives (cached ones only)
+    normalized: bool = False  # whether cached features are L2-normalised before training
     known: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    """`RuleValues` of the rules whose values are not measured on this model's own images but came from other models."""
+    """`RuleValues` of rules that use other models' values: nothing is measured on this model's images."""
 
     @property
     def key(self) -> Identity:
         return self.method, self.test_domains, self.seed, self.trial
 
     def sampler(self, labels: Tensor) -> BatchSampler:
-        """The rows of its batches; `labels` int64 [N] are those of all images."""
+        """Returns the sampler of the rows of its batches; `labels` int64 [N] are those of all images."""
         training = self.training
         return sampler(training.sampler, self.split.train, training.batch_size, self.seed, labels)
 
 
 @dataclass(frozen=True)
 class Selected:
-    """The step that one selection rule picked, and the weights there."""
+    """The step that one selection rule picked, and the weights after it."""
 
-    step: int  # number of steps taken; of averaged weights, the last that counts
+    step: int  # number of steps taken; for averaged weights, the last step of the average
     state: dict[str, Tensor]  # parameters and buffers on the CPU: `head.weight`, …; end to end also `encoder.…`
-    hparams: dict[str, float] = field(default_factory=dict)  # what a solver varied, or how weights were averaged
-    curve: list[dict[str, float | None]] = field(default_factory=list)  # as `best_finish` measured it
-    value: float | None = None  # what the rule saw of it; None: nothing, as of averaged weights
+    hparams: dict[str, float] = field(default_factory=dict)  # what a solver varied, or the steps of an average
+    curve: list[dict[str, float | None]] = field(default_factory=list)  # measurements of `best_finish`
+    value: float | None = None  # value of the metric by which the rule picked it; None for averaged weights
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What an engine returns for a job."""
+    """The result of a job, which an engine returns."""
 
     job: Job
-    selected: dict[str, Selected]  # selection rule → what it picked
+    selected: dict[str, Selected]  # by selection rule
     mixed_steps: int | None
     seconds: float
     failure: str | None = None  # why there is no model, e.g. a NaN loss at a step
     course: RuleValues = field(default_factory=dict)
-    stopped_at: int | None = None  # steps after which patience ended; None where it did not
-    restarts: tuple[str, ...] = ()  # why the training started again, each time that it did
+    stopped_at: int | None = None  # number of steps after which patience ended the training; None: it did not
+    restarts: tuple[str, ...] = ()  # the reason of each restart from the beginning

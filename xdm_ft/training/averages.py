@@ -1,4 +1,4 @@
-"""Weights averaged while models train, where a method asks for it (`+swad`)."""
+"""Averages of the weights of models while they train, for methods with an averaging (`+swad`)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from xdm_ft.averaging import Averaging, Segment, Tensors
 from xdm_ft.training import Selected
 
 LOSS_SPLIT = "train_val"
-"""The validation images whose loss an average looks at, whatever the selection rule."""
+"""The validation images whose loss decides which steps an average contains, under every selection rule."""
 
 
 class Averages:
-    """Of H models that train together. Parameters are stacked, [H,…]; a single model is a stack of one."""
+    """The averages of H models that train together. Parameters are stacked, [H,…]; a single model has H = 1."""
 
     def __init__(self, averagings: Sequence[Averaging], first_step: int) -> None:
-        """One `Averaging` per model. Weights after fewer steps than `first_step` are left out."""
+        """One `Averaging` per model. Weights after fewer than `first_step` steps are ignored."""
         self.averages = [averaging.begin() for averaging in averagings]
         self.first_step = first_step
-        self.mean: Tensors = {}  # of the weights since the last evaluation
-        self.count = 0
-        self.broken_at: dict[int, int] = {}  # head → steps taken at its first validation loss that is not finite
+        self.mean: Tensors = {}  # mean of the weights after each step since the last evaluation
+        self.count = 0  # number of those steps
+        self.broken_at: dict[int, int] = {}  # head → number of steps at its first validation loss that is not finite
 
     @torch.no_grad()
     def add(self, taken: int, parameters: Tensors) -> None:
-        """The weights after `taken` steps."""
+        """Adds the weights after `taken` steps to the mean since the last evaluation."""
         if taken < self.first_step:
             return
         self.count += 1
@@ -38,9 +38,10 @@ class Averages:
                 mean.lerp_(parameters[name], 1 / self.count)
 
     def evaluated(self, taken: int, losses: Sequence[float | None], ended: Collection[int] = ()) -> None:
-        """The validation loss of every head after `taken` steps; None where it is not finite.
+        """Passes the mean since the last evaluation, and the validation loss, to the average of every head.
 
-        The averages of the heads in `ended`, whose training was over at an earlier evaluation, stay what they are.
+        `losses`: each head's validation loss after `taken` steps; None if it is not finite. `ended`: heads whose
+        training ended at an earlier evaluation; their averages do not change.
         """
         if self.count == 0:
             return
@@ -55,7 +56,7 @@ class Averages:
         self.count = 0
 
     def nothing_averaged(self, head: int) -> str | None:
-        """Why a head has no average; None where it has one."""
+        """Returns why a head has no average; None if it has one."""
         if head not in self.broken_at:
             return None
         return f"the loss of the {LOSS_SPLIT} images was not finite after step {self.broken_at[head]}"
@@ -75,7 +76,10 @@ class Averages:
         self.count, self.broken_at = state["count"], state["broken_at"]
 
     def selected(self, head: int, whole: Callable[[Tensors], Tensors], rules: Sequence[str]) -> dict[str, Selected]:
-        """The average for every rule, as no step is picked. `whole` makes a model's state of averaged parameters."""
+        """Returns the same average for every rule, as no rule picks a step.
+
+        `whole` completes averaged parameters to the state of a model.
+        """
         average = self.averages[head].result()
         selected = Selected(average.last, whole(average.mean), {"averaged_from": average.first})
         return dict.fromkeys(rules, selected)

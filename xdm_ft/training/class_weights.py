@@ -1,4 +1,4 @@
-"""What classes weigh in the loss."""
+"""Class weights of the loss."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def balanced(labels: Tensor, num_classes: int) -> Tensor:
-    """w_c = n / (C n_c) for the n_c of n training images that have class c, float32 [num_classes].
+    """Returns w_c = n / (C n_c), float32 [num_classes], for `labels` int64 [n] of which n_c are class c.
 
-    C counts the classes that have any; the others weigh 0. As scikit-learn's class_weight="balanced": every class has
-    the same sum of weights, and the weights' mean over the images is 1. `labels` int64 [n].
+    C is the number of classes that occur; the weight of any other class is 0. As scikit-learn's
+    class_weight="balanced": every class has the same sum of weights, and their mean over the images is 1.
     """
     count = labels.bincount(minlength=num_classes)
     present = count > 0

@@ -1,4 +1,4 @@
-"""Memory: what the C library's allocator does with what training has freed, and what a user reads where it runs out."""
+"""Memory: keeps what training has freed for its next step, and makes one line of an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes, glibc's limit
 
 @cache
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed memory for the next step, where it would hand it back to the system (Linux only).
+    """Makes glibc keep freed memory for the next step instead of returning it to the system (Linux only).
 
-    Each step on cached features allocates and frees the same blocks of a few megabytes. Handed back, they cost a page
-    fault per 4 KB at the next step: gathering 6 MB took 2 to 5 ms instead of 0.2.
+    Each step on cached features allocates and frees the same blocks of a few megabytes. If they are returned, the next
+    step has a page fault per 4 KB: gathering 6 MB took 2 to 5 ms instead of 0.2.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -33,23 +33,24 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def running_out_named(what: str, remedy: str) -> Iterator[None]:
-    """Around training: memory that runs out, the machine's or a device's, becomes a `UserError` of one line."""
+def out_of_memory_as_user_error(what: str, remedy: str) -> Iterator[None]:
+    """Raises a `UserError` of one line in place of an out-of-memory error, of the machine or of a GPU."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         place = _exhausted(error)
         if place is None:
             raise
-        raise UserError(f"{what}: does not fit {place}; {remedy}") from error
+        raise UserError(f"{what}: training does not fit {place}; {remedy}") from error
 
 
 def _exhausted(error: MemoryError | RuntimeError) -> str | None:
-    """The memory that has run out; None where the error is another one. torch has a type for devices' memory only."""
+    """Returns a name of the memory that has run out; None: the error is another one."""
+    # torch has an error type for the memory of devices only
     if isinstance(error, torch.OutOfMemoryError):
         return "the memory of the GPU"
     if isinstance(error, MemoryError) or re.search(r"DefaultCPUAllocator.*tried to allocate", str(error)):
         return "the memory of this machine"
     if re.search(r"DataLoader worker.*(killed by signal|exited unexpectedly)", str(error)):
-        return "the memory or /dev/shm of this machine, of which a process that decodes images died"
+        return "the memory or /dev/shm of this machine (a process that decodes images died)"
     return None

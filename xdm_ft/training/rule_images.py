@@ -1,4 +1,4 @@
-"""The images that a selection rule looks at, and the one value of the metric that it compares."""
+"""The images that a selection rule measures, and the one value of the metric that it compares."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.tensors import Annotations
 
 BY_DOMAIN = "train_val"
-"""The split whose domains count the same: DomainBed averages the accuracies of the training domains' validation parts
-(`env{i}_out_acc`, model_selection.py of Gulrajani & Lopez-Paz 2021); SWAD averages their losses. Others are pooled."""
+"""The split that is measured as an unweighted mean over its domains: DomainBed averages the accuracies of the training
+domains' validation parts (`env{i}_out_acc`, model_selection.py of Gulrajani & Lopez-Paz 2021), SWAD their losses. All
+other splits are pooled."""
 
 
 @dataclass(frozen=True)
 class RuleImages:
-    """n images of one split, on the device of the logits that are measured on them."""
+    """n images of one split. Its tensors are on the device of the logits to measure."""
 
     labels: Tensor  # int64 [n]
-    worst_of: Tensor  # int64 [n]: what worst_domain_accuracy looks at, −1: left out
+    worst_of: Tensor  # int64 [n], see `Annotations`
     metric: str
-    parts: tuple[Tensor, ...] | None  # places of the domains' images, int64; None: all images together
-    part_of: Tensor  # int64 [n]: the number of an image's part; len(parts): in none
+    parts: tuple[Tensor, ...] | None  # per domain the places of its images, int64; None: all images together
+    part_of: Tensor  # int64 [n]: the number of an image's part; len(parts): in no part
 
     def value(self, logits: Tensor) -> float:
-        """The metric on logits [n,C], all finite: the unweighted mean over `parts`; nan where it is not defined."""
+        """Returns the metric of finite logits [n,C], the unweighted mean over `parts`; nan if it is not defined."""
         if self.parts is None:
             return metric_of(self.metric, logits, self.labels, self.worst_of)
         if not self.parts:
             return math.nan
-        # fsum: the same values in another order of domains give the same mean, so that equal steps are equal
+        # fsum is exact in any order of the domains, so that equally good steps have equal values
         return math.fsum(self._of_parts(logits, self.parts)) / len(self.parts)
 
     def _of_parts(self, logits: Tensor, parts: tuple[Tensor, ...]) -> list[float]:
@@ -47,9 +48,9 @@ class RuleImages:
 
 
 def rule_images(split: str, rows: Tensor, annotations: Annotations, metric: str, num_classes: int) -> RuleImages:
-    """The images `rows` (int64 [n]) of a split.
+    """Returns the images `rows` (int64 [n]) of a split.
 
-    Which domains count is settled here, from labels alone: it is the same at every step and for every trial.
+    The labels alone decide which domains count, so they are the same at every step and in every trial.
     """
     rows = rows.to(annotations.labels.device)
     own, worst_of, part_of = annotations.labels[rows], annotations.worst_of[rows], torch.zeros_like(rows)
@@ -63,14 +64,14 @@ def rule_images(split: str, rows: Tensor, annotations: Annotations, metric: str,
 
 
 def undefined_domains(rows: Tensor, annotations: Annotations, metric: str, num_classes: int) -> list[int]:
-    """The domains, by their number in the data set, on whose images of BY_DOMAIN `rows` the metric is not defined."""
+    """Returns the domains (by number) on whose images in `rows`, of the split BY_DOMAIN, the metric is undefined."""
     return _defined_parts(rows, annotations, metric, num_classes)[1]
 
 
 def _defined_parts(
     rows: Tensor, annotations: Annotations, metric: str, num_classes: int
 ) -> tuple[dict[int, Tensor], list[int]]:
-    """Domain → places of its images in `rows`, where the metric is defined; the domains where it is not."""
+    """Returns {domain: places of its images in `rows`} if the metric is defined on them, and the other domains."""
     of_row, found, undefined = annotations.domains[rows], dict[int, Tensor](), list[int]()
     for domain in of_row.unique().tolist():
         place = (of_row == domain).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Means of losses and of what algorithms log, over the steps between two evaluations."""
+"""Means of losses and logged scalars over the steps between two evaluations."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from xdm_ft.sharpness import Tensors
 from xdm_ft.storage.checkpoint import State
 
-READ_STEPS = 256  # steps whose scalars are read at once
+READ_STEPS = 256  # steps whose scalars are copied from the device at once
 
 
 class RunningMeans:
     """Means over the steps since the last evaluation, of H models that train together.
 
-    Scalars are kept as they come and read in blocks: each reading waits for the device.
+    Scalars stay on the device and are copied in blocks, since each copy waits for the device.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class RunningMeans:
             self._read()
 
     def take(self) -> tuple[Tensors, dict[int, int]]:
-        """Name → mean [H] since the last call, and head → its first step with a loss that is not finite, if any."""
+        """Returns {name: mean [H] since the last call}, and {head: its first step with a loss that is not finite}."""
         self._read()
         means = {name: total / self._counts[name] for name, total in self._sums.items()}
         self._sums, self._counts = {}, {}

@@ -1,4 +1,4 @@
-"""The course of the learning rate over a training."""
+"""The learning rate over the steps of a training."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from xdm_ft.training import Schedule
 
 
 def learning_rate_factor(step: int, steps: int, schedule: Schedule) -> float:
-    """What the learning rates are multiplied with at `step` (0…steps−1).
+    """Returns the factor of the learning rates at `step` (0…steps−1).
 
-    Warm-up rises linearly, (step + 1) / (warmup_steps + 1), so that no step is wasted on a learning rate of 0. Cosine
-    then falls from 1 as ½[1 + cos(π t / T)], t of the T remaining steps taken, and is 0 once all are (Loshchilov &
-    Hutter 2017; torch's `CosineAnnealingLR` with T_max = T).
+    The warm-up rises linearly, (step + 1) / (warmup_steps + 1), so that no step is wasted on a learning rate of 0.
+    Cosine then falls as ½[1 + cos(π t / T)] after t of the T remaining steps, from 1 to 0 after the last one
+    (Loshchilov & Hutter 2017; torch's `CosineAnnealingLR` with T_max = T).
     """
     warmup = schedule.warmup_steps
     if step < warmup:

@@ -1,4 +1,4 @@
-"""Which step of a training is kept: the best by the protocol's rules."""
+"""Selects the best step of a training by the protocol's rules."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job, RuleValues, Selected
 
 FINAL_FIT = "final_fit"
-"""The rule whose step is known before the training begins, as `Job.known` has it; it measures nothing."""
+"""The rule of a final fit: `Job.known` fixes its step before the training begins, and nothing is measured."""
 
 
 def evaluation_steps(steps: int, every: int | None) -> list[int]:
-    """After how many steps a training of `steps` is evaluated: each `every`-th (null: a twentieth), and at the end."""
+    """Returns the numbers of steps after which a training is evaluated: every `every` steps, and at the end.
+
+    `every` None: a twentieth of the steps.
+    """
     every = every or max(1, steps // 20)
     return [*range(every, steps, every), steps]
 
 
 def split_of(rule: str) -> str:
-    """The split that a selection rule looks at; a rule that is none of the protocol's looks at the split of its name.
+    """Returns the split that a selection rule measures; for a name that is no rule, the split of that name.
 
-    `cross_domain` picks a step by other models; what is then picked on that model's own images is on `train_val`.
+    `cross_domain` picks a step by other models; whatever else it picks (`best_finish`) is measured on `train_val`.
     """
     return "train_val" if rule == "cross_domain" else SELECTION_SPLIT.get(rule, rule)
 
 
 def rows_of_rules(job: Job, rules: Sequence[str]) -> dict[str, Tensor]:
-    """Selection rule → the rows (int64) of the split that it looks at, unless its values are known beforehand.
+    """Returns {selection rule: rows (int64) of the split that it measures}, without rules whose values are known.
 
-    Raises `UserError` where there are no rows.
+    Raises `UserError` if a split has no rows.
     """
     found = {}
     for rule in rules:
@@ -47,22 +50,22 @@ def rows_of_rules(job: Job, rules: Sequence[str]) -> dict[str, Tensor]:
         rows = job.split.evaluation.get(name)
         if rows is None or len(rows) == 0:
             raise UserError(
-                f'protocol.selection: "{rule}" needs images in the split {name}, and there are none '
-                f"with {', '.join(job.split.test_domains)} held out; choose another rule"
+                f'protocol.selection: "{rule}" needs images in the split {name}, which has none if '
+                f"{', '.join(job.split.test_domains)} is held out; choose another rule"
             )
         found[rule] = rows
     return found
 
 
 def known_values(job: Job, step: int) -> dict[str, float]:
-    """Selection rule → its value after `step` steps, for the rules whose values are known beforehand; nan: none."""
+    """Returns {selection rule: its value after `step` steps} for rules whose values are known; nan: no value."""
     return {rule: of_step.get(step, math.nan) for rule, of_step in job.known.items()}
 
 
 class Selector:
-    """The best state of one model so far, for each rule. The first of equally good steps wins.
+    """Keeps the best state of one model so far, for each rule. The first of equally good steps wins.
 
-    The first rule is the recipe's own: where it can pick nothing there is no model. Another one may go without.
+    The first rule is the recipe's own: if it selects nothing, the training has failed. Other rules may select nothing.
     """
 
     def __init__(self, criteria: Criteria, first_selectable_step: int = 1, patience: int | None = None) -> None:
@@ -72,7 +75,7 @@ class Selector:
         self.selected: dict[str, Selected] = {}
         self.course: RuleValues = {rule: {} for rule in self.rules}
         self.patience, self.waited = patience, 0
-        self.stopped_at: int | None = None  # steps after which patience ended
+        self.stopped_at: int | None = None  # number of steps after which patience ended
 
     def offer(
         self,
@@ -81,14 +84,17 @@ class Selector:
         state: Callable[[], dict[str, Tensor]],
         hparams: Mapping[str, float] | None = None,
     ) -> None:
-        """The metric's value for each rule after `step` steps. `state` is called once if a rule picks it."""
+        """Selects the state after `step` steps for each rule that it improves, given the metric's value for each rule.
+
+        `state` returns the weights; it is called once, and only if a rule selects this step.
+        """
         for rule in self.rules:
             self.course[rule][step] = values[rule]
         if step < self.first_selectable_step:
             return
         better = [rule for rule in self.rules if self._improves(rule, values[rule])]
         if better:
-            weights = state()  # rules that pick the same step share them
+            weights = state()  # one copy for all rules that pick this step
             for rule in better:
                 self.selected[rule] = Selected(step, weights, dict(hparams or {}), value=values[rule])
         self.waited = 0 if self.rules[0] in better else self.waited + 1
@@ -125,12 +131,12 @@ class Selector:
         self.waited, self.stopped_at = state["waited"], state["stopped_at"]
 
     def nothing_selected(self) -> str | None:
-        """Why the first rule has picked nothing; None where it has."""
+        """Returns why the first rule has selected nothing; None if it has selected a step."""
         if self.rules[0] in self.selected:
             return None
         return (
-            f"nothing could be selected by {self.rules[0]}: at no step from {self.first_selectable_step} on was "
-            f"{self.metric} defined on its images and every logit finite"
+            f"{self.rules[0]} could select no step: from step {self.first_selectable_step} on, {self.metric} was "
+            "undefined on its images, or a logit was not finite, at every evaluation"
         )
 
 
@@ -138,15 +144,15 @@ def best_finish(
     selected: Selected,
     offered: Iterable[Finish],
     metric: str,
-    looks_at: str,
+    split: str,
     measure: Callable[[Selected], Mapping[str, float]],
 ) -> Selected | None:
-    """What was selected, with the best of the weights that its method offers to finish with, by the split `looks_at`.
+    """Returns `selected` with the best of the weights that its method offers (`Algorithm.finish`), measured on `split`.
 
-    `measure` returns the metric on every split. `Selected.curve` has it of all that is offered; None is a metric that
-    is not defined. Returns None where it is not defined on `looks_at` for anything that can be picked.
+    `measure` returns the metric on every split. `Selected.curve` has the values of all offered weights, None for an
+    undefined metric. Returns None if the metric is undefined on `split` for all weights that can be picked.
     """
-    selector = Selector(Criteria((looks_at,), metric), first_selectable_step=0)
+    selector = Selector(Criteria((split,), metric), first_selectable_step=0)
     curve: list[dict[str, float | None]] = []
     for one in offered:
         here = dataclasses.replace(selected, state=one.state, hparams=selected.hparams | one.varied)
@@ -154,6 +160,6 @@ def best_finish(
         point = {name: value if math.isfinite(value) else None for name, value in values.items()}
         curve.append({**one.varied, **point})
         if one.selectable:
-            selector.offer(here.step, {looks_at: values[looks_at]}, lambda here=here: here.state, here.hparams)  # type: ignore[misc]
-    picked = selector.selected.get(looks_at)
+            selector.offer(here.step, {split: values[split]}, lambda here=here: here.state, here.hparams)  # type: ignore[misc]
+    picked = selector.selected.get(split)
     return None if picked is None else dataclasses.replace(picked, curve=curve)

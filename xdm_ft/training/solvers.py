@@ -1,4 +1,4 @@
-"""Methods that find their head without gradient steps: their candidates, and the pick among them."""
+"""Trains methods that find their head without gradient steps: computes their candidates and selects one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def solve(job: Job, features: Features, annotations: Annotations, criteria: Criteria) -> Trained:
-    """Offers the solver's candidates to selection, in their order. Deterministic on a CPU.
+    """Returns the candidates that the selection rules pick, offered in the solver's order. Deterministic on a CPU.
 
-    `features` are the L2-normalised ones where the solver says `normalized`. `Selected.step` is the candidate's place
-    in the path, `Selected.hparams` what distinguishes it.
+    `features` must be L2-normalised if the solver is `normalized`. `Selected.step` is the candidate's index in the
+    path, `Selected.hparams` the hyper-parameters that the solver varied.
     """
     started = time.perf_counter()
     solver = job.make(job.setup)
@@ -40,11 +40,11 @@ def solve(job: Job, features: Features, annotations: Annotations, criteria: Crit
     batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
     broken = rows[~torch.isfinite(batch.x).all(1).cpu()].tolist()
     if broken:
-        why = f"the features of {len(broken)} training images are not finite, the first that of row {broken[0]}"
+        why = f"the features of {len(broken)} training image(s) are not finite; the first is row {broken[0]}"
         return Trained(job, {}, None, time.perf_counter() - started, why)
     for candidate in solver.solve(batch.x, batch):
         state = candidate.state
-        # without a copy: products depend on the layout in memory too, by rounding
+        # assign, not copy: the rounding of products depends on the layout in memory
         solver.load_state_dict(state, assign=True)
         solver.to(features.device)
         values = {
@@ -61,5 +61,5 @@ def solve(job: Job, features: Features, annotations: Annotations, criteria: Crit
 
 
 def _value(images: RuleImages, logits: Tensor) -> float:
-    """nan, which is never selected, where a logit is not finite."""
+    """Returns the metric's value; nan, which is never selected, if a logit is not finite."""
     return images.value(logits) if torch.isfinite(logits).all() else math.nan

@@ -10,33 +10,33 @@ from torch import Tensor
 
 from xdm_ft.tensors import Parts
 
-INFINITE, NAN = 0x7F800000, 0x7FFFFFFF  # the order of +∞, beyond which, on either side, lie the NaNs
-GUESSES = 24  # then bisection takes over; half of the rows are solved after five
+INFINITE, NAN = 0x7F800000, 0x7FFFFFFF  # `_order` of +∞, and of a NaN: NaNs lie above +∞ or below −∞
+GUESSES = 24  # then bisection takes over; half of the rows need at most five
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:  # kept beside the source or, where that is read-only, in the user's cache
+    try:  # numba's cache is beside the source or, if that is read-only, in the user's cache
         return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # neither can be written to
+    except RuntimeError:  # numba can write to neither
         return njit(nogil=True)(function)
 
 
 def exceeds(rows: Tensor, rank: int) -> Tensor:
-    """`selection.plainly` of rows [n,K]."""
+    """`order_statistic.reference` of rows [n,K]."""
     mask = torch.empty(rows.shape, dtype=torch.bool)
     _exceeds(rows.contiguous().numpy().view(np.int32), rank, mask.numpy())
     return mask
 
 
-def cut(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
-    """`decomposition.plainly` of four masks like z."""
+def masked_parts(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+    """`decomposition.reference` of four masks like z."""
     parts = tuple(torch.empty(z.shape) for _ in masks)
-    _cut(*(tensor.contiguous().view(-1).numpy() for tensor in (z, *masks, *parts)))
+    _masked_parts(*(tensor.contiguous().view(-1).numpy() for tensor in (z, *masks, *parts)))
     return parts
 
 
 def mix(parts: Parts, *choices: Tensor) -> Tensor:
-    """`mixing.plainly`."""
+    """`mixing.reference`."""
     mixed = torch.empty(parts.csds.shape)
     features = (tensor.contiguous().flatten(1).numpy() for tensor in (*parts, mixed))
     _mix(*features, *(tensor.contiguous().numpy() for tensor in choices))
@@ -45,27 +45,28 @@ def mix(parts: Parts, *choices: Tensor) -> Tensor:
 
 @compiled
 def _order(bits: Any) -> Any:
-    """An integer for every float's bits, in the floats' order (−0 and +0 are 0 both); it is its own inverse."""
+    """Maps a float's bits to an integer, in the order of the floats; −0 and +0 both become 0. It is its own inverse."""
     return np.int32(bits if bits >= 0 else -0x80000000 - bits)
 
 
 @compiled
 def _divider(row: Any, rank: int, guess: Any) -> Any:
-    """Some τ such that score > τ is score > x_(rank), all in the floats' order; NAN for a row with a NaN.
+    """Returns a τ such that score > τ is equivalent to score > x_(rank); all are `_order`s. NAN: the row has a NaN.
 
-    m = K−1−rank scores may lie above τ, fewer where ties forbid m. Always more than m lie above `low` and at most m
-    above `high`. After `guess`, τ is looked for by false position on these excesses (Illinois rule: an end that stays
-    loses half its weight), then by bisection, which ends at neighbours: `high` is then x_(rank), and tied.
+    m = K−1−rank scores lie above τ, or fewer if there are ties. Invariant: more than m scores lie above `low` and at
+    most m above `high`. The search starts at `guess` and continues by false position on the excesses over m (Illinois
+    rule: the excess of an end that stays is halved), then by bisection. It ends when exactly m scores lie above `high`,
+    or when `low` and `high` are neighbours: `high` is then x_(rank), which is tied.
     """
     above, least, most, positive, not_negative = row.size - 1 - rank, row[0], row[0], np.int32(0), np.int32(0)
-    for k in range(row.size):  # over indices: iterating over the row itself is not vectorised
+    for k in range(row.size):  # over indices: numba does not vectorise iteration over the row itself
         least, most = min(least, row[k]), max(most, row[k])
         positive += np.int32(row[k] > 0)
         not_negative += np.int32(row[k] >= 0)
     if most > INFINITE or least < -INFINITE:
         return np.int32(NAN)
     if positive <= above < not_negative:
-        return np.int32(0)  # features after ReLU are full of zeros
+        return np.int32(0)  # x_(rank) is 0: common, as features after ReLU are full of zeros
     low, high, low_excess, high_excess = np.int64(least) - 1, np.int64(most), float(row.size - above), float(-above)
     if positive > above:
         low, low_excess = np.int64(0), float(positive - above)
@@ -82,7 +83,7 @@ def _divider(row: Any, rank: int, guess: Any) -> Any:
             low, low_excess, high_excess = tau, float(count - above), high_excess / 2
         else:
             high, high_excess, low_excess = tau, float(count - above), low_excess / 2
-        # the line through both excesses crosses 0 over the floats, not over their orders
+        # interpolate linearly between the floats, not between their orders
         start, end = np.int32(_order(low)).view(np.float32), np.int32(_order(high)).view(np.float32)
         share = np.float32(low_excess / (low_excess - high_excess))
         tau, guesses = np.int64(_order(np.float32(start + (end - start) * share).view(np.int32))), guesses + 1
@@ -102,7 +103,7 @@ def _exceeds(bits: Any, rank: int, mask: Any) -> None:
 
 
 @compiled
-def _cut(z: Any, m1: Any, m2: Any, m3: Any, m4: Any, part1: Any, part2: Any, part3: Any, part4: Any) -> None:
+def _masked_parts(z: Any, m1: Any, m2: Any, m3: Any, m4: Any, part1: Any, part2: Any, part3: Any, part4: Any) -> None:
     nothing = np.float32(-0.0)
     for k in range(z.size):
         part1[k], part2[k] = z[k] if m1[k] else nothing, z[k] if m2[k] else nothing

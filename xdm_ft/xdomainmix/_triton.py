@@ -1,4 +1,4 @@
-"""The kernel of `specific_mask` on a GPU: one program for each row, which it reads once."""
+"""The kernel of `specific_mask` on a GPU: one program per row, which reads the row once."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def exceeds(rows: Tensor, rank: int) -> Tensor:
-    """`selection.exceeds` of float32 rows [n,K]."""
+    """`order_statistic.exceeds` of float32 rows [n,K]."""
     mask, size = torch.empty(rows.shape, dtype=torch.bool, device=rows.device), rows.shape[1]
     _exceeds[(len(rows),)](rows.contiguous().view(torch.int32), mask, size, rank, BLOCK=triton.next_power_of_2(size))
     return mask
@@ -20,9 +20,9 @@ def _exceeds(bits: Any, mask: Any, size: Any, rank: Any, BLOCK: tl.constexpr) ->
     k = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * size + k
     own = tl.load(bits + at, mask=k < size, other=0)
-    order = tl.where(own >= 0, own, -0x80000000 - own).to(tl.int64)  # in the floats' order; −0 and +0 are 0 both
+    order = tl.where(own >= 0, own, -0x80000000 - own).to(tl.int64)  # as `_numba._order`
     is_nan = tl.sum(((order > 0x7F800000) | (order < -0x7F800000)).to(tl.int32), 0) > 0
-    # x_(rank) is the least τ that at most m = K−1−rank scores exceed, found by bisection between −∞ and +∞
+    # x_(rank) is the smallest τ that at most m = K−1−rank scores exceed: bisection between −∞ and +∞
     low, high = tl.full((), -0x7F800001, tl.int64), tl.full((), 0x7F800000, tl.int64)
     for _ in range(32):
         middle = (low + high) >> 1

@@ -1,4 +1,4 @@
-"""Equations (3) and (4): which dimensions are specific, and the four parts they cut z into."""
+"""Equations (3) and (4): which dimensions are specific, and the four parts of z that follow from it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from xdm_ft.tensors import Parts
-from xdm_ft.xdomainmix.selection import exceeds
+from xdm_ft.xdomainmix.order_statistic import exceeds
 from xdm_ft.xdomainmix.stacking import stacked
 
 
 def specific_mask(scores: Tensor, quantile: float | Fraction) -> Tensor:
     """M[k] = 1 where score(z^k) > τ, τ the `quantile` of the K scores of that sample. Strictly greater. (3)
 
-    One order statistic decides. With r = q(K−1) the interpolated τ lies in [x_(⌊r⌋), x_(⌈r⌉)), or equals both where
-    they tie, and no score lies strictly between: score > τ is score > x_(⌊r⌋). r is taken in rational arithmetic (0.9
-    is nine tenths).
+    One order statistic decides. With r = q(K−1) the interpolated τ lies in [x_(⌊r⌋), x_(⌈r⌉)), or equals both if they
+    tie. No score lies strictly between them, so score > τ is equivalent to score > x_(⌊r⌋). r is computed in rational
+    arithmetic (0.9 is nine tenths).
 
-    Ties fall to generic. A sample with a NaN among its scores is generic throughout, so that it can not spread into
-    other samples by mixing.
+    A score that ties with τ is generic. If a sample has a NaN score, all its dimensions are generic, so that mixing
+    does not spread the NaN to other samples.
 
     Args:
         scores: importance scores, [...,K].
@@ -37,52 +37,54 @@ def specific_mask(scores: Tensor, quantile: float | Fraction) -> Tensor:
 
 @cache
 def rank_of(quantile: float | Fraction, size: int) -> int:
-    """⌊r⌋, r = q(K−1): which of K scores decides, counted from 0 at the smallest. `quantile` as for `specific_mask`."""
+    """Returns ⌊q(K−1)⌋, the rank (0: smallest) of the score among K that decides. `quantile` as for `specific_mask`."""
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile {quantile} is not in [0, 1]")
     return math.floor(Fraction(str(quantile)) * (size - 1))
 
 
 def decompose(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
-    """The four parts of z, M ⊙ z for the four combinations of M_c and M_d with their complements. (4)
+    """The four parts of z: M ⊙ z for the four combinations of M_c and M_d with their complements. (4)
 
-    They sum to z bit for bit: what a part leaves out is −0.0, the neutral element of float addition (+0.0 is not: it
-    turns −0.0 into +0.0).
+    The parts sum to z bit for bit: a part is −0.0 where its mask is False. −0.0 is the neutral element of float
+    addition; +0.0 is not, as −0.0 + 0.0 is +0.0.
 
     Args:
         z: features, [B,K] or [B,K,h,w].
-        class_mask: M_c, bool [B,K]; it holds for a whole channel of a map.
+        class_mask: M_c, bool [B,K]; for maps one value per channel.
         domain_mask: M_d, bool [B,K].
 
     Returns:
-        Four tensors like z. Gradients flow to z through the part that holds it.
+        Four tensors like z. The gradient of each element of z is that of the one part that contains it.
     """
     space = (None,) * (z.ndim - class_mask.ndim)
     of_class, of_domain = class_mask[(..., *space)], domain_mask[(..., *space)]  # [B,K,1,1] for maps
-    return Parts(*cut(z, of_class & of_domain, of_class & ~of_domain, ~of_class & of_domain, ~(of_class | of_domain)))
+    return Parts(
+        *masked_parts(z, of_class & of_domain, of_class & ~of_domain, ~of_class & of_domain, ~(of_class | of_domain))
+    )
 
 
-def cut(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
-    """M ⊙ z for each of four masks M, which are like z, or [...,B,K,1,1] for maps: −0.0 where M is False."""
-    parts: tuple[Tensor, ...] = _Cut.apply(z, *masks)
+def masked_parts(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+    """Returns M ⊙ z for four masks M, −0.0 where M is False. Masks are like z, or [...,B,K,1,1] for maps."""
+    parts: tuple[Tensor, ...] = _MaskedParts.apply(z, *masks)
     return parts
 
 
-def plainly(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
-    """The same in plain torch: the oracle of the kernel."""
+def reference(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
+    """`masked_parts` in plain torch, which the kernel must equal."""
     nothing = torch.full((), -0.0, dtype=z.dtype, device=z.device)
     return tuple(torch.where(mask, z, nothing) for mask in masks)
 
 
-class _Cut(torch.autograd.Function):
+class _MaskedParts(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
         if z.device.type != "cpu" or z.dtype != torch.float32 or z.shape != masks[0].shape:
-            return plainly(z, *masks)
+            return reference(z, *masks)
         # `torch.where` takes twenty times as long on a CPU: it branches on every element of an irregular mask
         from xdm_ft.xdomainmix import _numba  # takes half a second to import
 
-        return _numba.cut(z, *masks)
+        return _numba.masked_parts(z, *masks)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -97,4 +99,4 @@ class _Cut(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return _Cut.apply(*stacked(info, in_dims, tensors)), (0,) * 4
+        return _MaskedParts.apply(*stacked(info, in_dims, tensors)), (0,) * 4

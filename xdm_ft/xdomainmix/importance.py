@@ -1,4 +1,4 @@
-"""Equations (1) and (2): how much every feature dimension contributes to the logit of the true class, or domain."""
+"""Equations (1) and (2): the contribution of every feature dimension to the logit of the true class or domain."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def linear_scores(z: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """score(z^k) = ∂v/∂z^k · z^k of a linear head v = W z + b: the row of W at the target, times z. (1)(2)
+    """score(z^k) = ∂v/∂z^k · z^k of a linear head v = W z + b: the target's row of W, times z. (1)(2)
 
-    Exact, without a backward pass. A map is scored as under a head on its spatial mean, whose derivative is W/(hw) at
-    every position; the scores of a channel are averaged over space, as `autograd_scores` does.
+    Exact, without a backward pass. For maps the head acts on the spatial mean, so the derivative is W/(hw) at every
+    position; the score of a channel is the mean over its positions, as in `autograd_scores`.
 
     Args:
         z: features, [B,K] or [B,K,h,w].
@@ -35,11 +35,11 @@ def autograd_scores(z: Tensor, head: Callable[[Tensor], Tensor], target: Tensor)
 
     Args:
         z: features, [B,K] or [B,K,h,w].
-        head: z → logits [B,C], every sample on its own (no batch statistics).
+        head: z → logits [B,C]; samples must not affect each other (no batch statistics).
         target: the true class or the true domain, int64 [B].
 
     Returns:
-        float32 [B,K], without gradient. The scores of a channel of a map are averaged over space.
+        float32 [B,K], without gradient. For maps the score of a channel is the mean over its positions.
     """
     z = z.detach().float()
     score = target_gradient(z, head, target) * z  # like z
@@ -47,13 +47,13 @@ def autograd_scores(z: Tensor, head: Callable[[Tensor], Tensor], target: Tensor)
 
 
 def target_gradient(z: Tensor, head: Callable[[Tensor], Tensor], target: Tensor) -> Tensor:
-    """∂v/∂z of the target's logit v, float32 like z and without gradient; arguments as for `autograd_scores`."""
+    """Returns ∂v/∂z of the target's logit v, float32 like z, without gradient. Arguments as for `autograd_scores`."""
 
     def target_logits(features: Tensor) -> Tensor:
-        # samples are independent: the sum's gradient is each one's
+        # samples are independent, so the gradient of the sum holds the gradient of each sample
         return head(features).gather(1, target[:, None]).sum()
 
     z = z.detach().float()
-    with torch.no_grad(), torch.autocast(z.device.type, enabled=False):  # func.grad differentiates even so, by z alone
+    with torch.no_grad(), torch.autocast(z.device.type, enabled=False):  # func.grad differentiates by z all the same
         gradient: Tensor = torch.func.grad(target_logits)(z)
     return gradient

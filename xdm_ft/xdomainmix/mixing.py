@@ -19,8 +19,8 @@ def mix(parts: Parts, partners: Partners, lam: Tensor, keep: Tensor) -> Tensor:
     cut by its own masks. A sample without a partner keeps its own part (λ = 1).
 
     Args:
-        parts: of the whole batch, each [B,K] or [B,K,h,w].
-        partners: places in the batch.
+        parts: parts of the whole batch, each [B,K] or [B,K,h,w].
+        partners: x_i and x_j, as places in the batch.
         lam: λ1 and λ2, [B,2].
         keep: bool [B]; False drops Z̃_c,d.
 
@@ -32,8 +32,8 @@ def mix(parts: Parts, partners: Partners, lam: Tensor, keep: Tensor) -> Tensor:
     return mixed
 
 
-def plainly(parts: Parts, same: Tensor, other: Tensor, lam: Tensor, keep: Tensor) -> Tensor:
-    """The same in plain torch, λ being 1 where there is no partner: the oracle of the kernel."""
+def reference(parts: Parts, same: Tensor, other: Tensor, lam: Tensor, keep: Tensor) -> Tensor:
+    """`mix` in plain torch, which the kernel must equal; `lam` is 1 for samples without a partner."""
     lam_1, lam_2, keep = _beside(parts.csds, lam, keep)
     csds = lam_1 * parts.csds + (1 - lam_1) * parts.csds[same]
     cgds = lam_2 * parts.cgds + (1 - lam_2) * parts.cgds[other]
@@ -45,7 +45,7 @@ class _Mix(torch.autograd.Function):
     def forward(*tensors: Tensor) -> Tensor:
         parts, (same, other, lam, keep) = Parts(*tensors[:4]), tensors[4:]
         if parts.csds.device.type != "cpu" or any(tensor.dtype != torch.float32 for tensor in (*parts, lam)):
-            return plainly(parts, same, other, lam, keep)
+            return reference(parts, same, other, lam, keep)
         from xdm_ft.xdomainmix import _numba  # takes half a second to import
 
         return _numba.mix(parts, same, other, lam, keep)
@@ -56,7 +56,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """z̃ is linear in the parts: each receives the gradient times its factor, of every z̃ that it is in."""
+        """z̃ is linear in the parts: the gradient of a part sums, over all z̃ that use it, gradient × its factor."""
         same, other, lam, keep = ctx.saved_tensors
         lam_1, lam_2, keep = _beside(gradient, lam, keep)
         kept = torch.where(keep, gradient, 0.0)
@@ -66,16 +66,16 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
-        """The batches of many heads are one batch, whose places count on from head to head."""
+        """Runs H batches as one batch of H·B samples: head h's places start at h·B."""
         *parts, same, other, lam, keep = stacked(info, in_dims, tensors)  # each [H,B,…]
         heads, batch = same.shape
-        first = torch.arange(heads, device=same.device)[:, None] * batch  # every head's first place
+        first = torch.arange(heads, device=same.device)[:, None] * batch  # first place of every head
         given = (*parts, same + first, other + first, lam, keep)
         mixed: Tensor = _Mix.apply(*(tensor.flatten(0, 1) for tensor in given))
         return mixed.unflatten(0, (heads, batch)), 0
 
 
 def _beside(part: Tensor, lam: Tensor, keep: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """λ1, λ2 and keep as [B,1,…], with the axes of `part`."""
+    """Returns λ1, λ2 and keep as [B,1,…], with as many axes as `part`."""
     space = (None,) * (part.ndim - 1)
     return lam[(..., 0, *space)], lam[(..., 1, *space)], keep[(..., *space)]

@@ -1,8 +1,8 @@
-"""Who is mixed with whom: x_i and x_j of equation (5)."""
+"""Partners of samples: x_i and x_j of equation (5)."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch import Tensor
 OtherPartner = Literal[
     "other_class_other_domain", "other_class_same_domain", "same_class_other_domain", "same_as_x_i"
 ]  # fmt: skip
-"""The paper's four choices of x_j. `same_class_other_domain` is not x_i itself wherever another such sample exists."""
+"""The paper's four choices of x_j. `same_class_other_domain` excludes x_i, unless it is the only such sample."""
 
 
 class Partners(NamedTuple):
-    """Places in the batch. A sample without a valid partner is its own, with `has_… = False`."""
+    """Places in the batch. A sample without a valid partner is its own partner, with `has_… = False`."""
 
     same: Tensor  # int64 [B], x_i: same class, other domain
     other: Tensor  # int64 [B], x_j: other class, other domain by default
@@ -25,7 +25,7 @@ class Partners(NamedTuple):
 def draw_partners(
     y: Tensor, domain: Tensor, noise: Tensor, other: OtherPartner = "other_class_other_domain"
 ) -> Partners:
-    """For every sample one x_i and one x_j, uniform over the valid samples of the batch. (5)
+    """Draws one x_i and one x_j for every sample, uniformly over the valid samples of the batch. (5)
 
     Takes the ⌊u·n⌋-th of the n valid samples, in the order of the batch.
 
@@ -33,7 +33,10 @@ def draw_partners(
         y: classes, int64 [B].
         domain: domains, int64 [B].
         noise: u in [0, 1), [B,2]: for x_i and for x_j.
-        other: what x_j is.
+        other: which samples are valid as x_j.
+
+    Raises:
+        ValueError: `other` is none of the four choices.
     """
     same_class, same_domain = y[:, None] == y, domain[:, None] == domain  # [B,B]
     first = same_class & ~same_domain
@@ -48,16 +51,19 @@ def draw_partners(
         is_x_i = same[:, None] == torch.arange(len(y), device=y.device)  # [B,B]
         valid = first & (~is_x_i | (first.sum(1, keepdim=True) == 1))
     else:
-        raise ValueError(f"no choice of x_j is called {other!r}")
+        raise ValueError(f"other: {other!r} is unknown; choose one of {', '.join(get_args(OtherPartner))}")
     chosen, has_other = pick(valid, noise[:, 1])
     return Partners(same, chosen, has_same, has_other)
 
 
 def pick(valid: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The place of the ⌊u·n⌋-th of the n valid samples of each row of `valid` [B,B]; its own place where n = 0."""
-    rank = valid.cumsum(1, dtype=torch.int32)  # [B,B]: how many are valid up to here
+    """Picks the ⌊u·n⌋-th of the n valid samples in each row of `valid` [B,B].
+
+    Returns its place, int64 [B] (the row's own place if n = 0), and whether n > 0, bool [B].
+    """
+    rank = valid.cumsum(1, dtype=torch.int32)  # [B,B]: number of valid samples up to this one
     count = rank[:, -1]  # n [B]
     wanted = torch.minimum((u * count).int(), count - 1)  # the float32 product must not round up to n
-    place = torch.searchsorted(rank, wanted[:, None], right=True)[:, 0]  # the first one of a higher rank
+    place = torch.searchsorted(rank, wanted[:, None], right=True)[:, 0]  # first place with rank > wanted
     own = torch.arange(len(u), device=u.device)
     return torch.where(count > 0, place, own), count > 0

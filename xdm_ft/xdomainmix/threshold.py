@@ -8,17 +8,20 @@ from functools import cache
 
 
 def domain_quantile(step: int, every: int, start: float = 0.9, stop: float = 0.5, drop: float = 0.1) -> float:
-    """The quantile behind τ_d: from `start` by `drop` down to `stop`, each value held for `every` steps, then again.
+    """Returns the quantile of τ_d: it falls from `start` to `stop` by `drop` every `every` steps, then starts again.
 
-    0.9, 0.8, 0.7, 0.6, 0.5, 0.9, … Rational and integer arithmetic throughout: lowering a float drifts, and makes 0.5
-    two stages (0.5000000000000001, then 0.5).
+    0.9, 0.8, 0.7, 0.6, 0.5, 0.9, … The cycle is computed with integers and rationals: subtracting 0.1 from a float
+    drifts, so that 0.5 would take two stages (0.5000000000000001, then 0.5).
 
     Args:
         step: steps since the end of the warm-up, from 0.
         every: n, in steps.
+
+    Raises:
+        ValueError: `step` is negative, `every` is less than 1, or the cycle can not fall from `start` to `stop`.
     """
     if step < 0 or every < 1:
-        raise ValueError(f"step {step} must be at least 0 and every {every} at least 1")
+        raise ValueError(f"step {step} and every {every}: step must be at least 0, every at least 1")
     values = _cycle(start, stop, drop)
     return values[step // every % len(values)]
 
@@ -27,6 +30,6 @@ def domain_quantile(step: int, every: int, start: float = 0.9, stop: float = 0.5
 def _cycle(start: float, stop: float, drop: float) -> tuple[float, ...]:
     top, bottom, by = Fraction(str(start)), Fraction(str(stop)), Fraction(str(drop))
     if bottom > top or by <= 0:
-        raise ValueError(f"{start} can not fall to {stop} by {drop}")
+        raise ValueError(f"start {start}, stop {stop}, drop {drop}: start must be at least stop, and drop positive")
     stages = math.ceil((top - bottom) / by) + 1
     return tuple(float(max(bottom, top - stage * by)) for stage in range(stages))

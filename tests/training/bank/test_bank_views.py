@@ -150,7 +150,7 @@ def test_features_from_files_train_to_the_same_bits(views: int, monkeypatch: pyt
 
     data = viewed() if views else digits()
     rows = torch.arange(len(data.annotations.labels))
-    monkeypatch.setattr(cached_data, "HELD_BYTES", 0)
+    monkeypatch.setattr(cached_data, "KEEP_IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(cached_data, "READ_BYTES", 4 * data.features.width * 24 * 2 * 3)
     shards = [list(data.features.of_views(rows, torch.full_like(rows, v)).split(500)) for v in range(views + 1)]
     monkeypatch.setattr(feature_cache, "MEMORY_FRACTION", 0.0)
@@ -172,11 +172,11 @@ def test_selection_in_blocks_and_by_some_heads_at_a_time(monkeypatch: pytest.Mon
     whole = BankValidation(jobs, digits(), Criteria(tuple(rules), "nll"))
     model, state = jobs[0].make(jobs[0].setup).eval(), {"head.weight": weight, "head.bias": bias}
     expected = whole.values(model, state)
-    monkeypatch.setattr(cached_data, "HELD_BYTES", 0)
+    monkeypatch.setattr(cached_data, "KEEP_IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(cached_data, "READ_BYTES", 4 * digits().features.width * 100)
     monkeypatch.setattr(validation, "VALUES_PER_READING", 10 * len(whole.rows) * 3)  # three heads, then one
     blocks = BankValidation(jobs, digits(), Criteria(tuple(rules), "nll"))
-    assert whole.held is not None and blocks.held is None
+    assert whole.loaded is not None and blocks.loaded is None
     for one, other in zip(expected, blocks.values(model, state), strict=True):
         assert one is not None and other is not None and one.keys() == set(rules)
         assert one == pytest.approx(other, rel=1e-6)

@@ -37,7 +37,7 @@ from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.end_to_end.batch_norm import synchronised
-from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches, deal
+from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches, split_batch
 from xdm_ft.training.end_to_end.gradients import EndToEnd
 from xdm_ft.training.end_to_end.train import predict
 from xdm_ft.training.schedule import learning_rate_factor
@@ -128,7 +128,7 @@ def test_running_statistics_move_once_a_step_by_the_mean_of_the_micro_batches(ac
     got = final_state(train(job, encoder, training, accelerator))
     batch = batch_of(job, training, 0)
     moved = []
-    for part in deal(torch.arange(12), batch.domain, 2, blocks=3):
+    for part in split_batch(torch.arange(12), batch.domain, 2, blocks=3):
         alone = copy.deepcopy(encoder).train()
         alone(batch.x[part])
         moved.append(alone.layers[1].running_mean)
@@ -290,7 +290,7 @@ def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
         rows = torch.cat([part.index for part in batch.parts])
         assert torch.equal(rows.sort().values, batch_of(job, training, step).index.sort().values)
         assert torch.equal(batch.whole.index, batch_of(job, training, step).index)
-        assert batch.weight(0) + batch.weight(1) == pytest.approx(1)
+        assert batch.share(0) + batch.weight(1) == pytest.approx(1)
 
 
 def augmented_batches(accelerator: Accelerator, seed: int = 3) -> TrainingBatches:
@@ -348,13 +348,13 @@ def test_class_balanced_batches_train_end_to_end_as_by_hand(accelerator: Acceler
 @pytest.mark.parametrize("parts", [2, 3, 4])
 def test_every_micro_batch_has_its_share_of_every_domain(parts: int) -> None:
     rows, domain = torch.arange(21), torch.arange(3).repeat_interleave(7)
-    pieces = deal(rows, domain, parts, blocks=3)
+    pieces = split_batch(rows, domain, parts, blocks=3)
     assert torch.equal(torch.cat(pieces).sort().values, rows)
     for piece in pieces:
         assert len(set(domain[piece].bincount(minlength=3).tolist())) == 1
 
     mixed = torch.randperm(21, generator=torch.Generator().manual_seed(0))
-    pieces = deal(rows, domain[mixed], parts, blocks=1)
+    pieces = split_batch(rows, domain[mixed], parts, blocks=1)
     assert torch.equal(torch.cat(pieces).sort().values, rows)
     counts = torch.stack([domain[mixed][piece].bincount(minlength=3) for piece in pieces])  # [parts,3]
     assert (counts.amax(0) - counts.amin(0)).max() <= 1
@@ -402,7 +402,7 @@ def test_a_step_that_overflows_is_the_gradient_scaler_s_to_skip(accelerator: Acc
         ("train", 1, 1, None),
         ("frozen", 2, 2, None),
         ("train", 2, 1, "training.accumulation: 2"),
-        ("train", 1, 2, "2 processes (torch has no SyncBatchNorm on cpu)"),
+        ("train", 1, 2, "2 processes (torch has no SyncBatchNorm for cpu)"),
     ],
 )
 def test_batch_norm_of_parts_of_a_batch_is_said(

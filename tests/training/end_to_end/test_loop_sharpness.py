@@ -21,7 +21,7 @@ from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Training
 from xdm_ft.training.end_to_end.batches import StepBatch
-from xdm_ft.training.end_to_end.gradients import EndToEnd, Passes
+from xdm_ft.training.end_to_end.gradients import EndToEnd, StepGradients
 
 
 @pytest.fixture
@@ -99,15 +99,15 @@ class Spy(SAM):
 
 def passes_of(
     make: type[Algorithm], encoder: nn.Module, accelerator: Accelerator, sharpness: SAM | None
-) -> tuple[Passes, StepBatch]:
+) -> tuple[StepGradients, StepBatch]:
     job, training = make_job(make, steps=4), Training(batch_size=4, accumulation=2)
     inner = EndToEnd(copy.deepcopy(encoder), job.make(job.setup), "train").train()
     by_parts = inner.algorithm.loss_over != "batch"
-    passes = Passes(accelerator.prepare(inner), inner, accelerator, sharpness, job.seed, by_parts)
+    passes = StepGradients(accelerator.prepare(inner), inner, accelerator, sharpness, job.seed, by_parts)
     return passes, step_batch(job, training, accelerator, 0)
 
 
-def test_weights_are_put_back_exactly_and_statistics_and_buffers_move_once(accelerator: Accelerator) -> None:
+def test_weights_are_restored_exactly_and_statistics_and_buffers_change_once(accelerator: Accelerator) -> None:
     states = []
     for sharpness in (None, SAM(rho=0.1)):
         passes, batch = passes_of(WithDomainHead, SmallCNN(), accelerator, sharpness)
@@ -142,23 +142,23 @@ def test_both_passes_drop_out_the_same(accelerator: Accelerator) -> None:
     assert not torch.equal(spy.given[0]["encoder.layers.0.weight"], first["encoder.layers.0.weight"])
 
 
-def test_the_second_pass_is_given_what_the_first_held(accelerator: Accelerator) -> None:
-    held: list[dict[str, Tensor]] = []
+def test_the_second_pass_reuses_what_the_first_returned(accelerator: Accelerator) -> None:
+    reused: list[dict[str, Tensor]] = []
 
     class Holds(ERM):
         def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-            return super().loss(z, batch, step)._replace(held={"mask": z > 0.1})
+            return super().loss(z, batch, step)._replace(reuse={"mask": z > 0.1})
 
         def second_pass(self, z: Tensor, batch: Batch, step: int, masks: Mapping[str, Tensor]) -> Losses:
-            held.append({"given": masks["mask"], "now": z > 0.1})
+            reused.append({"given": masks["mask"], "now": z > 0.1})
             return super().loss(z, batch, step)
 
     passes, batch = passes_of(Holds, SmallCNN(), accelerator, SAM(rho=0.5))
     passes.run(batch, 0)
-    assert len(held) == 2
+    assert len(reused) == 2
     with torch.no_grad():
         first = passes.inner.encoder(batch.parts[0].x) > 0.1
-    assert torch.equal(held[0]["given"], first) and not torch.equal(held[0]["now"], first)
+    assert torch.equal(reused[0]["given"], first) and not torch.equal(reused[0]["now"], first)
 
 
 def test_xdomainmix_with_sam_trains_a_timm_model(accelerator: Accelerator) -> None:

@@ -35,7 +35,7 @@ from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Training
 from xdm_ft.training.end_to_end.batches import TrainingBatches
-from xdm_ft.training.end_to_end.gradients import EndToEnd, Passes
+from xdm_ft.training.end_to_end.gradients import EndToEnd, StepGradients
 
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
 ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}
@@ -104,7 +104,7 @@ def of_case(
     inner = EndToEnd(DoubleCNN().double(), job.make(job.setup).double(), "frozen").train()
     algorithm = inner.algorithm
     by_parts = algorithm.loss_over != "batch" and algorithm.parts_add_up(kind == "pooled")
-    passes = Passes(accelerator.prepare(inner), inner, accelerator, sharpness, job.seed, by_parts)
+    passes = StepGradients(accelerator.prepare(inner), inner, accelerator, sharpness, job.seed, by_parts)
     batch = step_batch(job, training, accelerator, STEP)
     batch.parts[:] = [double(part) for part in batch.parts]
     domain = 1 if type(algorithm).update is not Algorithm.update else None
@@ -183,7 +183,7 @@ def test_features_are_encoded_once_more_only_where_samples_are_compared() -> Non
             job, training = make_job(make, steps=4), Training(batch_size=4, accumulation=2)
             inner = EndToEnd(Counted(), job.make(job.setup), "frozen").train()
             by_parts = inner.algorithm.loss_over != "batch"
-            passes = Passes(accelerator.prepare(inner), inner, accelerator, None, job.seed, by_parts)
+            passes = StepGradients(accelerator.prepare(inner), inner, accelerator, None, job.seed, by_parts)
             calls.clear()
             passes.run(step_batch(job, training, accelerator, 0), 0)
             assert calls == [6, 6] * passes_of_encoder

@@ -1,4 +1,4 @@
-"""Cached features as the head bank reads them: the batches that heads train on."""
+"""Batches of cached features for the head bank."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
 
 BLOCK_STEPS = 256  # steps whose rows are drawn at once
-# Bounds on what is in memory at once, in bytes. What is held or read again follows from the recipe and the data, never
-# from the machine: products of other blocks may round otherwise.
-HELD_BYTES = 1 << 30  # of the features that selection looks at; more are read again at each evaluation
-READ_BYTES = 1 << 27  # of features that are read from their files at once
+# Memory limits in bytes. They are constants, never the machine's free memory: products of blocks of another size may
+# round differently, so that results would depend on the machine.
+KEEP_IN_MEMORY_BYTES = 1 << 30  # validation features up to this size stay in memory; else each evaluation reads them
+READ_BYTES = 1 << 27  # features that are read from files at once
 
 
 @dataclass(frozen=True)
 class CachedData:
-    """What all heads read, on one device: features and annotations of N images."""
+    """Features and annotations of N images, on one device, which all heads read."""
 
     features: Features
     annotations: Annotations
 
 
 def batches(jobs: Sequence[Job], data: CachedData, begin: int = 0) -> Iterator[Batch]:
-    """The batches of all steps from `begin` on, each head with its own rows: x [H,B,K], y, domain, index, place [H,B].
+    """Yields the batches of all steps from `begin` on: x [H,B,K]; y, domain, index, place [H,B].
 
-    Where inputs are mixed the partners' features, classes and whether there is one come with them.
+    Each head has its own rows. If the method mixes inputs, the batches have `partner`, `partner_y` and `has_partner`.
     """
     samplers, annotations = _samplers(jobs, data), data.annotations
     device = annotations.labels.device
@@ -51,7 +51,7 @@ def batches(jobs: Sequence[Job], data: CachedData, begin: int = 0) -> Iterator[B
         place = torch.arange(rows.shape[-1], device=rows.device).expand_as(rows)
         partners, size = choose(Samples(rows, labels, domains), first), rows.shape[-1]
         read, placed = rows, place
-        if partners is not None and bool((partners.place >= size).any()):  # not of the batch: read them too
+        if partners is not None and bool((partners.place >= size).any()):  # from outside the batch: read them too
             read, placed = torch.cat([rows, partners.row], -1), torch.cat([place, partners.place], -1)  # [S,H,2B]
         views = _drawn_views(jobs, data.features, placed, first)
         for number, x in enumerate(_gathered(data.features, read, views)):
@@ -64,7 +64,10 @@ def batches(jobs: Sequence[Job], data: CachedData, begin: int = 0) -> Iterator[B
 
 
 def _partner_choices(jobs: Sequence[Job], data: CachedData) -> Callable[[Samples, int], InputPartners | None]:
-    """For the batches of steps `first` on, fields [S,H,B], the partners of every head, where its inputs are mixed."""
+    """Returns a function: (batches of the steps from `first` on, fields [S,H,B]; `first`) → the partners of all heads.
+
+    The function returns None if the method mixes no inputs.
+    """
     annotations = data.annotations
     device = annotations.labels.device
     made = [job.make(job.setup) for job in jobs]
@@ -89,7 +92,7 @@ def _partner_choices(jobs: Sequence[Job], data: CachedData) -> Callable[[Samples
 
 
 def _samplers(jobs: Sequence[Job], data: CachedData) -> list[BatchSampler]:
-    """One per job; trials of one split and seed share theirs, as each holds all training rows."""
+    """Returns one sampler per job. Trials of one split and seed share one, as a sampler stores all training rows."""
     known: dict[tuple[int, int], BatchSampler] = {}
     for job in jobs:
         if (id(job.split), job.seed) not in known:
@@ -98,9 +101,9 @@ def _samplers(jobs: Sequence[Job], data: CachedData) -> list[BatchSampler]:
 
 
 def _drawn_views(jobs: Sequence[Job], features: Features, place: Tensor, first: int) -> Tensor | None:
-    """Which view each place of the batches reads: int64 [S,H,B] in 1…views, uniform; None where there is the plain one.
+    """Draws the augmented view of each sample uniformly: int64 [S,H,B] in 1…views; None: only plain features exist.
 
-    A function of seed, step and place in the batch: a row that comes twice in a batch may come in two views.
+    A function of seed, step and place in the batch: a row that is twice in a batch may have two different views.
     """
     if not features.views:
         return None
@@ -110,7 +113,7 @@ def _drawn_views(jobs: Sequence[Job], features: Features, place: Tensor, first: 
 
 
 def _gathered(features: Features, rows: Tensor, views: Tensor | None) -> Iterator[Tensor]:
-    """The features of each step, [H,B,K]: read for several steps at once where they come from files."""
+    """Yields the features of each step, [H,B,K]; if they are in files, it reads several steps at once."""
     at_once = 1 if features.in_memory else max(1, READ_BYTES // (4 * features.width * rows[0].numel()))
     for first in range(0, len(rows), at_once):
         some = slice(first, first + at_once)
@@ -119,14 +122,14 @@ def _gathered(features: Features, rows: Tensor, views: Tensor | None) -> Iterato
 
 @torch.no_grad()
 def cached_logits(features: Features, rows: Tensor, model: Method) -> Tensor:
-    """Logits [n,C] of a model in eval mode, on the features' device, for the images `rows` (int64 [n])."""
-    blocks = [rows] if are_held(features, len(rows)) else rows.split(rows_at_once(features))
+    """Returns logits [n,C] for the images `rows` (int64 [n]); `model` is in eval mode, on the features' device."""
+    blocks = [rows] if fits_in_memory(features, len(rows)) else rows.split(rows_at_once(features))
     return torch.cat([model.logits(features[block.to(features.device)]) for block in blocks])
 
 
-def are_held(features: Features, rows: int) -> bool:
-    """Whether the features of so many rows stay in memory once they are read."""
-    return 4 * rows * features.width <= HELD_BYTES
+def fits_in_memory(features: Features, rows: int) -> bool:
+    """Returns whether the features of this number of validation rows stay in memory."""
+    return 4 * rows * features.width <= KEEP_IN_MEMORY_BYTES
 
 
 def rows_at_once(features: Features) -> int:

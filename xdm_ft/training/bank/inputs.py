@@ -1,4 +1,4 @@
-"""What the heads of a bank train on in place of their own batches."""
+"""The inputs of a bank's heads, changed by methods that mix inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tensors = dict[str, Tensor]
 
 
 def on_inputs(template: Algorithm, buffers: Tensors, batch: Batch, number: int) -> Batch:
-    """`Algorithm.on_inputs` of every head; `buffers` and the fields of `batch` are [H,…]."""
+    """Returns `Algorithm.on_inputs` of every head; `buffers` and the fields of `batch` are [H,…]."""
     if type(template).on_inputs is Algorithm.on_inputs:
         return batch
     inputs = _Inputs(template)
@@ -26,7 +26,7 @@ def on_inputs(template: Algorithm, buffers: Tensors, batch: Batch, number: int) 
 
 
 class _Inputs(nn.Module):
-    """As a module of its own, which is all that `functional_call` can call."""
+    """Calls `on_inputs` as a module's forward pass, which is the only function that `functional_call` calls."""
 
     def __init__(self, algorithm: Algorithm) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """torch.optim's SGD, Adam and AdamW on stacked models: every tensor is [H,…], every head has its own settings.
 
-Written out because torch.optim has one learning rate per parameter group, and a stacked parameter is one tensor. Equal
-to torch.optim to float32 rounding.
+They equal torch.optim to float32 rounding. torch.optim itself does not serve: it has one learning rate per parameter
+group, and a stacked parameter is one tensor.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Optimizer(ABC):
 
     @torch.no_grad()
     def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
-        """One step with learning rates `lr` × `factor`, the schedule's."""
+        """Takes one step with learning rates `lr` × `factor`; the schedule determines `factor`."""
         for name, parameter in parameters.items():
             lr, weight_decay = _beside(self.lr * factor, parameter), _beside(self.weight_decay, parameter)
             self._update(name, parameter, gradients[name], lr, weight_decay)
 
     @abstractmethod
     def reset(self) -> None:
-        """Forgets the past gradients of every head."""
+        """Sets the moments of every head to 0, as before the first step."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """All that steps move beside the parameters."""
+        """Returns everything that steps change besides the parameters, for a checkpoint."""
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None: ...
@@ -73,7 +73,7 @@ class SGD(Optimizer):
 class Adam(Optimizer):
     """Kingma & Ba 2015 with torch's ε of 1e-8; weight decay is an L2 penalty.
 
-    With `amsgrad` the largest second moment so far takes the place of the present one (Reddi et al. 2018).
+    `amsgrad` replaces the second moment by its largest value so far (Reddi et al. 2018).
     """
 
     eps = 1e-8
@@ -122,7 +122,7 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Loshchilov & Hutter 2019: θ shrinks by lr × wd × θ, apart from the gradient."""
+    """Loshchilov & Hutter 2019: weight decay subtracts lr × wd × θ from θ and does not enter the moments."""
 
     def _decay(self, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> Tensor:
         parameter.mul_(1 - lr * weight_decay)
@@ -138,14 +138,14 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     amsgrad: bool = False,
 ) -> Optimizer:
-    """The optimizer that `training.optimizer` names; `momentum`, float [H], is SGD's, what follows Adam's."""
+    """Returns the optimizer of this `name`. `momentum` (float [H]) is for SGD, `betas` and `amsgrad` for Adam(W)."""
     if name == "sgd":
         return SGD(parameters, lr, weight_decay, momentum)
     return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, betas, amsgrad)
 
 
 def clip(gradients: Tensors, norm: float) -> Tensors:
-    """Each head's gradients, all tensors jointly, scaled to at most `norm` as torch.nn.utils.clip_grad_norm_ does."""
+    """Returns each head's gradients, scaled so that their joint norm is at most `norm` (as torch's clip_grad_norm_)."""
     per_tensor = [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in gradients.values()]  # each [H]
     total = torch.linalg.vector_norm(torch.stack(per_tensor), dim=0)  # [H]
     scale = (norm / (total + 1e-6)).clamp(max=1)

@@ -1,9 +1,4 @@
-"""Models of one method, stacked, and one step of all of them.
-
-Everything of H models is stacked to [H,…]: parameters, buffers, batches, learning rates. A step of all of them is one
-call of the algorithm's loss under `torch.func.vmap`. Heads never touch each other: head h of a bank equals the same
-head trained alone to float32 rounding.
-"""
+"""Stacked models of one method, and a training step of all of them: one call of the loss under `torch.func.vmap`."""
 
 from __future__ import annotations
 
@@ -28,7 +23,7 @@ from xdm_ft.training.schedule import learning_rate_factor
 class Bank:
     """H models of one method, stacked: every tensor is [H,…]."""
 
-    template: Algorithm  # lends its code; its own parameters are never used
+    template: Algorithm  # used for its code and settings; its own parameters are never used
     main: Tensors  # parameters that `Losses.total` trains
     auxiliary: Tensors  # parameters that `Losses.auxiliary` trains
     buffers: Tensors
@@ -41,16 +36,16 @@ class Bank:
     steps: int
 
     def state(self, head: int) -> Tensors:
-        """Parameters and buffers of one model, on the CPU."""
+        """Returns a copy of one model's parameters and buffers, on the CPU."""
         stacked = {**self.main, **self.auxiliary, **self.buffers}
         return {name: values[head].detach().to("cpu", copy=True) for name, values in stacked.items()}
 
 
 def step(bank: Bank, batch: Batch, number: int) -> Tensors:
-    """One step of every head on its own batch ([H,B,…]), `number` counted from 0.
+    """Takes step `number` (from 0) of every head on its own batch [H,B,…]; changes parameters, buffers and optimizer.
 
-    Returns the scalars before the step, each [H]: `loss`, `auxiliary_loss` where there is one, the algorithm's logs;
-    their means where the algorithm takes several steps of the optimizer.
+    Returns the scalars before the step, each [H]: `loss`, `auxiliary_loss` if the method has one, and the algorithm's
+    logs. If the algorithm takes several inner steps, they are means over these.
     """
     taken: list[Tensors] = []
 
@@ -65,9 +60,9 @@ def step(bank: Bank, batch: Batch, number: int) -> Tensors:
 
 
 def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
-    """One step of the optimizer on `batch`; the scalars before it."""
+    """Takes one step of the optimizer on `batch`; returns the scalars before it."""
     batch = on_inputs(bank.template, bank.buffers, batch, number)
-    losses = _losses(bank, bank.main, batch, number, held=None)
+    losses = _losses(bank, bank.main, batch, number, reuse=None)
     # total and auxiliary reach different parameters, so one backward pass serves both
     every_gradient = _gradients(losses.total + losses.auxiliary, bank.main | bank.auxiliary)
     gradients = {name: every_gradient.pop(name) for name in bank.main}
@@ -75,7 +70,7 @@ def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
         centre = {name: parameter.detach() for name, parameter in bank.main.items()}
         offset = vmap(bank.sharpness.offset)(centre, gradients, bank.rho)
         perturbed = {name: (centre[name] + offset[name]).requires_grad_() for name in centre}
-        second = _losses(bank, perturbed, batch, number, losses.held)
+        second = _losses(bank, perturbed, batch, number, losses.reuse)
         gradients = vmap(bank.sharpness.combine)(gradients, _gradients(second.total, perturbed))
     if bank.clip_norm is not None:
         gradients = clip(gradients, bank.clip_norm)
@@ -90,24 +85,24 @@ def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
     return {name: value.detach() for name, value in scalars.items()}
 
 
-def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, held: Tensors | None) -> Losses:
-    """The losses of every head with the parameters `main`; scalars become [H]."""
+def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, reuse: Tensors | None) -> Losses:
+    """Returns the losses of every head with the parameters `main`; scalars become [H]."""
 
-    def of_one_head(state: Tensors, fields: Tensors, held: Tensors) -> Losses:
-        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, held or None))
+    def of_one_head(state: Tensors, fields: Tensors, reuse: Tensors) -> Losses:
+        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, reuse or None))
 
-    losses: Losses = vmap(of_one_head)({**main, **bank.auxiliary, **bank.buffers}, batch.fields(), held or {})
+    losses: Losses = vmap(of_one_head)({**main, **bank.auxiliary, **bank.buffers}, batch.fields(), reuse or {})
     return losses
 
 
 def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:
-    """Every head's gradient of its own loss (losses [H]): that of the sum, as heads are independent."""
+    """Returns every head's gradient of its own loss, from losses [H]: heads are independent, so their sum has it."""
     gradients = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True, materialize_grads=True)
     return dict(zip(parameters, gradients, strict=True))
 
 
 def stack(jobs: Sequence[Job], device: torch.device) -> Bank:
-    """A bank of freshly initialised models, one per job."""
+    """Returns a bank of newly initialised models, one per job."""
     training = jobs[0].training
     models = [algorithm_of(job).to(device) for job in jobs]
     template, sharpness = models[0], jobs[0].sharpness
@@ -144,7 +139,10 @@ def algorithm_of(job: Job) -> Algorithm:
 
 
 def settings_of(model: Algorithm | Head | Sharpness | None) -> dict[str, object]:
-    """What all heads must share: the class and its plain attributes, as against what is stacked."""
+    """Returns the settings that all heads of a bank must share: the class and its plain attributes.
+
+    Tensors are stacked and may differ, and so may `rho`.
+    """
     own = {} if model is None else vars(model)
     plain = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str | tuple)}
     return {**plain, "rho": None, "class": type(model)}

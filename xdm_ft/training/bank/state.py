@@ -1,4 +1,4 @@
-"""What the training of a chunk of heads has come to: all that its steps move, as a checkpoint keeps it."""
+"""The state of the training of a chunk of heads: everything that its steps change, as a checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ logger = logging.getLogger("xdm_ft")
 
 @dataclass
 class ChunkState:
-    """What a step draws is a function of its number, which is all that batches and random streams need."""
+    """There is no random state in it: batches and random draws are functions of the step's number."""
 
     jobs: list[Job]
     bank: Bank
-    selectors: list[Selector]  # of every head
+    selectors: list[Selector]  # one per head
     averages: Averages | None
-    failures: list[str | None]  # why a head failed
+    failures: list[str | None]  # one per head: why it failed; None: it did not
     means: RunningMeans = field(default_factory=RunningMeans)
-    taken: int = 0  # steps, with the evaluations after them
+    taken: int = 0  # number of steps taken; the evaluations after them are done
     started: float = field(default_factory=time.perf_counter)
-    before: float = 0.0  # seconds that interrupted processes have trained it
-    restarts: tuple[str, ...] = ()  # why it started again, each time that it did
+    before: float = 0.0  # seconds of training in earlier, interrupted processes
+    restarts: tuple[str, ...] = ()  # the reason of each restart from the beginning
 
     @property
     def ended(self) -> bool:
-        """No head is left that a further step could change."""
+        """Whether every head has failed or stopped."""
         stopped = [selector.stopped_at is not None for selector in self.selectors]
         return all(failure is not None or stop for failure, stop in zip(self.failures, stopped, strict=True))
 
     def stopped_before(self, taken: int) -> set[int]:
-        """The heads whose `patience` ended before the evaluation after `taken` steps."""
+        """Returns the heads whose `patience` ended before the evaluation after `taken` steps."""
         stops = enumerate(selector.stopped_at for selector in self.selectors)
         return {head for head, stop in stops if stop is not None and stop < taken}
 
@@ -84,8 +84,8 @@ class ChunkState:
         self.means.load_state(state["means"])
         self.taken, self.before = state["taken"], state["seconds"]
 
-    def go_on(self, checkpoint: Checkpoint, data: CachedData) -> None:
-        """Where an interrupted process has left a checkpoint of these heads, this becomes what they had come to."""
+    def resume(self, checkpoint: Checkpoint, data: CachedData) -> None:
+        """Loads the checkpoint that an interrupted process has left of these heads, if there is one."""
         bank, splits = self.bank, [job.split for job in self.jobs]
         rows = [rows for split in splits for rows in (*split.train, *split.evaluation.values())]
         saved = checkpoint.load(
@@ -99,10 +99,10 @@ class ChunkState:
         self.restarts = tuple(checkpoint.restarts)
         if saved is not None:
             self.load_state(saved)
-            logger.info("%s: goes on after %d of %d steps", self._name, self.taken, bank.steps)
+            logger.info("%s: resumes after %d of %d steps", self._name, self.taken, bank.steps)
 
-    def leave(self, checkpoint: Checkpoint | None) -> NoReturn:
-        """Saves and ends the run."""
+    def save_and_stop(self, checkpoint: Checkpoint | None) -> NoReturn:
+        """Saves the checkpoint, if the run keeps one, and raises `Interrupted`."""
         if checkpoint is None:
             raise Interrupted
         checkpoint.save(self.state)
@@ -113,6 +113,7 @@ class ChunkState:
         return f"{self.jobs[0].method}, {len(self.jobs)} models together"
 
     def results(self, rules: Sequence[str]) -> list[Trained]:
+        """Returns one result per head. `seconds` is the chunk's time divided by its number of heads."""
         bank, averages, seconds = self.bank, self.averages, self.seconds / len(self.jobs)
         results = []
         for head, (job, selector, failure) in enumerate(zip(self.jobs, self.selectors, self.failures, strict=True)):

@@ -1,4 +1,4 @@
-"""Trains jobs on cached features, chunk by chunk; `stacked` holds what one step of a chunk does."""
+"""Trains jobs on cached features, chunk by chunk. `stacked.step` is one step of a chunk."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
 
 
-CHUNK_HEADS = 32  # heads trained at once: fewer share the cost of a step, more leave less for other processes …
-CHUNK_BYTES = 32 << 20  # … and the features of a step beyond this, which `allocator` can not keep, cost page faults
+# Heads trained at once. With fewer heads the fixed cost of a step is shared by fewer; with more heads there are fewer
+# chunks for other processes. The features of a step stay below glibc's largest mmap threshold (`training.memory`):
+# larger blocks go back to the system after every step, which costs page faults.
+CHUNK_HEADS = 32
+CHUNK_BYTES = 32 << 20
 
 STACKED = {"lr", "encoder_lr", "weight_decay", "momentum"}
-"""Keys of `training` in which heads of a chunk may differ; encoder_lr means nothing to them."""
+"""Keys of `training` in which the heads of a chunk may differ; heads do not use encoder_lr."""
 
 Record = Callable[[Job, int, dict[str, float]], None]
 
@@ -42,35 +45,37 @@ def train_bank(
     *,
     record: Record,
     show: bool,
-    place: str = "",
+    queue_position: str = "",
     checkpoint: Callable[[Sequence[Job]], Checkpoint] | None = None,
 ) -> Iterator[Trained]:
-    """Trains the jobs, chunk by chunk; results come in the order of `chunks`. `place` is said of each in its progress.
+    """Trains the jobs chunk by chunk; yields results in the order of `chunks`.
 
-    With `checkpoint`, that of a chunk, an interrupted chunk goes on where it was saved, on a CPU bit for bit as if
-    nothing had been; a signal to stop then raises `Interrupted` after the step.
+    If `checkpoint` is given, it returns the checkpoint of a chunk, and an interrupted chunk resumes from it; on a CPU
+    the result is bit for bit that of a chunk without interruption. A signal to stop raises `Interrupted` after the
+    current step. `queue_position` is appended to the method in the progress line, such as " (2 of 5)".
 
-    At each evaluation `record(job, number of steps taken, values)` is given the means since the last one of `loss`,
-    `auxiliary_loss` and what the algorithm logs, the learning rate `lr`, and `<rule>/<metric>` for each selection rule.
+    At each evaluation `record(job, number of steps taken, values)` receives the means since the last evaluation of
+    `loss`, `auxiliary_loss` and the algorithm's logs, the learning rate `lr`, and `<rule>/<metric>` for each selection
+    rule.
 
-    A model whose loss or logits are not finite, or of which the first rule could select nothing, comes with a `failure`
-    and without weights; the other heads are not disturbed. `seconds` is a head's share of its chunk's time.
+    If a model's loss or logits are not finite, or the first rule could select nothing, its result has a `failure` and
+    no weights; the other heads are not affected.
     """
     keep_freed_memory()
     data = CachedData(features, annotations.to(features.device))
-    with progress(f"{jobs[0].method}{place}", sum(job.setup.steps for job in jobs), "head-steps", show) as bar:
+    with progress(f"{jobs[0].method}{queue_position}", sum(job.setup.steps for job in jobs), "head-steps", show) as bar:
         for chunk in chunks(jobs):
             kept = checkpoint(chunk) if checkpoint is not None else None
             yield from _train_chunk(chunk, data, criteria, record, bar, kept)
             if kept is not None:
-                kept.remove()  # whoever asks for the next model has kept these
+                kept.remove()  # the caller has stored a chunk's results when it continues
 
 
 def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Jobs whose tensors stack, `chunk_heads` at a time: a function of the jobs, never of who trains them.
+    """Returns jobs that can be stacked, at most `chunk_heads` each. The result depends on the jobs only.
 
-    They have the same number of training domains, the same steps, and the same settings but for what is stacked and
-    those of averaging.
+    The jobs of a chunk have the same number of training domains, the same steps, and the same settings, except for
+    STACKED, buffers, and the settings of averaging.
     """
     groups: dict[Any, list[Job]] = {}
     for job in jobs:
@@ -81,7 +86,7 @@ def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
             job.setup.task.num_domains,
             job.setup.steps,
             shared,
-            type(job.averaging),  # whose settings are every head's own
+            type(job.averaging),  # its settings may differ between heads
             *(tuple(sorted(s.items(), key=str)) for s in settings),
         )
         groups.setdefault(alike, []).append(job)
@@ -93,7 +98,7 @@ def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def chunk_heads(job: Job) -> int:
-    """How many heads like this one train at once; `benchmarks/heads.py --chunks` measures it."""
+    """Returns how many heads like this one train at once; `benchmarks/heads.py --chunks` measures other numbers."""
     rows = job.training.images_per_step(len(job.split.train))
     return max(1, min(CHUNK_HEADS, CHUNK_BYTES // (4 * rows * job.setup.width)))
 
@@ -113,7 +118,7 @@ def _train_chunk(
     selectors = [Selector(criteria, first_step, training.patience) for _ in jobs]
     state = ChunkState(jobs, bank, selectors, averages, [None for _ in jobs], started=started)
     if checkpoint is not None:
-        state.go_on(checkpoint, data)
+        state.resume(checkpoint, data)
     bar.skip(len(jobs) * state.taken)
     validation = BankValidation(jobs, data, criteria)
     due = set(evaluation_steps(bank.steps, training.evaluate_every))
@@ -132,14 +137,14 @@ def _train_chunk(
                     break
             state.taken = number + 1
             if stop_requested():
-                state.leave(checkpoint)
+                state.save_and_stop(checkpoint)
             if checkpoint is not None:
                 checkpoint.save_if_due(state.state, event=number + 1 in due)
     return state.results(criteria.rules)
 
 
 def _evaluate(state: ChunkState, data: CachedData, validation: BankValidation, taken: int, record: Record) -> None:
-    """The evaluation after `taken` steps, of every head that has neither failed nor stopped."""
+    """Evaluates every head that has neither failed nor stopped, after `taken` steps; selects and records."""
     bank, jobs, failures, metric = state.bank, state.jobs, state.failures, validation.metric
     means, broken_at = state.means.take()
     lr = bank.lr * learning_rate_factor(taken - 1, bank.steps, bank.schedule)
@@ -155,7 +160,7 @@ def _evaluate(state: ChunkState, data: CachedData, validation: BankValidation, t
 
 
 def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages | None, BankValidation | None]:
-    """Where the method asks for an average: it, and the losses that it looks at."""
+    """Returns the averages of the heads, and the validation whose losses they need; None for what is not needed."""
     averagings = [job.averaging for job in jobs if job.averaging is not None]
     if not averagings:
         return None, None
@@ -165,7 +170,7 @@ def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages |
 
 
 def _losses_to_average_by(validation: BankValidation | None, bank: Bank) -> list[float | None]:
-    """The validation loss of every head; None where its logits are not finite, nan where no average looks at it."""
+    """Returns the validation loss of every head: None if its logits are not finite, nan if no average needs it."""
     if validation is None:
         return [math.nan] * len(bank.lr)
     values = validation.values(bank.template, bank.main)
@@ -179,7 +184,7 @@ def _failure(
     broken_at: int | None,
     values: Mapping[str, float] | None,
 ) -> str | None:
-    """Why a head failed by the evaluation after `taken` steps; None where it did not."""
+    """Returns why a head has failed by the evaluation after `taken` steps; None if it has not."""
     if broken_at is not None:
         drawn = job.sampler(data.annotations.labels).indices(broken_at, broken_at + 1)[0]
         rows = ", ".join(str(row) for row in drawn.tolist())

@@ -1,4 +1,4 @@
-"""The images that selection looks at while a bank trains."""
+"""Measures the selection metric on validation images while a bank trains."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from xdm_ft.algorithms import Method
 from xdm_ft.sharpness import Tensors
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job
-from xdm_ft.training.bank.cached_data import CachedData, are_held, rows_at_once
+from xdm_ft.training.bank.cached_data import CachedData, fits_in_memory, rows_at_once
 from xdm_ft.training.rule_images import RuleImages, rule_images
 from xdm_ft.training.selection import rows_of_rules, split_of
 
-# Numbers in memory while logits of validation images are computed, all heads together. Where not all images are held,
-# they are read once more for the heads beyond the second bound.
+# Logits (or hidden units) in memory at once, of several heads together. VALUES_AT_ONCE applies if the features are in
+# memory. Otherwise all features are read from files again for the next heads, so that the limit is larger.
 VALUES_AT_ONCE = 1 << 24
 VALUES_PER_READING = 1 << 28
-GROUP_ROWS = 64  # fewer validation images are not worth a matrix product of their own
+GROUP_ROWS = 64  # with fewer validation images on average, separate matrix products per group are slower than one
 
 
 class BankValidation:
-    """The images that selection looks at. A row that several heads look at is gathered and multiplied once.
+    """The validation images of all heads. A row that several heads validate on is gathered and multiplied once.
 
-    Rows are in groups that the same heads look at, so that no head is multiplied with what another one looks at, unless
-    the groups would be so small that one product of all rows with all heads is faster.
+    Rows that the same heads validate on form a group, which is multiplied with these heads only. If groups are very
+    small, there is one group of all rows and all heads, which is faster.
     """
 
     def __init__(self, jobs: Sequence[Job], data: CachedData, criteria: Criteria) -> None:
@@ -46,8 +46,11 @@ class BankValidation:
         self.rows = union[order]  # int64 [U], group after group
         self.sizes = group.bincount(minlength=len(groups)).tolist()
         self.heads = [heads.nonzero()[:, 0] for heads in groups]
-        device, held = data.features.device, are_held(data.features, len(union))
-        self.held = data.features[self.rows.to(device)] if held else None  # float32 [U,K]
+        device = data.features.device
+        keep = fits_in_memory(data.features, len(union))
+        self.loaded = (
+            data.features[self.rows.to(device)] if keep else None
+        )  # float32 [U,K]; None: read at each evaluation
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
         about = data.annotations, criteria.metric, jobs[0].setup.task.num_classes
         placed = {key: place[places].to(device) for key, places in place_of.items()}
@@ -56,29 +59,32 @@ class BankValidation:
             key = id(rows), split_of(rule)
             if key not in measured:
                 measured[key] = rule_images(key[1], rows, *about)
-        self.views = [
+        self.images_by_rule = [
             {rule: (placed[id(rows)], measured[id(rows), split_of(rule)]) for rule, rows in of_head.items()}
             for of_head in wanted
         ]
 
     @torch.no_grad()
     def values(self, model: Method, state: Tensors) -> list[dict[str, float] | None]:
-        """For each head the metric by selection rule; None for a head whose logits are not finite.
+        """Returns for each head {selection rule: value of the metric}; None for a head with logits that are not finite.
 
-        `model` lends its code; `state`: parameter name in it → values [H,…].
+        `state`: name of a parameter of `model` → its values in the heads, [H,…]; the model's own are not used.
         """
         heads = len(next(iter(state.values())))
-        most = VALUES_PER_READING if self.held is None else VALUES_AT_ONCE
+        most = VALUES_PER_READING if self.loaded is None else VALUES_AT_ONCE
         at_once = max(1, most // max(1, len(self.rows) * model.head.values_per_image))
         found = []
         for first in range(0, heads, at_once):
             some = slice(first, first + at_once)
             logits = self._logits(model, state, range(heads)[some])  # [U,h,C]
-            found += [self._values_of_head(logits[:, h], views) for h, views in enumerate(self.views[some])]
+            found += [
+                self._values_of_head(logits[:, h], images_by_rule)
+                for h, images_by_rule in enumerate(self.images_by_rule[some])
+            ]
         return found
 
     def _logits(self, model: Method, state: Tensors, heads: range) -> Tensor:
-        """[U,h,C] of a range of heads, filled where it is read."""
+        """Returns logits [U,h,C] of a range of heads; only the rows that a head validates on are filled."""
         device = self.data.features.device
         logits = torch.empty(len(self.rows), len(heads), model.task.num_classes, device=device)
         begin = 0
@@ -95,23 +101,25 @@ class BankValidation:
         return logits
 
     def _features(self, group: slice) -> Iterator[Tensor]:
-        """Those of the rows of a group, whole or in blocks [n,K]."""
-        if self.held is not None:
-            yield self.held[group]
+        """Yields the features of a group's rows: all at once, or in blocks [n,K] if they are read from files."""
+        if self.loaded is not None:
+            yield self.loaded[group]
             return
         for block in self.rows[group].split(rows_at_once(self.data.features)):
             yield self.data.features[block.to(self.data.features.device)]
 
-    def _values_of_head(self, logits: Tensor, views: dict[str, tuple[Tensor, RuleImages]]) -> dict[str, float] | None:
-        """`views`: where a rule's images are among the rows, and what is measured on them."""
-        own = {rule: logits[place] for rule, (place, _) in views.items()}
+    def _values_of_head(
+        self, logits: Tensor, images_by_rule: dict[str, tuple[Tensor, RuleImages]]
+    ) -> dict[str, float] | None:
+        """`images_by_rule`: where a rule's images are among the rows, and what is measured on them."""
+        own = {rule: logits[place] for rule, (place, _) in images_by_rule.items()}
         if not all(torch.isfinite(values).all() for values in own.values()):
             return None
-        return {rule: images.value(own[rule]) for rule, (_, images) in views.items()}
+        return {rule: images.value(own[rule]) for rule, (_, images) in images_by_rule.items()}
 
 
 def distinct_rows(looks: Tensor) -> tuple[Tensor, Tensor]:
-    """`looks.unique(dim=0, return_inverse=True)` of bool [U,H], which would make an object of every row."""
+    """Returns `looks.unique(dim=0, return_inverse=True)` of bool [U,H], which itself creates an object per row."""
     group = torch.zeros(len(looks), dtype=torch.int64)
     for some in looks.split(32, dim=1):
         for column in some.unbind(1):

@@ -1,1 +1,1 @@
-"""One model on Accelerate, encoder and head trained together."""
+"""Trains one model, encoder and head together, on Accelerate."""

@@ -1,4 +1,4 @@
-"""Batch norm while a model is trained end to end."""
+"""Batch norm in end-to-end training."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def batch_norm_layers(module: nn.Module) -> list[_BatchNorm]:
 
 
 class RunningStatistics:
-    """The running statistics of the layers that are in training mode, moved once a step.
+    """Updates the running statistics of layers in training mode once per step.
 
-    Each of a step's parts moves them from where they were before the step; what is committed is the mean of those,
-    weighted by the parts' sizes, over all processes. So they move as far in a step, whatever the number of parts and
-    passes. (Normalisation itself uses the statistics of each part, with `synchronised` layers those of all processes.)
+    Every part of a step's batch updates them from their values before the step. `commit` stores the mean of these
+    updates over all parts and processes, weighted by the parts' sizes, so that the number of parts and passes does not
+    change the size of an update. (Normalisation itself uses the statistics of each part; `synchronised` layers use
+    those of all processes.)
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -44,13 +45,16 @@ class RunningStatistics:
             self.counts.append(layer.num_batches_tracked)
 
     def begin(self) -> None:
-        """Before the first forward pass of a step."""
+        """Stores the statistics before the first forward pass of a step."""
         self.before = [value.clone() for value in self.values]
         self.counts_before = [count.clone() for count in self.counts]
         self.sums = [torch.zeros_like(value) for value in self.values]
 
     def collect(self, weight: float) -> None:
-        """After a part. `weight`: of the step's images, or 0 in a pass that does not count."""
+        """After a part: adds its statistics × `weight` to the sums, and restores those from before the step.
+
+        `weight`: the part's share of the step's images; 0 in a second pass, whose statistics do not count.
+        """
         for total, value in zip(self.sums, self.values, strict=True):
             total.add_(value, alpha=weight)
         for value, before in zip(self.values, self.before, strict=True):
@@ -59,23 +63,23 @@ class RunningStatistics:
             count.copy_(before)
 
     def commit(self) -> None:
-        """After the last pass of a step, which may have moved the statistics again; `sums` hold all processes'."""
+        """After the last pass of a step: sets the statistics to `sums`, which must be summed over processes before."""
         for value, total in zip(self.values, self.sums, strict=True):
             value.copy_(total)
         for count, before in zip(self.counts, self.counts_before, strict=True):
             count.copy_(before + 1)
 
-    def put_back(self) -> None:
-        """As before the step, which does not count."""
+    def restore(self) -> None:
+        """Restores the statistics from before the step, for a step whose loss is not finite."""
         for value, before in zip([*self.values, *self.counts], [*self.before, *self.counts_before], strict=True):
             value.copy_(before)
 
 
 def synchronised(module: Module, processes: int, accumulation: int, device: torch.device) -> Module:
-    """The module with batch norm over all processes where torch has it: on GPUs.
+    """Returns the module with batch norm synchronised over processes, which torch has on GPUs only.
 
-    Elsewhere, and under accumulation, a layer in training mode normalises by the statistics of its part of the batch: a
-    warning says so.
+    On other devices, and under accumulation, a layer in training mode normalises each part of a batch by the part's own
+    statistics; this logs a warning.
     """
     layers = [layer for layer in batch_norm_layers(module) if layer.training]
     if not layers or processes * accumulation == 1:
@@ -86,30 +90,31 @@ def synchronised(module: Module, processes: int, accumulation: int, device: torc
 
         module = convert_sync_batchnorm(module)
     elif processes > 1:
-        reasons.append(f"{processes} processes (torch has no SyncBatchNorm on {device.type})")
+        reasons.append(f"{processes} processes (torch has no SyncBatchNorm for {device.type})")
     if accumulation > 1:
         reasons.append(f"training.accumulation: {accumulation}")
     if reasons:
         logger.warning(
-            "encoder.batch_norm: train normalises each part of a batch by itself with %s: not the training that one "
-            "process without accumulation does; encoder.batch_norm: frozen makes them the same", " and ".join(reasons),
+            "encoder.batch_norm: train: with %s, batch norm normalises each part of a batch by its own statistics, so "
+            "results differ from those of one process without accumulation; encoder.batch_norm: frozen avoids this",
+            " and ".join(reasons),
         )  # fmt: skip
     return module
 
 
 @torch.no_grad()
 def gather_statistics(module: nn.Module, steps: Iterable[StepBatch], accelerator: Accelerator) -> None:
-    """The running statistics of the layers in training mode become the mean of those of the steps' batches.
+    """Sets the running statistics of layers in training mode to the mean of the batch statistics of `steps`.
 
-    As torch.optim.swa_utils.update_bn, for weights that never saw a batch. `module` maps a batch's `x` alone. Nothing
-    is read where there is no such layer.
+    As torch.optim.swa_utils.update_bn, for averaged weights, which no forward pass has used. `module` is called with
+    `x` of each part. Without such layers `steps` is not read.
     """
     layers = [layer for layer in batch_norm_layers(module) if layer.training and layer.running_mean is not None]
     if not layers:
         return
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
-        layer.momentum = 1.0  # running statistics = those of the batch
+        layer.momentum = 1.0  # the running statistics are then those of the last batch
     statistics = RunningStatistics(module)
     statistics.begin()
     taken = 0
@@ -118,7 +123,7 @@ def gather_statistics(module: nn.Module, steps: Iterable[StepBatch], accelerator
         for number, part in enumerate(batch.parts):
             with accelerator.autocast():
                 module(part.x)
-            statistics.collect(batch.weight(number))
+            statistics.collect(batch.share(number))
             pulse.beat()
     for total in statistics.sums:
         total.copy_(accelerator.reduce(total, "sum") / taken)

@@ -1,4 +1,4 @@
-"""The gradient of one step: one pass over its micro-batches, or the two of a sharpness-aware step."""
+"""The gradient of one step: one pass over its micro-batches, two in a sharpness-aware step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Tensors = dict[str, Tensor]
 
 
 class EndToEnd(nn.Module):
-    """Encoder and algorithm as one module, so that one wrapper holds all weights. The forward pass encodes.
+    """Encoder and algorithm as one module, so that Accelerate wraps all weights at once. The forward pass encodes.
 
     `batch_norm: frozen` keeps batch-norm layers in eval mode while training: they normalise by their running
-    statistics, which stay what they were, and their weights and biases train on (DomainBed's choice).
+    statistics, which do not change; their weights and biases are trained (as in DomainBed).
     """
 
     def __init__(self, encoder: Encoder, algorithm: Algorithm, batch_norm: BatchNorm) -> None:
@@ -44,7 +44,7 @@ class EndToEnd(nn.Module):
         self.encoder_frozen = False
 
     def forward(self, batch: Batch, step: int) -> Tensor:
-        """Features z [B,K] of a part of the step's batch, no less than float32."""
+        """Returns features z [B,K] of a part of the step's batch, in float32 or float64."""
         with self.stages.during(batch, step):
             z = self.encoder(batch.x)
         return z if z.dtype == torch.float64 else z.float()
@@ -59,14 +59,14 @@ class EndToEnd(nn.Module):
         return self
 
     def freeze_encoder(self, frozen: bool) -> None:
-        """Whether the head trains alone: the encoder then stays in eval mode, it and modules in it without gradient."""
+        """Freezes or unfreezes the encoder and the modules in it: frozen, it is in eval mode and has no gradient."""
         self.encoder_frozen = frozen
         for parameter in self.trainable:
             parameter.requires_grad_(not frozen)
         self.train(self.training)
 
     def roles(self) -> Roles:
-        """The parameters that train. An encoder may come with some that do not (fixed position embeddings)."""
+        """Returns the trainable parameters. An encoder may have others too, such as fixed position embeddings."""
         encoder = {f"encoder.{name}": p for name, p in self.encoder.named_parameters() if p.requires_grad}
         own = dict(self.algorithm.named_parameters())
         auxiliary = {name: p for name, p in own.items() if name.split(".")[0] in self.algorithm.auxiliary}
@@ -75,26 +75,26 @@ class EndToEnd(nn.Module):
         return Roles(encoder, head, auxiliary)
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers: `encoder.…`, `stages.…` of modules in it, and the algorithm's own under its names."""
+        """Returns parameters and buffers: `encoder.…`, `stages.…` (modules in it), and the algorithm's own names."""
         state = {f"encoder.{name}": tensor for name, tensor in self.encoder.state_dict().items()}
         state |= {f"stages.{name}": tensor for name, tensor in self.stages.state_dict().items()}
         return state | self.algorithm.state_dict()
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Changes `named_weights` to those of `state`, which has the same names."""
+        """Copies `state`, which must have the names of `named_weights`, into the parameters and buffers."""
         weights = self.named_weights()
         assert weights.keys() == state.keys(), sorted(weights.keys() ^ state.keys())
         for name, value in state.items():
             weights[name].copy_(value)
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of them on the CPU."""
+        """Returns a copy of `named_weights` on the CPU."""
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.named_weights().items()}
 
 
 def _freeze_unreached(encoder: Encoder) -> None:
-    """Parameters that features do not depend on (CLIP's text side) get no gradient, which processes would wait for."""
+    """Freezes parameters without effect on features (CLIP's text side): processes would wait for their gradients."""
     parameters = [p for p in encoder.parameters() if p.requires_grad]
     side = encoder.preprocessing.size
     z = encoder(torch.zeros(2, 3, side, side, device=next(encoder.parameters()).device))
@@ -105,11 +105,11 @@ def _freeze_unreached(encoder: Encoder) -> None:
 
 
 class Roles(NamedTuple):
-    """The trainable parameters by what is done with them."""
+    """The trainable parameters by their role in a step."""
 
     encoder: dict[str, nn.Parameter]
-    head: dict[str, nn.Parameter]  # the rest that `Losses.total` trains: class head, modules in the encoder, …
-    auxiliary: dict[str, nn.Parameter]  # trained by `Losses.auxiliary`: outside clipping and sharpness
+    head: dict[str, nn.Parameter]  # all others that `Losses.total` trains: class head, modules in the encoder, …
+    auxiliary: dict[str, nn.Parameter]  # trained by `Losses.auxiliary`, without clipping and sharpness
 
     @property
     def main(self) -> dict[str, nn.Parameter]:
@@ -117,34 +117,34 @@ class Roles(NamedTuple):
 
 
 class Weighted(NamedTuple):
-    """Losses of a part of the step's batch, or of all of it, and what they count in this process."""
+    """Losses of the step's batch or of a part of it, and their factor in the mean over all parts and processes."""
 
     losses: Losses
     weight: float
 
 
 class StepLosses(NamedTuple):
-    """Means over the whole batch, all processes together, and how many of them are asked to stop."""
+    """The losses of the whole batch of all processes, and how many processes have received a signal to stop."""
 
     total: Tensor  # scalar
     second: Tensor  # scalar: `total` of the second pass; 0 without one
     auxiliary: Tensor  # scalar
-    stop: Tensor  # scalar: every process reads the same, so they stop after the same step
+    stop: Tensor  # scalar: the same in every process, so that all stop after the same step
     logs: dict[str, Tensor]
 
     @property
     def scalars(self) -> dict[str, Tensor]:
-        """What is recorded of a step."""
+        """The scalars of a step to record."""
         return {"loss": self.total, "auxiliary_loss": self.auxiliary, **self.logs}
 
     @property
     def loss(self) -> float:
-        """Not finite where one of them is not."""
+        """The sum of all losses: finite only if each of them is."""
         return float(self.total + self.second + self.auxiliary)
 
     @classmethod
     def mean(cls, of: list[StepLosses]) -> StepLosses:
-        """Over several steps of the optimizer that log the same."""
+        """Returns the mean over several inner steps."""
         total, second, auxiliary, stop = (
             torch.stack(values).mean(0) for values in zip(*(one[:4] for one in of), strict=True)
         )
@@ -152,18 +152,18 @@ class StepLosses(NamedTuple):
         return cls(total, second, auxiliary, stop, logs)
 
 
-class Passes:
-    """Leaves the gradient of a step in the parameters' `.grad` and moves, once a step, what else a step moves.
+class StepGradients:
+    """Computes the gradient of a step in the parameters' `.grad`.
 
-    That is the batch-norm statistics and the algorithm's buffers: all passes of a step see the buffers from before it;
-    then they become what the first pass returned.
+    It updates batch-norm statistics and algorithm buffers once per step: all passes of a step use the buffers from
+    before it, and then the values that the first pass returned are stored.
 
     The loss is that of the whole batch, however many processes and micro-batches have parts of it. Features of all
-    processes are gathered with their gradient. Under accumulation the gradient by the features is computed first, from
-    features without a graph, and then handed to one part after the other, each encoded again (gradient caching, Gao et
-    al. 2021): exact, for one more forward pass. A loss that compares no samples is the weighted mean of those of its
-    parts and needs neither. `Losses.total` and `Losses.auxiliary` reach different parameters, so one backward pass
-    serves both.
+    processes are gathered with their gradient. Under accumulation, features are computed first without a graph, then
+    the gradient of the loss by the features, and then every part is encoded again to backpropagate its rows of that
+    gradient (gradient caching, Gao et al. 2021). The result is exact and costs one more forward pass. A loss that
+    compares no samples is the weighted mean of the losses of its parts and needs neither step. `Losses.total` and
+    `Losses.auxiliary` depend on different parameters, so one backward pass computes both gradients.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Passes:
     ) -> None:  # fmt: skip
         """`model` is `inner` as the accelerator prepared it, in training mode.
 
-        `by_parts`: the loss is the mean of those of the parts, weighted by their sizes.
+        `by_parts`: the loss is the mean of the losses of the parts, weighted by their sizes.
         """
         self.model, self.inner, self.accelerator = model, inner, accelerator
         self.sharpness, self.seed, self.by_parts = sharpness, seed, by_parts
@@ -180,76 +180,78 @@ class Passes:
         self.statistics = RunningStatistics(inner)
 
     def run(self, batch: StepBatch, step: int) -> StepLosses:
+        """Sets `.grad`, updates statistics and buffers, and returns the losses. One call is one inner step."""
         algorithm = self.inner.algorithm
         batch = replace(batch, parts=[algorithm.on_inputs(part, step) for part in batch.parts])
         self.statistics.begin()
         first = self._backward_pass(batch, step)
         second = torch.zeros_like(first[0].losses.total)
         if self.sharpness is not None:
-            second = self._pass_at_offset(self.sharpness, batch, step, [one.losses.held for one in first])
+            second = self._pass_at_offset(self.sharpness, batch, step, [one.losses.reuse for one in first])
         return self._commit(first, second)
 
-    def _backward_pass(self, batch: StepBatch, step: int, held: list[Tensors] | None = None) -> list[Weighted]:
-        """Adds to `.grad`, averaged over processes at the last part. `held` makes it a second pass.
+    def _backward_pass(self, batch: StepBatch, step: int, reuse: list[Tensors] | None = None) -> list[Weighted]:
+        """Adds the gradient of one pass to `.grad`, averaged over processes at the last part.
 
-        Returns the losses with their weights, which sum to 1 over all processes.
+        With `reuse` it is a second pass. Returns the losses with their weights, which sum to 1 over all processes.
         """
         if self.by_parts:
-            return self._by_parts(batch, step, held)
-        of_whole, counts = (None, True) if held is None else (held[0], False)
+            return self._by_parts(batch, step, reuse)
+        of_whole, counts = (None, True) if reuse is None else (reuse[0], False)
         if len(batch.parts) > 1 and not self.inner.encoder_frozen:
             losses = self._cached(batch, step, of_whole, counts)
         else:
             z = [self._encode(batch, part, step) for part in range(len(batch.parts))]
             losses = self._whole_loss(batch, z, step, of_whole)
             self.accelerator.backward(losses.total + losses.auxiliary)
-            self._collect(batch, 0, counts)  # of several parts no layer moves, as the encoder is frozen
-        return [Weighted(_detached(losses), 1 / len(batch.shares))]  # every process has the same
+            # there are several parts here only if the encoder is frozen, and then no statistics change
+            self._collect(batch, 0, counts)
+        return [Weighted(_detached(losses), 1 / len(batch.places))]  # every process has computed the same losses
 
-    def _by_parts(self, batch: StepBatch, step: int, held: list[Tensors] | None) -> list[Weighted]:
-        """A loss that is the weighted mean of those of its parts."""
+    def _by_parts(self, batch: StepBatch, step: int, reuse: list[Tensors] | None) -> list[Weighted]:
+        """The pass of a loss that is the weighted mean of the losses of its parts."""
         returned = []
         for number, part in enumerate(batch.parts):
-            weight = batch.weight(number)
+            weight = batch.share(number)
             with self._synchronised(batch, number):
                 z = self._encode(batch, number, step)
-                losses: Losses = self.inner.algorithm(z, part, step, None if held is None else held[number])
-                # processes' gradients are averaged, while the weights of all their parts sum to 1
+                losses: Losses = self.inner.algorithm(z, part, step, None if reuse is None else reuse[number])
+                # gradients are averaged over processes, and the weights already sum to 1 over all of them
                 scale = weight * self.accelerator.num_processes
                 self.accelerator.backward((losses.total + losses.auxiliary) * scale)
-            self._collect(batch, number, counts=held is None)
+            self._collect(batch, number, counts=reuse is None)
             returned.append(Weighted(_detached(losses), weight))
         return returned
 
-    def _cached(self, batch: StepBatch, step: int, held: Tensors | None, counts: bool) -> Losses:
-        """The whole batch's loss, part by part."""
+    def _cached(self, batch: StepBatch, step: int, reuse: Tensors | None, counts: bool) -> Losses:
+        """The pass of a whole-batch loss under accumulation, by gradient caching. Returns the loss."""
         leaves = []
         for number in range(len(batch.parts)):
             with torch.no_grad():
                 z = self._encode(batch, number, step)
             self._collect(batch, number, counts=False)
             leaves.append(z.requires_grad_())
-        losses = self._whole_loss(batch, leaves, step, held)
+        losses = self._whole_loss(batch, leaves, step, reuse)
         loss = losses.total + losses.auxiliary
         gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
         for number, gradient in enumerate(gradients):
             with self._synchronised(batch, number):
                 z = self._encode(batch, number, step)
-                part = (z * gradient).sum()  # its gradient is the loss's by this part
+                part = (z * gradient).sum()  # its gradient is that of the loss by the encoder, through this part
                 last = number == len(gradients) - 1
-                self.accelerator.backward(part + loss if last else part)  # the last one brings the heads' gradient
+                self.accelerator.backward(part + loss if last else part)  # `loss` itself adds the heads' gradient
             self._collect(batch, number, counts)
         return losses
 
-    def _whole_loss(self, batch: StepBatch, z: list[Tensor], step: int, held: Tensors | None) -> Losses:
+    def _whole_loss(self, batch: StepBatch, z: list[Tensor], step: int, reuse: Tensors | None) -> Losses:
         whole = batch.gathered(z, [part.targets for part in batch.parts])
-        losses: Losses = self.inner.algorithm(whole.x, whole, step, held)
+        losses: Losses = self.inner.algorithm(whole.x, whole, step, reuse)
         return losses
 
     def _encode(self, batch: StepBatch, number: int, step: int) -> Tensor:
-        """Features of one of this process's parts."""
-        # dropout and its like inside encoders draw from torch's global generator: make it a function of step and part,
-        # which also gives each further pass the draws of the first
+        """Returns the features of one of this process's parts."""
+        # dropout and similar layers of encoders draw from torch's global generator: seed it by step and part, so that
+        # the second pass repeats the draws of the first
         part = batch.process * len(batch.parts) + number
         torch.manual_seed(int(bits(self.seed, step, Stream.ENCODER, part)))
         with self._synchronised(batch, number):
@@ -257,18 +259,18 @@ class Passes:
         return z
 
     def _collect(self, batch: StepBatch, number: int, counts: bool) -> None:
-        """Batch-norm statistics, after the backward pass of a part, which reads them."""
-        self.statistics.collect(batch.weight(number) if counts else 0.0)
+        """Collects batch-norm statistics after the backward pass of a part, which still needs those of its forward."""
+        self.statistics.collect(batch.share(number) if counts else 0.0)
 
     def _synchronised(self, batch: StepBatch, number: int) -> AbstractContextManager[None]:
-        """Gradients are averaged over processes where the last part is encoded and its backward pass runs."""
+        """Context of a part's passes: gradients are averaged over processes only in that of the last part."""
         last = number == len(batch.parts) - 1
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
-    def _pass_at_offset(self, sharpness: Sharpness, batch: StepBatch, step: int, held: list[Tensors]) -> Tensor:
-        """The second pass: this process's share of its loss. `.grad` becomes the step's gradient.
+    def _pass_at_offset(self, sharpness: Sharpness, batch: StepBatch, step: int, reuse: list[Tensors]) -> Tensor:
+        """Runs the second pass and sets `.grad` to the step's gradient. Returns this process's part of its loss.
 
-        The parameters are put back from copies: taking the offset off again would not restore every bit.
+        The parameters are restored from copies: subtracting the offset would not restore every bit.
         """
         main = {name: p for name, p in self.roles.main.items() if p.grad is not None}
         first, auxiliary = _take_gradients(main), _take_gradients(self.roles.auxiliary)
@@ -277,7 +279,7 @@ class Passes:
             offset = sharpness.offset(values, first, sharpness.rho)
             for name, parameter in main.items():
                 parameter.add_(offset[name])
-        returned = self._backward_pass(batch, step, held)
+        returned = self._backward_pass(batch, step, reuse)
         with torch.no_grad():
             for name, parameter in main.items():
                 parameter.copy_(values[name])
@@ -294,7 +296,7 @@ class Passes:
         }
         buffers = {}
         for name, value in first[-1].losses.buffers.items():
-            # whole numbers (counters) are the same in every part
+            # integers (counters) are the same in every part
             is_mean = value.is_floating_point()
             buffers[name] = (
                 _weighted_sum([(one.losses.buffers[name], one.weight) for one in first]) if is_mean else value
@@ -309,7 +311,7 @@ class Passes:
             for name, value in buffers.items():
                 self.inner.algorithm.get_buffer(name).copy_(value)
         else:
-            self.statistics.put_back()
+            self.statistics.restore()
         return losses
 
 
@@ -319,7 +321,7 @@ def _detached(losses: Losses) -> Losses:
 
 
 def _take_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The gradients there are; the parameters are left without."""
+    """Returns the gradients that exist and removes them from the parameters."""
     taken = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:
@@ -340,7 +342,7 @@ def _weighted_sum(values: list[tuple[Tensor, float]]) -> Tensor:
 
 
 def _sum_over_processes(accelerator: Accelerator, tensors: list[Tensor]) -> None:
-    """In place, in one message."""
+    """Sums the tensors over processes in place, in one message."""
     if accelerator.num_processes == 1:
         return
     flat = accelerator.reduce(torch.cat([tensor.flatten() for tensor in tensors]), "sum")

@@ -1,4 +1,4 @@
-"""Images → logits with a model that was trained end to end."""
+"""Computes the logits of images with a model that was trained end to end."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class EvaluationImages:
-    """The images of some rows, in the encoder's own preprocessing, shared out between the processes.
+    """The images of some rows, in the encoder's own preprocessing, split between the processes.
 
-    Each process takes a run of neighbouring rows, so that what they return fits together in order.
+    Each process has consecutive rows, so that the concatenated results of all processes are in order.
     """
 
     def __init__(
         self, images: ImageRows, rows: Tensor, batch_size: int, accelerator: Accelerator, persistent: bool = False
     ) -> None:
-        """`persistent` keeps the loader's workers for the next time."""
+        """`persistent`: keep the loader's workers for the next call of `logits`."""
         self.accelerator, self.n = accelerator, len(rows)
-        self.share = -(-self.n // accelerator.num_processes)
-        begin = self.share * accelerator.process_index
-        own = rows[begin : begin + self.share].tolist()
+        self.rows_per_process = -(-self.n // accelerator.num_processes)
+        begin = self.rows_per_process * accelerator.process_index
+        own = rows[begin : begin + self.rows_per_process].tolist()
         workers = min(worker_count(accelerator), -(-len(own) // batch_size))
         self.loader: DataLoader[Any] = DataLoader(
             images,
@@ -49,18 +49,19 @@ class EvaluationImages:
             num_workers=workers,
             persistent_workers=persistent and workers > 0,
             pin_memory=accelerator.device.type == "cuda",
-            generator=torch.Generator(),  # the loader would otherwise draw from the global one
+            generator=torch.Generator(),  # otherwise the loader draws from the global one
         )
 
     @torch.no_grad()
     def logits(self, encoder: Encoder, algorithm: Algorithm, precision: Precision) -> Tensor:
-        """float32 [n,C] on the CPU, in every process. Both modules are on the accelerator's device and in eval mode.
+        """Returns logits float32 [n,C] on the CPU, the same in every process.
 
-        Raises `Interrupted` in every process where one is asked to stop.
+        Both modules must be on the accelerator's device and in eval mode. If one process has received a signal to stop,
+        `Interrupted` is raised in all of them.
         """
         device = self.accelerator.device
         logits = torch.zeros(
-            self.share, algorithm.task.num_classes, device=device
+            self.rows_per_process, algorithm.task.num_classes, device=device
         )  # the last processes' shares may be smaller
         done = 0
         for x, _ in surviving(self.loader):
@@ -87,11 +88,11 @@ def predict(
     batch_size: int,
     precision: Precision | None = None,
 ) -> Tensor:
-    """Logits float32 [n,C] for the images `rows` (int64 [n]), on the CPU, in order, the same in every process.
+    """Returns logits float32 [n,C] for the images `rows` (int64 [n]), on the CPU, the same in every process.
 
-    `state` is a `Selected.state` that `train_model` returned for the `job`. The encoder lends its architecture and
-    preprocessing and is left as it is. `precision` None: the accelerator's mixed precision,
-    as in training. Raises `UserError` that names an image which does not decode.
+    `state` is a `Selected.state` that `train_model` returned for the `job`. `encoder` provides architecture and
+    preprocessing and is not changed. `precision` None: the accelerator's mixed precision, as in training. Raises
+    `UserError`, which names the image, if an image does not decode.
     """
     algorithm = job.make(job.setup)
     assert isinstance(algorithm, Algorithm)

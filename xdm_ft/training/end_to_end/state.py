@@ -1,4 +1,4 @@
-"""What a training end to end has come to: all that its steps move, as a checkpoint keeps it."""
+"""The state of an end-to-end training: everything that its steps change, as a checkpoint stores it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoopState:
-    """Every process has the same, so that one of them writes it and each goes on from it.
+    """The same in every process: one of them writes it, and each of them resumes from it.
 
-    What a step draws is a function of its number, which is all that batches and random streams need.
+    There is no random state in it: batches and random draws are functions of the step's number.
     """
 
     inner: EndToEnd
@@ -32,15 +32,15 @@ class LoopState:
     averages: Averages | None
     accelerator: Accelerator
     means: RunningMeans = field(default_factory=RunningMeans)
-    taken: int = 0  # steps
-    evaluated: bool = True  # whether the evaluation after them, if one is due, is done
+    taken: int = 0  # number of steps taken
+    evaluated: bool = True  # False: an evaluation is due after these steps and not done
     started: float = field(default_factory=time.perf_counter)
-    skipped: int = 0  # steps in a row without a finite loss or gradient, which the gradient scaler skips
-    before: float = 0.0  # seconds that interrupted processes have trained it
+    skipped: int = 0  # steps in a row that the gradient scaler skipped, as a loss or gradient was not finite
+    before: float = 0.0  # seconds of training in earlier, interrupted processes
 
     def __post_init__(self) -> None:
         if self.accelerator.scaler is not None:
-            # one scaler serves all models of a process, and each must begin as if it were the first
+            # one scaler serves all models of a process: reset it, so that no model depends on those before it
             self.accelerator.scaler.load_state_dict(torch.amp.GradScaler(self.accelerator.device.type).state_dict())
 
     @property

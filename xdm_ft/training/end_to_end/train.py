@@ -1,8 +1,8 @@
-"""The loop: one model, encoder and head, trained end to end on Accelerate.
+"""The loop that trains one model, encoder and head, end to end on Accelerate.
 
-A step encodes its images once (twice with sharpness). What a step draws is a function of the job's seed and the step,
-so the same seed, device type, process and thread count give the same weights, bit for bit on a CPU. torch's global
-generator is reseeded at every step and not put back.
+A step encodes its images once, or twice with sharpness. The random draws of a step are a function of the job's seed and
+the step, so that the same seed, device type, process and thread count give the same weights, bit for bit on a CPU.
+torch's global generator is reseeded at every step and not restored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
-from xdm_ft.training.end_to_end.gradients import BatchNorm, EndToEnd, Passes, Roles, StepLosses
+from xdm_ft.training.end_to_end.gradients import BatchNorm, EndToEnd, Roles, StepGradients, StepLosses
 from xdm_ft.training.end_to_end.prediction import predict
 from xdm_ft.training.end_to_end.state import LoopState
 from xdm_ft.training.end_to_end.validation import EndToEndValidation
@@ -54,8 +54,9 @@ __all__ = ["predict", "shut_down", "train_model"]
 Record = Callable[[Job, int, dict[str, float]], None]
 logger = logging.getLogger("xdm_ft")
 BROKEN_LOGITS = "logits on validation images are not finite"
-STATISTICS_BATCHES = 500  # of training, over which the batch-norm statistics of averaged weights are gathered
-MOST_SKIPPED = 32  # steps in a row that the gradient scaler of fp16 may skip: from 2^16 it comes down to 1 in 16
+STATISTICS_BATCHES = 500  # training batches that determine the batch-norm statistics of averaged weights
+# steps in a row that fp16's gradient scaler may skip: each halves the scale, so 16 steps reduce it from 2^16 to 1
+MOST_SKIPPED = 32
 
 
 def train_model(
@@ -73,23 +74,23 @@ def train_model(
     augmentation: Augmentation = "none",
     checkpoint: Checkpoint | None = None,
 ) -> Trained:
-    """Trains a copy of `encoder`, from the weights it has now, with the job's method for `job.setup.steps` steps.
+    """Trains a copy of `encoder`, from its present weights, with the job's method for `job.setup.steps` steps.
 
-    Images come in the encoder's own preprocessing, in training with the `augmentation`. At each evaluation the main
-    process calls `record(job, number of steps taken, values)` with the means since the last one of `loss`,
-    `auxiliary_loss` and what the algorithm logs, the heads' learning rate `lr`, and `<rule>/<metric>` for each
-    selection rule.
+    Images have the encoder's own preprocessing, in training with the `augmentation`. At each evaluation the main
+    process calls `record(job, number of steps taken, values)` with the means since the last evaluation of `loss`,
+    `auxiliary_loss` and the algorithm's logs, the heads' learning rate `lr`, and `<rule>/<metric>` for each selection
+    rule.
 
-    Before step `unfreeze_at` the head trains alone, on features of the encoder in eval mode, which stays as it came
-    (LP-FT, Kumar et al. 2022); those steps can not be selected. One optimizer serves both phases: the encoder's state
-    in it begins when its training does.
+    Before step `unfreeze_at` only the head is trained, on features of the unchanged encoder in eval mode (LP-FT, Kumar
+    et al. 2022); these steps can not be selected. One optimizer serves both phases: the encoder's parameters have no
+    state in it before `unfreeze_at`.
 
-    With a `checkpoint` an interrupted training goes on where it was saved; on a CPU bit for bit as if nothing had been.
-    A signal to stop then raises `Interrupted` in all processes after the same step.
+    With a `checkpoint`, an interrupted training resumes from it; on a CPU the result is bit for bit that of a training
+    without interruption. A signal to stop raises `Interrupted` in all processes after the same step.
 
-    A model whose loss or logits are not finite, or for which the first rule could select nothing, comes with `failure`
-    and without weights. Raises `UserError` for an image that does not decode, for fp16 with sharpness or without a GPU,
-    for more micro-batches than a domain has images in a batch, and for what of Accelerate is not supported.
+    If loss or logits are not finite, or the first rule could select nothing, the result has a `failure` and no weights.
+    Raises `UserError` for an image that does not decode, for fp16 with sharpness or without a GPU, for more
+    micro-batches than a domain has images in a batch, and for a launch configuration that is not supported.
     """
     started, training = time.perf_counter(), job.training
     _refuse_unsupported(job, accelerator)
@@ -110,7 +111,7 @@ def train_model(
     optimizer = optimizer_of(inner.roles(), training)
     state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
     run = _Run(job, batches, validation, record, checkpoint)
-    _go_on(run, state, annotations)
+    _resume(run, state, annotations)
     failure = _train(run, state, unfreeze_at, show)
     selected = selector.selected
     if averages is None:
@@ -131,7 +132,7 @@ def train_model(
 
 @dataclass(frozen=True)
 class _Run:
-    """What the steps of one training read."""
+    """The constants of one training."""
 
     job: Job
     batches: TrainingBatches
@@ -144,8 +145,8 @@ class _Run:
         return f"{self.job.method}, {', '.join(self.job.test_domains)} held out, seed {self.job.seed}"
 
 
-def _go_on(run: _Run, state: LoopState, annotations: Annotations) -> None:
-    """Where an interrupted process has left a checkpoint of this training, the state becomes that one."""
+def _resume(run: _Run, state: LoopState, annotations: Annotations) -> None:
+    """Loads the checkpoint that an interrupted process has left of this training, if there is one, into `state`."""
     if run.checkpoint is None:
         return
     accelerator, split, images = state.accelerator, run.job.split, (annotations.labels, annotations.domains)
@@ -159,14 +160,16 @@ def _go_on(run: _Run, state: LoopState, annotations: Annotations) -> None:
     )
     if saved is not None:
         state.load_state(saved)
-        logger.info("%s: goes on after %d of %d steps", run.name, state.taken, run.job.setup.steps)
+        logger.info("%s: resumes after %d of %d steps", run.name, state.taken, run.job.setup.steps)
     taken = accelerator.gather(torch.tensor([state.taken], device=accelerator.device))
     if (taken != state.taken).any():
-        raise UserError(f"{run.checkpoint.path}: not all processes read the same; put output.dir where all can read it")
+        raise UserError(
+            f"{run.checkpoint.path}: processes read different checkpoints; set output.dir to a shared folder"
+        )
 
 
 def _train(run: _Run, state: LoopState, unfreeze_at: int, show: bool) -> str | None:
-    """All steps that are left. Returns why the training broke off, None where it did not."""
+    """Takes the remaining steps. Returns why the training failed; None if it did not."""
     steps = run.job.setup.steps
     batches = surviving(run.batches.begin(state.taken))
     with deferred(), progress(run.name, steps, "steps", show) as bar:
@@ -184,19 +187,19 @@ def _train(run: _Run, state: LoopState, unfreeze_at: int, show: bool) -> str | N
 
 
 def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]], bar: Progress) -> str | None:
-    """The steps of `batches`, in which the same parameters train: the accelerator must be told of a change."""
+    """Takes the steps of `batches`, which train the same parameters. Returns as `_train`."""
     steps = run.job.setup.steps
     evaluate_after = set(evaluation_steps(steps, run.job.training.evaluate_every))
     with _prepared(state.inner, state.optimizer, state.accelerator) as (model, optimizer):
         algorithm = state.inner.algorithm
         by_parts = algorithm.loss_over != "batch" and algorithm.parts_add_up(run.job.training.sampler == "pooled")
-        passes = Passes(model, state.inner, state.accelerator, run.job.sharpness, run.job.seed, by_parts)
+        gradients = StepGradients(model, state.inner, state.accelerator, run.job.sharpness, run.job.seed, by_parts)
         for step, batch in batches:
             factor = learning_rate_factor(step, steps, run.job.training.schedule)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
-            losses = _step(passes, batch, optimizer, run.job.training.clip_norm, step)
+            losses = _step(gradients, batch, optimizer, run.job.training.clip_norm, step)
             finite = math.isfinite(losses.loss)
             state.skipped = 0 if finite and not optimizer.step_was_skipped else state.skipped + 1
             if state.skipped > (0 if state.accelerator.scaler is None else MOST_SKIPPED):
@@ -205,11 +208,11 @@ def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]]
             if finite:
                 state.means.add(step, {name: value[None] for name, value in losses.scalars.items()})
             if state.averages is not None:
-                trained = passes.roles.main | passes.roles.auxiliary
+                trained = gradients.roles.main | gradients.roles.auxiliary
                 state.averages.add(step + 1, {name: parameter[None] for name, parameter in trained.items()})
             state.taken, state.evaluated = step + 1, step + 1 not in evaluate_after
             if losses.stop:
-                _leave(run, state)
+                _save_and_stop(run, state)
             if not state.evaluated and not _evaluate(run, state):
                 return _failure(BROKEN_LOGITS, run, step + 1)
             if run.checkpoint is not None:
@@ -218,26 +221,26 @@ def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]]
             if state.selector.stopped_at is not None:
                 return None
     if stop_requested():
-        _leave(run, state, together=False)  # the signal has ended this process's loader workers
+        _save_and_stop(run, state, together=False)  # the signal has ended this process's loader workers
     return None
 
 
-def _leave(run: _Run, state: LoopState, together: bool = True) -> NoReturn:
-    """Saves and ends the run, with the other processes where they are at the same step."""
+def _save_and_stop(run: _Run, state: LoopState, together: bool = True) -> NoReturn:
+    """Saves the checkpoint, if any, and raises `Interrupted`. `together`: all processes are at the same step."""
     if run.checkpoint is None:
         raise Interrupted
     run.checkpoint.save(state.state)
     if together:
-        state.accelerator.wait_for_everyone()  # a launcher ends the others when the first one leaves
+        state.accelerator.wait_for_everyone()  # a launcher kills the other processes when the first one exits
     raise Interrupted(f"{run.name}: {state.taken} of {run.job.setup.steps} steps")
 
 
 def _evaluate(run: _Run, state: LoopState) -> bool:
-    """The evaluation after the steps taken; False where logits are not finite."""
+    """Evaluates, selects and records after the steps taken. Returns False if logits are not finite."""
     try:
         values = run.validation.evaluate(state.inner)
     except Interrupted:
-        _leave(run, state)
+        _save_and_stop(run, state)
     if values is None:
         return False
     taken, training = state.taken, run.job.training
@@ -255,7 +258,7 @@ def _evaluate(run: _Run, state: LoopState) -> bool:
 
 
 def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerator: Accelerator) -> dict[str, Tensor]:
-    """The model's weights with the averaged ones in their places, and batch-norm statistics that fit them."""
+    """Returns the model's weights with the averaged ones in them, and with batch-norm statistics of these weights."""
     with torch.no_grad():
         for name, parameter in inner.named_weights().items():
             if name in mean:
@@ -268,21 +271,23 @@ def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerat
     return inner.weights()
 
 
-def _step(passes: Passes, batch: StepBatch, optimizer: Optimizer, clip_norm: float | None, step: int) -> StepLosses:
-    """One step of the algorithm; its losses, the mean over the steps of the optimizer that it takes."""
-    algorithm, taken = passes.inner.algorithm, list[StepLosses]()
+def _step(
+    gradients: StepGradients, batch: StepBatch, optimizer: Optimizer, clip_norm: float | None, step: int
+) -> StepLosses:
+    """Takes one step of the algorithm. Returns its losses, as means over its inner steps."""
+    algorithm, taken = gradients.inner.algorithm, list[StepLosses]()
 
     def inner_step(domain: int | None) -> None:
         part = batch if domain is None else batch.block(domain, algorithm.task.num_domains)
-        taken.append(passes.run(part, step))
+        taken.append(gradients.run(part, step))
         if clip_norm is not None:
-            passes.accelerator.clip_grad_norm_(passes.roles.main.values(), clip_norm)
+            gradients.accelerator.clip_grad_norm_(gradients.roles.main.values(), clip_norm)
         if algorithm.resets_optimizer(step):
-            optimizer.state.clear()  # torch's optimizers start anew where they find none
+            optimizer.state.clear()  # torch's optimizers initialise a state that is missing
         optimizer.step()
         optimizer.zero_grad()
 
-    algorithm.update(passes.roles.main | passes.roles.auxiliary, inner_step, step)
+    algorithm.update(gradients.roles.main | gradients.roles.auxiliary, inner_step, step)
     return StepLosses.mean(taken)
 
 
@@ -294,21 +299,22 @@ def _failure(what: str, run: _Run, taken: int) -> str:
 def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
-        raise UserError(f"accelerate: training end to end under {kind} is not supported; launch without it")
+        raise UserError(f"accelerate: {kind} is not supported for training end to end; launch without it")
     if accelerator.gradient_accumulation_steps != 1:
         # Accelerate would divide the losses by it
-        raise UserError("accelerate: leave its gradient accumulation at 1 and set training.accumulation")
+        raise UserError("accelerate: gradient_accumulation_steps must be 1; set training.accumulation instead")
     if accelerator.mixed_precision == "fp16" and job.sharpness is not None:
         # the gradient scaler would leave the second pass scaled
         raise UserError(
-            f"training.mixed_precision: fp16 does not go with the two passes of {job.method}; use bf16 or no"
+            f"training.mixed_precision: fp16 does not support the two passes of {job.method}; use bf16 or no"
         )
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        raise UserError("training.mixed_precision: fp16 needs a GPU and would silently be float32 here; use bf16 or no")
+        # without a GPU Accelerate would silently compute in float32
+        raise UserError("training.mixed_precision: fp16 needs a GPU, and this process runs on the CPU; use bf16 or no")
 
 
 def optimizer_of(roles: Roles, training: Training) -> Optimizer:
-    """Class head and auxiliary modules learn at `lr`, the encoder at `encoder_lr`."""
+    """Returns the optimizer: class head and auxiliary modules have the learning rate `lr`, the encoder `encoder_lr`."""
     rates = (training.encoder_lr, training.lr, training.lr)
     groups = [
         {"params": list(parameters.values()), "lr": lr, "initial_lr": lr, "weight_decay": training.weight_decay}
@@ -330,13 +336,14 @@ def _prepared(
     try:
         yield prepared
     finally:
-        # else a second phase would wrap the forward pass in autocast twice
+        # otherwise a second phase would wrap the forward pass in autocast twice
         accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)
         accelerator.free_memory()
 
 
 def shut_down(accelerator: Accelerator) -> None:
-    """At the end of a run, by every process. In another order a rank sometimes aborts at exit."""
+    """Frees Accelerate's resources; every process calls it at the end of a run."""
+    # in another order a rank sometimes aborts at exit
     accelerator.free_memory()
     gc.collect()
     accelerator.wait_for_everyone()

@@ -1,4 +1,4 @@
-"""What the selection rules look at while a model trains end to end."""
+"""Measures the selection metric on validation images while a model trains end to end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EndToEndValidation:
-    """What the selection rules look at, evaluated while training, in the precision of the training."""
+    """The validation images of the selection rules, evaluated in the precision of the training."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class EndToEndValidation:
         *,
         loss: bool,
     ) -> None:
-        """`loss`: measure the loss of the images of LOSS_SPLIT too, as `self.loss`."""
+        """`loss`: also measure the loss on the images of LOSS_SPLIT, as `self.loss`."""
         self.metric = criteria.metric
         self.precision = precision_of(accelerator)
-        self.loss = math.nan  # of the images of LOSS_SPLIT, where they are looked at, at the last evaluation
+        self.loss = math.nan  # loss on LOSS_SPLIT at the last evaluation, if it is measured
         watched = rows_of_rules(job, [*criteria.rules, LOSS_SPLIT] if loss else criteria.rules)
 
         def measured(rule: str, metric: str) -> RuleImages:
@@ -50,7 +50,7 @@ class EndToEndValidation:
         }
 
     def evaluate(self, inner: EndToEnd) -> dict[str, float] | None:
-        """Selection rule → the metric's value (`RuleImages`); None where logits are not finite."""
+        """Returns {selection rule: value of the metric}; None if logits are not finite."""
         inner.eval()
         values = {}
         for rule, images in self.images.items():

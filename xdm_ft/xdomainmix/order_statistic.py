@@ -1,4 +1,4 @@
-"""Which scores of a row exceed its order statistic x_(rank), found without sorting."""
+"""Finds the scores of a row that exceed its order statistic x_(rank), without sorting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from xdm_ft.xdomainmix.stacking import stacked
 
 
 def exceeds(scores: Tensor, rank: int) -> Tensor:
-    """`scores > x_(rank)`, x_(0) ≤ x_(1) ≤ … being the sorted row; False throughout a row with a NaN.
+    """Returns `scores > x_(rank)`, where x_(0) ≤ x_(1) ≤ … is the sorted row; all False in a row with a NaN.
 
     Args:
         scores: float [...,K]; also under `torch.func.vmap`.
@@ -24,17 +24,17 @@ def exceeds(scores: Tensor, rank: int) -> Tensor:
     return mask
 
 
-def plainly(rows: Tensor, rank: int) -> Tensor:
-    """The same in plain torch, of rows [n,K]: the oracle of both kernels.
+def reference(rows: Tensor, rank: int) -> Tensor:
+    """`exceeds` in plain torch for rows [n,K], which both kernels must equal.
 
-    x_(rank) is the smallest of the K−rank largest. torch counts NaN as largest, and `amin` keeps it: nothing exceeds
-    it.
+    x_(rank) is the smallest of the K−rank largest scores. torch sorts NaN as the largest and `amin` returns NaN if
+    there is one, which no score exceeds.
     """
     return rows > rows.topk(rows.shape[-1] - rank, dim=-1, sorted=False).values.amin(-1, keepdim=True)
 
 
 class _Exceeds(torch.autograd.Function):
-    """Every row is on its own, so the rows of many heads are just more rows."""
+    """Rows are independent, so under `vmap` the rows of all heads are computed together."""
 
     @staticmethod
     def forward(scores: Tensor, rank: int) -> Tensor:
@@ -48,7 +48,7 @@ class _Exceeds(torch.autograd.Function):
 
             mask = _triton.exceeds(rows, rank)
         else:
-            mask = plainly(rows, rank)
+            mask = reference(rows, rank)
         return mask.view(scores.shape)
 
     @staticmethod
