@@ -195,10 +195,11 @@ class Engines:
 
     def _record(self, job: Job, step: int, values: dict[str, float]) -> None:
         """Writes the TensorBoard scalars of one step."""
-        place = f"{job.method}/{','.join(job.test_domains) or FINAL_FIT}/seed{job.seed}"
+        tag = f"{job.method}/{','.join(job.test_domains) or FINAL_FIT}/seed{job.seed}"
         trial = f"-trial{job.trial}" if self.plan.recipe.search.trials > 1 else ""
+        # the selection values of the final fit only mark its step; they are measured on no image
         measured = {name: value for name, value in values.items() if not name.startswith(f"{FINAL_FIT}/")}
-        self.directory.write_scalars(f"{place}{trial}", step, measured)
+        self.directory.write_scalars(f"{tag}{trial}", step, measured)
 
     def _checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of jobs that train together."""
