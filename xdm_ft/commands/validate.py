@@ -72,4 +72,4 @@ def _commented(block: Block, indent: str) -> list[str]:
 
 def _value(value: Any) -> str:
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"), sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return text.removesuffix("\n").removesuffix("\n...")  # PyYAML writes a line "..." after a single scalar

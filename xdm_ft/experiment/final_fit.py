@@ -92,6 +92,7 @@ def final_fit(engines: Engines, results: ResultsFile) -> dict[str, Any] | None:
 
     request = Request(fit.model.item, [job], Criteria((FINAL_FIT,), protocol.metric), {job.key})
     train(engines, [request], measure, results)
+    # read from the run directory, because another process may have trained the model
     *_, fitted = engines.directory.lines(FINAL_FIT)
     return about | fitted
 

@@ -202,6 +202,7 @@ def trials_of(recipe: Recipe, item: MethodItem) -> int:
 def searched(recipe: Recipe, item: MethodItem) -> Iterator[tuple[str, Distribution]]:
     """Yields the searched keys that apply to a method of the recipe, including those of `training`."""
     for key, distribution in recipe.search.distributions.items():
+        # drawn_item returns the item itself if the key is not one of its settings; the value does not matter
         if "." not in key or drawn_item(item, {key: distribution.at(0.5)}) is not item:
             yield key, distribution
 
@@ -217,7 +218,7 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
     from xdm_ft.training.averages import LOSS_SPLIT
 
     task = Task(dataset.class_names, split.train_domains)
-    item.algorithm.build(Setup(task, width=2, steps=steps, seed=0))
+    item.algorithm.build(Setup(task, width=2, steps=steps, seed=0))  # constructors check settings; any width will do
     unfreeze_at = recipe.encoder_common.unfreeze_at
     if unfreeze_at >= steps:
         raise UserError(f"{recipe.name}: encoder.unfreeze_at: {unfreeze_problem(unfreeze_at, steps)}")
