@@ -170,6 +170,7 @@ def _lost_process(error: Exception) -> str | None:
     text = str(error).strip().splitlines()
     if os.environ.get("WORLD_SIZE", "1") == "1" or not isinstance(error, RuntimeError):
         return None
+    # gloo raises a plain RuntimeError when a connection breaks
     if not any("closed by peer" in line or "reset by peer" in line for line in text):
         return None
     rank = os.environ.get("RANK", "0")
@@ -177,4 +178,5 @@ def _lost_process(error: Exception) -> str | None:
 
 
 def _is_main_process() -> bool:
+    # from the launcher's environment, because importing Accelerate takes seconds
     return os.environ.get("RANK", "0") == "0"

@@ -91,9 +91,9 @@ def test_the_launchers_precision_is_nothing_to_a_frozen_encoder(
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "GPU 0,1 is asked for"),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "GPU 0,1 is selected"),
         ({"WORLD_SIZE": "2"}, "2 processes are launched for GPUs"),
-        ({"CUDA_VISIBLE_DEVICES": "0", "ACCELERATE_USE_CPU": "False"}, "GPU 0 is asked for"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "ACCELERATE_USE_CPU": "False"}, "GPU 0 is selected"),
     ],
 )
 def test_gpus_that_are_not_there_are_refused(
@@ -135,4 +135,4 @@ def test_real_launches() -> None:
     if not torch.cuda.is_available():
         gone = launch("--num_processes", "1", "--gpu_ids", "0")
         lines = [line for line in gone.stderr.splitlines() if line.startswith("xdm-ft:")]
-        assert gone.returncode == 1 and len(lines) == 1 and "GPU 0 is asked for" in lines[0], gone.stderr
+        assert gone.returncode == 1 and len(lines) == 1 and "GPU 0 is selected" in lines[0], gone.stderr

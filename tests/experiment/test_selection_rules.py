@@ -105,16 +105,16 @@ def test_an_interrupted_cross_domain_measures_nothing_twice(monkeypatch):
     whole = results(*overrides)
     assert not list(made_path(recipe()).glob("state/**/*.jsonl")), "a complete run has nothing to resume"
 
-    keep = ResultsFile.keep
+    save = ResultsFile.save
 
-    def killed(self, kept, directory):
-        if kept.kind == RECORDS:
+    def killed(self, outcome, directory):
+        if outcome.kind == RECORDS:
             raise KeyboardInterrupt
-        keep(self, kept, directory)
+        save(self, outcome, directory)
 
     again = (*overrides, "output.dir=again")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(ResultsFile, "keep", killed)
+        patch.setattr(ResultsFile, "save", killed)
         run(recipe(*again))
     files = made_path(recipe(*again)).glob("state/cross_domain/*.jsonl")
     assert sum(len(file.read_text().splitlines()) for file in files) == 6

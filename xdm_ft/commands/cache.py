@@ -84,7 +84,7 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
                 features = read_results(path)["environment"].get("features")
             except Damaged as error:
                 raise UserError(f"cache prune: {path}: is damaged ({error}); delete it if it is not needed") from error
-            keys |= {features["key"]} if features else set()
+            keys |= {features["key"]} if features else set()  # a run end to end has no cached features
     return keys
 
 

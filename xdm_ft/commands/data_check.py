@@ -38,6 +38,7 @@ def check_data(recipe: Recipe) -> Checked:
     yield from broken(dataset, unreadable)
     plan = yield from planned(recipe, dataset)
     if plan is not None and unreadable:
+        # a run with data.on_bad_image: skip leaves these images out, and what remains may be too little for a split
         yield from planned(recipe, dataset, unreadable)
     hashes = hash_files(dataset, cache_folder(recipe.features), show=True)
     found = list(data_faults(dataset, hashes, plan.splits if plan else ()))

@@ -68,7 +68,7 @@ def _settings(folder: str, name: str, prefix: str = "") -> str:
 
 def _in_yaml(default: object) -> str:
     text: str = yaml.safe_dump(_plain(default), default_flow_style=True, width=float("inf"), allow_unicode=True)
-    return text.split("\n")[0]
+    return text.split("\n")[0]  # PyYAML writes a line "..." after a single scalar
 
 
 def _plain(default: object) -> object:

@@ -30,17 +30,19 @@ def retrain(run_directory: str, method: str, held_out: str, seed: int, trial: in
     folder = Path(run_directory)
     before = _recorded(folder, (method, tuple(held_out.split(",")), seed, trial))
     with tempfile.TemporaryDirectory() as scratch:
+        # JSON is YAML: the quotes keep a path with any characters one text
         recipe = load(str(folder / "recipe.yaml"), [f"output.dir={json.dumps(scratch)}"])
         accelerator, dataset = start(recipe), read_data(recipe)
         plan = make_plan(recipe, dataset)
         prepared = prepare(recipe, dataset, build_encoder(recipe, recipe.protocol.seeds[0]), accelerator)
         plan, key = plan.without(prepared.unreadable), before.key
+        # all models of the method, because they determine which heads share a chunk
         planned = {model.key: model for model in plan.models if model.item.label == method and not model.skipped}
         if alone:
             planned = {key: planned[key]}
         with opened(recipe, accelerator) as directory:
             engines = Engines(plan, prepared, directory, accelerator)
-            results = ResultsFile(recipe, directory, Earlier(), {}, {})
+            results = ResultsFile(recipe, directory, Earlier(), {}, {})  # nothing counts as trained yet
             known = cross_domain_values(engines, planned.keys(), results)
             train_planned(engines, planned, known, {key}, results)
             compared = _compared(folder, before, directory.path, recorded(directory)[key])

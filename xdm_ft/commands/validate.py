@@ -50,17 +50,8 @@ def _print_own_prompts(encoder: TextEncoder, item: MethodItem, class_names: tupl
 
 def resolved_with_meanings(recipe: Recipe) -> str:
     """Returns the resolved recipe as YAML, with each key's meaning as a comment. It is a valid recipe."""
-    blocks: dict[str, Block] = {
-        "data": recipe.data.block,
-        "protocol": recipe.protocol,
-        "encoder": recipe.encoder.block,
-        "features": recipe.features,
-        "training": recipe.training,
-        "search": recipe.search,
-        "output": recipe.output,
-    }
     lines = [f"name: {_value(recipe.name)}"]
-    for name, block in blocks.items():
+    for name, block in recipe.blocks.items():
         lines += [f"{name}:", *_commented(block, "  ")]
     lines.append("methods:")
     for item in recipe.methods:
@@ -81,4 +72,4 @@ def _commented(block: Block, indent: str) -> list[str]:
 
 def _value(value: Any) -> str:
     text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"), sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
+    return text.removesuffix("\n").removesuffix("\n...")  # PyYAML writes a line "..." after a single scalar

@@ -51,7 +51,7 @@ def cross_domain_values(engines: Engines, wanted: Collection[Identity], results:
         train(engines, requests, _measure, results)
     measured, courses = _measured(engines), dict[Identity, list[Mapping[int, float]]]()
     for model, job in zip(extra, jobs, strict=True):
-        for part, key in zip(LEFT_OUT, model.serves, strict=False):
+        for part, key in zip(LEFT_OUT, model.serves, strict=False):  # a model serves one planned model, or two
             courses.setdefault(key, []).append(measured[_name(job)][part])
     return {key: {"cross_domain": mean_course(of_model)} for key, of_model in courses.items()}
 

@@ -31,6 +31,7 @@ counts the groups that they share.
 
 def faults(plan: Plan, show: bool) -> list[Finding]:
     """Returns all faults. Reads and hashes only image files of equal size. `show`: whether to show progress."""
+    # files of different sizes can not be copies of each other
     hashes = hash_files(plan.dataset, _index_folder(plan.recipe), show, equal_sizes_only=True)
     return [*data_faults(plan.dataset, hashes, plan.splits), *plan_faults(plan)]
 
@@ -62,6 +63,7 @@ def classes_spelt_alike(dataset: ImageDataset) -> Iterator[Finding]:
     """Yields classes whose names differ only in case, in spaces or in the encoding of an accent."""
     alike: dict[str, list[int]] = {}
     for number, name in enumerate(dataset.class_names):
+        # NFKC maps the two encodings of an accented letter (one character, or letter and accent) to one
         alike.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(number)
     images = images_of(dataset)
     for numbers in alike.values():
@@ -101,7 +103,7 @@ def repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[
     for repeated, where in ((across, "in more than one domain"), (within, "twice or more in one domain")):
         if not repeated:
             continue
-        copy_of = np.full(len(dataset), -1)
+        copy_of = np.full(len(dataset), -1)  # [N], the number of the set of copies that an image belongs to
         for number, rows in enumerate(repeated):
             copy_of[rows] = number
         counts = [f"{n} of them in training and {part}" for part, n in _shared(splits, copy_of).items()]

@@ -101,6 +101,7 @@ class Engines:
                     images = len(jobs) * batch * item.gradient_evaluations(jobs[0].setup.steps, len(pools))
                 if any(job.key in request.wanted for job in jobs):
                     found.append(Piece(request, jobs, images))
+        # with the longest first, all processes end at about the same time
         return sorted(found, key=lambda piece: -piece.images)
 
     def train_pieces(self, queue: Sequence[Piece], show: bool) -> Iterator[Model]:
@@ -195,10 +196,11 @@ class Engines:
 
     def _record(self, job: Job, step: int, values: dict[str, float]) -> None:
         """Writes the TensorBoard scalars of one step."""
-        place = f"{job.method}/{','.join(job.test_domains) or FINAL_FIT}/seed{job.seed}"
+        tag = f"{job.method}/{','.join(job.test_domains) or FINAL_FIT}/seed{job.seed}"
         trial = f"-trial{job.trial}" if self.plan.recipe.search.trials > 1 else ""
+        # the selection value of the final fit is a constant that marks its step: it measures nothing
         measured = {name: value for name, value in values.items() if not name.startswith(f"{FINAL_FIT}/")}
-        self.directory.write_scalars(f"{place}{trial}", step, measured)
+        self.directory.write_scalars(f"{tag}{trial}", step, measured)
 
     def _checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of jobs that train together."""

@@ -92,6 +92,7 @@ def final_fit(engines: Engines, results: ResultsFile) -> dict[str, Any] | None:
 
     request = Request(fit.model.item, [job], Criteria((FINAL_FIT,), protocol.metric), {job.key})
     train(engines, [request], measure, results)
+    # read from the run directory, because another process may have trained the model
     *_, fitted = engines.directory.lines(FINAL_FIT)
     return about | fitted
 
@@ -212,8 +213,8 @@ def mode(values: Iterable[Any]) -> Any:
 def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
     """Describes the fit in one line."""
     split, item, rule = fit.model.split, fit.model.item, recipe.protocol.selection
-    official = "the official split's training, validation and test parts alike"
-    held_out = "the domains held out for the estimate included"
+    official = "including the official split's validation and test images"
+    held_out = "including the domains held out for the estimate"
     images = sum(len(rows) for rows in split.train)
     parts = [
         f"{item.label} has the best {recipe.protocol.metric} by {rule}, the mean over its {runs} runs",
@@ -234,4 +235,4 @@ def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
     ):
         if keys:
             parts.append(f"{', '.join(keys)}: {what} over the trials picked")
-    return "; ".join([*parts, "nothing was chosen in this fit, and no image is left to measure it on"])
+    return "; ".join([*parts, "nothing is selected in this fit, and no image is left to measure it on"])

@@ -123,7 +123,7 @@ def _check_until_ended(watch: Watch, ended: threading.Event) -> None:
     while not ended.wait(EVERY_SECONDS):
         silent = watch.check()
         found = found + 1 if silent else 0
-        # a rank that waits for the hung one in the same step goes silent some checks later; the message needs both
+        # a rank that waits for the hung one in the same step falls silent some checks later: wait, to report both
         if found <= AGAIN:
             continue
         if watch.is_first_to_report():

@@ -80,13 +80,14 @@ def _refuse_missing_gpus() -> None:
     """
     import torch
 
+    # the values that Accelerate reads as true
     if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "on", "t"):
         return
     if torch.accelerator.is_available():
         return
     visible, processes = os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.environ.get("WORLD_SIZE", "1")
-    if visible not in ("", "-1", "NoDevFiles"):
-        what = f"GPU {visible} is asked for (accelerate launch --gpu_ids, or CUDA_VISIBLE_DEVICES)"
+    if visible not in ("", "-1", "NoDevFiles"):  # these hide all GPUs on purpose; schedulers set the last one
+        what = f"GPU {visible} is selected (accelerate launch --gpu_ids, or CUDA_VISIBLE_DEVICES)"
         remedy = "leave it out"
     elif processes != "1":
         what, remedy = f"{processes} processes are launched for GPUs", "launch one process"

@@ -33,13 +33,13 @@ def run_forked(work: Callable[[int], None], processes: int) -> None:
             work(0)
         return
     context, children = multiprocessing.get_context("fork"), list[tuple[BaseProcess, Connection]]()
-    sys.stdout.flush()
+    sys.stdout.flush()  # or every fork would print a copy of what is still in the buffers
     sys.stderr.flush()
     for number in range(1, processes):
         reader, writer = context.Pipe(duplex=False)
         child: BaseProcess = context.Process(target=_in_child, args=(work, number, writer), daemon=True)
         child.start()
-        writer.close()
+        writer.close()  # only the child keeps this end, so that `recv` raises EOFError when the child has ended
         children.append((child, reader))
     try:
         with _one_thread():
@@ -75,6 +75,7 @@ def _raise(child: BaseProcess, reader: Connection) -> None:
 
 def _in_child(work: Callable[[int], None], number: int, writer: Connection) -> None:
     if sys.platform == "linux":
+        # the kernel kills this process when its parent dies, even of SIGKILL
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     handled_here()

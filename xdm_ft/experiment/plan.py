@@ -202,6 +202,7 @@ def trials_of(recipe: Recipe, item: MethodItem) -> int:
 def searched(recipe: Recipe, item: MethodItem) -> Iterator[tuple[str, Distribution]]:
     """Yields the searched keys that apply to a method of the recipe, including those of `training`."""
     for key, distribution in recipe.search.distributions.items():
+        # drawn_item returns the item itself if the key is not one of its settings; the value does not matter
         if "." not in key or drawn_item(item, {key: distribution.at(0.5)}) is not item:
             yield key, distribution
 
@@ -217,7 +218,7 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
     from xdm_ft.training.averages import LOSS_SPLIT
 
     task = Task(dataset.class_names, split.train_domains)
-    item.algorithm.build(Setup(task, width=2, steps=steps, seed=0))
+    item.algorithm.build(Setup(task, width=2, steps=steps, seed=0))  # constructors check settings; any width will do
     unfreeze_at = recipe.encoder_common.unfreeze_at
     if unfreeze_at >= steps:
         raise UserError(f"{recipe.name}: encoder.unfreeze_at: {unfreeze_problem(unfreeze_at, steps)}")
@@ -241,15 +242,13 @@ def describe(plan: Plan) -> str:
     trained += [model for model in plan.extra if not model.item.is_solver]
     passes = sum(model.steps * (2 if model.item.sharpness else 1) for model in trained)
     gradients = sum(m.item.gradient_evaluations(m.steps, len(m.split.train_domains)) for m in trained)
-    images = len(plan.dataset)
+    images, skipped = len(plan.dataset), sum(model.skipped is not None for model in plan.models)
     lines = [
         f"data: {images} images, {len(plan.dataset.class_names)} classes",
         f"domains: {', '.join(plan.dataset.domain_names)}",
         f"models: {len(plan.models)} = methods × held-out domains × seeds"
         + (f" × up to {recipe.search.trials} trials" if recipe.search.trials > 1 else "")
-        + (
-            f", {sum(model.skipped is not None for model in plan.models)} of them skipped" if _any_skipped(plan) else ""
-        ),
+        + (f", {skipped} of them skipped" if skipped else ""),
         *([extra_models(plan)] if plan.extra else []),
         f"steps: {sum(model.steps for model in trained)}, gradient evaluations: {gradients}",
     ]
@@ -269,10 +268,6 @@ def _passes(views: int) -> str:
 
 def extra_models(plan: Plan) -> str:
     return f"extra models: {len(plan.extra)}, trained first, because protocol.selection is cross_domain"
-
-
-def _any_skipped(plan: Plan) -> bool:
-    return any(model.skipped for model in plan.models)
 
 
 def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, Any]:

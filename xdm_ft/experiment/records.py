@@ -178,6 +178,7 @@ def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
 
 def _value(plan: Plan, job: Job, rule: str, selected: Selected, logits: Mapping[str, Tensor]) -> float | None:
     """Returns the selection value of a pick. Averaged weights have none yet: it is computed here from their logits."""
+    # values in `known` were measured on other models, so the logits of this one can not give them
     value = job.known[rule].get(selected.step) if rule in job.known else selected.value
     if value is None:
         name = split_of(rule)

@@ -99,6 +99,7 @@ def earlier(directory: RunDirectory, accelerator: Accelerator) -> Earlier:
             f"{directory.path / 'results.json'}: was written by an earlier version, whose train_val pooled the images "
             "of all domains; set another name or output.dir"
         )
+    # lines are written for every model, results.json only now and then
     known = {record.key: record for record in map(Record.from_json, results["runs"])} | recorded(directory)
     whole = {key: record for key, record in known.items() if _is_whole(record, directory)}
     final = results.get("final_fit")

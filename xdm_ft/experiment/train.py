@@ -30,6 +30,7 @@ def train(
                 results.save(measure(model), directory)
 
     if queue:
+        # a CUDA context can not be used in a forked process
         forks = 1 if accelerator.device.type != "cpu" else max(1, cores() // local_processes())
         run_forked(work, min(forks, len(queue)))
     wait_for_everyone(accelerator)  # other processes may still train their last piece

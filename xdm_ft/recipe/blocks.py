@@ -194,9 +194,10 @@ class Recipe:
         """Whether a method reads cached features of the encoder before training."""
         return not self.trainable or any(item.is_solver for item in self.methods)
 
-    def resolved(self) -> dict[str, Any]:
-        """Returns the recipe as plain values, including every default."""
-        blocks: dict[str, Block] = {
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """The blocks by their keys, in the order in which a recipe is printed; `methods` is not among them."""
+        return {
             "data": self.data.block,
             "protocol": self.protocol,
             "encoder": self.encoder.block,
@@ -205,7 +206,10 @@ class Recipe:
             "search": self.search,
             "output": self.output,
         }
-        plain = {name: block.model_dump(mode="json") for name, block in blocks.items()}
+
+    def resolved(self) -> dict[str, Any]:
+        """Returns the recipe as plain values, including every default."""
+        plain = {name: block.model_dump(mode="json") for name, block in self.blocks.items()}
         methods = [item.block.model_dump(mode="json") for item in self.methods]
         return {"name": self.name, **plain, "methods": methods}
 
@@ -251,13 +255,10 @@ def drawn_training(training: Training, drawn: Mapping[str, Value]) -> Training:
 
 def _changed(block: B, changes: Mapping[str, Value]) -> B:
     """Returns a checked copy; values of integer settings are rounded."""
-    whole = {key for key in changes if int in _types(type(block).model_fields[key].annotation)}
+    types = {key: type(block).model_fields[key].annotation for key in changes}
+    whole = {key for key, of_key in types.items() if int in (get_args(of_key) or (of_key,))}
     rounded = {key: round(value) if key in whole else value for key, value in changes.items()}  # type: ignore[arg-type]
     return type(block).model_validate({**block.model_dump(), **rounded})
-
-
-def _types(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) or (annotation,)
 
 
 def text_faults(item: MethodItem, has_text: bool, normalized: bool) -> Iterator[tuple[Key, str]]:

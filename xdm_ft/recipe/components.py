@@ -46,6 +46,7 @@ def find(folder: str, name: str) -> type[Any]:
     if name not in known:
         raise UserError(f'no "{name}" in {folder}{did_you_mean(name, known)}')
     module = importlib.import_module(f"xdm_ft.{folder}.{name}")
+    # abstract classes and NamedTuples beside the component are not components
     classes = [
         member
         for key, member in vars(module).items()
@@ -62,7 +63,7 @@ def settings_model(cls: type[Any], common: type[Block] = Block, prefix: str = ""
 
     `prefix`, such as `sam.`, is put before the names of the arguments, as `common` may have fields of the same names.
     """
-    hints = get_type_hints(cls.__init__, include_extras=True)
+    hints = get_type_hints(cls.__init__, include_extras=True)  # extras: the Field(…) inside Annotated
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(cls.__init__).parameters.items():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:

@@ -121,9 +121,9 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
             fault = error.errors()[0]
             problem = f"trial {trial} draws {'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}"
             faults.add(("search", "space"), problem)
-            return
+            return  # one faulty trial is enough: thousands may follow
         for item in drawn:
-            if item in items or item.is_solver:
+            if item in items or item.is_solver:  # items without drawn settings are checked by _check_method
                 continue
             try:
                 reason = _parts_reason(_built(item, recipe), recipe)
@@ -136,6 +136,7 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
 
 def _built(item: MethodItem, recipe: Recipe) -> Algorithm:
     """Builds the method for two classes, two domains and two features, so that it checks its own settings."""
+    # with epochs the number of steps is not known before the data; the plan checks these settings again
     steps, task = recipe.training.steps or sys.maxsize, Task(("a", "b"), ("a", "b"))
     setup = Setup(task, width=2, steps=steps, seed=0, loss_average=recipe.training.loss_average)
     algorithm: Algorithm = item.algorithm.build(setup)

@@ -64,11 +64,12 @@ def check(text: RecipeText) -> Recipe:
     for block, model in BLOCKS.items():
         found[block] = _block(faults, (block,), model, values.get(block, {}))
     found["methods"] = _methods(faults, values.get("methods"))
-    faults.raise_if_any()
+    faults.raise_if_any()  # the checks across blocks need valid blocks
     found["search"] = found["search"].for_data(found["data"].name)
     recipe = Recipe(name=str(name), **found)
     check_together(faults, recipe)
     faults.raise_if_any()
+    # resolved here, so that recipe.yaml and results.json contain it
     augmented = recipe.data.block.model_copy(update={"train_augmentation": recipe.train_augmentation})
     return replace(recipe, data=replace(recipe.data, block=augmented))
 
@@ -82,6 +83,7 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
     except ValidationError as error:
         known = list(components.describe(model))
         for fault in error.errors():
+            # pydantic adds the names of validator functions to a fault's location
             place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
             faults.add((*key, *place), _problem(dict(fault), place, known))
         return None

@@ -149,6 +149,7 @@ class Search(Block):
         name = crc32(key.encode())
         if self.sampler == "random":
             return float(uniform(name, trial, Stream.SEARCH, 0))
+        # one sequence per key: searching one more key does not change the draws of the others
         points = torch.quasirandom.SobolEngine(1, scramble=True, seed=name).draw(trial, dtype=torch.float64)
         return min(float(points[-1, 0]), 1 - 2**-30)
 

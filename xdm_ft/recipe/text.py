@@ -124,6 +124,7 @@ def _as_yaml_values(value: Any) -> Any:
             return os.fspath(other)
         raise UserError(f"recipe: {other!r} is a {type(other).__name__}; use texts, numbers, lists and dicts")
 
+    # by way of JSON, which turns tuples into lists and refuses other types
     return json.loads(json.dumps(value if not isinstance(value, Mapping) else dict(value), default=plain))
 
 
@@ -161,7 +162,7 @@ def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 
 
 def _plain(node: yaml.Node, key: Key, loader: _Loader, recipe: RecipeText, seen: set[int]) -> Any:
-    if id(node) in seen:
+    if id(node) in seen:  # PyYAML represents an alias by the node that it refers to
         raise _fault(node, "aliases (*name) are not supported in recipes")
     seen.add(id(node))
     recipe.lines[key] = node.start_mark.line + 1

@@ -1,1 +1,1 @@
-"""What survives a kill: atomic and checksummed files, checkpoints."""
+"""Files that survive a killed process: atomic writes, checksums, checkpoints and the run directory."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from xdm_ft.errors import UserError
 
 UNFINISHED = ".unfinished"
-NOT_WRITABLE = (
+NOT_WRITABLE = (  # faults of a path that the user gave; any other error keeps its traceback
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,
@@ -36,8 +36,8 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
         temporary = Path(name)
         try:
             write(temporary)
-            os.chmod(temporary, 0o666 & ~_umask())
-            sync(temporary)
+            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp lets only the owner read the file
+            sync(temporary)  # before the rename, or a crash could leave an empty file under the final name
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -66,7 +66,7 @@ def order_metadata(path: Path) -> None:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         assert len(text) <= length, "sorting keeps the length"
         file.seek(8)
-        file.write(text.ljust(length))
+        file.write(text.ljust(length))  # padded with spaces, which the format allows, so that no tensor moves
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -83,6 +83,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _umask() -> int:
+    # reading the umask is possible only by setting it
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

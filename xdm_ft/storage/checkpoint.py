@@ -105,7 +105,7 @@ def read(path: Path) -> tuple[State, dict[str, Any]]:
     """Returns the state and the settings it was written for. Raises `Damaged` or `FileNotFoundError`."""
     found, metadata = read_tensors(path)
     # clone, because the tensors are memory-mapped and the next save replaces the file
-    tensors = {name: found[name].clone() for name in sorted(found, key=_place)}
+    tensors = {name: found[name].clone() for name in sorted(found, key=_place)}  # names are numbers: 2 before 10
     header = metadata.get("header", "")
     if metadata.get("digest") != tensors_digest(tensors, header):
         raise Damaged("its checksum differs")
@@ -137,6 +137,7 @@ def _at(value: Any, key: str) -> Any:
 def _packed(value: Any, found: dict[tuple[Any, ...], tuple[int, Tensor]]) -> Any:
     """Returns the value for JSON, and adds its tensors to `found`. A tensor that occurs twice is stored once."""
     if isinstance(value, Tensor):
+        # equal memory and layout: the same tensor under two names
         same = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         return {"tensor": found.setdefault(same, (len(found), value))[0]}
     if isinstance(value, Mapping):

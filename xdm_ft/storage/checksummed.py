@@ -64,7 +64,7 @@ def append_line(path: Path, value: Any) -> None:
             file.flush()
             os.fsync(file.fileno())
         if created:
-            sync(path.parent)
+            sync(path.parent)  # or a crash could lose the name of the new file
 
 
 def _end_of_last_line(path: Path) -> int:
@@ -87,7 +87,7 @@ def read_lines(path: Path) -> Iterator[Any]:
         content = path.read_bytes()
     except OSError as error:
         raise Damaged(_reason(error)) from error
-    *lines, _ = content.split(b"\n")
+    *lines, _ = content.split(b"\n")  # behind the last newline is nothing, or a line that a kill cut short
     for number, line in enumerate(lines, start=1):
         try:
             kept = json_object(line)
@@ -162,5 +162,6 @@ def check_tensors(path: Path) -> None:
 
 def _reason(error: Exception) -> str:
     """Returns the text of an exception on one line."""
+    # str() of an OSError repeats the path
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(text.split())

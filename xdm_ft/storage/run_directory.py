@@ -96,7 +96,7 @@ class RunDirectory:
         folder = self.path / "state" / TAKEN
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch(exist_ok=False)
+            (folder / name).touch(exist_ok=False)  # atomic: of several processes exactly one creates the file
         except FileExistsError:
             return False
         except OSError as error:
@@ -123,6 +123,7 @@ class RunDirectory:
     @staticmethod
     def model_folder(method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
         """Returns the folder of a model, relative to the run directory."""
+        # quoted, because labels and domains may contain slashes
         names = [quote(method, safe="+ "), quote(",".join(test_domains), safe=", "), f"seed{seed}-trial{trial}"]
         return "/".join(["models", *names])
 
@@ -190,7 +191,7 @@ class RunDirectory:
         text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         replace_text(self.path / "results.json", text)
         ended = time.monotonic()
-        self._next_write = ended + (ended - started) / WRITING_SHARE
+        self._next_write = ended + (ended - started) / WRITING_SHARE  # the more models, the longer a write takes
 
     def write_text(self, name: str, text: str) -> None:
         replace_text(self.path / name, text)
