@@ -62,7 +62,7 @@ def test_nothing_selected_says_which_rule_and_why() -> None:
     selector.offer(5, {"train_val": math.nan, "oracle": 0.5}, lambda: state_of(5))
     reason = selector.nothing_selected()
     assert reason is not None and "train_val" in reason and "oracle" not in reason
-    assert "auroc" in reason and "step from 5 on" in reason
+    assert "auroc" in reason and "from step 5 on" in reason
 
 
 def test_only_the_recipes_own_rule_must_select() -> None:
@@ -112,5 +112,5 @@ def test_evaluation_steps(steps: int, every: int | None, expected: list[int]) ->
 def test_a_rule_without_images_is_refused() -> None:
     job = job_of()
     assert rows_of_rules(job, ["oracle"])["oracle"] is job.split.evaluation["test_val"]
-    with pytest.raises(UserError, match=r"protocol\.selection: \"val_domain\" needs images.*d0 held out"):
+    with pytest.raises(UserError, match=r"protocol\.selection: \"val_domain\" needs images.*d0 is held out"):
         rows_of_rules(job, ["train_val", "val_domain"])

@@ -15,7 +15,7 @@ from xdm_ft.errors import UserError
 from xdm_ft.randomness import Stream, beta, uniform
 from xdm_ft.tensors import Batch
 
-STAGES = 2  # the paper's choice, and XDomainMix's experiments
+STAGES = 2  # as in the paper, and in XDomainMix's experiments
 
 
 class MixStyle(ERM):

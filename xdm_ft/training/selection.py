@@ -110,6 +110,7 @@ class Selector:
         return value > best if HIGHER_IS_BETTER[self.metric] else value < best
 
     def state(self) -> dict[str, Any]:
+        # rules that picked the same step share its weights, which are stored once
         distinct = {id(selected.state): selected for selected in self.selected.values()}
         place = {key: number for number, key in enumerate(distinct)}
         return {

@@ -113,6 +113,7 @@ class Adam(Optimizer):
         square = self.square[name].mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
         if self.largest:
             square = torch.maximum(self.largest[name], square, out=self.largest[name])
+        # θ ← θ − lr · m̂ / (√v̂ + ε) with m̂ = m / (1 − β1^t) and v̂ = v / (1 − β2^t)
         scale = (1 - self.beta2**self.taken) ** -0.5
         ratio = mean / square.sqrt().mul_(scale).add_(self.eps)
         parameter.addcmul_(ratio, lr, value=-1 / (1 - self.beta1**self.taken))
@@ -148,7 +149,7 @@ def clip(gradients: Tensors, norm: float) -> Tensors:
     """Returns each head's gradients, scaled so that their joint norm is at most `norm` (as torch's clip_grad_norm_)."""
     per_tensor = [torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in gradients.values()]  # each [H]
     total = torch.linalg.vector_norm(torch.stack(per_tensor), dim=0)  # [H]
-    scale = (norm / (total + 1e-6)).clamp(max=1)
+    scale = (norm / (total + 1e-6)).clamp(max=1)  # torch adds the same 1e-6
     return {name: g * _beside(scale, g) for name, g in gradients.items()}
 
 

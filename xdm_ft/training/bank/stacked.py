@@ -63,12 +63,13 @@ def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
     """Takes one step of the optimizer on `batch`; returns the scalars before it."""
     batch = on_inputs(bank.template, bank.buffers, batch, number)
     losses = _losses(bank, bank.main, batch, number, reuse=None)
-    # total and auxiliary reach different parameters, so one backward pass serves both
+    # total and auxiliary depend on different parameters, so one backward pass computes both gradients
     every_gradient = _gradients(losses.total + losses.auxiliary, bank.main | bank.auxiliary)
     gradients = {name: every_gradient.pop(name) for name in bank.main}
     if bank.sharpness is not None:
         centre = {name: parameter.detach() for name, parameter in bank.main.items()}
         offset = vmap(bank.sharpness.offset)(centre, gradients, bank.rho)
+        # new leaves: the second gradient is taken at θ + offset, with the offset as a constant
         perturbed = {name: (centre[name] + offset[name]).requires_grad_() for name in centre}
         second = _losses(bank, perturbed, batch, number, losses.reuse)
         gradients = vmap(bank.sharpness.combine)(gradients, _gradients(second.total, perturbed))
@@ -78,6 +79,7 @@ def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
         bank.optimizer.reset()
     factor = learning_rate_factor(number, bank.steps, bank.schedule)
     bank.optimizer.step(bank.main | bank.auxiliary, gradients | every_gradient, factor)
+    # those of the first pass: a step changes buffers once
     bank.buffers |= {name: value.detach() for name, value in losses.buffers.items()}
     scalars = {**losses.logs, "loss": losses.total}
     if bank.auxiliary:

@@ -88,7 +88,7 @@ class ChunkState:
         """Loads the checkpoint that an interrupted process has left of these heads, if there is one."""
         bank, splits = self.bank, [job.split for job in self.jobs]
         rows = [rows for split in splits for rows in (*split.train, *split.evaluation.values())]
-        saved = checkpoint.load(
+        saved = checkpoint.load(  # one that was written for other values of these is not used
             {
                 "device": data.features.device.type,
                 "features": data.features.key,

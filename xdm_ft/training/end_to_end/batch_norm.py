@@ -56,7 +56,7 @@ class RunningStatistics:
         `weight`: the part's share of the step's images; 0 in a second pass, whose statistics do not count.
         """
         for total, value in zip(self.sums, self.values, strict=True):
-            total.add_(value, alpha=weight)
+            total.add_(value, alpha=weight)  # weights sum to 1 over the parts of all processes
         for value, before in zip(self.values, self.before, strict=True):
             value.copy_(before)
         for count, before in zip(self.counts, self.counts_before, strict=True):

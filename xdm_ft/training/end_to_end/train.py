@@ -150,7 +150,7 @@ def _resume(run: _Run, state: LoopState, annotations: Annotations) -> None:
     if run.checkpoint is None:
         return
     accelerator, split, images = state.accelerator, run.job.split, (annotations.labels, annotations.domains)
-    saved = run.checkpoint.load(
+    saved = run.checkpoint.load(  # one that was written for other values of these is not used
         {
             "processes": accelerator.num_processes,
             "device": accelerator.device.type,
