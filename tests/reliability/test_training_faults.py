@@ -83,9 +83,7 @@ def test_heads_that_do_not_fit_the_memory(
     monkeypatch.setattr(train, "cores", lambda: cores)
     assert main(["run", "small.yaml", "methods=[erm,irm]", "training.batch_size=1000000000000"]) == 2
     line = one_line(capfd.readouterr().err)
-    assert re.search(
-        "(erm|irm), one head: training does not fit the memory of this machine; lower training.batch_size", line
-    )
+    assert re.search("(erm|irm), one head: does not fit the memory of this machine; lower training.batch_size", line)
 
 
 @pytest.mark.parametrize(

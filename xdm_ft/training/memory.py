@@ -41,7 +41,7 @@ def out_of_memory_as_user_error(what: str, remedy: str) -> Iterator[None]:
         place = _exhausted(error)
         if place is None:
             raise
-        raise UserError(f"{what}: training does not fit {place}; {remedy}") from error
+        raise UserError(f"{what}: does not fit {place}; {remedy}") from error
 
 
 def _exhausted(error: MemoryError | RuntimeError) -> str | None:

@@ -290,7 +290,7 @@ def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
         rows = torch.cat([part.index for part in batch.parts])
         assert torch.equal(rows.sort().values, batch_of(job, training, step).index.sort().values)
         assert torch.equal(batch.whole.index, batch_of(job, training, step).index)
-        assert batch.share(0) + batch.weight(1) == pytest.approx(1)
+        assert batch.share(0) + batch.share(1) == pytest.approx(1)
 
 
 def augmented_batches(accelerator: Accelerator, seed: int = 3) -> TrainingBatches:
