@@ -190,6 +190,7 @@ def test_they_train_and_are_searched_on_cached_features(own_methods):
     assert len({values["lr"] for values in contrastive}) == 3
 
 
+@pytest.mark.slow
 def test_they_train_end_to_end(own_methods):
     records = trained("[erm, jittered, contrastive]", "encoder.trainable=true")
     assert [record["method"] for record in records] == ["erm", "jittered", "contrastive"]

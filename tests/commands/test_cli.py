@@ -179,6 +179,7 @@ def test_a_domain_with_one_class_only(recipe, tmp_path):
     one_line(xdm_ft("run", recipe, *FOLDER, cwd=tmp_path), '"b"', "one class only", '"cat"')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainable", ["false", "true"])
 def test_an_image_that_does_not_decode(recipe, tmp_path, trainable):
     root = make_images(tmp_path / "images")
@@ -199,6 +200,7 @@ def test_an_image_that_does_not_decode(recipe, tmp_path, trainable):
     assert "1 of 37 images do not decode" in skipped.stderr
 
 
+@pytest.mark.slow
 def test_one_training_domain_skips_xdomainmix_and_runs_the_others(recipe, tmp_path):
     make_images(tmp_path / "images", domains=("a", "b"))
     result = xdm_ft("run", recipe, *FOLDER, "protocol.seeds=1", "training.steps=4", cwd=tmp_path)
@@ -209,6 +211,7 @@ def test_one_training_domain_skips_xdomainmix_and_runs_the_others(recipe, tmp_pa
     assert "needs 2 training domains" in (tmp_path / "out/small/results.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_damaged_results_file_is_named(recipe, tmp_path):
     assert xdm_ft("run", recipe, cwd=tmp_path).returncode == 0
     path = tmp_path / "out" / "small" / "results.json"

@@ -141,6 +141,7 @@ def test_swads_interval_is_the_median_one_and_no_loss_is_read():
     torch.testing.assert_close(weights_of(found)["head.weight"], torch.stack(states).mean(0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_linear_probe_is_the_median_strength():
     found = results("methods=[linear_probe]")
     final = found["final_fit"]
@@ -264,6 +265,7 @@ def test_an_interval_averages_exactly_its_steps():
         assert one.result().mean["w"] == 4.5 and one.result()[:2] == (3, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["erm", "{name: erm+swad, swad.n_converge: 1}"])
 def test_end_to_end_nothing_is_measured_either(method, monkeypatch):
     from xdm_ft.training.end_to_end import train as loop

@@ -84,6 +84,7 @@ def test_null_is_resolved_and_shown(changes, expected):
     assert f"  train_augmentation: {expected} " in resolved_with_meanings(checked)
 
 
+@pytest.mark.slow
 def test_augmentation_reaches_the_training_and_the_protocol_line(tmp_path):
     none = ("counts: any", "counts: any, train_augmentation: none")
     augmented, plain = results(tmp_path), results(tmp_path, none, ("name: small", "name: plain"))
@@ -93,6 +94,7 @@ def test_augmentation_reaches_the_training_and_the_protocol_line(tmp_path):
     assert not torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_methods_on_cached_features_are_not_said_to_be_augmented(tmp_path):
     mixed = results(tmp_path, ("[erm]", "[erm, linear_probe]"))
     lines = [row["protocol"] for row in mixed["summary"]]
@@ -101,6 +103,7 @@ def test_methods_on_cached_features_are_not_said_to_be_augmented(tmp_path):
     assert "; no augmentation; " in frozen["summary"][0]["protocol"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainable", ["true", "false"])
 def test_class_balanced_and_class_weights_in_a_whole_run(trainable, tmp_path):
     found = results(
@@ -126,6 +129,7 @@ FROZEN = ("trainable: true", "trainable: false")
 VIEWS = ("{dir: cache, workers: 0}", "{dir: cache, workers: 0, views: 2}")
 
 
+@pytest.mark.slow
 def test_views_reach_the_training_and_the_protocol_line(tmp_path):
     viewed = results(tmp_path, FROZEN, VIEWS, ("[erm]", "[erm, linear_probe]"))
     plain = results(tmp_path, FROZEN, ("name: small", "name: plain"), ("[erm]", "[erm, linear_probe]"))

@@ -91,6 +91,7 @@ def test_the_longest_piece_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order == ["linear_probe", "fish", "sam", "erm", "vrex"], "equal ones as the recipe has them"
 
 
+@pytest.mark.slow
 def test_extra_models_come_before_those_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     results, _ = run_on(3, monkeypatch, "protocol.selection=cross_domain", "methods=[erm,fish,linear_probe]")
     assert all("cross_domain" in record["selected"] for record in results["runs"])

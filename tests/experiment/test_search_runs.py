@@ -88,6 +88,7 @@ def test_every_trial_is_kept_and_selection_picks_one():
         )
 
 
+@pytest.mark.slow
 def test_a_search_end_to_end_trains_its_trials_one_after_another():
     made = recipe(
         "encoder.trainable=true", "methods=[erm]", "search={trials: 2, preset: domainbed}", "protocol.seeds=1",

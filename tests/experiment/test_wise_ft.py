@@ -134,6 +134,7 @@ def test_the_shipped_model_has_the_median_alpha(tmp_path: Path) -> None:
     assert weights["head.weight"].isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_method_with_normalize_is_as_with_a_normalising_encoder(tmp_path: Path) -> None:
     (tmp_path / "encoder").mkdir()
     (tmp_path / "method").mkdir()

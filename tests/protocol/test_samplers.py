@@ -166,7 +166,7 @@ def test_image_rows_can_be_sent_to_a_worker(tmp_path: Path) -> None:
     assert torch.equal(copy[2][0], rows[2][0])
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_drawn_rows_depend_on_their_key_alone_and_leave_the_generator(tmp_path: Path, workers: int) -> None:
     transform = training_transform(Preprocessing(mean=(0, 0, 0), std=(1, 1, 1), size=8), "domainbed")
     images = DrawnRows(ImageRows(make_folder(tmp_path), transform))

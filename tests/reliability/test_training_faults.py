@@ -42,7 +42,7 @@ def results() -> dict:
     return json.loads(Path("out/small/results.json").read_text())
 
 
-@pytest.mark.parametrize("trainable", ["false", "true"])
+@pytest.mark.parametrize("trainable", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_loss_that_is_not_finite_fails_alone(trainable: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "small.yaml", f"encoder.trainable={trainable}"]) == 1
     status = {run["method"]: run["status"] for run in results()["runs"]}

@@ -138,7 +138,7 @@ def walked(job: Job, training: Training, accelerator: Accelerator, batch_norm: s
     ]
 
 
-@pytest.mark.parametrize("batch_norm", ["train", "frozen"])
+@pytest.mark.parametrize("batch_norm", ["train", pytest.param("frozen", marks=pytest.mark.slow)])
 def test_the_loop_averages_encoder_and_head(accelerator: Accelerator, batch_norm: str) -> None:
     training, job = Training(batch_size=4, encoder_lr=0.01), make_job(steps=3)
     trained = loop_models.train(

@@ -122,6 +122,7 @@ def test_compiled_without_a_place_to_keep_it(monkeypatch: pytest.MonkeyPatch) ->
     assert _numba.compiled(lambda a: a + 1)(1) == 2
 
 
+@pytest.mark.slow
 def test_triton_in_its_interpreter() -> None:
     pytest.importorskip("triton")
     assert len(SCORES) > 10

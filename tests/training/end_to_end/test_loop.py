@@ -324,6 +324,7 @@ def test_augmentation_is_a_function_of_seed_step_and_place(
     assert not torch.equal(found[0][2, 5], evaluation_transform(SmallCNN.preprocessing)(digits().image(row)))
 
 
+@pytest.mark.slow
 def test_images_to_train_on_are_augmented_and_those_to_select_by_are_not(accelerator: Accelerator) -> None:
     seen: dict[bool, list[Tensor]] = {True: [], False: []}
 

@@ -161,6 +161,7 @@ def test_the_second_pass_reuses_what_the_first_returned(accelerator: Accelerator
     assert torch.equal(reused[0]["given"], first) and not torch.equal(reused[0]["now"], first)
 
 
+@pytest.mark.slow
 def test_xdomainmix_with_sam_trains_a_timm_model(accelerator: Accelerator) -> None:
     recorded: dict[int, dict[str, float]] = {}
     torch.manual_seed(0)
