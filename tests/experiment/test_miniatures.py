@@ -80,6 +80,7 @@ def test_each_hospital_of_camelyon17_in_turn(tmp_path):
         assert words in found["summary"][0]["protocol"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domains", ["region", "year"])
 def test_the_worst_region_of_fmow_leaves_other_out_whatever_the_domains_are(domains, tmp_path):
     miniature.fmow(tmp_path / "data")

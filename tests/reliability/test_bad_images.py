@@ -117,6 +117,7 @@ def results(root: Path) -> dict:
     return json.loads((root.parent / "out/small/results.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainable", [False, True])
 @pytest.mark.parametrize("table", [False, True])
 def test_all_of_them_at_once(table: bool, trainable: bool, root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,11 @@ CASES = [(where, file, damage) for where, files in FILES.items() for file, some 
 
 
 @pytest.mark.parametrize(
-    ("scenario", "file", "damage"), CASES, ids=[f"{s}-{f.split('/')[-1]}-{d.__name__}" for s, f, d in CASES]
+    ("scenario", "file", "damage"),
+    [
+        pytest.param(s, f, d, id=f"{s}-{f.split('/')[-1]}-{d.__name__}", marks=pytest.mark.slow if number % 3 else ())
+        for number, (s, f, d) in enumerate(CASES)
+    ],
 )
 def test_each_file_damaged_and_missing(
     scenario: str,

@@ -208,6 +208,7 @@ def test_modules_behind_stages_work_in_training_alone() -> None:
         assert torch.equal(inner.train().encoder(batch.x), Staged()(batch.x))  # outside a step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [MixStyle, pytest.param(DSU, marks=pytest.mark.slow)])
 def test_a_loop_with_modules_behind_stages(accelerator: Accelerator, method: type[ERM]) -> None:
     """p = 0 is ERM; p = 1 is not; nothing is added to the weights; both passes of SAM see the same draws."""

@@ -108,6 +108,7 @@ def test_equals_a_loop_written_out(accelerator: Accelerator, batch_norm: str) ->
     assert not torch.equal(got["encoder.layers.1.weight"], before["layers.1.weight"])  # affine parameters train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size, accumulation", [(6, 3), (5, 2)])
 @pytest.mark.parametrize("kind", ["per_domain", "pooled"])
 def test_accumulation_gives_the_whole_batch_s_gradient(
@@ -339,6 +340,7 @@ def test_images_to_train_on_are_augmented_and_those_to_select_by_are_not(acceler
     assert torch.equal(torch.cat(seen[False][-10:]), read(split().evaluation["train_val"]))
 
 
+@pytest.mark.slow
 def test_class_balanced_batches_train_end_to_end_as_by_hand(accelerator: Accelerator) -> None:
     training = Training(batch_size=8, sampler="class_balanced", clip_norm=0.5, encoder_lr=0.003)
     job, encoder = make_job(steps=3), SmallCNN()

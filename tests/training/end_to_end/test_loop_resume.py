@@ -137,6 +137,7 @@ def test_the_seconds_add_up(accelerator: Accelerator, tmp_path: Path) -> None:
     assert before < again.seconds < 2 * before + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["encoder", "split", "setting"])
 def test_a_checkpoint_of_something_else_is_named_and_not_used(
     accelerator: Accelerator, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: str
