@@ -10,7 +10,7 @@ from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.evaluation.records import Identity, Record
 from xdm_ft.experiment.cross_domain import cross_domain_values
 from xdm_ft.experiment.engines import Engines
-from xdm_ft.experiment.machine import start, stop
+from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder, prepare
 from xdm_ft.experiment.records import train_planned
@@ -32,21 +32,21 @@ def retrain(run_directory: str, method: str, held_out: str, seed: int, trial: in
     with tempfile.TemporaryDirectory() as scratch:
         # JSON is YAML: the quotes keep a path with any characters one text
         recipe = load(str(folder / "recipe.yaml"), [f"output.dir={json.dumps(scratch)}"])
-        accelerator, dataset = start(recipe), read_data(recipe)
-        plan = make_plan(recipe, dataset)
-        prepared = prepare(recipe, dataset, build_encoder(recipe, recipe.protocol.seeds[0]), accelerator)
-        plan, key = plan.without(prepared.unreadable), before.key
-        # all models of the method, because they determine which heads share a chunk
-        planned = {model.key: model for model in plan.models if model.item.label == method and not model.skipped}
-        if alone:
-            planned = {key: planned[key]}
-        with opened(recipe, accelerator) as directory:
-            engines = Engines(plan, prepared, directory, accelerator)
-            results = ResultsFile(recipe, directory, Earlier(), {}, {})  # nothing counts as trained yet
-            known = cross_domain_values(engines, planned.keys(), results)
-            train_planned(engines, planned, known, {key}, results)
-            compared = _compared(folder, before, directory.path, recorded(directory)[key])
-        stop(accelerator)
+        with launched(recipe) as accelerator:
+            dataset = read_data(recipe)
+            plan = make_plan(recipe, dataset)
+            prepared = prepare(recipe, dataset, build_encoder(recipe, recipe.protocol.seeds[0]), accelerator)
+            plan, key = plan.without(prepared.unreadable), before.key
+            # all models of the method, because they determine which heads share a chunk
+            planned = {model.key: model for model in plan.models if model.item.label == method and not model.skipped}
+            if alone:
+                planned = {key: planned[key]}
+            with opened(recipe, accelerator) as directory:
+                engines = Engines(plan, prepared, directory, accelerator)
+                results = ResultsFile(recipe, directory, Earlier(), {}, {})  # nothing counts as trained yet
+                known = cross_domain_values(engines, planned.keys(), results)
+                train_planned(engines, planned, known, {key}, results)
+                compared = _compared(folder, before, directory.path, recorded(directory)[key])
     return compared
 
 

@@ -23,7 +23,7 @@ def run(recipe: Recipe) -> Results:
     from xdm_ft.experiment.engines import Engines
     from xdm_ft.experiment.final_fit import final_fit
     from xdm_ft.experiment.heartbeat import from_main, heartbeat
-    from xdm_ft.experiment.machine import as_launched, start, stop
+    from xdm_ft.experiment.machine import as_launched, launched
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.prepared import build_encoder, prepare
     from xdm_ft.experiment.records import train_models
@@ -34,9 +34,8 @@ def run(recipe: Recipe) -> Results:
     from xdm_ft.report.tables import markdown
 
     recipe = as_launched(recipe)
-    accelerator = start(recipe)
-    main = accelerator.is_main_process
-    with heartbeat(accelerator):
+    with launched(recipe) as accelerator, heartbeat(accelerator):
+        main = accelerator.is_main_process
         with pulse.waiting():  # a slow download must not count as a hung process
             dataset = read_data(recipe)
             plan = make_plan(recipe, dataset)  # here, so that faults of splits and methods are raised before long work
@@ -65,5 +64,4 @@ def run(recipe: Recipe) -> Results:
             found = results.write()
             if main:
                 directory.complete(markdown(found.document))
-    stop(accelerator)
     return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
@@ -52,19 +54,44 @@ def as_launched(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, training=recipe.training.model_copy(update={"mixed_precision": precision}))
 
 
+@contextmanager
+def launched(recipe: Recipe) -> Iterator[Accelerator]:
+    """Yields the accelerator of a run, and frees it at the end, so that this process can start another run."""
+    from accelerate.state import AcceleratorState, is_initialized
+
+    from xdm_ft.training.end_to_end.train import shut_down
+
+    of_the_caller = is_initialized()
+    accelerator = start(recipe)
+    try:
+        yield accelerator
+        shut_down(accelerator)  # not after an error: it waits for all processes
+    finally:
+        if accelerator.num_processes == 1 and not of_the_caller:
+            # Accelerate keeps its state for the process, and refuses another precision
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def start(recipe: Recipe) -> Accelerator:
     """Returns the accelerator of this process, and sets its number of threads to cores // processes of this machine.
 
     `accelerate launch` alone would leave it at one thread. Raises `UserError` if the launcher asks for GPUs and torch
-    finds none.
+    finds none, or if the caller has an accelerator of another precision.
     """
     import torch
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, is_initialized
     from accelerate.utils import InitProcessGroupKwargs
 
     _refuse_missing_gpus()
+    precision = recipe.training.mixed_precision or "no"
+    if is_initialized() and AcceleratorState().mixed_precision != precision:
+        raise UserError(
+            f"{recipe.name}: training.mixed_precision: {precision}, but this Python process has an Accelerator with "
+            f"{AcceleratorState().mixed_precision}; run the recipe in another process"
+        )
     accelerator = Accelerator(
-        mixed_precision=recipe.training.mixed_precision or "no",
+        mixed_precision=precision,
         # ranks wait at barriers for as long as another one trains heads; `heartbeat` finds a rank that hangs
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))],
     )
@@ -97,9 +124,3 @@ def _refuse_missing_gpus() -> None:
         f"accelerate: {what}, but torch {torch.__version__} finds none; {remedy}, or set ACCELERATE_USE_CPU=1 to train "
         "on the CPU"
     )
-
-
-def stop(accelerator: Accelerator) -> None:
-    from xdm_ft.training.end_to_end.train import shut_down
-
-    shut_down(accelerator)

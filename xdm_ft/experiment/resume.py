@@ -111,8 +111,12 @@ def earlier(directory: RunDirectory, accelerator: Accelerator) -> Earlier:
 
 def recorded(directory: RunDirectory) -> dict[Identity, Record]:
     """Returns the records in the lines of all processes, including those of failed and skipped models."""
-    records = (Record.from_json(line) for line in directory.lines(RECORDS))
-    return {record.key: record for record in records}
+    known: dict[Identity, Record] = {}
+    for record in map(Record.from_json, directory.lines(RECORDS)):
+        # the lines of one process are in order, those of two are not: a model that failed may have been trained again
+        if record.status == "ok" or record.key not in known or known[record.key].status != "ok":
+            known[record.key] = record
+    return known
 
 
 def _is_whole(record: Record, directory: RunDirectory) -> bool:

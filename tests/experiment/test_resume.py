@@ -1,0 +1,23 @@
+"""What the lines of several processes say of one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from xdm_ft.evaluation.records import Record
+from xdm_ft.experiment.resume import RECORDS, recorded
+from xdm_ft.storage.run_directory import RunDirectory
+
+OK = Record("erm", ("a",), 0, 0, {}, "ok", train_seconds=1.0)
+FAILED = Record("erm", ("a",), 0, 0, {}, "failed", "a nan", train_seconds=1.0)
+
+
+@pytest.mark.parametrize("first", ["0", "0.1"])
+def test_a_model_that_was_trained_again_counts_as_trained(first: str, tmp_path: Path) -> None:
+    """Another process than before may train it: neither the names of files nor their order say which line is newer."""
+    second = {"0": "0.1", "0.1": "0"}[first]
+    RunDirectory(tmp_path, first).append(RECORDS, FAILED.to_json())
+    RunDirectory(tmp_path, second).append(RECORDS, OK.to_json())
+    assert recorded(RunDirectory(tmp_path)) == {OK.key: OK}
