@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +30,8 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features import cache
 from xdm_ft.features.cache import Features
-from xdm_ft.features.shards import ShardLayout, open_shard, write_shard
-from xdm_ft.features.store import shard_name
+from xdm_ft.features.shards import Contents, contents_of, write_shard
+from xdm_ft.features.store import Store
 from xdm_ft.protocol.splits import Split
 from xdm_ft.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Job, Training
@@ -38,6 +39,7 @@ from xdm_ft.training.bank.train import CHUNK_HEADS, train_bank
 from xdm_ft.training.bank.validation import BankValidation
 
 DOMAINS, CLASSES, KEY = 4, 10, "0" * 32
+SHARD = 10_000  # images
 METHODS = {"erm": ERM, "xdomainmix": XDomainMix}
 GIGABYTE = 1e9
 
@@ -69,20 +71,27 @@ def annotations_of(rows: int) -> Annotations:
 def make(folder: Path, rows: int, width: int) -> None:
     """Writes shards of float16 [rows, K]: the sum of a class mean, a domain mean and noise."""
     generator = torch.Generator().manual_seed(0)
-    layout = ShardLayout(rows)
-    noise = torch.randn(layout.rows_per_shard, width, generator=generator)
+    noise = torch.randn(SHARD, width, generator=generator)
     of_class, of_domain = (0.1 * torch.randn(n, width, generator=generator) for n in (CLASSES, DOMAINS))
     about = annotations_of(rows)
-    for number in range(len(layout)):
-        span = layout.span(number)
-        own = slice(span.start, span.stop)
+    for first in range(0, rows, SHARD):
+        own = slice(first, min(first + SHARD, rows))
         # each shard reuses the same noise, shifted: drawing billions of numbers would take most of the time
-        z = noise.roll(number, dims=1)[: len(span)] + of_class[about.labels[own]] + of_domain[about.domains[own]]
-        write_shard(folder / shard_name(number), z.half(), {}, KEY, number)
+        z = noise.roll(first // SHARD, dims=1)[: own.stop - first] + of_class[about.labels[own]]
+        write_shard(folder, KEY, contents(rows)[own], (z + of_domain[about.domains[own]]).half(), {})
 
 
-def opened(folder: Path, rows: int) -> Features:
-    return Features([open_shard(folder / shard_name(n), KEY, n).features for n in range(len(ShardLayout(rows)))])
+def contents(rows: int) -> Contents:
+    """Row numbers in place of hashes."""
+    return contents_of(np.arange(2 * rows).reshape(rows, 2).view(np.uint8))
+
+
+def opened(cache: Path, rows: int, width: int) -> Features:
+    cached = Store(cache, {}, KEY, contents(rows), width, torch.float16)
+    assert not len(cached.missing())
+    ends = np.cumsum([0, *(len(shard.contents) for shard in cached.shards)])
+    places = torch.from_numpy(ends[cached.shard_of] + cached.row_of)
+    return Features([shard.features for shard in cached.shards], places[None])
 
 
 def split_of(domains: Tensor) -> Split:
@@ -157,14 +166,15 @@ def timed_evaluations(seconds: list[float]) -> Iterator[None]:
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     started = time.perf_counter()
-    make(folder, arguments.images, arguments.width)
-    size = sum(path.stat().st_size for path in folder.iterdir())
+    (folder / KEY).mkdir()
+    make(folder / KEY, arguments.images, arguments.width)
+    size = sum(path.stat().st_size for path in (folder / KEY).iterdir())
     print(f"{size / GIGABYTE:.2f} GB of features made in {time.perf_counter() - started:.0f} s", flush=True)
     cache.MEMORY_FRACTION = 0.25 if arguments.in_memory else 0.0
     memory = AnonymousMemory()
     memory.start()
     started = time.perf_counter()
-    features = opened(folder, arguments.images)
+    features = opened(folder, arguments.images, arguments.width)
     print(f"opened and checked in {time.perf_counter() - started:.0f} s", flush=True)
     training = Training(
         batch_size=arguments.batch_size,

@@ -234,5 +234,5 @@ def test_the_cache_is_listed_checked_and_cleared(recipe, tmp_path):
     damaged = cache("verify")
     assert damaged.returncode == 2 and f"{shard.name} is damaged" in damaged.stderr
     one_line(cache("prune"), "--unused-days")
-    assert "1 removed" in cache("prune", "--max-size", "0").stdout
+    assert "8 files removed" in cache("prune", "--max-size", "0").stdout
     assert "nothing is cached" in cache().stdout

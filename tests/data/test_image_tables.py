@@ -21,6 +21,7 @@ from xdm_ft.encoders.timm import Timm
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import extract
+from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.protocol.splits import Protocol, splits
 
 
@@ -61,10 +62,13 @@ def test_parquet_and_imagefolder_give_the_features_of_the_folder(folder, tmp_pat
     imagefolder = ImageFolder(root=tmp_path / "data" / "PACS")
     settings = FeatureSettings(dir=tmp_path / "cache", workers=0)
     rows = torch.arange(len(folder))
-    found = [
-        extract(encoder, data, settings, on_bad_image="error", device="cpu", show=False)[rows]
-        for data in (folder, parquet, imagefolder)
-    ]
+    encoded, found = [], []
+    for data in (folder, parquet, imagefolder):
+        hashes = hash_files(data, None, show=False)
+        features = extract(encoder, data, hashes, settings, on_bad_image="error", device="cpu", show=False)
+        found.append(features[rows])
+        encoded.append(features.extracted)
+    assert encoded == [len(folder), 0, 0], "the same images through other readers"
     assert found[0].std() > 0
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     same(parquet, folder)

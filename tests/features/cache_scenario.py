@@ -20,8 +20,10 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import decode
 from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.encoders import Encoder
-from xdm_ft.features import FeatureSettings, shards
+from xdm_ft.features import FeatureSettings, forward
 from xdm_ft.features.cache import Features, extract
+from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.features.store import cache_folder
 
 SIZE, WIDTH = 8, 5
 SHARD = 32  # images per shard, instead of hundreds
@@ -110,7 +112,8 @@ def features_of(dataset: ImageDataset, cache: Path, encoder: Encoder | None = No
     arguments = {"on_bad_image": settings.pop("on_bad_image", "error"), "device": "cpu", "show": False}
     arguments["augmentation"] = settings.pop("augmentation", "none")
     block = FeatureSettings.model_validate({"dir": cache, "batch_size": 16, "workers": 0, **settings})
-    return extract(encoder or Tiny(), dataset, block, **arguments)
+    hashes = hash_files(dataset, cache_folder(block), show=False)
+    return extract(encoder or Tiny(), dataset, hashes, block, **arguments)
 
 
 def digest(features: Features) -> str:
@@ -120,7 +123,7 @@ def digest(features: Features) -> str:
 
 def main(cache: Path, images: Path, seconds_per_batch: float, views: int) -> None:
     torch.set_num_threads(1)
-    shards.IMAGES_PER_SHARD = SHARD
+    forward.IMAGES_PER_SHARD = SHARD
     own = {"views": views, "augmentation": "domainbed" if views else "none"}
     features = features_of(Files(images), cache, Tiny(seconds=seconds_per_batch), workers=1, **own)
     print(features.extracted, digest(features), flush=True)

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from cache_scenario import SHARD
 
-from xdm_ft.features import shards
+from xdm_ft.features import forward
 
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "IMAGES_PER_SHARD", SHARD)
+    monkeypatch.setattr(forward, "IMAGES_PER_SHARD", SHARD)

@@ -6,22 +6,23 @@ import json
 import os
 from collections.abc import Callable
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cache_scenario import WIDTH, Pixels, Tiny, features_of
+from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write_images
+from safetensors.torch import load_file
 from torch import Tensor
 
+from xdm_ft.data._image_tables import ImageTable
+from xdm_ft.data._images import EncodedImages
 from xdm_ft.data._transforms import evaluation_transform
+from xdm_ft.data.folder import Folder
 from xdm_ft.errors import UserError
-from xdm_ft.features import FeatureSettings, cache, cache_key, views
+from xdm_ft.features import FeatureSettings, cache, cache_key, forward, views
 from xdm_ft.features.cache import Features
-from xdm_ft.features.file_hashes import hash_files
-from xdm_ft.features.shards import MAX_SHARDS, ShardLayout
 from xdm_ft.features.store import cache_folder, read_manifest
 from xdm_ft.features.views import View
 
@@ -52,14 +53,11 @@ def test_second_run_computes_nothing(tmp_path: Path) -> None:
     assert torch.equal(every_row(second), every_row(first))
 
 
-class Reversed(Pixels):
-    def __init__(self, rows: int) -> None:
-        super().__init__(rows)
-        self.pixels.reverse()
+class OtherDecoder(Pixels):
+    """The same bytes, which may be decoded to other pixels."""
 
-
-class OtherReader(Pixels):
-    """Its files hold the same bytes, but it may decode them to other pixels."""
+    def image(self, row: int) -> object:
+        return super().image(row)
 
 
 def weight_changed() -> Tiny:
@@ -74,10 +72,7 @@ OTHER: dict[str, Callable[[Path], Features]] = {
     "encoder argument": lambda path: features_of(Pixels(70), path, Tiny(argument="b")),
     "preprocessing": lambda path: features_of(Pixels(70), path, Tiny(size=9)),
     "precision": lambda path: features_of(Pixels(70), path, precision="bf16"),
-    "content": lambda path: features_of(Pixels(70, first_seed=1), path),
-    "order": lambda path: features_of(Reversed(70), path),
-    "number of images": lambda path: features_of(Pixels(69), path),
-    "reader": lambda path: features_of(OtherReader(70), path),
+    "decoder": lambda path: features_of(OtherDecoder(70), path),
 }
 
 
@@ -87,7 +82,50 @@ def test_a_change_of_any_key_part_changes_the_key(changed: str, tmp_path: Path) 
     other = OTHER[changed](tmp_path)
     assert other.key != base.key
     assert other.extracted == len(other)
-    assert features_of(Pixels(70), tmp_path).extracted == 0  # the first entry still exists
+    assert features_of(Pixels(70), tmp_path).extracted == 0  # the first store still exists
+
+
+def test_an_image_is_encoded_once_in_whatever_set_it_is(tmp_path: Path) -> None:
+    """Images may be added, removed, reordered and repeated, and two data sets may share some."""
+    dataset, cache = Pixels(70), tmp_path / "cache"
+    first = features_of(dataset, cache)
+    order = [*torch.randperm(70, generator=torch.Generator().manual_seed(0)).tolist(), 5, 5]
+    shuffled = Pixels(72)
+    shuffled.pixels = [dataset.pixels[row] for row in order]
+    again = features_of(shuffled, cache)
+    assert (again.extracted, again.key) == (0, first.key)
+    assert torch.equal(every_row(again), first[torch.tensor(order)])
+    assert features_of(Pixels(30, first_seed=20), cache).extracted == 0
+    grown = features_of(Pixels(71), cache)
+    assert grown.extracted == 1 and torch.equal(every_row(grown)[:70], every_row(first))
+
+
+def test_files_may_be_moved_and_renamed(tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", 40)
+    first = features_of(Files(images), tmp_path / "cache")
+    (images / "00000.png").rename(images / "zzz.png")
+    images = images.rename(tmp_path / "elsewhere")
+    again = features_of(Files(images), tmp_path / "cache")
+    assert again.extracted == 0
+    assert torch.equal(every_row(again), every_row(first).roll(-1, 0))
+
+
+def test_copies_of_an_image_are_encoded_once(tmp_path: Path) -> None:
+    dataset = Pixels(40)
+    dataset.pixels[20:] = dataset.pixels[:20]
+    encoder = Tiny()
+    features = features_of(dataset, tmp_path, encoder, batch_size=20)
+    assert features.extracted == encoder.seen[0] == 20
+    assert torch.equal(every_row(features)[20:], every_row(features)[:20])
+
+
+def test_a_feature_does_not_depend_on_the_other_images_of_its_pass(tmp_path: Path) -> None:
+    """Each pass has `features.batch_size` images, of which some may be empty."""
+    whole = every_row(features_of(Pixels(70), tmp_path / "whole"))
+    alone = Pixels(1, first_seed=33)
+    assert torch.equal(every_row(features_of(alone, tmp_path / "alone"))[0], whole[33])
+    few = every_row(features_of(Pixels(11, first_seed=30), tmp_path / "few"))
+    assert torch.equal(few, whole[30:41])
 
 
 @pytest.mark.parametrize("library", ["xdm_ft", "torch", "torchvision", "timm", "PIL"])
@@ -115,11 +153,11 @@ def test_keys_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.fill_(0.5)
-    dataset = Pixels(3)
-    plain = cache_key.key_parts(encoder, dataset, hash_files(dataset, None, show=False), "fp32", torch.device("cpu"))
+    plain = cache_key.key_parts(encoder, Pixels(3).decoder, "fp32", torch.device("cpu"))
     augmented = {**plain, **View(2, "domainbed").key_parts(encoder.preprocessing)}
-    assert cache_key.key_of(plain) == "6b3b56cc42a0f402abb7e833702e184f"
-    assert cache_key.key_of(augmented) == "b80f9493c2016744ad007112cb61a845"
+    assert cache_key.key_of(plain) == "4986f340b0ed90e3d621c65c60d9d980"
+    assert EncodedImages.image.__qualname__ == "EncodedImages.image" and Folder.image is ImageTable.image
+    assert cache_key.key_of(augmented) == "21e72af0ff614094bbba0af0b269a82b"
 
 
 def test_float32_arithmetic_is_part_of_the_key(tmp_path: Path) -> None:
@@ -163,7 +201,8 @@ def test_bf16_is_stored_as_computed(tmp_path: Path) -> None:
     assert torch.equal(every_row(features), every_row(features).bfloat16().float())
     manifest = read_manifest(tmp_path / features.key)
     assert manifest["precision"] == "bf16"
-    assert (tmp_path / features.key / "shard-00000.safetensors").stat().st_size < 32 * WIDTH * 2 + 400
+    sizes = [path.stat().st_size for path in (tmp_path / features.key).glob("shard-*")]
+    assert max(sizes) < SHARD * (WIDTH * 2 + 16) + 500
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -194,25 +233,22 @@ def test_normalized_leaves_the_original(tmp_path: Path) -> None:
     assert features.normalized().key == features.key
 
 
-def test_every_row_is_in_one_shard() -> None:
-    for rows in (1, 31, 32, 33, 70, 32 * MAX_SHARDS, 32 * MAX_SHARDS + 1, 500_000):
-        layout = ShardLayout(rows)
-        spans = [layout.span(number) for number in range(len(layout))]
-        assert spans[0].start == 0 and spans[-1].stop == rows and len(spans) <= MAX_SHARDS
-        assert all(a.stop == b.start for a, b in pairwise(spans))
-        assert {len(span) for span in spans[:-1]} <= {layout.rows_per_shard}
-
-
-def test_manifest_describes_the_features(tmp_path: Path) -> None:
+def test_the_store_describes_the_features(tmp_path: Path) -> None:
     features = features_of(Pixels(70), tmp_path)
-    text = json.loads((tmp_path / features.key / "manifest.json").read_text(encoding="utf-8"))
-    assert text["complete"] is True
+    folder = tmp_path / features.key
+    text = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     assert text["encoder"] == {"component": "tiny", "argument": "a"}
-    assert text["summary"] == {"domains": {"photo": 36, "sketch": 34}, "classes": ["cat", "dog"]}
-    assert [shard["rows"] for shard in text["shards"]] == [32, 32, 6]
-    assert sorted(path.name for path in (tmp_path / features.key).iterdir()) == [
-        "manifest.json", "shard-00000.safetensors", "shard-00001.safetensors", "shard-00002.safetensors",
-    ]  # fmt: skip
+    assert (text["width"], text["precision"], text["decoder"]) == (WIDTH, "fp32", "cache_scenario.Pixels.image")
+    rows = [len(load_file(path)["features"]) for path in folder.glob("shard-*.safetensors")]
+    assert sorted(rows) == [70 - 2 * SHARD, SHARD, SHARD]
+    assert len(list(folder.iterdir())) == 4, "no claim and no lock is left"
+
+
+def test_large_sets_have_larger_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "MAX_SHARDS", 2)
+    folder = tmp_path / features_of(Pixels(150), tmp_path, batch_size=16).key
+    rows = [len(load_file(path)["features"]) for path in folder.glob("shard-*.safetensors")]
+    assert sorted(rows) == [70, 80], "a multiple of the batch size that is at least half of the images"
 
 
 def test_cache_is_private(tmp_path: Path) -> None:

@@ -12,11 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write_images
+from safetensors.torch import load_file
 
 from xdm_ft.errors import UserError
 from xdm_ft.features import store
 from xdm_ft.features.cache import Features
+from xdm_ft.features.shards import Shard, open_shard, write_shard
 from xdm_ft.storage import atomic
+from xdm_ft.storage.checksummed import Damaged
 
 ROWS = torch.arange(70)
 
@@ -26,8 +29,10 @@ def good(tmp_path: Path) -> Features:
     return features_of(Pixels(70), tmp_path)
 
 
-def shard(tmp_path: Path, good: Features, number: int = 1) -> Path:
-    return tmp_path / good.key / f"shard-{number:05d}.safetensors"
+def shard(tmp_path: Path, good: Features, images: int = SHARD) -> Path:
+    """A shard with that number of images."""
+    found = (tmp_path / good.key).glob("shard-*.safetensors")
+    return min(path for path in found if len(load_file(path)["features"]) == images)
 
 
 def again(tmp_path: Path, good: Features) -> int:
@@ -48,21 +53,26 @@ def test_a_flipped_bit_costs_one_shard(place: int, tmp_path: Path, good: Feature
     assert [f"{path} is damaged" in record.message for record in caplog.records] == [True]
 
 
-def test_every_flipped_byte_of_a_shard_is_found(tmp_path: Path, good: Features) -> None:
-    from xdm_ft.features.shards import open_shard
-    from xdm_ft.storage.checksummed import Damaged
+def opened(path: Path, good: Features) -> Shard:
+    """The checked shard, in memory."""
+    found = open_shard(path, good.key, WIDTH, torch.float32)
+    found.check()
+    return Shard(path, found.contents.copy(), found.features.clone(), found.unreadable, found.checksum)
 
-    path = shard(tmp_path, good, 2)  # the short one
+
+def test_every_flipped_byte_of_a_shard_is_found(tmp_path: Path, good: Features) -> None:
+    path = shard(tmp_path, good, 70 - 2 * SHARD)
     data = path.read_bytes()
-    original = open_shard(path, good.key, 2).features.clone()
+    original = opened(path, good)
     harmless = 0
     for place in range(len(data)):
         path.write_bytes(data[:place] + bytes([data[place] ^ 0x41]) + data[place + 1 :])
         try:
-            found = open_shard(path, good.key, 2)
+            found = opened(path, good)
         except Damaged:
             continue
-        assert torch.equal(found.features, original) and found.unreadable == {}
+        assert torch.equal(found.features, original.features) and found.unreadable == {}
+        assert (found.contents == original.contents).all()
         harmless += 1
     assert harmless < 10  # padding
 
@@ -75,43 +85,75 @@ def test_a_truncated_shard_is_computed_again(size: int, tmp_path: Path, good: Fe
     assert f"{path} is damaged" in caplog.text
 
 
-def test_a_missing_shard_is_computed_again(tmp_path: Path, good: Features, caplog) -> None:
+def test_a_missing_shard_is_computed_again(tmp_path: Path, good: Features) -> None:
+    shard(tmp_path, good).unlink()
+    assert again(tmp_path, good) == SHARD
+
+
+def test_a_shard_under_the_name_of_another_is_found(tmp_path: Path, good: Features, caplog) -> None:
+    other = shard(tmp_path, good, 70 - 2 * SHARD)
+    shutil.copy(other, shard(tmp_path, good))
+    assert again(tmp_path, good) == SHARD
+    assert f"it is {other.name} of" in caplog.text
+
+
+def test_a_shard_of_another_store_is_found(tmp_path: Path, good: Features, caplog) -> None:
+    other = features_of(Pixels(70), tmp_path, Tiny(argument="b"))
+    path = shard(tmp_path, good)
+    shutil.copy(tmp_path / other.key / path.name, path)
+    assert again(tmp_path, good) == SHARD
+    assert f"of {other.key}" in caplog.text
+
+
+def test_features_of_another_width_are_found(tmp_path: Path, good: Features, caplog) -> None:
+    path = shard(tmp_path, good)
+    contents = open_shard(path, good.key, WIDTH, torch.float32).contents
+    write_shard(path.parent, good.key, contents, torch.zeros(SHARD, WIDTH + 1), {})
+    assert again(tmp_path, good) == SHARD
+    assert "its features are torch.float32 [32, 6]" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["folder", "link to a folder", "broken link", "pipe"])
+def test_something_else_in_the_place_of_a_shard(kind: str, tmp_path: Path, good: Features, caplog) -> None:
     path = shard(tmp_path, good)
     path.unlink()
+    if kind == "folder":
+        path.mkdir()
+        with pytest.raises(UserError, match=r"shard-.*: can not be written: Is a directory"):
+            features_of(Pixels(70), tmp_path)
+        return
+    {
+        "link to a folder": lambda: path.symlink_to("/"),
+        "broken link": lambda: path.symlink_to("nowhere"),
+        "pipe": lambda: os.mkfifo(path),
+    }[kind]()
     assert again(tmp_path, good) == SHARD
-    assert f"{path} is missing: computing its {SHARD} images again" in caplog.text
 
 
-def test_a_shard_in_the_place_of_another_is_found(tmp_path: Path, good: Features, caplog) -> None:
-    shutil.copy(shard(tmp_path, good, 0), shard(tmp_path, good, 1))
-    assert again(tmp_path, good) == SHARD
-    assert "it is shard 0 of" in caplog.text
-
-
-@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "list", "binary"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "list", "binary", "nested"])
 def test_a_damaged_manifest_costs_no_shard(damage: str, tmp_path: Path, good: Features, caplog) -> None:
     path = tmp_path / good.key / "manifest.json"
     whole = path.read_bytes()
     path.write_bytes(
         {
-            "flip": whole.replace(b'"photo": 36', b'"photo": 37'),
+            "flip": whole.replace(b'"width": 5', b'"width": 4'),
             "truncate": whole[:-20],
             "empty": b"",
             "list": b"[]",
             "binary": b"\xff\xfe" + whole,
+            "nested": b"[" * 100_000,
         }[damage]
     )
     assert again(tmp_path, good) == 0
-    assert f"{path} is damaged" in caplog.text
-    caplog.clear()
-    assert again(tmp_path, good) == 0
-    assert not caplog.records
+    features_of(Pixels(71), tmp_path)  # what adds to the store mends it
+    assert f"{path} is damaged" in caplog.text and store.read_manifest(path.parent)["width"] == WIDTH
 
 
 def test_a_missing_manifest_costs_no_shard(tmp_path: Path, good: Features) -> None:
     (tmp_path / good.key / "manifest.json").unlink()
     assert again(tmp_path, good) == 0
-    assert store.read_manifest(tmp_path / good.key)["complete"]
+    features_of(Pixels(71), tmp_path)
+    assert store.read_manifest(tmp_path / good.key)["width"] == WIDTH
 
 
 def test_a_disk_that_is_too_small_is_reported_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +198,6 @@ def test_bad_images_are_refused_by_name_and_cost_nothing_else(tmp_path: Path) ->
     assert list(features.unreadable) == [40, 41]
     assert torch.equal(features[torch.tensor([40, 41])], torch.zeros(2, WIDTH))
     assert features[torch.tensor([39, 42])].abs().sum(1).min() > 0
-    manifest = store.read_manifest(tmp_path / "cache" / features.key)
-    assert list(manifest["unreadable"]) == ["40", "41"]
-
     found = features_of(Files(images), tmp_path / "cache", on_bad_image="skip")
     assert (found.extracted, found.unreadable) == (0, features.unreadable)
     with pytest.raises(UserError, match="2 images do not decode"):  # also if the features are cached
@@ -180,11 +219,13 @@ def test_unreadable_files(workers: int, tmp_path: Path) -> None:
     (images / "gone.png").unlink()
     shutil.copy(images / "00000.png", images / "gone.png")
     mended = features_of(Files(images), tmp_path / "cache", on_bad_image="skip")
-    assert list(mended.unreadable) == [4, 5] and mended.key != features.key
+    assert list(mended.unreadable) == [4, 5] and mended.extracted == 0, "it is a copy of another image"
 
 
 class Changing(Files):
     """A file changes between the hash of its content and its decoding."""
+
+    decoder = "cache_scenario.Files.image"
 
     def image(self, row: int) -> object:
         if row == 40:
@@ -196,11 +237,11 @@ def test_a_file_that_changes_during_extraction_is_refused(tmp_path: Path) -> Non
     images = write_images(tmp_path / "images", 70)
     with pytest.raises(UserError, match=r"00040\.png: this file was changed while features were computed"):
         features_of(Changing(images), tmp_path / "cache")
-    assert features_of(Files(images), tmp_path / "cache").extracted == 70
+    assert features_of(Files(images), tmp_path / "cache").extracted == 69 - SHARD  # image 40 is now a copy of image 0
 
 
 def test_faults_are_logged_for_users(good: Features, tmp_path: Path, caplog) -> None:
-    shard(tmp_path, good).unlink()
+    shard(tmp_path, good).write_bytes(b"")
     with caplog.at_level(logging.WARNING, logger="xdm_ft"):
         features_of(Pixels(70), tmp_path)
     assert {(record.name, record.levelname) for record in caplog.records} == {("xdm_ft", "WARNING")}

@@ -13,8 +13,6 @@ import pytest
 import torch
 from cache_scenario import SHARD, Files, digest, features_of, write_images
 
-from xdm_ft.features.store import read_manifest
-
 SCENARIO = Path(__file__).with_name("cache_scenario.py")
 SHARDS = 8
 
@@ -70,12 +68,10 @@ def test_killed_extraction_resumes_at_the_next_shard(tmp_path: Path, images: Pat
     kept = done(cache)
     assert 3 <= kept < SHARDS
     (folder,) = (path for path in cache.iterdir() if path.is_dir())
-    assert not read_manifest(folder)["complete"]
 
     extracted, resumed = finish(start(cache, images, 0.0))
     assert extracted == (SHARDS - kept) * SHARD
     assert resumed == expected
-    assert read_manifest(folder)["complete"]
     assert len(list(folder.iterdir())) == SHARDS + 1  # nothing is left of the killed process
 
 
@@ -84,6 +80,16 @@ def test_two_processes_share_one_extraction(tmp_path: Path, images: Path, expect
     (first, first_digest), (second, second_digest) = map(finish, processes)
     assert first + second == SHARDS * SHARD
     assert first_digest == second_digest == expected
+
+
+def test_two_sets_with_common_images_share_one_extraction(tmp_path: Path, images: Path, expected: str) -> None:
+    part = tmp_path / "part"
+    part.mkdir()
+    for path in sorted(images.iterdir())[SHARD + 7 :]:
+        (part / path.name).hardlink_to(path)
+    processes = [start(tmp_path / "cache", folder, 0.05) for folder in (images, part)]
+    (first, of_first), (second, _) = map(finish, processes)
+    assert first + second == SHARDS * SHARD and of_first == expected
 
 
 def test_another_process_computes_the_shards_of_a_killed_one(tmp_path: Path, images: Path, expected: str) -> None:

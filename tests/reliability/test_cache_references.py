@@ -51,7 +51,7 @@ def test_what_no_run_refers_to_goes(here: Path, capsys: pytest.CaptureFixture[st
     assert prune("--unreferenced", "out") == 0 and cached() == {one, two}
     assert prune("--unreferenced", "out/one", "out/two") == 0 and cached() == {one, two}
     assert prune("--unreferenced", "out/two", "--max-size", "1") == 0 and cached() == {two}
-    assert "1 removed" in capsys.readouterr().out
+    assert "1 files removed" in capsys.readouterr().out
     assert prune("--unreferenced", "out", "--max-size", "0") == 0 and cached() == set()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.maintenance import Cached, entries, prune, verify
+from xdm_ft.features.maintenance import Cached, prune, stores, verify
 from xdm_ft.features.store import cache_folder
 from xdm_ft.storage.checksummed import Damaged, read_results
 
@@ -34,20 +34,21 @@ def cache(
 
 
 def list_cache(folder: str | None) -> str:
-    """Returns one line per entry: key, size, last use, encoder and number of images."""
+    """Returns one line per store: key, size, last use, encoder and number of images."""
     cache = cache_folder_of(folder)
-    lines = [_line(entry) for entry in entries(cache)]
-    return "\n".join(lines or [f"{cache}: nothing is cached"])
+    return "\n".join([_line(store) for store in stores(cache)] or [f"{cache}: nothing is cached"])
 
 
 def verify_cache(folder: str | None) -> str:
-    """Reads every file of the cache. Raises `UserError` with one line per damaged or missing file."""
+    """Reads every file of the cache. Raises `UserError` with one line per damaged file."""
     cache = cache_folder_of(folder)
-    found = entries(cache)
-    faults = [f"{cache / entry.key}: {fault}" for entry in found for fault in verify(cache, entry.key)]
+    found = stores(cache)
+    current = [store for store in found if not store.is_outdated]
+    faults = [f"{store.folder}: {fault}" for store in current for fault in verify(store)]
     if faults:
         raise UserError("\n".join([*faults, "the next run that uses these features computes the damaged parts again"]))
-    return f"{cache}: {len(found)} sets of features, none damaged"
+    outdated = f"; {len(found) - len(current)} of an earlier version, which nothing reads" if found != current else ""
+    return f"{cache}: {len(current)} sets of features, none damaged{outdated}"
 
 
 def prune_cache(
@@ -64,9 +65,17 @@ def prune_cache(
             raise UserError(f"cache prune: {name} {value}: must be a number of at least 0")
     max_bytes = None if max_gigabytes is None else int(max_gigabytes * GIGABYTE)
     referenced = referenced_by(runs) if runs else None
-    removed = prune(cache_folder_of(folder), unused_days=unused_days, max_bytes=max_bytes, referenced=referenced)
-    freed = sum(entry.bytes for entry in removed) / GIGABYTE
-    return "\n".join([*(_line(entry) for entry in removed), f"{len(removed)} removed, {freed:.3f} GB freed"])
+    cache = cache_folder_of(folder)
+    before = stores(cache)
+    removed = prune(cache, unused_days=unused_days, max_bytes=max_bytes, referenced=referenced)
+    lines = []
+    for store in before:
+        files = [file for file in removed if file.path.parent == store.folder]
+        if files:
+            part = "" if len(files) == len(store.files) else f", {len(files)} of {len(store.files)} files"
+            lines.append(f"{_line(store)}{part}")
+    freed = sum(file.bytes for file in removed) / GIGABYTE
+    return "\n".join([*lines, f"{len(removed)} files removed, {freed:.3f} GB freed"])
 
 
 def referenced_by(folders: Sequence[str]) -> set[str]:
@@ -88,13 +97,13 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
     return keys
 
 
-def _line(entry: Cached) -> str:
-    used = datetime.datetime.fromtimestamp(entry.last_used).strftime("%Y-%m-%d %H:%M")
-    manifest = entry.manifest
-    what = "being written, or its manifest is damaged"
-    if manifest is not None:
-        encoder = manifest["encoder"]
-        what = f"{encoder['component']} {encoder['model']}, {manifest['data']['images']} images"
-        if "view" in manifest:
-            what += f", view {manifest['view']['number']} of {manifest['view']['augmentation']}"
-    return f"{entry.key}  {entry.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}"
+def _line(store: Cached) -> str:
+    used = datetime.datetime.fromtimestamp(store.last_used).strftime("%Y-%m-%d %H:%M")
+    manifest = store.manifest
+    encoder = manifest["encoder"]
+    what = f"{encoder['component']} {encoder['model']}, {store.images()} images, {manifest['precision']}"
+    if "view" in manifest:
+        what += f", view {manifest['view']['number']} of {manifest['view']['augmentation']}"
+    if store.is_outdated:
+        what += ", of an earlier version: nothing reads it"
+    return f"{store.key}  {store.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}"

@@ -160,15 +160,17 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
 
 def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, hashes: FileHashes) -> Iterator[Finding]:
     """Checks that the features not cached yet fit on the disk. Raises `UserError` if they do not."""
-    from xdm_ft.features.cache import cached_sets
+    from xdm_ft.features.cache import cached_views, distinct_images
 
-    sets = cached_sets(encoder, dataset, hashes, recipe.features, recipe.train_augmentation, _device())
-    missing = sum(cached.entry.images(cached.entry.missing()) for cached in sets)
-    needed = sum(cached.entry.needed for cached in sets)
-    sets[0].entry.require_space(needed - sets[0].entry.needed)
-    passes = f" in {len(sets)} passes" if len(sets) > 1 else ""
-    images = len(sets) * len(dataset)
-    yield Finding("features", f"{images - missing} of {images} cached{passes}, {needed / 1e6:,.1f} MB more are needed")
+    images = distinct_images(hashes)
+    views = cached_views(encoder, dataset, images, recipe.features, recipe.train_augmentation, _device())
+    missing = sum(len(store.missing()) for _, store in views)
+    needed = sum(store.bytes_needed for _, store in views)
+    plain = views[0].store
+    plain.require_space(needed - plain.bytes_needed)
+    passes = f" in {len(views)} passes" if len(views) > 1 else ""
+    count = len(views) * len(images.contents)
+    yield Finding("features", f"{count - missing} of {count} cached{passes}, {needed / 1e6:,.1f} MB more are needed")
 
 
 def _device() -> torch.device:

@@ -17,7 +17,7 @@ Augmentation = Literal["none", "domainbed"]
 
 
 class ImageDataset(ABC):
-    """N labelled images from D domains. Row i must always be the same image: caches and splits refer to row numbers.
+    """N labelled images from D domains. Row i must always be the same image: splits refer to row numbers.
 
     Constructors check everything that needs no decoding and raise `UserError`.
     """
@@ -47,10 +47,18 @@ class ImageDataset(ABC):
     def image(self, row: int) -> Image.Image:
         """Returns the decoded image: RGB, EXIF orientation applied. Raises `UnreadableImage` with its name."""
 
+    @property
+    def decoder(self) -> str:
+        """The name of the function that decodes `content`: one content under one decoder is one image, in any data."""
+        return f"{type(self).image.__module__}.{type(self).image.__qualname__}"
+
     @abstractmethod
     def name(self, row: int) -> str:
         """Returns the name of the image for messages: its path, or its place in a table or in memory."""
 
     @abstractmethod
     def content(self, row: int) -> str | bytes:
-        """Returns what determines the pixels: the path of the image file (str), or the bytes if there is no file."""
+        """Returns what determines the pixels: the path of the image file (str), or the bytes if there is no file.
+
+        The decoder must not depend on anything else of the data set.
+        """

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from PIL import Image
 from pydantic import AfterValidator, Field
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._images import decode
+from xdm_ft.data._images import EncodedImages
 from xdm_ft.errors import UserError, printable
 
 
@@ -34,14 +31,11 @@ GroupPattern = Annotated[
 ]
 
 
-class ImageFiles(ImageDataset):
+class ImageFiles(EncodedImages):
     """Row i is the file `paths[i]` (absolute); `shown[i]` is its path as the user wrote it, for messages."""
 
     paths: list[str]
     shown: list[str]
-
-    def image(self, row: int) -> Image.Image:
-        return decode(Path(self.paths[row]), self.name(row))
 
     def name(self, row: int) -> str:
         return printable(self.shown[row])

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from PIL import Image
 from pydantic import Field
 
-from xdm_ft.data import ImageDataset
 from xdm_ft.data._files import numbered
-from xdm_ft.data._images import decode
+from xdm_ft.data._images import EncodedImages
 from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.settings import Block
 
@@ -55,7 +52,7 @@ def load(read: Callable[[], DatasetDict], where: str, remedy: str) -> DatasetDic
         raise UserError(f"{where}: can not be read ({reason}); {remedy}") from error
 
 
-class ImageTable(ImageDataset):
+class ImageTable(EncodedImages):
     """Row i is row i of the table. Images are decoded here, not by `datasets`: pixels equal those of `Folder`."""
 
     table: Dataset  # the image column only
@@ -114,10 +111,6 @@ class ImageTable(ImageDataset):
             if name not in PARTS:
                 raise UserError(f'{self.where}: the split "{name}" is unknown{did_you_mean(name, list(PARTS))}')
         return np.array([PARTS[name] for name in names])[numbers]
-
-    def image(self, row: int) -> Image.Image:
-        content = self.content(row)
-        return decode(content if isinstance(content, bytes) else Path(content), self.name(row))
 
     def name(self, row: int) -> str:
         value = self._value(row)

@@ -82,6 +82,14 @@ def decode(source: Path | bytes, name: str) -> Image.Image:
         raise UnreadableImage(name, _reason(error)) from error
 
 
+class EncodedImages(ImageDataset):
+    """Images whose content is an encoded image file, on the disk or as bytes. All such data sets decode alike."""
+
+    def image(self, row: int) -> Image.Image:
+        content = self.content(row)
+        return decode(content if isinstance(content, bytes) else Path(content), self.name(row))
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image in a format that Pillow reads"

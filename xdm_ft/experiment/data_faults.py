@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import NAMED_AT_MOST
-from xdm_ft.errors import UserError
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.plan import Plan
+from xdm_ft.experiment.prepared import index_folder
 from xdm_ft.features.file_hashes import FileHashes, hash_files
-from xdm_ft.features.store import cache_folder
 from xdm_ft.protocol.splits import Split
 
 if TYPE_CHECKING:
-    from xdm_ft.recipe.read import Recipe
+    pass
 
 TESTED = ("test", "val_domain")
 """Evaluation splits that must share no image or group with training.
@@ -32,18 +30,8 @@ counts the groups that they share.
 def faults(plan: Plan, show: bool) -> list[Finding]:
     """Returns all faults. Reads and hashes only image files of equal size. `show`: whether to show progress."""
     # files of different sizes can not be copies of each other
-    hashes = hash_files(plan.dataset, _index_folder(plan.recipe), show, equal_sizes_only=True)
+    hashes = hash_files(plan.dataset, index_folder(plan.recipe), show, equal_sizes_only=True)
     return [*data_faults(plan.dataset, hashes, plan.splits), *plan_faults(plan)]
-
-
-def _index_folder(recipe: Recipe) -> Path | None:
-    """Returns the folder of the hashes, or None if it can not be written and the recipe needs no cached features."""
-    try:
-        return cache_folder(recipe.features)
-    except UserError:
-        if recipe.needs_features:
-            raise
-        return None
 
 
 def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:

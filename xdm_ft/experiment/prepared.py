@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,7 +16,11 @@ from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.machine import cores
 from xdm_ft.features.cache import Features, extract
+from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.features.store import cache_folder
 from xdm_ft.recipe.read import Recipe
+from xdm_ft.storage.digests import digest
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,6 +38,8 @@ class Prepared:
     text_weights: dict[tuple[str, ...] | None, Tensor]
     """{prompts of a method: class embeddings × logit scale, float32 [C,K]}; the key None: the encoder's prompts."""
     unreadable: dict[int, str]  # row → why the image does not decode
+    content: str  # hash of all images, in the order of the rows
+    weights: str  # hash of the encoder's weights before training
 
 
 def build_encoder(recipe: Recipe, seed: int) -> Encoder:
@@ -51,10 +58,12 @@ def prepare(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator
     """
     features = None
     on_bad_image = recipe.data_common.on_bad_image
+    hashes = hash_files(dataset, index_folder(recipe), accelerator.is_main_process)
     if recipe.needs_features:
         features = extract(
             encoder,
             dataset,
+            hashes,
             recipe.features,
             on_bad_image=on_bad_image,
             device=accelerator.device,
@@ -66,10 +75,27 @@ def prepare(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator
         unreadable = _scanned(recipe, dataset, on_bad_image)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
-    weights = text_weights(recipe, encoder, dataset.class_names)
     return Prepared(
-        encoder.pretraining, encoder.normalize, encoder.preprocessing, encoder.width, features, weights, unreadable
+        encoder.pretraining,
+        encoder.normalize,
+        encoder.preprocessing,
+        encoder.width,
+        features,
+        text_weights(recipe, encoder, dataset.class_names),
+        unreadable,
+        digest(hashes.digests, bits=128),
+        weights_digest(encoder),
     )
+
+
+def index_folder(recipe: Recipe) -> Path | None:
+    """Returns the folder of the hashes, or None if it can not be written and the recipe needs no cached features."""
+    try:
+        return cache_folder(recipe.features)
+    except UserError:
+        if recipe.needs_features:
+            raise
+        return None
 
 
 def text_weights(

@@ -134,13 +134,13 @@ def environment(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
-    """Returns the identity of the training data: a checksum of the annotations, and the key of the cached features."""
+    """Returns the identity of all that models are trained on: annotations, images, weights, and the cached features."""
     names = json.dumps([dataset.class_names, dataset.domain_names])
     annotations = (dataset.labels, dataset.domains, dataset.groups, dataset.splits)
     texts = ("-" if values is None else json.dumps(np.asarray(values).tolist()) for values in annotations)
-    data = {"images": len(dataset), "annotations": digest(names, *texts)}
+    data = {"images": len(dataset), "annotations": digest(names, *texts), "content": prepared.content}
     features = {} if prepared.features is None else {"features": {"key": prepared.features.key}}
-    return {"data": data, **features}
+    return {"data": data, "encoder": {"weights": prepared.weights}, **features}
 
 
 def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:

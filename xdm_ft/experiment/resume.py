@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 RECORDS = "records"  # kind of the lines that hold records of models
+INPUT_WORDS = {
+    "data.content": "images",
+    "data.images": "the number of images",
+    "data.annotations": "labels, domains or splits of the data",
+    "encoder": "the encoder's weights",
+    "features": "weights, libraries or settings that determine features",
+}
 
 
 @contextmanager
@@ -77,16 +84,17 @@ class Earlier:
     environment: dict[str, Any] | None = None  # None: results.json was not written yet
 
     def refuse_other_inputs(self, path: Path, inputs: dict[str, Any]) -> None:
-        """Raises `UserError` if models of the run directory `path` were trained on other data than `inputs`."""
+        """Raises `UserError` if models of the run directory `path` were trained on other inputs than `inputs`."""
         if self.environment is None:
             return
+        remedy = "set name or output.dir, or delete the directory"
+        if "encoder" not in self.environment:
+            raise UserError(f"{path}: was written by an earlier version, which did not record its images; {remedy}")
         changed = differences({key: self.environment[key] for key in INPUTS if key in self.environment}, inputs)
         if changed:
-            what = {"data": "labels, domains or splits of the data", "features": "images, weights or libraries"}
-            named = " and ".join(dict.fromkeys(what[key.partition(".")[0]] for key in changed))
+            named = [what for key, what in INPUT_WORDS.items() if any(one.startswith(key) for one in changed)]
             raise UserError(
-                f"{path}: {named} have changed since this run started ({', '.join(changed)}); "
-                "set name or output.dir, or delete the directory"
+                f"{path}: {' and '.join(named)} have changed since this run started ({', '.join(changed)}); {remedy}"
             )
 
 

@@ -30,7 +30,7 @@ class FeatureSettings(Block):
         int,
         Field(
             ge=1,
-            description="images per forward pass of the encoder, at most a shard of the cache (256 or more); changes "
+            description="images per forward pass of the encoder; the last pass is filled up with black images; changes "
             "features by rounding only, so cached features serve any batch size",
         ),
     ] = 64

@@ -16,19 +16,20 @@ from torch import Tensor
 
 from xdm_ft.data import Augmentation, ImageDataset
 from xdm_ft.encoders import Encoder
+from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_of, key_parts
-from xdm_ft.features.file_hashes import FileHashes, hash_files
+from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.forward import DTYPES, Extraction, frozen_copy, refuse_unreadable
-from xdm_ft.features.shards import ShardLayout
-from xdm_ft.features.store import Entry, cache_folder
+from xdm_ft.features.shards import Contents, contents_of
+from xdm_ft.features.store import Store, cache_folder, is_writable
 from xdm_ft.features.views import View, all_views
 from xdm_ft.progress import progress, pulse
 
 logger = logging.getLogger("xdm_ft")
 
 MEMORY_FRACTION = 0.25  # features that need more of the free memory stay in their memory-mapped files
-WAIT_SECONDS = 0.5  # between checks whether another process has finished its shards
+WAIT_SECONDS = 0.5  # between checks whether another process has finished a shard
 
 
 class Features:
@@ -41,29 +42,34 @@ class Features:
 
     def __init__(
         self,
-        shards: Sequence[Tensor],  # of the plain view: [rows, K] each, all but the last of the same length
-        views: Sequence[Sequence[Tensor]] = (),  # the augmented views, in shards of the same lengths
+        shards: Sequence[Tensor],  # [n,K] each
+        places: Tensor | None = None,
         *,
         key: str = "",
         unreadable: Mapping[int, str] | None = None,
         extracted: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
+        """`places`: int64 [1 + views, N], where the features of each view and row are in the shards, one after the
+        other; None: one view, in the order of the shards."""
         self.key = key
         self.unreadable = dict(unreadable or {})  # row → why its image does not decode; its features are zero
         self.extracted = extracted  # number of images that this process computed, the others were cached
         self.device = torch.device(device)
         self.width = shards[0].shape[1]
-        self.views = len(views)  # number of augmented views
-        # those of the plain view, then those of view 1, view 2, …
-        self._shards = [shard for of_view in (shards, *views) for shard in of_view]
-        self._shards_per_view, self._rows_per_shard = len(shards), len(shards[0])
-        self._rows = sum(len(shard) for shard in shards)
+        self._shards = shards
+        self._ends = torch.tensor([len(shard) for shard in shards]).cumsum(0)
+        places = torch.arange(int(self._ends[-1]))[None] if places is None else places
+        self.views = len(places) - 1  # number of augmented views
+        self._places, self._rows = places.flatten(), places.shape[1]
         self._normalized = False
-        rows = (1 + self.views) * self._rows
         # 4 bytes per number: the table is float32 even where bfloat16 is stored
-        fits = 4 * rows * self.width <= MEMORY_FRACTION * _free_memory(self.device)
-        self._table = _table(self._shards, rows, self.device) if fits else None  # float32 [(1 + views) · N, K]
+        fits = 4 * places.numel() * self.width <= MEMORY_FRACTION * _free_memory(self.device)
+        self._table: Tensor | None = None  # float32 [(1 + views) · N, K]
+        if fits:
+            table = torch.empty(places.numel(), self.width, device=self.device)
+            self._copy(self._places, table)
+            self._table = table
 
     def __len__(self) -> int:
         return self._rows
@@ -100,32 +106,23 @@ class Features:
 
     def _gather(self, positions: Tensor, end: int) -> Tensor:
         """float32 [n,K] on the device, read shard by shard."""
-        # sorted, so that each memory-mapped file is read once and from front to back
-        ordered, order = positions.sort()
-        if len(positions) and not 0 <= int(ordered[0]) <= int(ordered[-1]) < end:
-            raise IndexError(f"rows {int(ordered[0])}…{int(ordered[-1])} are outside 0…{end - 1}")
+        if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < end:
+            raise IndexError(f"rows {int(positions.min())}…{int(positions.max())} are outside 0…{end - 1}")
         z = torch.empty(len(positions), self.width)
-        view, row = ordered // self._rows, ordered % self._rows
-        numbers, counts = (view * self._shards_per_view + row // self._rows_per_shard).unique_consecutive(
-            return_counts=True
-        )
-        for number, rows, targets in zip(
-            numbers.tolist(),
-            (row % self._rows_per_shard).split(counts.tolist()),
-            order.split(counts.tolist()),
-            strict=True,
-        ):
-            z[targets] = self._shards[number][rows].float()
+        self._copy(self._places[positions], z)
         return z.to(self.device)
 
-
-def _table(shards: Sequence[Tensor], rows: int, device: torch.device) -> Tensor:
-    """All shards in one float32 tensor [rows, K] on the device."""
-    table = torch.empty(rows, shards[0].shape[1], dtype=torch.float32, device=device)
-    for part, shard in zip(table.split([len(shard) for shard in shards]), shards, strict=True):
-        part.copy_(shard)
-        pulse.beat()
-    return table
+    def _copy(self, places: Tensor, z: Tensor) -> None:
+        """Copies the features at these places to `z` [n,K]."""
+        # sorted, so that each memory-mapped file is read once and from front to back
+        ordered, order = places.sort()
+        numbers, counts = torch.searchsorted(self._ends, ordered, right=True).unique_consecutive(return_counts=True)
+        per_shard = ordered.split(counts.tolist()), order.split(counts.tolist())
+        for number, of_shard, targets in zip(numbers.tolist(), *per_shard, strict=True):
+            shard = self._shards[number]
+            rows = of_shard - (int(self._ends[number]) - len(shard))
+            z[targets.to(z.device)] = shard[rows].float().to(z.device)
+            pulse.beat()
 
 
 def _free_memory(device: torch.device) -> float:
@@ -137,9 +134,27 @@ def _free_memory(device: torch.device) -> float:
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+class DistinctImages(NamedTuple):
+    """The M different images among N rows, in the order of the rows. Copies of an image are one image."""
+
+    contents: Contents  # [M]
+    rows: np.ndarray  # int64 [M], the first row of each
+    number_of: np.ndarray  # int64 [N], the image of each row; −1: its bytes can not be read
+
+
+def distinct_images(hashes: FileHashes) -> DistinctImages:
+    readable = np.delete(np.arange(len(hashes.digests)), list(hashes.unreadable))
+    contents, first, image = np.unique(contents_of(hashes.digests[readable]), return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number_of = np.full(len(hashes.digests), -1)
+    number_of[readable] = np.argsort(order)[image]  # argsort inverts the permutation: sorted image → its number
+    return DistinctImages(contents[order], readable[first[order]], number_of)
+
+
 def extract(
     encoder: Encoder,
     dataset: ImageDataset,
+    hashes: FileHashes,
     settings: FeatureSettings,
     *,
     on_bad_image: Literal["error", "skip"],
@@ -149,78 +164,97 @@ def extract(
 ) -> Features:
     """Returns the features of every row, in the plain view and in `settings.views` views of the `augmentation`.
 
-    Features that are missing in the cache are computed and added to it. Processes that need the same features (ranks of
-    a run, or several runs) divide the shards among them; the shards of a killed process are computed by another one.
+    Features that are missing in the cache are computed and added to it, once for equal images. Processes that need the
+    same features (ranks of a run, or several runs) divide them among themselves; those that a killed process did not
+    finish are computed by another one.
 
     Raises `UserError` for images that do not decode if `on_bad_image` is "error". Finished shards stay in the cache.
     """
     device = torch.device(device)
-    cache = cache_folder(settings)
-    hashes = hash_files(dataset, cache, show)
     refuse_unreadable(hashes.unreadable, dataset, on_bad_image)
-    sets = cached_sets(encoder, dataset, hashes, settings, augmentation, device)
-    missing_of_sets = [cached.entry.missing() for cached in sets]
-    plain = sets[0].entry
-    plain.require_space(sum(cached.entry.needed for cached in sets[1:]))
-    model = frozen_copy(encoder, settings.precision, device) if any(missing_of_sets) else encoder
+    images = distinct_images(hashes)
+    views = cached_views(encoder, dataset, images, settings, augmentation, device)
+    missing = [len(store.missing()) for _, store in views]
+    if any(missing):
+        _require_writable(views, sum(missing))
+    model = frozen_copy(encoder, settings.precision, device) if any(missing) else encoder
     extracted = 0
-    for (view, entry, description), missing in zip(sets, missing_of_sets, strict=True):
-        if missing:
-            if entry.manifest is None:  # written first, so that an unfinished entry can be identified
-                entry.update_manifest(description)
-            extraction = Extraction(model, view, dataset, hashes, entry, settings, device, on_bad_image)
-            extracted += _compute_missing(extraction, missing, show)
-        entry.update_manifest(description)
-        refuse_unreadable(entry.unreadable, dataset, on_bad_image)
-    shards = [[entry.shards[number].features for number in range(len(entry.layout))] for _, entry, _ in sets]
+    for view, store in views:
+        extraction = Extraction(model, view, dataset, hashes, store, images.rows, settings, device, on_bad_image)
+        extracted += _compute_missing(extraction, show)
+        unreadable = _unreadable(store, images, hashes)
+        refuse_unreadable(unreadable, dataset, on_bad_image)
+    nothing = torch.zeros(1, encoder.width, dtype=DTYPES[settings.precision])  # for rows whose bytes can not be read
+    shards, places, rows = [nothing], [], 1
+    for _, store in views:
+        first = rows + np.cumsum([0, *(len(shard.contents) for shard in store.shards)])
+        places.append(np.where(images.number_of < 0, 0, (first[store.shard_of] + store.row_of)[images.number_of]))
+        shards += [shard.features for shard in store.shards]
+        rows = int(first[-1])
     return Features(
-        shards[0], shards[1:], key=plain.key, unreadable=plain.unreadable, extracted=extracted, device=device
+        shards,
+        torch.from_numpy(np.stack(places)),
+        key=views[0].store.key,
+        unreadable=unreadable,
+        extracted=extracted,
+        device=device,
     )
 
 
-class CachedSet(NamedTuple):
-    """The cache entry of one view of all images."""
+class CachedView(NamedTuple):
+    """A view of all images, and the store of its features, of which some may be missing."""
 
     view: View
-    entry: Entry
-    description: dict[str, object]  # what its manifest says of the features
+    store: Store
 
 
-def cached_sets(
+def cached_views(
     encoder: Encoder,
     dataset: ImageDataset,
-    hashes: FileHashes,
+    images: DistinctImages,
     settings: FeatureSettings,
     augmentation: Augmentation,
     device: torch.device,
-) -> list[CachedSet]:
-    """One set for the plain view and one for each of `settings.views` augmented views. An entry may be incomplete."""
+) -> list[CachedView]:
+    """The plain view and `settings.views` augmented views."""
     cache, dtype = cache_folder(settings), DTYPES[settings.precision]
-    parts = key_parts(encoder, dataset, hashes, settings.precision, device)
-    not_in_key = {"summary": _summary(dataset), "width": encoder.width, "batch_size": settings.batch_size}
-    sets = []
+    parts = key_parts(encoder, dataset.decoder, settings.precision, device)
+    views = []
     for view in all_views(augmentation, settings.views):
-        view_parts = {**parts, **view.key_parts(encoder.preprocessing)}
-        entry = Entry(cache, key_of(view_parts), ShardLayout(len(dataset)), encoder.width, dtype)
-        sets.append(CachedSet(view, entry, {**view_parts, **not_in_key}))
-    return sets
+        of_view = {**parts, **view.key_parts(encoder.preprocessing)}
+        store = Store(cache, of_view, key_of(of_view), images.contents, encoder.width, dtype)
+        views.append(CachedView(view, store))
+    return views
 
 
-def _compute_missing(extraction: Extraction, missing: list[int], show: bool) -> int:
-    """Computes shards, or waits for processes that do, until none is missing. Returns how many images it computed."""
-    entry, view, extracted, wait_logged = extraction.entry, extraction.view.number, 0, False
-    with progress(f"features, view {view}" if view else "features", entry.images(missing), "images", show) as bar:
+def _require_writable(views: Sequence[CachedView], missing: int) -> None:
+    """Raises `UserError` if the missing features can not be written, for lack of permission or of space."""
+    plain = views[0].store
+    if not is_writable(plain.cache):
+        raise UserError(
+            f"features.dir: {plain.cache} can not be written, and {missing} images are not cached there; set "
+            "features.dir to a folder of your own"
+        )
+    plain.require_space(sum(store.bytes_needed for _, store in views[1:]))
+
+
+def _compute_missing(extraction: Extraction, show: bool) -> int:
+    """Computes features, or waits for processes that do, until none is missing. Returns how many images it computed."""
+    store, view, extracted, wait_logged = extraction.store, extraction.view.number, 0, False
+    missing = len(store.missing())
+    if not missing:
+        return 0
+    with progress(f"features, view {view}" if view else "features", missing, "images", show) as bar:
         while missing:
-            computed = extraction.run(missing, bar)
+            computed = extraction.run(bar)
             extracted += computed
-            still_missing = entry.missing()
-            by_others = entry.images(missing) - entry.images(still_missing) - computed
+            still_missing = len(store.missing())
+            by_others = missing - still_missing - computed
             if by_others:
                 bar.advance(by_others, "another process helps")
             elif still_missing and not computed:
                 if not wait_logged:
-                    waiting_for = entry.images(still_missing)
-                    logger.info("features: waiting for another process to compute %d images", waiting_for)
+                    logger.info("features: waiting for another process to compute %d images", still_missing)
                 wait_logged = True
                 with pulse.waiting():
                     time.sleep(WAIT_SECONDS)
@@ -228,7 +262,9 @@ def _compute_missing(extraction: Extraction, missing: list[int], show: bool) -> 
     return extracted
 
 
-def _summary(dataset: ImageDataset) -> dict[str, object]:
-    """Images per domain, and class names: not part of the key, but what a person recognises the data by."""
-    counts = np.bincount(dataset.domains, minlength=len(dataset.domain_names)).tolist()
-    return {"domains": dict(zip(dataset.domain_names, counts, strict=True)), "classes": list(dataset.class_names)}
+def _unreadable(store: Store, images: DistinctImages, hashes: FileHashes) -> dict[int, str]:
+    """Row → why its image does not decode."""
+    reasons = store.unreadable()
+    rows = np.flatnonzero(np.isin(images.number_of, list(reasons)))
+    found = hashes.unreadable | {row: reasons[images.number_of[row]] for row in rows.tolist()}
+    return dict(sorted(found.items()))

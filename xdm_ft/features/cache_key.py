@@ -1,4 +1,4 @@
-"""The key of cached features: a hash of all that determines them.
+"""The key of cached features: a hash of all that determines the feature of an image besides the image's content.
 
 Batch size, number of threads and processes, and the model of the processor are not part of the key, since they change
 features by rounding only: features computed with other values of these are reused.
@@ -13,21 +13,19 @@ import PIL
 import torch
 from torch import Tensor, nn
 
-from xdm_ft.data import ImageDataset
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import Precision
-from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.storage.digests import digest
 from xdm_ft.version import __version__
 
-SCHEMA = 1  # version of the files; raise it also when a change of our own code changes features
+SCHEMA = 2  # version of the files; raise it also when a change of our own code changes features
 
 
-def key_parts(
-    encoder: Encoder, dataset: ImageDataset, hashes: FileHashes, precision: Precision, device: torch.device
-) -> dict[str, object]:
-    """All that determines the features of the plain view, JSON-serialisable. Renaming a part changes every key."""
-    reader = type(dataset)
+def key_parts(encoder: Encoder, decoder: str, precision: Precision, device: torch.device) -> dict[str, object]:
+    """All that determines the features of the plain view, JSON-serialisable. Renaming a part changes every key.
+
+    `decoder`: as `ImageDataset.decoder`.
+    """
     return {
         "schema": SCHEMA,
         "encoder": encoder.identity(),
@@ -35,11 +33,7 @@ def key_parts(
         "preprocessing": encoder.preprocessing.model_dump(mode="json"),
         "precision": precision,
         "device": {"type": device.type, **_float32_arithmetic(device)},
-        "data": {
-            "images": len(dataset),
-            "content": digest(hashes.digests, bits=128),  # in row order
-            "reader": f"{reader.__module__}.{reader.__qualname__}",  # two readers may decode a file to different pixels
-        },
+        "decoder": decoder,
         "versions": {  # the version of the encoder's own library is in its identity
             "xdm_ft": __version__,
             "torch": torch.__version__,

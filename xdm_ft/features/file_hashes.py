@@ -12,7 +12,7 @@ import os
 import sqlite3
 import stat
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ import xxhash
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import OF_THE_MACHINE
 from xdm_ft.errors import UserError
+from xdm_ft.features.store import is_writable
 from xdm_ft.progress import progress
 
 logger = logging.getLogger("xdm_ft")
@@ -69,7 +70,7 @@ class FileHashes:
         rows_of.pop(_EMPTY_FILE, None)
         return [rows for rows in rows_of.values() if len(rows) > 1]
 
-    def changed_file(self, rows: range) -> str | None:
+    def changed_file(self, rows: Iterable[int]) -> str | None:
         """The first file of these rows that has changed since it was hashed; None if none has."""
         for path, stamp in (self.files[row] for row in rows if row in self.files):
             try:
@@ -83,11 +84,13 @@ class FileHashes:
 def hash_files(dataset: ImageDataset, cache: Path | None, show: bool, equal_sizes_only: bool = False) -> FileHashes:
     """Returns the hash of every image of the data set, from the index `<cache>/index.sqlite` or from the file.
 
-    New hashes are added to the index (`cache` None: there is no index). `equal_sizes_only` skips files whose size no
-    other file has: they have no duplicate. Raises `UserError` for a file that is being written, and for an index that
-    can not be written.
+    New hashes are added to the index. There is none if `cache` is None or can not be written. `equal_sizes_only` skips
+    files whose size no other file has: they have no duplicate. Raises `UserError` for a file that is being written, and
+    for an index that can not be written.
     """
     hashes = FileHashes(np.zeros((len(dataset), 16), dtype=np.uint8))
+    if cache is not None and not is_writable(cache):
+        cache = None
     for row in range(len(dataset)):
         content = dataset.content(row)
         if isinstance(content, bytes):
@@ -206,7 +209,9 @@ def _run_on_index(cache: Path, work: Callable[[sqlite3.Connection], T]) -> T:
 
 def _transaction(path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
     # opened for each transaction: SQLite forbids using a connection in a forked process, such as a DataLoader worker
-    path.touch(mode=0o600)  # for its user only; SQLite itself would follow the umask
+    if not path.exists():
+        path.touch(mode=0o600)
+        path.chmod(path.parent.stat().st_mode & 0o666)  # for whom the cache is; SQLite itself would follow the umask
     with closing(sqlite3.connect(path, timeout=WAIT_SECONDS)) as index:
         index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait for each other
         index.execute("PRAGMA temp_store = MEMORY")

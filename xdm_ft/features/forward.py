@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
-from filelock import FileLock
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,37 +22,43 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings, Precision
 from xdm_ft.features.file_hashes import FileHashes
-from xdm_ft.features.store import Entry
+from xdm_ft.features.store import Store
 from xdm_ft.features.views import View, ViewTransform
+from xdm_ft.interrupt import Interrupted, stop_requested
 from xdm_ft.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MAX_WORKERS = 4
+IMAGES_PER_SHARD = 256  # at least, and few, so that little is lost when an extraction is killed
+MAX_SHARDS = 1024  # of one extraction; more images than fit in so many shards make the shards larger
 
 
 class ImageBatch(NamedTuple):
     """One batch, as a DataLoader worker returns it."""
 
     rows: list[int]
-    pixels: Tensor  # float32 [B,3,H,W], black where the image does not decode
+    pixels: Tensor  # float32 [features.batch_size,3,H,W]; black where the image does not decode, and after the last row
     unreadable: dict[int, str]  # row → why its image does not decode
 
 
 class EncoderInputs(Dataset[ImageBatch]):
-    """Item `rows` is a whole batch. An image that does not decode is black and reported; it does not raise."""
+    """Item `rows` is a whole batch. An image that does not decode is black and reported; it does not raise.
 
-    def __init__(self, dataset: ImageDataset, transform: ViewTransform, size: int, unreadable: dict[int, str]) -> None:
-        """`unreadable`: the rows whose files are known not to be readable, with the reason."""
-        self.dataset, self.transform, self.size, self.unreadable = dataset, transform, size, unreadable
+    Every batch has `batch_size` images: the products of a shorter one round differently.
+    """
+
+    def __init__(
+        self, dataset: ImageDataset, digests: np.ndarray, transform: ViewTransform, size: int, batch_size: int
+    ) -> None:
+        self.dataset, self.digests, self.transform = dataset, digests, transform
+        self.shape = (batch_size, 3, size, size)
 
     def __getitem__(self, rows: list[int]) -> ImageBatch:
-        pixels = torch.zeros(len(rows), 3, self.size, self.size)
-        unreadable = {row: self.unreadable[row] for row in rows if row in self.unreadable}
+        pixels = torch.zeros(self.shape)
+        unreadable = {}
         for position, row in enumerate(rows):
-            if row in unreadable:
-                continue  # not opened: it may be a pipe, which would block for ever
             try:
-                pixels[position] = self.transform(self.dataset.image(row), row)
+                pixels[position] = self.transform(self.dataset.image(row), self.digests[row])
             except UnreadableImage as error:
                 unreadable[row] = error.reason
         return ImageBatch(rows, pixels, unreadable)
@@ -84,84 +92,84 @@ def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Extraction:
-    """Computes the missing shards of an entry, except those that another process is computing."""
+    """Computes the missing features of a store, except those that another process is computing."""
 
     encoder: Encoder  # made by `frozen_copy`
     view: View
     dataset: ImageDataset
     hashes: FileHashes
-    entry: Entry
+    store: Store
+    rows: np.ndarray  # int64 [M], the row of each of the store's images
     settings: FeatureSettings
     device: torch.device
     on_bad_image: Literal["error", "skip"]
 
-    def run(self, missing: list[int], bar: Progress) -> int:
-        """Computes those of the `missing` shards that are free, and returns the number of their images.
+    def run(self, bar: Progress) -> int:
+        """Computes the missing features that no other process computes, and returns the number of their images.
 
         Raises `UserError` for an image that does not decode (unless `on_bad_image` is "skip"), for features that are
         not finite, for a file that has changed since it was hashed, and if memory or disk is full. Finished shards are
         kept.
         """
-        if not any(self._is_free(number) for number in missing):
-            return 0  # no workers are started for nothing, and none is forked while this check has a lock
-        claims: dict[int, FileLock] = {}
+        free = len(self.store.unclaimed())
+        if not free:
+            return 0  # no workers are started for nothing
         computed = 0
         try:
-            for number, features, unreadable in self._computed_shards(self._batches(missing, claims)):
-                rows = self.entry.layout.span(number)
-                changed = self.hashes.changed_file(rows)
+            for numbers, features, unreadable in self._computed_shards(self._images_per_shard(free)):
+                changed = self.hashes.changed_file(self.rows[numbers].tolist())
                 if changed is not None:
                     raise UserError(
                         f"{changed}: this file was changed while features were computed; run the same command again"
                     )
-                self.entry.write(number, features, unreadable)
-                claims.pop(number).release()
-                computed += len(rows)
-                bar.advance(len(rows))
+                self.store.write(numbers, features, unreadable)
+                computed += len(numbers)
+                bar.advance(len(numbers))
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"features.batch_size: {self.settings.batch_size} images do not fit the memory of {self.device}; "
                 "set a smaller one"
             ) from error
         finally:
-            for lock in claims.values():
-                lock.release()
+            self.store.release()
         return computed
 
-    def _is_free(self, number: int) -> bool:
-        """Whether no process is computing the shard, nor has computed it."""
-        lock = self.entry.claim(number)
-        if lock is not None:
-            lock.release()
-        return lock is not None
+    def _images_per_shard(self, images: int) -> int:
+        """A multiple of the batch size, so that only the last batch of all is padded."""
+        batch = self.settings.batch_size
+        return batch * math.ceil(max(IMAGES_PER_SHARD, images / MAX_SHARDS) / batch)
 
-    def _batches(self, missing: list[int], claims: dict[int, FileLock]) -> Iterator[list[int]]:
-        """Yields the rows of each batch, all of one shard, whose lock is in `claims` from its first batch on."""
-        for number in missing:
-            lock = self.entry.claim(number)
-            if lock is not None:
-                claims[number] = lock
-                rows = self.entry.layout.span(number)
-                for first in range(0, len(rows), self.settings.batch_size):
-                    yield list(rows[first : first + self.settings.batch_size])
-
-    def _computed_shards(self, batches: Iterator[list[int]]) -> Iterator[tuple[int, Tensor, dict[int, str]]]:
-        """Yields (number, features [rows, K] in the stored precision, row → why it does not decode) of each shard."""
+    def _computed_shards(self, size: int) -> Iterator[tuple[np.ndarray, Tensor, dict[int, str]]]:
+        """Yields shards: (numbers of the images, features [n,K] in the stored precision, row of the shard → why its
+        image does not decode)."""
+        claimed = deque[np.ndarray]()  # the shards of the batches that were requested
         parts: list[Tensor] = []
         unreadable: dict[int, str] = {}
-        for images in self._load_images(batches):
+        for images in self._load_images(self._batches(size, claimed)):
+            if stop_requested():  # the exception that the signal raised may be lost in a library
+                raise Interrupted
+            first = sum(map(len, parts))
             parts.append(self._features(images))
-            unreadable.update(images.unreadable)
-            number = images.rows[0] // self.entry.layout.rows_per_shard
-            if images.rows[-1] == self.entry.layout.span(number)[-1]:
-                yield number, torch.cat(parts), unreadable
+            unreadable |= {first + images.rows.index(row): reason for row, reason in images.unreadable.items()}
+            if first + len(images.rows) == len(claimed[0]):
+                yield claimed.popleft(), torch.cat(parts), unreadable
                 parts, unreadable = [], {}
+
+    def _batches(self, size: int, claimed: deque[np.ndarray]) -> Iterator[list[int]]:
+        """Claims `size` images after `size` images, and yields the rows of each batch."""
+        while len(numbers := self.store.claim(size)):
+            claimed.append(numbers)
+            rows = self.rows[numbers].tolist()
+            for first in range(0, len(rows), self.settings.batch_size):
+                yield rows[first : first + self.settings.batch_size]
 
     def _load_images(self, batches: Iterator[list[int]]) -> Iterator[ImageBatch]:
         """Yields the decoded and transformed images of each batch."""
         preprocessing = self.encoder.preprocessing
         transform = self.view.transform(preprocessing)
-        inputs = EncoderInputs(self.dataset, transform, preprocessing.size, self.hashes.unreadable)
+        inputs = EncoderInputs(
+            self.dataset, self.hashes.digests, transform, preprocessing.size, self.settings.batch_size
+        )
         workers = worker_count(self.settings, self.hashes)
         loader = DataLoader(
             inputs,
@@ -188,7 +196,7 @@ class Extraction:
         stored = DTYPES[self.settings.precision]
         pixels = images.pixels.to(self.device, stored, non_blocking=True).contiguous(memory_format=torch.channels_last)
         with torch.inference_mode():
-            z = self.encoder(pixels).to("cpu", stored)
+            z = self.encoder(pixels)[: len(images.rows)].to("cpu", stored)
         broken = ~z.isfinite().all(1)
         if broken.any():
             name = self.dataset.name(images.rows[int(broken.nonzero()[0])])

@@ -1,78 +1,117 @@
-"""Listing, checking and pruning the cache."""
+"""Listing, checking and pruning the cache. Only folders whose manifest is ours are touched, and only files of ours."""
 
 from __future__ import annotations
 
-import re
-import shutil
+import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from filelock import FileLock, Timeout
+import torch
+from safetensors import SafetensorError, safe_open
 
+from xdm_ft.features.cache_key import SCHEMA
+from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.shards import open_shard
-from xdm_ft.features.store import MANIFEST, read_manifest, shard_name
+from xdm_ft.features.store import MANIFEST, SHARDS, WHAT, living_claims, locked, read_manifest
+from xdm_ft.storage.atomic import UNFINISHED, disk_errors
 from xdm_ft.storage.checksummed import Damaged
 
 SECONDS_PER_DAY = 86400.0
-_BEING_DELETED = ".cleared-"  # beginning of the name of a folder whose deletion has begun
+OURS = (SHARDS, f".*{UNFINISHED}", "claim-*", "shard-*.lock")  # files of a store besides its manifest
 
 
-class Cached(NamedTuple):
-    """One set of features in the cache."""
+@dataclass(frozen=True)
+class File:
+    """A shard as one sees it without opening it."""
 
-    key: str
-    manifest: dict[str, Any] | None  # None if it is damaged or not written yet
+    path: Path
     bytes: int
     last_used: float  # seconds since 1970
+    is_own: bool  # of the user who asks
 
 
-def entries(cache: Path) -> list[Cached]:
-    """The entries of the cache, last used first; none if the folder does not exist."""
-    folders = [folder for folder in _folders(cache) if re.fullmatch("[0-9a-f]{32}", folder.name)]
-    return sorted((_cached(folder) for folder in folders), key=lambda entry: -entry.last_used)
+@dataclass(frozen=True)
+class Cached:
+    """A store of features in the cache."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    files: list[File]
+
+    @property
+    def key(self) -> str:
+        return self.folder.name
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether an earlier version wrote it, so that nothing reads it."""
+        return bool(self.manifest.get("schema") != SCHEMA)
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def last_used(self) -> float:
+        return max((file.last_used for file in self.files), default=0.0)
+
+    def images(self) -> int:
+        """Reads the header of every shard; a damaged one counts nothing."""
+        return sum(map(_rows, (file.path for file in self.files)))
 
 
-def _folders(cache: Path) -> list[Path]:
-    return [folder for folder in cache.iterdir() if folder.is_dir()] if cache.is_dir() else []
-
-
-def _cached(folder: Path) -> Cached:
+def _rows(path: Path) -> int:
     try:
-        manifest = read_manifest(folder)
-    except (FileNotFoundError, Damaged):
-        manifest = None
-    manifest_path = folder / MANIFEST
-    # each use sets the manifest's time of modification (`Entry.update_manifest`)
-    last_used = (manifest_path if manifest_path.exists() else folder).stat().st_mtime
-    return Cached(folder.name, manifest, sum(file.stat().st_size for file in folder.iterdir()), last_used)
+        with safe_open(path, framework="numpy") as file:
+            return int(file.get_slice("features").get_shape()[0])
+    except (SafetensorError, OSError):
+        return 0
 
 
-def verify(cache: Path, key: str) -> list[str]:
-    """Reads all files of an entry and returns one line for each damaged or missing file.
+def stores(cache: Path) -> list[Cached]:
+    """The stores of the cache, last used first; none if the folder does not exist."""
+    found = []
+    for folder in cache.iterdir() if cache.is_dir() else ():
+        if not folder.is_symlink():
+            try:
+                manifest = read_manifest(folder)
+            except (FileNotFoundError, Damaged):
+                continue  # of another program; or one of ours, which the next run that uses it repairs
+            if manifest.get("what") == WHAT:
+                found.append(Cached(folder, manifest, list(_files(folder))))
+    return sorted(found, key=lambda store: -store.last_used)
 
-    Nothing is repaired: the next run that uses the entry does that.
-    """
-    folder, faults = cache / key, []
-    # not only those of the manifest, which may be missing or damaged itself
-    shards = {int(path.name[6:11]): path for path in folder.glob("shard-*.safetensors")}
-    try:
-        manifest = read_manifest(folder)
-        if manifest["complete"]:
-            shards.update((number, folder / shard_name(number)) for number in range(len(manifest["shards"])))
-    except FileNotFoundError:
-        faults.append(f"{MANIFEST} is missing")
-    except Damaged as error:
-        faults.append(f"{MANIFEST} is damaged ({error})")
-    for number, path in sorted(shards.items()):
+
+def _files(folder: Path) -> Iterator[File]:
+    for path in folder.glob(SHARDS):
         try:
-            open_shard(path, key, number)
+            status = path.lstat()
         except FileNotFoundError:
-            faults.append(f"{path.name} is missing")
+            continue  # pruned since it was listed
+        yield File(path, status.st_size, status.st_mtime, status.st_uid == os.getuid())
+
+
+def verify(store: Cached) -> list[str]:
+    """Reads all files of a store and returns one line for each that is damaged.
+
+    Nothing is repaired: the next run that uses the store does that.
+    """
+    faults = []
+    for file in sorted(store.files, key=lambda file: file.path):
+        try:
+            open_shard(file.path, store.key, store.manifest["width"], _dtype(store)).check()
+        except FileNotFoundError:
+            continue  # pruned since it was listed
         except Damaged as error:
-            faults.append(f"{path.name} is damaged ({error})")
+            faults.append(f"{file.path.name} is damaged ({error})")
     return faults
+
+
+def _dtype(store: Cached) -> torch.dtype:
+    return DTYPES[store.manifest["precision"]]
 
 
 def prune(
@@ -81,41 +120,48 @@ def prune(
     unused_days: float | None = None,
     max_bytes: int | None = None,
     referenced: Collection[str] | None = None,
-) -> list[Cached]:
-    """Deletes entries and returns them: those not used for `unused_days`, those whose key is not in `referenced`, and
-    then those not used for longest, until at most `max_bytes` remain. None: that limit does not apply.
+) -> list[File]:
+    """Deletes shards and returns them: those not used for `unused_days`, those of stores whose key is not in
+    `referenced`, and then those not used for longest, until at most `max_bytes` remain. None: the limit does not apply.
 
-    An entry that a process is computing is kept. One that a process only reads may be deleted: files that are mapped
-    into memory stay readable.
+    Stores for which a process computes features now, and files of other users, are kept. A shard that a process only
+    reads may be deleted: files that are mapped into memory stay readable. Raises `UserError` without permission.
     """
-    for leftover in _folders(cache):
-        if leftover.name.startswith(_BEING_DELETED):
-            shutil.rmtree(leftover)
+    if not cache.is_dir():
+        return []
     removed = []
-
-    def unwanted(entry: Cached) -> bool:
-        too_old = unused_days is not None and time.time() - entry.last_used > unused_days * SECONDS_PER_DAY
-        return too_old or (referenced is not None and entry.key not in referenced)
-
-    kept = sum(entry.bytes for entry in entries(cache))
-    for entry in sorted(reversed(entries(cache)), key=unwanted, reverse=True):
-        # sorted() is stable: unwanted entries come first, and within both groups those not used for longest
-        too_much = max_bytes is not None and kept > max_bytes
-        if (unwanted(entry) or too_much) and not _is_being_computed(cache / entry.key):
-            # renamed first: if this process is killed while deleting, no incomplete entry stays under the key
-            renamed = (cache / entry.key).rename(cache / f"{_BEING_DELETED}{entry.key}")
-            shutil.rmtree(renamed)
-            kept -= entry.bytes
-            removed.append(entry)
+    with locked(cache):
+        found = [store for store in stores(cache) if not list(living_claims(store.folder))]
+        unwanted = {
+            file.path
+            for store in found
+            for file in store.files
+            if (unused_days is not None and time.time() - file.last_used > unused_days * SECONDS_PER_DAY)
+            or (referenced is not None and store.key not in referenced)
+        }
+        files = sorted(
+            (file for store in found for file in store.files if file.is_own), key=lambda file: file.last_used
+        )
+        kept = sum(store.bytes for store in stores(cache))
+        for file in sorted(files, key=lambda file: file.path not in unwanted):  # stable: the longest unused ones first
+            if file.path in unwanted or (max_bytes is not None and kept > max_bytes):
+                with disk_errors(file.path):
+                    file.path.unlink(missing_ok=True)
+                kept -= file.bytes
+                removed.append(file)
+        for store in found:
+            _remove_if_empty(store.folder)
     return removed
 
 
-def _is_being_computed(folder: Path) -> bool:
-    """Whether a process has locked one of the shards. Lock files of killed processes are not locked any more."""
-    for path in folder.glob("shard-*.lock"):
-        try:
-            with FileLock(path, timeout=0):
-                pass
-        except Timeout:
-            return True
-    return False
+def _remove_if_empty(folder: Path) -> None:
+    """Removes a store without shards, unless it is another user's or there are files in it that are not ours."""
+    if folder.stat().st_uid != os.getuid() or any(folder.glob(SHARDS)):
+        return
+    with disk_errors(folder):
+        for pattern in OURS:
+            for left in folder.glob(pattern):
+                left.unlink()
+        if [path.name for path in folder.iterdir()] == [MANIFEST]:
+            (folder / MANIFEST).unlink()
+            folder.rmdir()

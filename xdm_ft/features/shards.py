@@ -1,66 +1,87 @@
-"""One file of cached features. Its header holds its key, its number and a checksum, so that it can be checked alone."""
+"""One file of cached features. It can be checked alone: it names its store, its images and two checksums.
+
+A shard holds `contents` (uint8 [n,16], the hash of each image's content) and `features` ([n,K] in the stored
+precision). Its name is `shard-<hash of contents>.safetensors`, so that the same images give the same file.
+"""
 
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from xdm_ft.storage.checksummed import Damaged, read_tensors, write_tensors
 from xdm_ft.storage.digests import digest
 
-IMAGES_PER_SHARD = 256  # few, so that little is lost when an extraction is killed
-MAX_SHARDS = 1024  # more images than fit in so many shards make the shards larger
-
-
-@dataclass(frozen=True)
-class ShardLayout:
-    """How N rows are cut into shards. It depends on N alone, so that runs which share a cache agree on it."""
-
-    rows: int
-
-    @property
-    def rows_per_shard(self) -> int:
-        return max(IMAGES_PER_SHARD, -(-self.rows // MAX_SHARDS))  # −(−a // b) is a / b rounded up
-
-    def __len__(self) -> int:
-        return -(-self.rows // self.rows_per_shard)
-
-    def span(self, number: int) -> range:
-        """The rows of a shard."""
-        first = number * self.rows_per_shard
-        return range(first, min(first + self.rows_per_shard, self.rows))
+Contents = np.ndarray
+"""Hashes of images as bytes of length 16 (numpy type S16), one per image: they compare and sort as one value."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The checked contents of a shard's file."""
+    """An open shard. All but its features is checked; `check` checks those."""
 
-    features: Tensor  # [rows, K] in the stored precision, memory-mapped
-    unreadable: dict[int, str]  # row of the data set → why its image does not decode
-    checksum: str
+    path: Path
+    contents: Contents  # [n]
+    features: Tensor  # [n,K] in the stored precision, memory-mapped
+    unreadable: dict[int, str]  # row of the shard → why its image does not decode; its features are zero
+    checksum: str  # of the features
+
+    def check(self) -> None:
+        """Reads all features. Raises `Damaged` if they are not those that were written."""
+        if digest(self.features) != self.checksum:
+            raise Damaged("its checksum differs")
 
 
-def write_shard(path: Path, features: Tensor, unreadable: Mapping[int, str], key: str, number: int) -> None:
-    metadata = {"key": key, "shard": str(number), "unreadable": json.dumps(unreadable)}
-    write_tensors(path, {"features": features}, {**metadata, "xxh3": _checksum(features, metadata)})
+def contents_of(digests: np.ndarray) -> Contents:
+    """uint8 [N,16] → S16 [N]."""
+    return np.ascontiguousarray(digests).view("S16")[:, 0]
 
 
-def open_shard(path: Path, key: str, number: int) -> Shard:
-    """Maps the file and checks all of it. Raises `Damaged`, or `FileNotFoundError` if it does not exist."""
-    tensors, metadata = read_tensors(path)
-    checksum = metadata.pop("xxh3", "")
-    if "features" not in tensors or checksum != _checksum(tensors["features"], metadata):
+def write_shard(folder: Path, key: str, contents: Contents, features: Tensor, unreadable: Mapping[int, str]) -> Path:
+    """Writes a shard of the store `key`, and returns its path. `unreadable`: row of the shard → reason."""
+    path = folder / _name(contents)
+    # copied, because numpy cuts the trailing zero bytes of an S16 value when it is taken alone
+    hashes = torch.from_numpy(contents.view(np.uint8).reshape(len(contents), 16).copy())
+    about = {"key": key, "unreadable": json.dumps(unreadable), "features_xxh3": digest(features)}
+    tensors = {"contents": hashes, "features": features}
+    write_tensors(path, tensors, {**about, "xxh3": _checksum(hashes, features, about)})
+    return path
+
+
+def open_shard(path: Path, key: str, width: int, dtype: torch.dtype) -> Shard:
+    """Maps a shard of the store `key` and checks all but its features.
+
+    Raises `Damaged`, or `FileNotFoundError` if it does not exist.
+    """
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise Damaged("it is not a regular file")  # opening a pipe would block for ever
+    tensors, about = read_tensors(path)
+    checksum = about.pop("xxh3", "")
+    if tensors.keys() != {"contents", "features"}:
+        raise Damaged("it is not a shard of features")
+    hashes, features = tensors["contents"], tensors["features"]
+    if checksum != _checksum(hashes, features, about):
         raise Damaged("its checksum differs")
-    if (metadata["key"], metadata["shard"]) != (key, str(number)):
-        raise Damaged(f"it is shard {metadata['shard']} of {metadata['key']}")
-    unreadable = {int(row): reason for row, reason in json.loads(metadata["unreadable"]).items()}
-    return Shard(tensors["features"], unreadable, checksum)
+    contents = contents_of(hashes.numpy())
+    if about["key"] != key or path.name != _name(contents):
+        raise Damaged(f"it is {_name(contents)} of {about['key']}")
+    if features.shape != (len(contents), width) or features.dtype != dtype:
+        raise Damaged(f"its features are {features.dtype} {list(features.shape)}")
+    unreadable = {int(row): reason for row, reason in json.loads(about["unreadable"]).items()}
+    return Shard(path, contents, features, unreadable, about["features_xxh3"])
 
 
-def _checksum(features: Tensor, metadata: Mapping[str, str]) -> str:
-    header = [sorted(metadata.items()), str(features.dtype), list(features.shape)]
-    return digest(json.dumps(header), features)
+def _name(contents: Contents) -> str:
+    return f"shard-{digest(contents.view(np.uint8))}.safetensors"
+
+
+def _checksum(contents: Tensor, features: Tensor, about: Mapping[str, str]) -> str:
+    header = [sorted(about.items()), str(features.dtype), list(features.shape), str(contents.dtype)]
+    return digest(json.dumps(header), contents)

@@ -1,18 +1,16 @@
-"""How features are stored: `<cache>/<key>/manifest.json` and `shard-00000.safetensors`, `shard-00001.safetensors`, …
+"""How features are stored: one row per image, for ever.
 
-manifest.json:
+`<cache>/<key>/` is the store of one encoder, preprocessing, precision and view. It holds
 
-    what, key, created      a line for people, the key, and when the entry was created (UTC)
-    schema … versions       all parts of the key (`key_parts`)
-    summary                 {"domains": {name: images}, "classes": [name, …]}
-    width, batch_size       K, and the batch size of the run that created the entry
-    complete                whether all shards exist
-    unreadable              {row: why its image does not decode}
-    shards                  [{"file", "rows", "xxh3"}, …] in the order of the rows
-    checksum                of all the above
+    manifest.json           what the features are: a line for people, the key with all of its parts, when it was begun
+                            (UTC), the width K, and a checksum of all this
+    shard-<hash>.safetensors, …   features with the hashes of their images' contents; `xdm_ft.features.shards`
+    claim-<id>              of a process that computes features: the contents that it computes, locked while it lives
 
-A shard holds `features` [rows, K], and its header holds all that is needed to check it. So finished shards are not lost
-when an extraction is killed or a manifest is damaged. Every file is written atomically. Only its user can read it.
+A data set is a list of contents: order, names, domains and labels of images are no part of a store, and data sets that
+share images share their features. Shards are only ever added, so a killed process loses at most the shards that it was
+computing. Every file is written atomically. Claims, the manifest and pruning are under one lock, `<cache>/store.lock`,
+which no process holds for long.
 """
 
 from __future__ import annotations
@@ -22,194 +20,298 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.shards import Shard, ShardLayout, open_shard, write_shard
-from xdm_ft.storage.atomic import replace_text
+from xdm_ft.features.shards import Contents, Shard, open_shard, write_shard
+from xdm_ft.storage.atomic import disk_errors, remove_unfinished, replace_text
 from xdm_ft.storage.checksummed import Damaged, json_object
 from xdm_ft.storage.digests import digest
 
 logger = logging.getLogger("xdm_ft")
 
 MANIFEST = "manifest.json"
+SHARDS = "shard-*.safetensors"
+WHAT = "image features, cached by xdm_ft; safe to delete"
+LOCK_SECONDS = 60.0  # at most, for another process that claims images
 
 
 def cache_folder(settings: FeatureSettings) -> Path:
     """Returns the folder of the cache. Creates it, for its user only, if it does not exist.
 
-    Raises `UserError` if it can not be created or written.
+    Raises `UserError` if it can not be created or read. A folder that can only be read serves what is cached there.
     """
     default = os.environ.get("XDM_FT_CACHE") or "~/.cache/xdm_ft/features"
-    folder = Path(settings.dir or default).expanduser().absolute()
+    remedy = "set features.dir or XDM_FT_CACHE to a folder of your own"
     try:
+        folder = Path(settings.dir or default).expanduser().absolute()
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"features.dir: {folder} can not be created ({error.strerror}); set features.dir or XDM_FT_CACHE"
-        ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"features.dir: {folder} can not be written; set features.dir or XDM_FT_CACHE")
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home of "~" is unknown
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"features.dir: {settings.dir or default} can not be created ({reason}); {remedy}") from error
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise UserError(f"features.dir: {folder} can not be read; {remedy}")
     return folder
 
 
-class Entry:
-    """One set of features on disk, shared by all processes that need it. `missing` opens new shards of all of them."""
+def is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)
 
-    def __init__(self, cache: Path, key: str, layout: ShardLayout, width: int, dtype: torch.dtype) -> None:
-        self.folder, self.key, self.layout = cache / key, key, layout
-        self.bytes_per_row = width * dtype.itemsize
-        self.shards: dict[int, Shard] = {}  # number → opened and checked
-        self._reported: set[int] = set()
-        self.manifest: dict[str, Any] | None = None  # as read or written last
+
+class Store:
+    """The features of M different images on disk, shared by all processes that need them."""
+
+    def __init__(
+        self, cache: Path, parts: Mapping[str, object], key: str, contents: Contents, width: int, dtype: torch.dtype
+    ) -> None:
+        """`parts`: all that determines the features, of which `key` is the hash. `contents` [M]: no two are equal."""
+        self.cache, self.folder, self.key, self.contents = cache, cache / key, key, contents
+        self.width, self.dtype = width, dtype
+        self.shards: list[Shard] = []  # that hold some of the images
+        self.shard_of = np.full(len(contents), -1, np.int32)  # [M], −1: not computed yet
+        self.row_of = np.zeros(len(contents), np.int64)  # [M], row of the shard
+        self._about = {"what": WHAT, "key": key, **parts, "width": width}
+        self._order = np.argsort(contents)
+        self._seen: set[str] = set()  # names of shards that were opened, or are damaged
+        self._damaged: dict[Path, Damaged] = {}
+        self._claim: _Claim | None = None
+
+    def missing(self) -> np.ndarray:
+        """Returns the numbers (int64, in 0…M−1) of the images that are still to be computed. Opens new shards."""
+        for path in sorted(self.folder.glob(SHARDS)):
+            if path.name not in self._seen:
+                self._seen.add(path.name)
+                self._open(path)
+        return np.flatnonzero(self.shard_of < 0)
+
+    def _open(self, path: Path) -> None:
         try:
-            self.manifest = read_manifest(self.folder)
-        except FileNotFoundError:
-            pass
+            shard = open_shard(path, self.key, self.width, self.dtype)
+            numbers, rows = self._found(shard.contents)
+            if len(numbers):
+                shard.check()
+        except FileNotFoundError:  # pruned since it was listed
+            return
         except Damaged as error:
-            logger.warning("%s is damaged (%s): writing it again from the shards", self.folder / MANIFEST, error)
+            self._damaged[path] = error
+            return
+        if len(numbers):
+            self.shard_of[numbers], self.row_of[numbers] = len(self.shards), rows
+            self.shards.append(shard)
+            with suppress(OSError):  # `cache prune` goes by this time; another user's shard can not be touched
+                os.utime(path)
 
-    def path(self, number: int) -> Path:
-        return self.folder / shard_name(number)
-
-    def missing(self) -> list[int]:
-        """Returns the numbers of the shards that are still to be computed. Opens and checks those that are new."""
-        return [number for number in range(len(self.layout)) if not self._open(number)]
-
-    def _open(self, number: int) -> bool:
-        """Opens a shard, unless it is open already. Returns False, with a warning, if it is damaged."""
-        if number not in self.shards:
-            try:
-                self.shards[number] = open_shard(self.path(number), self.key, number)
-            except FileNotFoundError:
-                if self.manifest and self.manifest["complete"]:
-                    self._report(number, "is missing")
-            except Damaged as error:
-                self._report(number, f"is damaged ({error})")
-        return number in self.shards
-
-    def _report(self, number: int, fault: str) -> None:
-        if number not in self._reported:
-            self._reported.add(number)
-            logger.warning("%s %s: computing its %d images again", self.path(number), fault, self.images([number]))
-
-    def claim(self, number: int) -> FileLock | None:
-        """Returns a lock on a shard that is to be computed; None if another process has it, or the shard is finished.
-
-        The lock is free again when it is released or when this process ends, however it ends.
-        """
-        with self._folder_to_write():
-            lock = FileLock(self.folder / f"{shard_name(number)}.lock", timeout=0)
-            try:
-                lock.acquire()
-            except Timeout:
-                return None
-        if self._open(number):  # another process finished it before the lock was free
-            lock.release()
-            return None
-        return lock
-
-    def write(self, number: int, features: Tensor, unreadable: Mapping[int, str]) -> None:
-        """Writes a shard (features [rows, K] in the stored precision) to the disk, reads it back and checks it."""
-        path = self.path(number)
-        with self._folder_to_write():
-            write_shard(path, features, unreadable, self.key, number)
-        try:
-            self.shards[number] = open_shard(path, self.key, number)
-        except Damaged as error:
-            raise UserError(f"{path}: differs from what was written to it ({error}); check the disk") from error
-
-    @contextmanager
-    def _folder_to_write(self) -> Iterator[None]:
-        """Around writing: creates the folder, which another process may have deleted, and reports a full disk."""
-        try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            yield
-        except (OSError, UserError) as error:
-            cause = error if isinstance(error, OSError) else error.__cause__
-            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._disk_full() from error
-            raise
-
-    def require_space(self, extra_bytes: int = 0) -> None:
-        """Raises `UserError` if the missing shards and `extra_bytes` do not fit on the disk."""
-        if self.needed + extra_bytes > shutil.disk_usage(self.folder.parent).free:
-            raise self._disk_full(extra_bytes)
-
-    def images(self, numbers: Iterable[int]) -> int:
-        """Number of images in these shards."""
-        return sum(len(self.layout.span(number)) for number in numbers)
+    def _found(self, contents: Contents) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the numbers of missing images that are among `contents`, and their rows there."""
+        if not len(self.contents):
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        places = np.searchsorted(self.contents, contents, sorter=self._order)
+        numbers = self._order[np.minimum(places, len(self._order) - 1)]
+        wanted = (self.contents[numbers] == contents) & (self.shard_of[numbers] < 0)
+        return numbers[wanted], np.flatnonzero(wanted)
 
     @property
-    def needed(self) -> int:
-        """Bytes of the missing shards."""
-        return (self.layout.rows - self.images(self.shards)) * self.bytes_per_row
+    def bytes_needed(self) -> int:
+        """Bytes of the missing features."""
+        return int((self.shard_of < 0).sum()) * self.width * self.dtype.itemsize
+
+    def require_space(self, extra_bytes: int = 0) -> None:
+        """Raises `UserError` if the missing features and `extra_bytes` do not fit on the disk."""
+        if self.bytes_needed + extra_bytes > shutil.disk_usage(self.cache).free:
+            raise self._disk_full(extra_bytes)
 
     def _disk_full(self, extra_bytes: int = 0) -> UserError:
-        free = shutil.disk_usage(self.folder.parent).free
+        free = shutil.disk_usage(self.cache).free
         return UserError(
-            f"{self.folder}: the disk is full: {(self.needed + extra_bytes) / 1e6:,.1f} MB more are needed for "
+            f"{self.folder}: the disk is full: {(self.bytes_needed + extra_bytes) / 1e6:,.1f} MB more are needed for "
             f"features, {free / 1e6:,.1f} MB are free; make room (xdm-ft cache prune) or set features.dir to "
             "another disk, and run the same command again"
         )
 
-    def update_manifest(self, description: Mapping[str, object]) -> None:
-        """Writes the manifest if it is not up to date, and marks the entry as used now.
+    def unclaimed(self) -> np.ndarray:
+        """Returns the numbers of the missing images that no living process computes."""
+        with self._locked():
+            return self._unclaimed()
 
-        `description`: the parts of the key and what else the manifest says of the features. From a complete entry, the
-        lock files and temporary files that killed processes left are deleted.
+    def _unclaimed(self) -> np.ndarray:
+        missing = self.missing()
+        theirs = np.concatenate([np.empty(0, "S16"), *living_claims(self.folder)])
+        return missing[~np.isin(self.contents[missing], theirs)]
+
+    def claim(self, count: int) -> np.ndarray:
+        """Returns the numbers of at most `count` missing images that this process is to compute; none if none is free.
+
+        They stay claimed until they are written, `release` is called, or this process ends, however it ends.
         """
-        complete = len(self.shards) == len(self.layout)
-        shards = [
-            {"file": shard_name(number), "rows": len(shard.features), "xxh3": shard.checksum}
-            for number, shard in sorted(self.shards.items())
-        ]
-        current = self.manifest is not None and self.manifest["complete"] and self.manifest["shards"] == shards
-        if not current:
-            created = self.manifest["created"] if self.manifest else datetime.now(UTC).isoformat(timespec="seconds")
-            unreadable = {str(row): reason for row, reason in self.unreadable.items()}
-            state = {"complete": complete, "unreadable": unreadable, "shards": shards}
-            head = {"what": "image features, cached by xdm_ft; safe to delete", "key": self.key, "created": created}
-            with self._folder_to_write():
-                self.manifest = _write_manifest(self.folder, {**head, **description, **state})
-        if complete:
-            for leftover in (*self.folder.glob("shard-*.lock"), *self.folder.glob(".shard-*")):
-                leftover.unlink(missing_ok=True)
-        with suppress(FileNotFoundError):  # another process deleted the entry; what is mapped here stays readable
-            os.utime(self.folder / MANIFEST)
+        with self._locked():
+            self._write_manifest()
+            self._remove_damaged()
+            numbers = self._unclaimed()[:count]
+            if len(numbers):
+                self._claim = self._claim or _Claim(self.folder)
+                self._claim.add(self.contents[numbers])
+        return numbers
 
-    @property
+    def release(self) -> None:
+        """Lets other processes compute what this one has claimed and not written."""
+        if self._claim is not None:
+            with self._locked():
+                self._claim.release()
+                if not list(living_claims(self.folder)):
+                    remove_unfinished(self.folder)  # of killed processes
+            self._claim = None
+
+    def write(self, numbers: np.ndarray, features: Tensor, unreadable: Mapping[int, str]) -> None:
+        """Writes a shard (features [n,K] in the stored precision), reads it back and checks it.
+
+        `unreadable`: row of `features` → why its image does not decode.
+        """
+        with self._writing():
+            path = write_shard(self.folder, self.key, self.contents[numbers], features, unreadable)
+        self._seen.add(path.name)
+        self._open(path)
+        if path in self._damaged or (self.shard_of[numbers] < 0).any():
+            fault = self._damaged.get(path, "it is gone")
+            raise UserError(f"{path}: differs from what was written to it ({fault}); check the disk")
+
     def unreadable(self) -> dict[int, str]:
-        """Row → why its image does not decode, of all open shards."""
-        return {row: reason for _, shard in sorted(self.shards.items()) for row, reason in shard.unreadable.items()}
+        """Number of an image → why it does not decode."""
+        found: dict[int, str] = {}
+        for place, shard in enumerate(self.shards):
+            if shard.unreadable:
+                numbers = np.flatnonzero(self.shard_of == place)
+                of_row = dict(zip(self.row_of[numbers].tolist(), numbers.tolist(), strict=True))
+                found |= {of_row[row]: reason for row, reason in shard.unreadable.items() if row in of_row}
+        return found
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Context in which no other process claims images or prunes. Creates the store's folder."""
+        with locked(self.cache):
+            with self._writing():
+                if not self.folder.exists():
+                    self.folder.mkdir()
+                    self.folder.chmod(self.cache.stat().st_mode & 0o777)  # for whom the cache is
+            yield
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Context for writing to the folder. Raises `UserError` for a full disk or without permission."""
+        try:
+            with disk_errors(self.folder):
+                yield
+        except UserError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._disk_full() from error
+            raise
+
+    def _write_manifest(self) -> None:
+        try:
+            manifest = read_manifest(self.folder)
+            if all(manifest.get(key) == value for key, value in json.loads(json.dumps(self._about)).items()):
+                return
+            logger.warning("%s describes other features: writing it again", self.folder / MANIFEST)
+        except FileNotFoundError:
+            pass
+        except Damaged as error:
+            logger.warning("%s is damaged (%s): writing it again", self.folder / MANIFEST, error)
+        with self._writing():
+            write_manifest(self.folder, {**self._about, "created": datetime.now(UTC).isoformat(timespec="seconds")})
+
+    def _remove_damaged(self) -> None:
+        """Removes shards that are damaged, unless another process has written them again."""
+        for path in list(self._damaged):
+            error = self._damaged.pop(path)
+            self._open(path)
+            if path in self._damaged:
+                logger.warning("%s is damaged (%s): removing it, and computing its images again", path, error)
+                del self._damaged[path]
+                with disk_errors(path):
+                    path.unlink(missing_ok=True)
+            self._seen.discard(path.name)  # it may be written again
 
 
-def shard_name(number: int) -> str:
-    return f"shard-{number:05d}.safetensors"
+class _Claim:
+    """A locked file with the contents that this process computes. Made and changed while the cache is locked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"claim-{uuid.uuid4().hex}"
+        self._lock = FileLock(self.path, mode=_file_mode(folder))
+        with disk_errors(self.path):
+            self._lock.acquire(timeout=0)
+
+    def add(self, contents: Contents) -> None:
+        with disk_errors(self.path), self.path.open("ab") as file:
+            file.write(contents.tobytes())
+
+    def release(self) -> None:
+        self.path.unlink(missing_ok=True)
+        self._lock.release()
+
+
+def living_claims(folder: Path) -> Iterator[Contents]:
+    """Yields what each living process claims in a store's folder. Removes other claims. The cache must be locked."""
+    for path in folder.glob("claim-*"):
+        try:
+            with FileLock(path, timeout=0):
+                path.unlink()  # its process was killed
+        except Timeout:
+            claimed = path.read_bytes()
+            yield np.frombuffer(claimed[: len(claimed) // 16 * 16], "S16")  # whole hashes, should its disk have filled
+
+
+@contextmanager
+def locked(cache: Path) -> Iterator[None]:
+    """Context in which no other process claims images or prunes. Raises `UserError` if it must wait for a minute."""
+    path = cache / "store.lock"
+    lock = FileLock(path, timeout=LOCK_SECONDS, mode=_file_mode(cache))
+    try:
+        with disk_errors(path):
+            lock.acquire()
+    except Timeout as error:
+        raise UserError(
+            f"{path}: another process has held this lock for {LOCK_SECONDS:.0f} s; stop it, or set features.dir"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _file_mode(folder: Path) -> int:
+    """Returns the permissions of a lock in a folder: those for whom the folder is may take it."""
+    return folder.stat().st_mode & 0o666
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of an entry without its checksum. Raises `Damaged`, or `FileNotFoundError`."""
-    manifest = json_object((folder / MANIFEST).read_bytes())
+    """Returns the manifest of a store without its checksum. Raises `Damaged`, or `FileNotFoundError`."""
+    path = folder / MANIFEST
+    try:
+        manifest = json_object(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Damaged(error.strerror or str(error)) from error
     if manifest.pop("checksum", None) != _checksum(manifest):
         raise Damaged("its checksum differs")
     return manifest
 
 
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     whole = {**manifest, "checksum": _checksum(manifest)}
     replace_text(folder / MANIFEST, json.dumps(whole, indent=2, ensure_ascii=False) + "\n")
-    return manifest
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

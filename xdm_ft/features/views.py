@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from PIL import Image
 from torch import Tensor
 
@@ -33,7 +34,7 @@ class View:
 
 
 class ViewTransform:
-    """(RGB image, its row) → float32 [3, size, size]. The random draws depend on view and row alone."""
+    """(RGB image, hash of its content) → float32 [3, size, size]. The random draws depend on view and hash alone."""
 
     def __init__(self, view: View, preprocessing: Preprocessing) -> None:
         self.view = view
@@ -42,10 +43,12 @@ class ViewTransform:
         else:
             self._transform = training_transform(preprocessing, view.augmentation)
 
-    def __call__(self, image: Image.Image, row: int) -> Tensor:
+    def __call__(self, image: Image.Image, content: np.ndarray) -> Tensor:
+        """`content`: uint8 [16]."""
         if self.view.number == 0:
             return self._transform(image)
-        with drawing_from(int(bits(SEED, self.view.number, Stream.VIEW_IMAGE, row))):
+        index = int.from_bytes(content[:8].tobytes(), "little", signed=True)
+        with drawing_from(int(bits(SEED, self.view.number, Stream.VIEW_IMAGE, index))):
             return self._transform(image)
 
 

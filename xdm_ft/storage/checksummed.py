@@ -21,7 +21,11 @@ from xdm_ft.storage.atomic import disk_errors, order_metadata, replace_file, syn
 from xdm_ft.storage.digests import json_digest, tensors_digest
 
 Arrays = dict[str, np.ndarray]
-INPUTS = ("data", "features")  # keys of the environment in results.json that must not change when a run resumes
+INPUTS = (
+    "data",
+    "encoder",
+    "features",
+)  # keys of the environment in results.json that must not change when a run resumes
 
 
 class Damaged(Exception):

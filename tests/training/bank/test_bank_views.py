@@ -37,8 +37,14 @@ def viewed(count: int = 2) -> CachedData:
     data = digits()
     plain = data.features[torch.arange(len(data.annotations.labels))]
     generator = torch.Generator().manual_seed(1)
-    views = [[plain + 0.3 * torch.randn(plain.shape, generator=generator)] for _ in range(count)]
-    return dataclasses.replace(data, features=Features([plain], views))
+    views = [plain + 0.3 * torch.randn(plain.shape, generator=generator) for _ in range(count)]
+    return dataclasses.replace(data, features=of_passes([plain, *views]))
+
+
+def of_passes(passes: list[Tensor], rows_per_shard: int | None = None) -> Features:
+    """`passes`: the plain one and the views, [N,K] each."""
+    shards = [shard for one in passes for shard in one.split(rows_per_shard or len(one))]
+    return Features(shards, torch.arange(sum(map(len, passes))).view(len(passes), -1))
 
 
 def drawn_by_hand(job: Job, number: int, count: int = 2) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,9 +158,9 @@ def test_features_from_files_train_to_the_same_bits(views: int, monkeypatch: pyt
     rows = torch.arange(len(data.annotations.labels))
     monkeypatch.setattr(cached_data, "KEEP_IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(cached_data, "READ_BYTES", 4 * data.features.width * 24 * 2 * 3)
-    shards = [list(data.features.of_views(rows, torch.full_like(rows, v)).split(500)) for v in range(views + 1)]
+    passes = [data.features.of_views(rows, torch.full_like(rows, v)) for v in range(views + 1)]
     monkeypatch.setattr(feature_cache, "MEMORY_FRACTION", 0.0)
-    mapped = dataclasses.replace(data, features=Features(shards[0], shards[1:]))
+    mapped = dataclasses.replace(data, features=of_passes(passes, 500))
     assert data.features.in_memory and not mapped.features.in_memory
     jobs = [job_of(XDomainMix, seed=s, steps=40) for s in (0, 1)]
     for one, other in zip(train(jobs, data=data), train(jobs, data=mapped), strict=True):

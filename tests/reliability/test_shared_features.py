@@ -1,0 +1,168 @@
+"""One row per image, for ever: what is encoded when images come, go and are read in other ways, or by other users."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import miniature
+import pytest
+from PIL import Image
+from warm_processes import begin
+
+from xdm_ft.cli import main
+
+RECIPE = """\
+name: small
+data: {{{data}}}
+protocol: {{name: leave_one_domain_out, seeds: 1}}
+encoder: {{name: timm, model: test_vit, preprocessing: {{size: 16}}, kwargs: {{img_size: 16}}}}
+features: {{dir: cache, workers: 0, batch_size: 8}}
+methods: [erm]
+training: {{steps: 2, batch_size: 2}}
+output: {{dir: out}}
+"""
+PACS = 4 * 7 * 2  # images
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    miniature.domainbed(tmp_path / "data", "pacs", per_class=2)
+    return tmp_path
+
+
+def encoded(caplog: pytest.LogCaptureFixture, data: str = "name: pacs, root: data, counts: any") -> int:
+    """The number of images that `xdm-ft features` encodes."""
+    Path("small.yaml").write_text(RECIPE.format(data=data))
+    caplog.clear()
+    with caplog.at_level("INFO", logger="xdm_ft"):
+        assert main(["features", "small.yaml"]) == 0, caplog.text
+    return int(caplog.messages[-1].split(", ")[1].split()[0])
+
+
+def test_only_new_images_are_encoded(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert encoded(caplog) == PACS
+    assert encoded(caplog) == 0
+    domain = here / "data" / "PACS" / "photo"
+    Image.new("RGB", (20, 20), "teal").save(domain / "dog" / "added.png")
+    assert encoded(caplog) == 1
+    shutil.rmtree(here / "data" / "PACS" / "sketch")
+    folder = f"name: folder, root: {here / 'data' / 'PACS'}"
+    assert encoded(caplog, folder) == 0, "a domain less, through another reader"
+    domain.rename(domain.with_name("photograph"))
+    assert encoded(caplog, folder) == 0, "a domain renamed"
+    images = [path for path in (here / "data").rglob("*") if path.is_file()]
+    with Path("table.csv").open("w", newline="") as file:
+        rows = [[path, path.parts[-2], path.parts[-3]] for path in reversed(images)]
+        csv.writer(file).writerows([["path", "label", "domain"], *rows])
+    assert encoded(caplog, "name: table, file: table.csv") == 0, "in another order, through a table"
+
+
+def end_to_end(weights: str, seeds: int = 2) -> None:
+    text = RECIPE.format(data="name: pacs, root: data, counts: any").replace("seeds: 1", f"seeds: {seeds}")
+    encoder = f"kwargs: {{img_size: 16}}, trainable: true, weights: {weights}"
+    Path("small.yaml").write_text(text.replace("kwargs: {img_size: 16}", encoder))
+
+
+def weights_file(path: Path, seed: int) -> None:
+    import timm
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    save_file(timm.create_model("test_vit", img_size=16).state_dict(), path)
+
+
+@pytest.mark.parametrize("changed", ["image", "weights"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_other_inputs_are_refused_end_to_end(
+    changed: str, ended: bool, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between two models of a run, or after it."""
+    from xdm_ft.experiment.results import ResultsFile
+
+    weights_file(here / "w.safetensors", seed=1)
+    end_to_end("w.safetensors")
+    with monkeypatch.context() as patch:
+        if not ended:
+            patch.setattr(ResultsFile, "save", stopping_after_one(ResultsFile.save))
+        assert main(["run", "small.yaml", "protocol.test_domains=[sketch]"]) == (0 if ended else 130)
+    before = Path("out/small/results.json").read_bytes()
+    if changed == "image":
+        Image.new("RGB", (20, 20), "red").save(next((here / "data").rglob("*.png")))
+    else:
+        weights_file(here / "w.safetensors", seed=2)
+    capsys.readouterr()
+    assert main(["run", "small.yaml", "protocol.test_domains=[sketch]"]) == 2
+    words = {"image": "images have changed", "weights": "the encoder's weights have changed"}[changed]
+    error = capsys.readouterr().err
+    assert f"small: {words} since this run started" in error and error.count("xdm-ft:") == 1
+    assert Path("out/small/results.json").read_bytes() == before
+
+
+def stopping_after_one(save: Callable[..., None]) -> Callable[..., None]:
+    def stopping(*arguments: object) -> None:
+        save(*arguments)
+        raise KeyboardInterrupt
+
+    return stopping
+
+
+def without_privileges() -> None:
+    """Root keeps its number and loses its power over files of other users."""
+    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)  # version 3 of the interface, this process
+    if ctypes.CDLL(None, use_errno=True).capset(header, none) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def as_other(folder: Path, *arguments: str) -> tuple[int | None, str]:
+    """Exit status and standard error of `xdm-ft ARGUMENTS` for a user who does not own the cache."""
+    Path("stderr").unlink(missing_ok=True)
+    process = begin([*arguments], folder, folder / "stdout", folder / "stderr", first=without_privileges)
+    process.join(60)
+    return process.exitcode, Path("stderr").read_text()
+
+
+def give_away(folder: Path) -> None:
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 65533, 65533)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
+def test_features_of_another_user(mode: int, here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Path("cache").mkdir()
+    Path("cache").chmod(mode)
+    assert encoded(caplog) == PACS
+    give_away(here / "cache")
+    status, error = as_other(here, "features", "small.yaml")
+    if mode == 0o700:
+        assert status == 2 and "cache can not be read; set features.dir" in error and error.count("\n") <= 3, error
+        return
+    assert status == 0 and f"{PACS} features of width 64, 0 of them extracted now" in error, error
+    Image.new("RGB", (20, 20), "teal").save(here / "data" / "PACS" / "photo" / "dog" / "added.png")
+    status, error = as_other(here, "features", "small.yaml")
+    if mode == 0o777:
+        assert status == 0 and "1 of them extracted now" in error, error
+        assert encoded(caplog) == 0, "what the folder's rights allow"
+    else:
+        assert status == 2 and "can not be written, and 1 images are not cached there; set features.dir" in error
+    shards = set(Path("cache").rglob("shard-*"))
+    for verb in (["ls"], ["verify"], ["prune", "--max-size", "0"]):
+        status, error = as_other(here, "cache", *verb, "--dir", "cache")
+        assert status == (2 if mode == 0o755 and verb[0] == "prune" else 0) and "Traceback" not in error, error
+    gone = shards - set(Path("cache").rglob("shard-*"))
+    assert len(gone) == (1 if mode == 0o777 else 0), "one's own, and never another user's"
+
+
+def test_the_manifest_names_no_image(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    encoded(caplog)
+    manifest = json.loads(next(Path("cache").glob("*/manifest.json")).read_text())
+    assert "photo" not in json.dumps(manifest) and manifest["schema"] == 2
