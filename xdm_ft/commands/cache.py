@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, printable
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.maintenance import Cached, entries, prune, verify
 from xdm_ft.features.store import cache_folder
@@ -46,7 +46,7 @@ def verify_cache(folder: str | None) -> str:
     found = entries(cache)
     faults = [f"{cache / entry.key}: {fault}" for entry in found for fault in verify(cache, entry.key)]
     if faults:
-        raise UserError("\n".join([*faults, "the next run that uses these features computes the damaged parts again"]))
+        raise UserError(*faults, "the next run that uses these features computes the damaged parts again")
     return f"{cache}: {len(found)} sets of features, none damaged"
 
 
@@ -97,4 +97,4 @@ def _line(entry: Cached) -> str:
         what = f"{encoder['component']} {encoder['model']}, {manifest['data']['images']} images"
         if "view" in manifest:
             what += f", view {manifest['view']['number']} of {manifest['view']['augmentation']}"
-    return f"{entry.key}  {entry.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}"
+    return printable(f"{entry.key}  {entry.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}")

@@ -15,6 +15,7 @@ from xdm_ft.experiment.prepared import build_encoder
 from xdm_ft.recipe.blocks import MethodItem
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.settings import Block
+from xdm_ft.terminal import show
 
 logger = logging.getLogger("xdm_ft")
 MEANING_COLUMN = 44
@@ -25,27 +26,27 @@ def validate(recipe: Recipe) -> None:
     dataset = read_data(recipe)
     plan = make_plan(recipe, dataset)
     encoder = build_encoder(recipe, recipe.protocol.seeds[0])
-    print(resolved_with_meanings(recipe))
+    show(resolved_with_meanings(recipe))
     if isinstance(encoder, TextEncoder):
-        print("# prompts, exactly as the text encoder reads them")
-        print("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(dataset.class_names)))
+        show("# prompts, exactly as the text encoder reads them")
+        show("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(dataset.class_names)))
         for item in recipe.methods:
             _print_own_prompts(encoder, item, dataset.class_names)
         for warning in warn_of_class_names(dataset.class_names):
             logger.warning("warning: %s", warning)
-    print("# plan")
-    print("\n".join(f"#   {line}" for line in [*describe(plan).splitlines(), *plan.notes]))
+    show("# plan")
+    show("\n".join(f"#   {line}" for line in [*describe(plan).splitlines(), *plan.notes]))
     if found := faults(plan, show=True):
-        print("# findings")
-        print("\n".join(f"#   {finding.line}" for finding in found))
+        show("# findings")
+        show("\n".join(f"#   {finding.line}" for finding in found))
 
 
 def _print_own_prompts(encoder: TextEncoder, item: MethodItem, class_names: tuple[str, ...]) -> None:
     """Prints the prompts of a method that sets its own. Up to 80 of them: those of the first class stand for all."""
     if item.block.prompts is None:
         return
-    print(f"# prompts of {item.label}, shown for the first class")
-    print("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(class_names[:1], item.block.prompts)))
+    show(f"# prompts of {item.label}, shown for the first class")
+    show("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(class_names[:1], item.block.prompts)))
 
 
 def resolved_with_meanings(recipe: Recipe) -> str:
