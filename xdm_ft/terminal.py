@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from xdm_ft.errors import UserError, printable
 
@@ -103,6 +103,6 @@ def _discard(stream: TextIO) -> None:
 
 
 def _log_warning(
-    message: Warning | str, category: type[Warning], file: str, line: int, to: TextIO | None = None, _: str | None = None
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any
 ) -> None:
-    logging.getLogger("py.warnings").warning("%s: %s (%s:%d)", category.__name__, message, file, line)
+    logging.getLogger("py.warnings").warning("%s: %s (%s:%d)", category.__name__, message, filename, lineno)

@@ -154,7 +154,7 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
         number = sum(tensor.numel() for tensor in encoder.state_dict().values())
         about = f"{encoder.pretraining}; {number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
         yield Finding("weights", f"{about}; {encoder.width} features")
-    checked = yield from check_data(recipe)
+    checked = yield from check_data(recipe, None if encoder is None else encoder.preprocessing)
     if checked is not None and encoder is not None and recipe.needs_features:
         yield from _guarded("cache", lambda: features_space(recipe, encoder, *checked))
 

@@ -9,6 +9,7 @@ import yaml
 
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.encoders._prompts import warn_of_class_names
+from xdm_ft.errors import printable
 from xdm_ft.experiment.data_faults import faults
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder
@@ -29,7 +30,7 @@ def validate(recipe: Recipe) -> None:
     show(resolved_with_meanings(recipe))
     if isinstance(encoder, TextEncoder):
         show("# prompts, exactly as the text encoder reads them")
-        show("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(dataset.class_names)))
+        show("\n".join(f"#   {printable(prompt)}" for prompt in encoder.exact_prompts(dataset.class_names)))
         for item in recipe.methods:
             _print_own_prompts(encoder, item, dataset.class_names)
         for warning in warn_of_class_names(dataset.class_names):
@@ -46,7 +47,8 @@ def _print_own_prompts(encoder: TextEncoder, item: MethodItem, class_names: tupl
     if item.block.prompts is None:
         return
     show(f"# prompts of {item.label}, shown for the first class")
-    show("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(class_names[:1], item.block.prompts)))
+    prompts = encoder.exact_prompts(class_names[:1], item.block.prompts)
+    show("\n".join(f"#   {printable(prompt)}" for prompt in prompts))
 
 
 def resolved_with_meanings(recipe: Recipe) -> str:
@@ -72,5 +74,11 @@ def _commented(block: Block, indent: str) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"), sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")  # PyYAML writes a line "..." after a single scalar
+    def dumped(allow_unicode: bool) -> str:
+        text: str = yaml.safe_dump(
+            value, default_flow_style=True, allow_unicode=allow_unicode, width=float("inf"), sort_keys=False
+        )
+        return text.removesuffix("\n").removesuffix("\n...")  # PyYAML writes a line "..." after a single scalar
+
+    text = dumped(True)
+    return text if text.isprintable() else dumped(False)  # escapes that YAML reads as the same characters

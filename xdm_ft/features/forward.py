@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data._images import UnreadableImage, unreadable_message
+from xdm_ft.data._images import UnreadableImage, memory_of, unreadable_message
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings, Precision
@@ -50,7 +50,8 @@ class EncoderInputs(Dataset[ImageBatch]):
             if row in unreadable:
                 continue  # not opened: it may be a pipe, which would block for ever
             try:
-                pixels[position] = self.transform(self.dataset.image(row), row)
+                with memory_of(self.dataset, row):
+                    pixels[position] = self.transform(self.dataset.image(row), row)
             except UnreadableImage as error:
                 unreadable[row] = error.reason
         return ImageBatch(rows, pixels, unreadable)
