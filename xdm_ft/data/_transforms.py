@@ -55,7 +55,7 @@ class PreprocessingOverrides(Block):
         return own.model_copy(update=self.model_dump(exclude_none=True))
 
 
-LEAST_ASPECT_LIMIT = 16.0  # images whose sides differ by a smaller factor are always accepted
+LEAST_ASPECT_LIMIT = 16  # images whose sides differ by a smaller factor are always accepted
 
 
 class NotAStrip:
@@ -69,14 +69,14 @@ class NotAStrip:
 
     def __init__(self, preprocessing: Preprocessing) -> None:
         side = resized_side(preprocessing)
-        most_pixels = math.inf if Image.MAX_IMAGE_PIXELS is None else Image.MAX_IMAGE_PIXELS
-        self.limit = side if preprocessing.resize == "pad" else max(LEAST_ASPECT_LIMIT, most_pixels / side**2)
+        fits = math.inf if Image.MAX_IMAGE_PIXELS is None else Image.MAX_IMAGE_PIXELS // side**2
+        self.limit = side if preprocessing.resize == "pad" else max(LEAST_ASPECT_LIMIT, fits)
         self.how = f"resize: {preprocessing.resize} to {side} pixels"
 
     def __call__(self, image: Image.Image) -> Image.Image:
         if max(image.size) > self.limit * min(image.size):
             size = f"{image.width} × {image.height} pixels"
-            problem = f"too long and narrow for {self.how}: its sides may differ {self.limit:.0f}-fold"
+            problem = f"too long and narrow for {self.how}: its sides may differ {self.limit}-fold"
             raise UnreadableImage("", f"{size}, {problem}")
         return image
 
