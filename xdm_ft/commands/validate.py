@@ -75,10 +75,22 @@ def _commented(block: Block, indent: str) -> list[str]:
 
 def _value(value: Any) -> str:
     def dumped(allow_unicode: bool) -> str:
-        text: str = yaml.safe_dump(
-            value, default_flow_style=True, allow_unicode=allow_unicode, width=float("inf"), sort_keys=False
-        )
+        text: str = yaml.dump(
+            value, Dumper=_OneLine, default_flow_style=True, allow_unicode=allow_unicode, width=float("inf"),
+            sort_keys=False,
+        )  # fmt: skip
         return text.removesuffix("\n").removesuffix("\n...")  # PyYAML writes a line "..." after a single scalar
 
     text = dumped(True)
-    return text if text.isprintable() else dumped(False)  # escapes that YAML reads as the same characters
+    return text if text.isprintable() else dumped(False)
+
+
+class _OneLine(yaml.SafeDumper):
+    """Writes a text that is not printable in double quotes, where YAML has escapes for all characters."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = None if data.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_OneLine.add_representer(str, _OneLine.represent_str)
