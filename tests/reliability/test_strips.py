@@ -146,6 +146,17 @@ def test_full_memory_names_the_image(root: Path, capsys: pytest.CaptureFixture[s
         assert "data/a/cat/large.png: memory is full while this image is decoded or resized; " in line
 
 
+def test_pillows_own_log_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    stream = io.BytesIO()
+    Image.fromarray(PIXELS).save(stream, "TIFF")
+    three = struct.pack("<HHIHH", 277, 3, 1, 3, 0)  # the tag SamplesPerPixel
+    content = stream.getvalue()
+    assert content.count(three) == 1
+    with pytest.raises(UnreadableImage, match=r"x\.tif: not an image"):
+        decode(content.replace(three, struct.pack("<HHIHH", 277, 3, 1, 99, 0)), "x.tif")
+    assert not caplog.records
+
+
 def with_damaged_exif(pixels: np.ndarray) -> bytes:
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "JPEG")

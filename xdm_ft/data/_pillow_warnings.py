@@ -14,6 +14,7 @@ from PIL import Image
 
 NAMED_AT_MOST = 3  # images per process: there may be thousands
 logger = logging.getLogger("xdm_ft")
+logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it logs an error, without a name, and then raises the exception
 
 
 class PillowWarnings:
