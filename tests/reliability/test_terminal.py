@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -98,8 +98,9 @@ def test_tables(capsys: pytest.CaptureFixture[str], name: str) -> None:
     shown(capsys)
 
 
-@settings(quick, max_examples=3)
+@settings(quick, max_examples=1)
 @given(arguments)
+@example(ALL_EVIL)
 def test_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str) -> None:
     capsys.readouterr()
     for command in (
