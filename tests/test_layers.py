@@ -29,6 +29,7 @@ LAYERS = [
     "randomness",
     "tensors",
     "settings",
+    "terminal",
     "interrupt",
     "errors",
     "version",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
+import signal
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import NoReturn
 
 from xdm_ft import interrupt
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, printable
+from xdm_ft.terminal import complain, opened, show
 from xdm_ft.version import __version__
 
 Verb = Callable[[argparse.Namespace], int]
@@ -44,21 +46,21 @@ def _features(arguments: argparse.Namespace) -> int:
 def _ls(arguments: argparse.Namespace) -> int:
     from xdm_ft.commands.ls import listing
 
-    print(listing(arguments.what))
+    show(listing(arguments.what))
     return 0
 
 
 def _cp(arguments: argparse.Namespace) -> int:
     from xdm_ft.recipe.text import copy_recipe
 
-    print(f"wrote {copy_recipe(arguments.recipe, arguments.file)}")
+    show(printable(f"wrote {copy_recipe(arguments.recipe, arguments.file)}"))
     return 0
 
 
 def _cache(arguments: argparse.Namespace) -> int:
     from xdm_ft.commands.cache import cache
 
-    print(cache(arguments.action, arguments.dir, arguments.unused_days, arguments.max_size, arguments.unreferenced))
+    show(cache(arguments.action, arguments.dir, arguments.unused_days, arguments.max_size, arguments.unreferenced))
     return 0
 
 
@@ -66,7 +68,7 @@ def _retrain(arguments: argparse.Namespace) -> int:
     from xdm_ft.commands.retrain import retrain
 
     model = arguments.method, arguments.test_domain, arguments.seed, arguments.trial
-    print(retrain(arguments.run_dir, *model, arguments.alone))
+    show(retrain(arguments.run_dir, *model, arguments.alone))
     return 0
 
 
@@ -76,10 +78,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return doctor(arguments.recipe, arguments.overrides)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))  # it contains the arguments as they were given
+
+
 def parser() -> argparse.ArgumentParser:
-    main_parser = argparse.ArgumentParser(
-        prog="xdm-ft", description="Fine-tune foundation models for domain generalization."
-    )
+    main_parser = _Parser(prog="xdm-ft", description="Fine-tune foundation models for domain generalization.")
     main_parser.add_argument("--version", action="version", version=__version__)
     verbs = main_parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -131,34 +136,29 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status.
 
-    0: done. 1: a model failed, or an unexpected error. 2: a fault that the user can repair. 130: SIGINT. 143: SIGTERM.
+    0: done. 1: a model failed, or an unexpected error. 2: a fault that the user can repair. 130: SIGINT. 141: the
+    reader of standard output has ended (`| head`). 143: SIGTERM.
     """
-    arguments = parser().parse_args(argv)
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("xdm_ft").setLevel(logging.INFO if _is_main_process() else logging.WARNING)
     try:
-        with interrupt.handled() if arguments.verb in RESUMABLE else nullcontext():
-            return int(arguments.function(arguments))
+        with opened(logging.INFO if _is_main_process() else logging.WARNING):
+            arguments = parser().parse_args(argv)
+            with interrupt.handled() if arguments.verb in RESUMABLE else nullcontext():
+                return int(arguments.function(arguments))
     except UserError as error:
         if _is_main_process():
-            print(f"xdm-ft: {error}", file=sys.stderr)
+            complain(f"xdm-ft: {error}")
         return 2
     except interrupt.Interrupted as stop:
         if _is_main_process():
-            print(f"xdm-ft: {stop}", file=sys.stderr)
+            complain(printable(f"xdm-ft: {stop}"))
         return stop.status
     except KeyboardInterrupt:
-        print("xdm-ft: interrupted", file=sys.stderr)
+        complain("xdm-ft: interrupted")
         return 130
     except BrokenPipeError:
-        # the reader of our output has ended (`| head`); Python would print another error when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 128 + signal.SIGPIPE
     except Exception as error:
-        if lost := _lost_process(error):
-            print(f"xdm-ft: {lost}", file=sys.stderr)
-        else:
-            traceback.print_exc()
+        complain(f"xdm-ft: {lost}" if (lost := _lost_process(error)) else traceback.format_exc())
         return 1
 
 

@@ -4,17 +4,24 @@ import difflib
 
 
 class UserError(Exception):
-    """A fault in the recipe, the data, the weights or the disk. Its text is one line, or one line per fault.
+    """A fault in the recipe, the data, the weights or the disk. Each argument is one line, one per fault.
 
-    The text names the file and the key or value, says what is wrong and what to do. The command line prints it without
-    a traceback and exits with status 2.
+    A line names the file and the key or value, says what is wrong and what to do. The command line prints the lines
+    without a traceback and exits with status 2.
     """
+
+    def __str__(self) -> str:
+        # a name with a newline or an escape code can neither begin a line nor change the terminal
+        return "\n".join(printable(line) for line in self.args)
 
 
 def printable(name: object) -> str:
     """Returns the name on one line: newlines, control characters and undecodable bytes of a path become escapes."""
+    text = str(name)
+    if text.isprintable():
+        return text
     # a path that is not UTF-8 holds lone surrogates (PEP 383), which a strict codec would refuse
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in str(name))
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

@@ -124,7 +124,7 @@ def test_an_image_that_does_not_decode(folder, tmp_path):
     ("change", "message"),
     [
         (lambda t: t.pop("domain"), r'data.columns.domain: .* has no column "domain"; known: image, label'),
-        (lambda t: t.update(label=[None, *t["label"][1:]]), "row 0, column label: no value"),
+        (lambda t: t.update(label=[None, *t["label"][1:]]), "row 0, column label: the cell is empty; fill it in"),
     ],
 )
 def test_faults_of_a_table(folder, tmp_path, change, message):

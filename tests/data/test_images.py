@@ -68,7 +68,6 @@ def test_exif_orientation(orientation: int) -> None:
     assert np.array_equal(pixels(encoded(image, "PNG", exif=exif)), upright)
 
 
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")
 def test_broken_exif_does_not_lose_the_image() -> None:
     image = Image.fromarray(NOISE)
     good = encoded(image, "JPEG")
@@ -142,8 +141,6 @@ def test_animations_show_their_first_frame(format: str) -> None:
     assert (pixels(data) == [255, 0, 0]).all()
 
 
-@pytest.mark.filterwarnings("ignore:Truncated File Read:UserWarning")
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "TIFF", "BMP", "AVIF"])
 def test_truncated_files_are_refused_unless_no_pixel_is_missing(format: str) -> None:
     data = encoded(Image.fromarray(np.tile(NOISE, (4, 4, 1))), format)
@@ -192,15 +189,11 @@ def png_header(width: int, height: int) -> bytes:
 
 
 def test_decompression_bombs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "exceeds limit" in reason(png_header(60000, 60000))
-    assert "exceeds limit" in reason(png_header(12000, 12000))  # Pillow itself would only warn
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 47)
-    assert "exceeds limit" in reason(encoded(Image.fromarray(NOISE)))
-
-
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_decompression_bombs_are_refused_where_warnings_are_ignored() -> None:
+    assert reason(png_header(60000, 60000)) == "more pixels than the limit of 89478485"
+    # Pillow itself would only warn
     assert reason(png_header(12000, 12000)) == "12000 × 12000 pixels, more than the limit of 89478485"
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 47)
+    assert reason(encoded(Image.fromarray(NOISE))) == "8 × 6 pixels, more than the limit of 47"
 
 
 def test_an_error_of_the_machine_is_not_an_unreadable_image(monkeypatch: pytest.MonkeyPatch) -> None:

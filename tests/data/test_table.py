@@ -52,13 +52,13 @@ def test_rows_keep_the_order_of_the_table(folder: Path) -> None:
 def test_optional_columns_in_any_order_blanks_and_other_columns(folder: Path) -> None:
     text = (
         "extra, split, domain ,group,path,label\r\n"
-        "1,train, photo,p2,a.png,NA\r\n"
-        '2,val,photo ,p1, "b.png",null\r\n'
+        "1,train, photo,p2,a.png,none\r\n"
+        '2,val,photo ,p1, "b.png",other\r\n'
         "\r\n"
-        "3,test,sketch,p2,c d.png,NA\r\n\r\n"
+        "3,test,sketch,p2,c d.png,none\r\n\r\n"
     )
     dataset = Table(file=write(folder, text, encoding="utf-8-sig"))
-    assert dataset.class_names == ("NA", "null")
+    assert dataset.class_names == ("none", "other")
     assert dataset.domain_names == ("photo", "sketch")
     assert dataset.groups is not None
     assert dataset.groups.tolist() == [1, 0, 1]

@@ -117,7 +117,9 @@ def test_every_fault_is_reported_by_all(images, told):
 def test_class_names_equal_but_for_case_or_spaces(images):
     (images / "c" / "dog").rename(images / "c" / "Dog ")
     spelt, lacking = found()
-    assert spelt.startswith('classes: "Dog " (in c) and "dog" (in a, b) differ only in case or spaces →')
+    assert spelt.startswith(
+        'classes: "Dog " (in c) and "dog" (in a, b) differ only in case, in spaces or in how a number is written →'
+    )
     assert lacking.startswith('classes: no image of "Dog " in a, b; no image of "dog" in c →')
 
 

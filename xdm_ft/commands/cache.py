@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, printable
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.maintenance import Cached, prune, stores, verify
 from xdm_ft.features.store import cache_folder
@@ -46,7 +46,7 @@ def verify_cache(folder: str | None) -> str:
     current = [store for store in found if not store.is_outdated]
     faults = [f"{store.folder}: {fault}" for store in current for fault in verify(store)]
     if faults:
-        raise UserError("\n".join([*faults, "the next run that uses these features computes the damaged parts again"]))
+        raise UserError(*faults, "the next run that uses these features computes the damaged parts again")
     outdated = f"; {len(found) - len(current)} of an earlier version, which nothing reads" if found != current else ""
     return f"{cache}: {len(current)} sets of features, none damaged{outdated}"
 
@@ -106,4 +106,4 @@ def _line(store: Cached) -> str:
         what += f", view {manifest['view']['number']} of {manifest['view']['augmentation']}"
     if store.is_outdated:
         what += ", of an earlier version: nothing reads it"
-    return f"{store.key}  {store.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}"
+    return printable(f"{store.key}  {store.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import scan
+from xdm_ft.data._transforms import NotAStrip, Preprocessing
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.data_faults import data_faults, images_of, plan_faults
 from xdm_ft.experiment.findings import Finding, fault
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
 Checked = Generator[Finding, None, tuple[ImageDataset, "FileHashes"] | None]
 
 
-def check_data(recipe: Recipe) -> Checked:
-    """Yields findings. Returns the data and a hash of every image, or None if the data can not be read at all."""
+def check_data(recipe: Recipe, preprocessing: Preprocessing | None) -> Checked:
+    """Yields findings. Returns the data and a hash of every image, or None if the data can not be read at all.
+
+    `preprocessing` is the encoder's; None if the encoder can not be built.
+    """
     dataset: ImageDataset | None
     try:
         dataset = read_data(recipe)
@@ -34,7 +38,7 @@ def check_data(recipe: Recipe) -> Checked:
         return None
     yield Finding("data", f"{len(dataset)} images, {len(dataset.domain_names)} domains, images per class and domain:")
     yield from counts(dataset)
-    unreadable = scan(dataset, cores())
+    unreadable = scan(dataset, cores(), None if preprocessing is None else NotAStrip(preprocessing))
     yield from broken(dataset, unreadable)
     plan = yield from planned(recipe, dataset)
     if plan is not None and unreadable:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.findings import Finding, fault
 from xdm_ft.features import FeatureSettings
+from xdm_ft.terminal import show
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +31,9 @@ def doctor(recipe: str | None, overrides: list[str]) -> int:
     """Prints each finding at once. Returns the exit status: 2 if there is a fault, else 0."""
     faults = 0
     for finding in _findings(recipe, overrides):
-        print(finding, flush=True)
+        show(finding)
         faults += finding.remedy is not None
-    print("no faults" if not faults else f"{faults} fault{'s' if faults > 1 else ''}, each followed by its remedy (→)")
+    show("no faults" if not faults else f"{faults} fault{'s' if faults > 1 else ''}, each followed by its remedy (→)")
     return 2 if faults else 0
 
 
@@ -153,7 +154,7 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
         number = sum(tensor.numel() for tensor in encoder.state_dict().values())
         about = f"{encoder.pretraining}; {number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
         yield Finding("weights", f"{about}; {encoder.width} features")
-    checked = yield from check_data(recipe)
+    checked = yield from check_data(recipe, None if encoder is None else encoder.preprocessing)
     if checked is not None and encoder is not None and recipe.needs_features:
         yield from _guarded("cache", lambda: features_space(recipe, encoder, *checked))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 
 from xdm_ft.experiment import run
 from xdm_ft.recipe.read import Recipe
@@ -17,6 +16,5 @@ def run_recipe(recipe: Recipe, show: bool) -> int:
     results = run(recipe)
     if show:
         print_table(results.document)
-        sys.stdout.flush()
         logger.info("results in %s", results.path)
     return 1 if results.failed else 0

@@ -9,12 +9,14 @@ import yaml
 
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.encoders._prompts import warn_of_class_names
+from xdm_ft.errors import printable
 from xdm_ft.experiment.data_faults import faults
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder
 from xdm_ft.recipe.blocks import MethodItem
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.settings import Block
+from xdm_ft.terminal import show
 
 logger = logging.getLogger("xdm_ft")
 MEANING_COLUMN = 44
@@ -25,27 +27,28 @@ def validate(recipe: Recipe) -> None:
     dataset = read_data(recipe)
     plan = make_plan(recipe, dataset)
     encoder = build_encoder(recipe, recipe.protocol.seeds[0])
-    print(resolved_with_meanings(recipe))
+    show(resolved_with_meanings(recipe))
     if isinstance(encoder, TextEncoder):
-        print("# prompts, exactly as the text encoder reads them")
-        print("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(dataset.class_names)))
+        show("# prompts, exactly as the text encoder reads them")
+        show("\n".join(f"#   {printable(prompt)}" for prompt in encoder.exact_prompts(dataset.class_names)))
         for item in recipe.methods:
             _print_own_prompts(encoder, item, dataset.class_names)
         for warning in warn_of_class_names(dataset.class_names):
             logger.warning("warning: %s", warning)
-    print("# plan")
-    print("\n".join(f"#   {line}" for line in [*describe(plan).splitlines(), *plan.notes]))
+    show("# plan")
+    show("\n".join(f"#   {line}" for line in [*describe(plan).splitlines(), *plan.notes]))
     if found := faults(plan, show=True):
-        print("# findings")
-        print("\n".join(f"#   {finding.line}" for finding in found))
+        show("# findings")
+        show("\n".join(f"#   {finding.line}" for finding in found))
 
 
 def _print_own_prompts(encoder: TextEncoder, item: MethodItem, class_names: tuple[str, ...]) -> None:
     """Prints the prompts of a method that sets its own. Up to 80 of them: those of the first class stand for all."""
     if item.block.prompts is None:
         return
-    print(f"# prompts of {item.label}, shown for the first class")
-    print("\n".join(f"#   {prompt}" for prompt in encoder.exact_prompts(class_names[:1], item.block.prompts)))
+    show(f"# prompts of {item.label}, shown for the first class")
+    prompts = encoder.exact_prompts(class_names[:1], item.block.prompts)
+    show("\n".join(f"#   {printable(prompt)}" for prompt in prompts))
 
 
 def resolved_with_meanings(recipe: Recipe) -> str:
@@ -71,5 +74,23 @@ def _commented(block: Block, indent: str) -> list[str]:
 
 
 def _value(value: Any) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"), sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")  # PyYAML writes a line "..." after a single scalar
+    def dumped(allow_unicode: bool) -> str:
+        text: str = yaml.dump(
+            value, Dumper=_OneLine, default_flow_style=True, allow_unicode=allow_unicode, width=float("inf"),
+            sort_keys=False,
+        )  # fmt: skip
+        return text.removesuffix("\n").removesuffix("\n...")  # PyYAML writes a line "..." after a single scalar
+
+    text = dumped(True)
+    return text if text.isprintable() else dumped(False)
+
+
+class _OneLine(yaml.SafeDumper):
+    """Writes a text that is not printable in double quotes, where YAML has escapes for all characters."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        style = None if data.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_OneLine.add_representer(str, _OneLine.represent_str)

@@ -9,14 +9,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data._images import UndecodableInLoader, UnreadableImage, unreadable_message
+from xdm_ft.data._images import FaultInLoader, UnreadableImage, memory_of, unreadable_message
 from xdm_ft.data._transforms import drawing_from
 
 
 class ImageRows(Dataset[tuple[Tensor, int]]):
     """Item `row` is (transformed image float [3,H,W], row). A sampler or a batch sampler supplies the rows.
 
-    Raises `UserError` that names an image that does not decode, from DataLoader workers too.
+    Raises `UserError` that names an image that does not decode, or for which memory is full, from DataLoader workers
+    too.
     """
 
     def __init__(self, dataset: ImageDataset, transform: Callable[[Image.Image], Tensor]) -> None:
@@ -28,10 +29,10 @@ class ImageRows(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, row: int) -> tuple[Tensor, int]:
         row = int(row)
         try:
-            image = self.dataset.image(row)
+            with memory_of(self.dataset, row):
+                return self.transform(self.dataset.image(row)), row
         except UnreadableImage as error:
-            raise UndecodableInLoader(unreadable_message({row: error.reason}, self.dataset)) from error
-        return self.transform(image), row
+            raise FaultInLoader(unreadable_message({row: error.reason}, self.dataset)) from error
 
 
 class DrawnRows(Dataset[tuple[Tensor, int]]):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field
 
+from xdm_ft.data._cells import name_in
 from xdm_ft.data._files import numbered
 from xdm_ft.data._images import EncodedImages
 from xdm_ft.errors import UserError, did_you_mean, printable
@@ -95,13 +96,16 @@ class ImageTable(EncodedImages):
         """Returns the values that occur, in the order of ClassLabel or sorted, and for every row its value's index."""
         from datasets import ClassLabel
 
-        values, feature = list(table[column]), table.features[column]
-        known = range(len(feature.names)) if isinstance(feature, ClassLabel) else None
+        values, feature, texts = list(table[column]), table.features[column], list[str]()
         for row, value in enumerate(values):
-            if value is None or (known is not None and value not in known):
-                raise UserError(f"{self.where}: row {row}, column {column}: no value; add one, or remove the row")
+            try:
+                texts.append(name_in(value))
+                if isinstance(feature, ClassLabel) and value not in range(len(feature.names)):
+                    raise ValueError("no value; add one, or remove the row")
+            except ValueError as error:
+                raise UserError(f"{self.where}: row {row}, column {column}: {error}") from None
         if not all(isinstance(value, int) for value in values):
-            return numbered([str(value) for value in values])
+            return numbered(texts)
         present, numbers = np.unique(np.array(values, dtype=np.int64), return_inverse=True)
         names = [feature.names[i] if isinstance(feature, ClassLabel) else str(i) for i in present.tolist()]
         return tuple(printable(name) for name in names), numbers

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from xdm_ft.data import ImageDataset
+from xdm_ft.data._pillow_warnings import pillow_warnings
 from xdm_ft.errors import UserError, printable
 from xdm_ft.progress import progress
 
@@ -34,7 +36,7 @@ class UnreadableImage(Exception):
         return f"{self.name}: {self.reason}"
 
 
-class UndecodableInLoader(UserError):
+class FaultInLoader(UserError):
     """`UserError` that stays one line when a DataLoader worker raises it."""
 
     def __init__(self, text: str) -> None:
@@ -42,6 +44,23 @@ class UndecodableInLoader(UserError):
         # that text is "<class>: <message>", as messages contain no newlines.
         last = text.rstrip().rsplit("\n", 1)[-1]
         super().__init__(last.removeprefix(f"{type(self).__module__}.{type(self).__qualname__}: "))
+
+
+@contextmanager
+def memory_of(dataset: ImageDataset, row: int) -> Iterator[None]:
+    """Context in which one image is decoded and transformed.
+
+    Raises `UserError` with the image's name if the machine lacks memory or file handles.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        problem = "memory is full while this image is decoded or resized; free memory, or make the image smaller"
+        raise FaultInLoader(f"{dataset.name(row)}: {problem}") from error
+    except OSError as error:
+        if error.errno not in OF_THE_MACHINE:
+            raise
+        raise FaultInLoader(f"{dataset.name(row)}: {error.strerror}; free some and run again") from error
 
 
 @lru_cache
@@ -62,8 +81,13 @@ def decode(source: Path | bytes, name: str) -> Image.Image:
     """Returns the first frame as RGB, EXIF orientation applied. Transparent pixels become white.
 
     16-bit and float greys keep their whole range: 0…65535 and 0…1 become 0…255. Raises `UnreadableImage` for a damaged
-    or truncated image, and for an image with more pixels than `PIL.Image.MAX_IMAGE_PIXELS`.
+    or truncated image, and for an image with more pixels than `PIL.Image.MAX_IMAGE_PIXELS`. Logs Pillow's warnings.
     """
+    with pillow_warnings.logged(name):
+        return _decoded(source, name)
+
+
+def _decoded(source: Path | bytes, name: str) -> Image.Image:
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=formats()) as image:
             # Pillow refuses an image only above twice the limit; between the two it warns
@@ -93,6 +117,8 @@ class EncodedImages(ImageDataset):
 def _reason(error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image in a format that Pillow reads"
+    if isinstance(error, Image.DecompressionBombError):  # above twice the limit
+        return f"more pixels than the limit of {Image.MAX_IMAGE_PIXELS}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return printable(f"{error}" or type(error).__name__)
@@ -123,14 +149,22 @@ def _from_deep_grey(image: Image.Image) -> Image.Image:
     return Image.fromarray(grey.astype(np.uint8), mode="L").convert("RGB")
 
 
-def scan(dataset: ImageDataset, workers: int, show: bool = True) -> dict[int, str]:
-    """Decodes every image once. Returns {row: reason} for the images that do not decode, in the order of rows."""
+def scan(
+    dataset: ImageDataset, workers: int, check: Callable[[Image.Image], object] | None = None, show: bool = True
+) -> dict[int, str]:
+    """Decodes every image once. Returns {row: reason} for the images that do not decode, in the order of rows.
+
+    `check` may raise `UnreadableImage` for an image that decodes.
+    """
 
     def faults(rows: range) -> list[tuple[int, str]]:
         found = []
         for row in rows:
             try:
-                dataset.image(row)
+                with memory_of(dataset, row):
+                    image = dataset.image(row)
+                if check is not None:
+                    check(image)
             except UnreadableImage as error:
                 found.append((row, error.reason))
         return found

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.data import Augmentation
+from xdm_ft.data._images import UnreadableImage
 from xdm_ft.settings import Block
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
@@ -54,17 +55,48 @@ class PreprocessingOverrides(Block):
         return own.model_copy(update=self.model_dump(exclude_none=True))
 
 
+LEAST_ASPECT_LIMIT = 16  # images whose sides differ by a smaller factor are always accepted
+
+
+class NotAStrip:
+    """A transform that returns the image as it is. Raises `UnreadableImage` for one that is too long and narrow.
+
+    `native` resizes the shorter side, so that the image becomes as many times larger than a square as its sides differ:
+    60,000 × 1 pixels become 13,440,000 × 224. No image may become larger than `decode` accepts. `pad` resizes the
+    longer side and must keep one pixel of the shorter one. With `squash` the memory for the weights of the resampling
+    filter grows with the longer side; the limit of `native` bounds it too.
+    """
+
+    def __init__(self, preprocessing: Preprocessing) -> None:
+        side = resized_side(preprocessing)
+        fits = math.inf if Image.MAX_IMAGE_PIXELS is None else Image.MAX_IMAGE_PIXELS // side**2
+        self.limit = side if preprocessing.resize == "pad" else max(LEAST_ASPECT_LIMIT, fits)
+        self.how = f"resize: {preprocessing.resize} to {side} pixels"
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        if max(image.size) > self.limit * min(image.size):
+            size = f"{image.width} × {image.height} pixels"
+            problem = f"too long and narrow for {self.how}: its sides may differ {self.limit}-fold"
+            raise UnreadableImage("", f"{size}, {problem}")
+        return image
+
+
+def resized_side(preprocessing: Preprocessing) -> int:
+    """Returns the side in pixels to which `evaluation_transform` resizes, before it crops."""
+    return math.floor(preprocessing.size / preprocessing.crop)
+
+
 def evaluation_transform(preprocessing: Preprocessing) -> Callable[[Image.Image], Tensor]:
-    """Returns a transform, RGB image of any size → float32 [3, size, size], bit for bit that of timm and of open_clip.
+    """Returns a transform, RGB image → float32 [3, size, size], bit for bit that of timm and of open_clip.
 
     native is timm's crop mode "center" and open_clip's resize mode "shortest"; squash has that name in both; pad is
-    timm's "border".
+    timm's "border". The transform raises `UnreadableImage` for an image that `NotAStrip` refuses.
     """
     from timm.data.transforms import CenterCropOrPad, ResizeKeepRatio
     from torchvision import transforms
 
     size, name = preprocessing.size, preprocessing.interpolation
-    side = math.floor(size / preprocessing.crop)
+    side = resized_side(preprocessing)
     filter_ = transforms.InterpolationMode(name)
     red, green, blue = (round(255 * channel) for channel in preprocessing.mean)
     geometry: dict[str, list[Any]] = {
@@ -73,7 +105,8 @@ def evaluation_transform(preprocessing: Preprocessing) -> Callable[[Image.Image]
         "pad": [ResizeKeepRatio(side, longest=1.0, interpolation=name), CenterCropOrPad(size, fill=(red, green, blue))],
     }
     normalize = transforms.Normalize(preprocessing.mean, preprocessing.std)
-    return transforms.Compose([*geometry[preprocessing.resize], transforms.ToTensor(), normalize])
+    steps = [NotAStrip(preprocessing), *geometry[preprocessing.resize], transforms.ToTensor(), normalize]
+    return transforms.Compose(steps)
 
 
 def training_transform(preprocessing: Preprocessing, augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
+from xdm_ft.data._cells import name_in
 from xdm_ft.data._files import GroupPattern, ImageFiles, groups_of, numbered
 from xdm_ft.data._images import NAMED_AT_MOST
 from xdm_ft.errors import UserError, did_you_mean, printable
@@ -21,7 +22,7 @@ PARTS = ["train", "val", "test"]
 
 
 class Table(ImageFiles):
-    """One image per row, in the order of the table. Other columns are ignored.
+    """One image per row, in the order of the table. Other columns are ignored, and blanks around names too.
 
     Messages number the rows of a CSV file as a spreadsheet does: the header is row 1, and blank lines count. The first
     row of a Parquet file is row 1.
@@ -52,11 +53,6 @@ class Table(ImageFiles):
         elif "group" in columns.values:
             self.groups = numbered(columns.values["group"])[1]
         if "split" in columns.values:
-            columns.refuse(
-                "split",
-                lambda value: value not in PARTS,
-                lambda value: f'"{value}" is not a split{did_you_mean(value, PARTS)}',
-            )
             self.splits = np.array(columns.values["split"])
 
 
@@ -71,17 +67,24 @@ class _Columns:
         if not file.is_file():
             problem = "is not a file" if file.exists() else "does not exist"
             raise UserError(f"data.file: {printable(file)} {problem}; name a CSV or Parquet file")
-        self.values, self.rows = reader(file)
-        if not self.values["path"]:
+        cells, self.rows = reader(file)
+        if not self.rows:
             raise UserError(f"{printable(file)}: the table has no rows; add one per image")
-        for column in self.values:
-            self.refuse(column, lambda value: not value, lambda value: "the cell is empty; fill it in")
+        texts = {"path": _path_in, "split": _split_in}
+        self.values = {column: self._read(column, cells[column], texts.get(column, name_in)) for column in cells}
 
-    def refuse(self, column: str, is_wrong: Callable[[str], bool], problem: Callable[[str], str]) -> None:
-        """Raises `UserError` with `problem(value)` for the first value of `column` that is wrong by `is_wrong`."""
-        wrong = [i for i, value in enumerate(self.values[column]) if is_wrong(value)]
-        if wrong:
-            self.fault(wrong[0], column, problem(self.values[column][wrong[0]]), len(wrong) - 1)
+    def _read(self, column: str, cells: Sequence[object], text_in: Callable[[object], str]) -> list[str]:
+        """Returns the text of every cell. Raises `UserError` for the first one for which `text_in` raises."""
+        texts, problems = list[str](), dict[int, str]()
+        for i, cell in enumerate(cells):
+            try:
+                texts.append(text_in(cell))
+            except ValueError as error:
+                problems[i] = str(error)
+        if problems:
+            (first, problem), *others = problems.items()
+            self.fault(first, column, problem, sum(other == problem for _, other in others))
+        return texts
 
     def refuse_repeated(self, paths: list[str]) -> None:
         """Raises `UserError` if two rows name the same file. `paths` are absolute: a/../b.png repeats b.png."""
@@ -97,6 +100,21 @@ class _Columns:
         others = f" (and {more} more rows like it)" if more else ""
         place = f"{printable(self.file)}: row {self.rows[i]}, column {column}"
         raise UserError(f"{place}: {printable(problem)}{others}")
+
+
+def _path_in(cell: object) -> str:
+    if not isinstance(cell, str | None):
+        raise ValueError(f"a path must be text, not {type(cell).__name__}; write it as text")
+    if not cell:
+        raise ValueError("the cell is empty; fill it in")
+    return cell  # blanks and all: the name of a file may contain them
+
+
+def _split_in(cell: object) -> str:
+    part = name_in(cell)
+    if part not in PARTS:
+        raise ValueError(f'"{part}" is not a split{did_you_mean(part, PARTS)}')
+    return part
 
 
 def _refuse_missing(columns: _Columns, paths: list[str], shown: list[str]) -> None:
@@ -119,7 +137,7 @@ def _check_header(file: Path, header: list[str]) -> None:
         raise UserError(f"{printable(file)}: two columns have the name {twice[0]}; rename one")
 
 
-def _read_csv(file: Path) -> tuple[dict[str, list[str]], list[int]]:
+def _read_csv(file: Path) -> tuple[dict[str, list[object]], list[int]]:
     """Returns {column: cells} and the number of every row. The file is UTF-8 with commas and a header."""
     number, cells, rows = 1, list[list[str]](), list[int]()
     try:
@@ -143,15 +161,11 @@ def _read_csv(file: Path) -> tuple[dict[str, list[str]], list[int]]:
     except csv.Error as error:
         raise UserError(f"{printable(file)}: row {number + 1}: {error}") from error
     position = {column: header.index(column) for column in (*NEEDED, *OPTIONAL) if column in header}
-    # blanks around a name are taken as typing errors; the name of a file may contain them
-    values = {
-        column: [row[i] if column == "path" else row[i].strip() for row in cells] for column, i in position.items()
-    }
-    return values, rows
+    return {column: [row[i] for row in cells] for column, i in position.items()}, rows
 
 
-def _read_parquet(file: Path) -> tuple[dict[str, list[str]], list[int]]:
-    """Returns {column: cells as text} and the number of every row."""
+def _read_parquet(file: Path) -> tuple[dict[str, list[object]], list[int]]:
+    """Returns {column: cells} and the number of every row."""
     import pyarrow
     import pyarrow.parquet
 
@@ -161,8 +175,5 @@ def _read_parquet(file: Path) -> tuple[dict[str, list[str]], list[int]]:
         table = pyarrow.parquet.read_table(file, columns=[name for name in (*NEEDED, *OPTIONAL) if name in header])
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{printable(file)}: can not be read as Parquet: {printable(error)}") from error
-    values = {
-        name: ["" if value is None else str(value) for value in table.column(name).to_pylist()]
-        for name in table.column_names
-    }
-    return values, list(range(1, table.num_rows + 1))
+    cells = {name: table.column(name).to_pylist() for name in table.column_names}
+    return cells, list(range(1, table.num_rows + 1))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from xdm_ft.data import ImageDataset
+from xdm_ft.data._cells import alike
 from xdm_ft.data._images import NAMED_AT_MOST
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.plan import Plan
@@ -36,7 +36,7 @@ def faults(plan: Plan, show: bool) -> list[Finding]:
 
 def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
     """Yields the faults of the data alone. `splits` show which repeated images affect the estimate."""
-    yield from classes_spelt_alike(dataset)
+    yield from names_spelt_alike(dataset)
     yield from lacking_classes(dataset)
     yield from repeated_images(dataset, hashes, splits)
 
@@ -47,18 +47,19 @@ def plan_faults(plan: Plan) -> Iterator[Finding]:
     yield from skipped_methods(plan)
 
 
-def classes_spelt_alike(dataset: ImageDataset) -> Iterator[Finding]:
-    """Yields classes whose names differ only in case, in spaces or in the encoding of an accent."""
-    alike: dict[str, list[int]] = {}
-    for number, name in enumerate(dataset.class_names):
-        # NFKC maps the two encodings of an accented letter (one character, or letter and accent) to one
-        alike.setdefault("".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(number)
-    images = images_of(dataset)
-    for numbers in alike.values():
-        if len(numbers) > 1:
-            named = [f'"{dataset.class_names[c]}" (in {_named(dataset, images[c] > 0)})' for c in numbers]
-            remedy = "give them one name in the data, or clearly different names"
-            yield Finding("classes", f"{' and '.join(named)} differ only in case or spaces", remedy)
+def names_spelt_alike(dataset: ImageDataset) -> Iterator[Finding]:
+    """Yields classes and domains whose names differ only in case, spaces, the encoding of an accent, or as 1 and 1.0.
+
+    A held-out domain that is also a training domain under such a name would not be unseen.
+    """
+    images, how = images_of(dataset), "differ only in case, in spaces or in how a number is written"
+    remedy = "give them one name in the data, or clearly different names"
+    for numbers in alike(dataset.class_names):
+        named = [f'"{dataset.class_names[c]}" (in {_named(dataset, images[c] > 0)})' for c in numbers]
+        yield Finding("classes", f"{' and '.join(named)} {how}", remedy)
+    for numbers in alike(dataset.domain_names):
+        named = [f'"{dataset.domain_names[d]}" ({images[:, d].sum()} images)' for d in numbers]
+        yield Finding("domains", f"{' and '.join(named)} {how}", remedy)
 
 
 def lacking_classes(dataset: ImageDataset) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, printable
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,12 @@ class Finding:
 
     def __str__(self) -> str:
         if self.remedy is None:
-            return f"ok     {self.what}: {self.found}"
-        return f"FAULT  {self.what}: {self.found}\n       → {self.remedy}"
+            return printable(f"ok     {self.what}: {self.found}")
+        return "\n".join([printable(f"FAULT  {self.what}: {self.found}"), printable(f"       → {self.remedy}")])
 
     @property
     def line(self) -> str:
-        return f"{self.what}: {self.found}" + (f" → {self.remedy}" if self.remedy else "")
+        return printable(f"{self.what}: {self.found}" + (f" → {self.remedy}" if self.remedy else ""))
 
 
 def fault(what: str, error: UserError) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ import torch
 
 from xdm_ft.errors import UserError
 from xdm_ft.interrupt import Interrupted, handled_here
+from xdm_ft.terminal import complain
 
 SECONDS_TO_SAVE = 10.0  # after one process has failed, the time for the others to save and exit
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -59,7 +60,7 @@ def run_forked(work: Callable[[int], None], processes: int) -> None:
 def _raise(child: BaseProcess, reader: Connection) -> None:
     """Raises the error of a process that has ended, if it failed."""
     try:
-        raise UserError(reader.recv())
+        raise UserError(*reader.recv())
     except EOFError:  # the process has sent no message
         pass
     if child.exitcode and child.exitcode < 0:
@@ -82,11 +83,11 @@ def _in_child(work: Callable[[int], None], number: int, writer: Connection) -> N
     try:
         work(number)
     except UserError as error:
-        writer.send(str(error))
+        writer.send(error.args)
     except Interrupted as stop:  # the parent process received the signal too, and prints the message
         sys.exit(stop.status)
     except Exception:
-        traceback.print_exc()
+        complain(traceback.format_exc())
         sys.exit(1)
 
 

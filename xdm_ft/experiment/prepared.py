@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import scan, unreadable_message
-from xdm_ft.data._transforms import Preprocessing
+from xdm_ft.data._transforms import NotAStrip, Preprocessing
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.machine import cores
@@ -72,7 +72,7 @@ def prepare(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator
         )
         unreadable = features.unreadable
     else:
-        unreadable = _scanned(recipe, dataset, on_bad_image)
+        unreadable = _scanned(encoder, dataset, on_bad_image)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
     return Prepared(
@@ -109,12 +109,12 @@ def text_weights(
     return weights
 
 
-def _scanned(recipe: Recipe, dataset: ImageDataset, on_bad_image: str) -> dict[int, str]:
+def _scanned(encoder: Encoder, dataset: ImageDataset, on_bad_image: str) -> dict[int, str]:
     """Decodes every image before training end to end, which would otherwise fail at a broken image after hours.
 
     Returns {row: reason} of the unreadable images. Raises `UserError` if `on_bad_image` is `error`.
     """
-    unreadable = scan(dataset, cores())
+    unreadable = scan(dataset, cores(), NotAStrip(encoder.preprocessing))
     if unreadable and on_bad_image == "error":
         raise UserError(unreadable_message(unreadable, dataset))
     return unreadable

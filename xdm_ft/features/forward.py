@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data._images import UnreadableImage, unreadable_message
+from xdm_ft.data._images import UnreadableImage, memory_of, unreadable_message
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings, Precision
@@ -58,7 +58,8 @@ class EncoderInputs(Dataset[ImageBatch]):
         unreadable = {}
         for position, row in enumerate(rows):
             try:
-                pixels[position] = self.transform(self.dataset.image(row), self.digests[row])
+                with memory_of(self.dataset, row):
+                    pixels[position] = self.transform(self.dataset.image(row), self.digests[row])
             except UnreadableImage as error:
                 unreadable[row] = error.reason
         return ImageBatch(rows, pixels, unreadable)

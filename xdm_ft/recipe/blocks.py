@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.data import Augmentation
@@ -20,6 +20,12 @@ from xdm_ft.settings import Block
 from xdm_ft.training import Training
 
 B = TypeVar("B", bound=Block)
+
+
+def _one_line(text: str | None) -> str | None:
+    if text is not None and not text.isprintable():
+        raise ValueError("must be one line without control characters")
+    return text
 
 
 class DataCommon(Block):
@@ -66,7 +72,11 @@ class MethodCommon(Block):
         str,
         Field(description="ALGORITHM, ALGORITHM+SHARPNESS, ALGORITHM+AVERAGING or all three, see `xdm-ft ls methods`"),
     ]
-    label: Annotated[str | None, Field(min_length=1, description="name in results; null: the method's name")] = None
+    label: Annotated[
+        str | None,
+        Field(min_length=1, description="name in results; null: the method's name"),
+        AfterValidator(_one_line),
+    ] = None
     head: Annotated[str, Field(description="kind of class head, see `xdm-ft ls heads`")] = "linear"
     head_init: Annotated[
         HeadInit, Field(description="initial class head: random, or the class embeddings of the text encoder")

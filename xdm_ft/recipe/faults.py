@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.errors import UserError, did_you_mean, printable
+from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.recipe.blocks import MethodItem, Recipe, drawn_item, drawn_training, text_faults, unfreeze_problem
 from xdm_ft.recipe.search import TRAINING_KEYS
 from xdm_ft.recipe.text import Key, RecipeText, dotted
@@ -23,11 +23,11 @@ class Faults:
         self.text, self.found = text, dict[str, None]()
 
     def add(self, key: Key, problem: str) -> None:
-        self.found[printable(f"{self.text.where(key)}: {dotted(key)}: {problem}")] = None
+        self.found[f"{self.text.where(key)}: {dotted(key)}: {problem}"] = None
 
     def raise_if_any(self) -> None:
         if self.found:
-            raise UserError("\n".join(self.found))
+            raise UserError(*self.found)
 
 
 def check_together(faults: Faults, recipe: Recipe) -> None:

@@ -56,8 +56,8 @@ def check(text: RecipeText) -> Recipe:
         if key not in KEYS:
             faults.add((key,), f"unknown key{did_you_mean(key, KEYS)}")
     name = values.get("name")
-    if not isinstance(name, str) or not name or set(name) & set("/\\\0") or name in (".", ".."):
-        faults.add(("name",), "must be a text without slashes, the name of the run directory")
+    if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/\\") or name in (".", ".."):
+        faults.add(("name",), "must be a text without slashes or control characters, the name of the run directory")
     found: dict[str, Any] = {}
     for block, (folder, common) in COMPONENTS.items():
         found[block] = _component(faults, (block,), folder, common, values.get(block))

@@ -68,10 +68,10 @@ def recipe_folder() -> Path:
 def find_recipe(name: str) -> Path:
     """Returns the path of a file, or of a packaged recipe by its name, with or without `.yaml`. Raises `UserError`."""
     path = Path(name)
-    if path.is_file():
+    if os.path.isfile(path):  # Path.is_file raises an error if a name is too long
         return path
     packaged = recipe_folder() / f"{path.name.removesuffix('.yaml')}.yaml"
-    if path.parent in (Path("."), Path("recipes")) and packaged.is_file():
+    if path.parent in (Path("."), Path("recipes")) and os.path.isfile(packaged):
         return packaged
     raise UserError(f"{printable(name)}: no such recipe; `xdm-ft ls recipes` lists the packaged recipes")
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
+from xdm_ft.errors import printable
 from xdm_ft.evaluation.comparison import SEEDS
 from xdm_ft.report.published import published_tables
 from xdm_ft.report.table_rows import IN_PERCENT, Results, ResultTable, groups, result_table
+from xdm_ft.terminal import write
 
 MINIMUM_WIDTH = 100  # characters, for output to a file or pipe
 
@@ -45,25 +47,25 @@ def print_table(results: Results) -> None:
     console = Console(file=sys.stdout)
     parts: list[Any] = []
     for shown in _all_tables(results):
-        parts += [Text(_plain(shown.heading), style="bold")]
-        parts += [Text(_plain(f"{what}: {text}"), style="dim") for what, text in shown.about]
+        parts += [Text(_on_terminal(shown.heading), style="bold")]
+        parts += [Text(_on_terminal(f"{what}: {text}"), style="dim") for what, text in shown.about]
         for columns in _blocks(shown, console.width if console.is_terminal else None):
             table = Table()
             for i in columns:
-                table.add_column(Text(_plain(shown.header[i])), justify="left" if i == 0 else "right", overflow="fold")
+                justify: Literal["left", "right"] = "left" if i == 0 else "right"
+                table.add_column(Text(_on_terminal(shown.header[i])), justify=justify, overflow="fold")
             for row in shown.rows:
-                table.add_row(*(Text(_plain(row[i])) for i in columns))
+                table.add_row(*(Text(_on_terminal(row[i])) for i in columns))
             parts.append(table)
-        parts += [*(Text(_plain(f"{methods}: {note}")) for methods, note in shown.notes), Text()]
-    parts.append(Text(_how_to_read(results), style="dim"))
+        parts += [*(Text(_on_terminal(f"{methods}: {note}")) for methods, note in shown.notes), Text()]
+    parts.append(Text(_on_terminal(_how_to_read(results)), style="dim"))
     if not console.is_terminal:  # rich assumes 80 columns there and would fold the cells
         unbounded = console.options.update(width=1 << 16)
         widths = (console.measure(part, options=unbounded).maximum for part in parts if isinstance(part, Table))
         console.width = max(MINIMUM_WIDTH, *widths, 0)
     with console.capture() as captured:
         console.print(Group(*parts))
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(captured.get().encode(encoding, "replace").decode(encoding))  # no crash on an ASCII terminal
+    write(captured.get())
 
 
 def _blocks(shown: ResultTable, width: int | None) -> list[list[int]]:
@@ -72,7 +74,7 @@ def _blocks(shown: ResultTable, width: int | None) -> list[list[int]]:
 
     rows = (shown.header, *shown.rows)
     border = 3  # characters per column: two spaces and a line
-    needed = [max(cell_len(_plain(row[i])) for row in rows) + border for i in range(len(shown.header))]
+    needed = [max(cell_len(_on_terminal(row[i])) for row in rows) + border for i in range(len(shown.header))]
     blocks, used = [[0]], needed[0] + 1
     for i in range(1, len(needed)):
         if width is not None and len(blocks[-1]) > 1 and used + needed[i] > width:
@@ -120,8 +122,14 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _plain(text: str) -> str:
-    """One line without control characters: names come from folders, and a terminal executes escape sequences."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    """Returns the text on one line without control characters: names come from others, reasons have several lines."""
+    return printable(" ".join(text.split()))
+
+
+def _on_terminal(text: str) -> str:
+    """Returns `_plain` of the text, with escapes for characters that standard output can not encode."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return _plain(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _escape(text: str) -> str:
