@@ -18,8 +18,9 @@ from torch import Tensor
 
 from xdm_ft.data._image_tables import ImageTable
 from xdm_ft.data._images import EncodedImages
-from xdm_ft.data._transforms import evaluation_transform
+from xdm_ft.data._transforms import PreprocessingOverrides, evaluation_transform
 from xdm_ft.data.folder import Folder
+from xdm_ft.encoders.timm import Timm
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings, cache, cache_key, forward, views
 from xdm_ft.features.cache import Features
@@ -119,13 +120,17 @@ def test_copies_of_an_image_are_encoded_once(tmp_path: Path) -> None:
     assert torch.equal(every_row(features)[20:], every_row(features)[:20])
 
 
-def test_a_feature_does_not_depend_on_the_other_images_of_its_pass(tmp_path: Path) -> None:
-    """Each pass has `features.batch_size` images, of which some may be empty."""
-    whole = every_row(features_of(Pixels(70), tmp_path / "whole"))
-    alone = Pixels(1, first_seed=33)
-    assert torch.equal(every_row(features_of(alone, tmp_path / "alone"))[0], whole[33])
-    few = every_row(features_of(Pixels(11, first_seed=30), tmp_path / "few"))
-    assert torch.equal(few, whole[30:41])
+@pytest.mark.parametrize("model", ["tiny", "mobilenetv2_035", "densenet121", "test_vit"])
+def test_a_feature_does_not_depend_on_the_other_images_of_its_pass(model: str, tmp_path: Path) -> None:
+    """To the bit, as each pass has `features.batch_size` images: 5 images alone would round differently."""
+    kwargs = {"img_size": 64} if model == "test_vit" else {}
+    encoder = (
+        Tiny() if model == "tiny" else Timm(model=model, preprocessing=PreprocessingOverrides(size=64), kwargs=kwargs)
+    )
+    whole = every_row(features_of(Pixels(40), tmp_path / "whole", encoder))
+    for first, count in ((33, 1), (17, 5)):
+        few = features_of(Pixels(count, first_seed=first), tmp_path / str(count), encoder)
+        assert few.extracted == count and torch.equal(every_row(few), whole[first : first + count])
 
 
 @pytest.mark.parametrize("library", ["xdm_ft", "torch", "torchvision", "timm", "PIL"])

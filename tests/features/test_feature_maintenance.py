@@ -145,7 +145,7 @@ def test_a_store_without_a_good_manifest_is_left_alone(tmp_path: Path) -> None:
     assert [store.images() for store in stores(tmp_path)] == [11]
 
 
-def test_features_of_an_earlier_version_are_said_to_be_so(tmp_path: Path) -> None:
+def test_features_of_an_earlier_version_are_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its folders have one shard for each range of rows of one data set, and nothing reads them."""
     filled(tmp_path)
     old = tmp_path / ("d" * 32)
@@ -159,6 +159,11 @@ def test_features_of_an_earlier_version_are_said_to_be_so(tmp_path: Path) -> Non
     lines = list_cache_lines(tmp_path)
     assert "of an earlier version: nothing reads it" in lines[-1] and len(lines) == 4
     assert "3 sets of features, none damaged; 1 of an earlier version" in verify_cache(str(tmp_path))
+    with caplog.at_level("INFO", logger="xdm_ft"):
+        features_of(Pixels(3), tmp_path, Tiny(argument="new"))
+        assert caplog.text.count("1 sets of features of an earlier version can not be read") == 1
+        features_of(Pixels(4), tmp_path, Tiny(argument="new"))
+        assert caplog.text.count("of an earlier version") == 1
     assert "1 files removed" in prune_cache(str(tmp_path), 35, None) and not old.exists()
 
 

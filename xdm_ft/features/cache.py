@@ -21,6 +21,7 @@ from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_of, key_parts
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.forward import DTYPES, Extraction, frozen_copy, refuse_unreadable
+from xdm_ft.features.maintenance import stores
 from xdm_ft.features.shards import Contents, contents_of
 from xdm_ft.features.store import Store, cache_folder, is_writable
 from xdm_ft.features.views import View, all_views
@@ -177,6 +178,7 @@ def extract(
     missing = [len(store.missing()) for _, store in views]
     if any(missing):
         _require_writable(views, sum(missing))
+        _mention_outdated(views[0].store)
     model = frozen_copy(encoder, settings.precision, device) if any(missing) else encoder
     extracted = 0
     for view, store in views:
@@ -236,6 +238,16 @@ def _require_writable(views: Sequence[CachedView], missing: int) -> None:
             "features.dir to a folder of your own"
         )
     plain.require_space(sum(store.bytes_needed for _, store in views[1:]))
+
+
+def _mention_outdated(store: Store) -> None:
+    """Logs, once for a new store, that the cache has features of an earlier version: why all are computed again."""
+    outdated = [] if store.folder.exists() else [cached for cached in stores(store.cache) if cached.is_outdated]
+    if outdated:
+        logger.info(
+            "%s: %d sets of features of an earlier version can not be read; `xdm-ft cache ls` lists them, and "
+            "`xdm-ft cache prune` can delete them", store.cache, len(outdated),
+        )  # fmt: skip
 
 
 def _compute_missing(extraction: Extraction, show: bool) -> int:
