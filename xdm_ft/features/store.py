@@ -265,7 +265,7 @@ def living_claims(folder: Path) -> Iterator[Contents]:
     """Yields what each living process claims in a store's folder. Removes other claims. The cache must be locked."""
     for path in folder.glob("claim-*"):
         try:
-            with FileLock(path, timeout=0):
+            with disk_errors(path), FileLock(path, timeout=0):
                 path.unlink()  # its process was killed
         except Timeout:
             claimed = path.read_bytes()
