@@ -8,7 +8,6 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import NoReturn
 
 from xdm_ft import interrupt
@@ -142,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with opened(logging.INFO if _is_main_process() else logging.WARNING):
             arguments = parser().parse_args(argv)
-            with interrupt.handled() if arguments.verb in RESUMABLE else nullcontext():
+            with interrupt.handled(resumable=arguments.verb in RESUMABLE):
                 return int(arguments.function(arguments))
     except UserError as error:
         if _is_main_process():
@@ -152,9 +151,6 @@ def main(argv: list[str] | None = None) -> int:
         if _is_main_process():
             complain(printable(f"xdm-ft: {stop}"))
         return stop.status
-    except KeyboardInterrupt:
-        complain("xdm-ft: interrupted")
-        return 130
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     except Exception as error:
