@@ -142,6 +142,7 @@ def main(argv: list[str] | None = None) -> int:
         with opened(logging.INFO if _is_main_process() else logging.WARNING):
             arguments = parser().parse_args(argv)
             with interrupt.handled(resumable=arguments.verb in RESUMABLE):
+                _refuse_missing_folder()
                 return int(arguments.function(arguments))
     except UserError as error:
         if _is_main_process():
@@ -154,8 +155,18 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     except Exception as error:
+        if isinstance(error, PermissionError) and error.filename is not None:
+            complain(f"xdm-ft: {error.filename}: {error.strerror}; change its permissions or use another")
+            return 2
         complain(f"xdm-ft: {lost}" if (lost := _lost_process(error)) else traceback.format_exc())
         return 1
+
+
+def _refuse_missing_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:  # libraries would end the process when they are imported
+        raise UserError(f"the current folder can not be used ({error.strerror}); change to another one") from error
 
 
 def _lost_process(error: Exception) -> str | None:

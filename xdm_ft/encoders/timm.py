@@ -25,6 +25,7 @@ from xdm_ft.encoders._stage_names import timm_stage_names
 from xdm_ft.encoders._versions import versions
 from xdm_ft.encoders._width import measure_width
 from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.storage.user_paths import expanded
 
 logger = logging.getLogger("xdm_ft")
 
@@ -128,7 +129,7 @@ def _resolve(model: str, weights: str | None) -> _Source:
     if weights.startswith("hf-hub:"):
         return _Source(weights, architecture, None, True, _pretraining(weights))
     if is_file_name(weights):
-        path = Path(weights).expanduser()
+        path = expanded(weights, "encoder.weights")
         return _Source(model, architecture, path, True, f"weights from the file {path.name}")
     if weights != "pretrained":
         _check_tag(architecture, weights)
