@@ -121,6 +121,21 @@ def test_without_a_home_folder(command: list[str], no_home: Path, capfd: pytest.
     assert "features.dir: ~/.cache/xdm_ft/features can not be created (Could not determine home directory.)" in line
 
 
+def test_without_a_folder_for_downloads(
+    finished: Path, no_home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # what these constants are in a process that starts without a home folder
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("~/.cache/huggingface/datasets"))
+    data = f"data={{name: folder, root: {finished / 'data' / 'PACS'}}}"
+    for change in ("encoder.weights=pretrained", "encoder={name: open_clip, model: RN50-quickgelu, weights: openai}"):
+        line = one_line(capfd, ["validate", str(finished / "small.yaml"), data, change])
+        assert "HF_HOME: ~/.cache/huggingface/hub: the home folder is unknown" in line
+    line = one_line(capfd, ["validate", str(finished / "small.yaml"), data.replace("folder", "imagefolder")])
+    assert "HF_HOME: ~/.cache/huggingface/datasets: the home folder is unknown" in line
+    assert not [*(no_home / "here").iterdir()]
+
+
 @pytest.mark.parametrize("key", ["data.root", "encoder.weights"])
 def test_a_home_folder_that_nobody_has(key: str, finished: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with contextlib.chdir(finished):

@@ -19,7 +19,7 @@ from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders._arguments import check_hub_weights, refuse_reserved, unknown_model, wrong_kwargs
 from xdm_ft.encoders._corpora import corpora_in
-from xdm_ft.encoders._downloads import download_failed, network_error
+from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import is_file_name, mismatch, read_weights
 from xdm_ft.encoders._stage_names import timm_stage_names
 from xdm_ft.encoders._versions import versions
@@ -173,6 +173,8 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
         return _create_from_file(source, source.file, kwargs)
     import timm
 
+    if source.pretrained:
+        check_hub_cache()
     try:
         model: Any = timm.create_model(source.name, pretrained=source.pretrained, num_classes=0, **kwargs)
     except Exception as error:
