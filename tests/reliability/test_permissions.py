@@ -37,6 +37,7 @@ FAULTS = {
     "output/small": {"run": WITH_RECIPE["run"]} | RETRAIN | PRUNE,
     "output/small/results.json": {"run": WITH_RECIPE["run"]} | RETRAIN | PRUNE,
     "output/small/recipe.yaml": {"run": WITH_RECIPE["run"]} | RETRAIN,
+    "output/small/models": {"run": WITH_RECIPE["run"]} | RETRAIN,
     ".": WITH_RECIPE | RETRAIN | {"cp": ["cp", "demo", "copy.yaml"]},
 }
 
