@@ -8,7 +8,6 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import NoReturn
 
 from xdm_ft import interrupt
@@ -142,7 +141,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with opened(logging.INFO if _is_main_process() else logging.WARNING):
             arguments = parser().parse_args(argv)
-            with interrupt.handled() if arguments.verb in RESUMABLE else nullcontext():
+            with interrupt.handled(resumable=arguments.verb in RESUMABLE):
+                _refuse_missing_folder()
                 return int(arguments.function(arguments))
     except UserError as error:
         if _is_main_process():
@@ -152,14 +152,21 @@ def main(argv: list[str] | None = None) -> int:
         if _is_main_process():
             complain(printable(f"xdm-ft: {stop}"))
         return stop.status
-    except KeyboardInterrupt:
-        complain("xdm-ft: interrupted")
-        return 130
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     except Exception as error:
+        if isinstance(error, PermissionError) and error.filename is not None:
+            complain(f"xdm-ft: {error.filename}: {error.strerror}; change its permissions or use another")
+            return 2
         complain(f"xdm-ft: {lost}" if (lost := _lost_process(error)) else traceback.format_exc())
         return 1
+
+
+def _refuse_missing_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:  # libraries would end the process when they are imported
+        raise UserError(f"the current folder can not be used ({error.strerror}); change to another one") from error
 
 
 def _lost_process(error: Exception) -> str | None:

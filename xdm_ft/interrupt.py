@@ -1,20 +1,25 @@
-"""SIGINT and SIGTERM: a training saves its state before it stops; all other work stops at once."""
+"""SIGINT and SIGTERM: a training saves its state before it stops; all other work ends at once.
+
+The handler raises nothing: an exception between any two instructions may appear inside an import or a destructor, where
+it breaks other things or is swallowed. It either requests a stop, or ends the process: files are complete whenever a
+process ends.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TypeVar
 
 ONE_PRESS_SECONDS = 2.0  # a launcher forwards Ctrl-C to processes that have already received it from the terminal
-
-
-T = TypeVar("T")
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Interrupted(KeyboardInterrupt):
@@ -33,7 +38,11 @@ class Interrupted(KeyboardInterrupt):
     def __str__(self) -> str:
         if self.saved:
             return f"interrupted; saved: {self.saved}; run the same command to resume"
-        return "interrupted; finished work is kept; run the same command to resume"
+        return (
+            "interrupted; finished work is kept; run the same command to resume"
+            if _received.resumable
+            else "interrupted"
+        )
 
 
 class _Received:
@@ -42,11 +51,14 @@ class _Received:
     signal: signal.Signals | None = None
     at = 0.0  # time.monotonic()
     process = 0  # id of the process that reacts: loader workers inherit the handlers by a fork and must ignore signals
-    prints = True  # whether a second SIGINT prints a message
+    prints = True  # whether it prints a message before it ends
+    resumable = False  # whether the same command resumes the work
     deferred = 0  # number of `deferred` contexts that are open
+    ending: list[Callable[[], None]] = []  # functions of the `before_exit` contexts that are open
 
-    def reset(self, prints: bool) -> None:
-        self.signal, self.process, self.prints, self.deferred = None, os.getpid(), prints, 0
+    def reset(self, prints: bool, resumable: bool) -> None:
+        self.signal, self.process, self.prints, self.resumable = None, os.getpid(), prints, resumable
+        self.deferred, self.ending = 0, []
 
 
 _received = _Received()
@@ -57,38 +69,42 @@ def stop_requested() -> bool:
     return _received.signal is not None
 
 
-@contextmanager
-def handled() -> Iterator[None]:
-    """Context in which SIGINT and SIGTERM raise `Interrupted`, and a second SIGINT exits without saving.
+def handle(resumable: bool = False, prints: bool = True) -> None:
+    """Makes SIGINT and SIGTERM end this process, with one line on standard error if `prints`; see `deferred`.
 
-    Outside the main thread it changes nothing, because Python sets signal handlers in the main thread only. The earlier
-    handlers come back at the end, unless a signal has arrived.
+    `resumable`: whether the line says that the same command resumes. A forked process must call this for itself.
+    """
+    _received.reset(prints and os.environ.get("RANK", "0") == "0", resumable)  # one line of all processes of a run
+    for number in STOPPING:
+        signal.signal(number, _handle)
+
+
+@contextmanager
+def handled(resumable: bool) -> Iterator[None]:
+    """Context of `handle`. The earlier handlers come back at the end, unless a stop has been requested.
+
+    Outside the main thread it changes nothing, because Python sets signal handlers in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _received.reset(prints=True)
-    before = {number: signal.signal(number, _handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    handle(resumable)
     try:
         yield
     finally:
         if not stop_requested():
+            _received.resumable = False
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def handled_here() -> None:
-    """Makes a process that was forked inside `handled` handle its own signals, without messages."""
-    _received.reset(prints=False)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _handle)
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
     """Context for work that checks `stop_requested` between its steps, then saves and raises `Interrupted`.
 
-    A signal raises nothing inside. If the work ends without a check, `Interrupted` is raised at the end.
+    A first signal only requests the stop; a second SIGINT ends the process without saving. If the work ends without a
+    check, `Interrupted` is raised at the end.
     """
     _received.deferred += 1
     try:
@@ -99,32 +115,47 @@ def deferred() -> Iterator[None]:
         raise Interrupted
 
 
-def surviving(items: Iterable[T]) -> Iterator[T]:
-    """Yields the items of a data loader. After a stop request, an exception of the loader ends the items instead.
-
-    The signal that requests the stop has then ended the loader's workers too.
-    """
+@contextmanager
+def before_exit(function: Callable[[], None]) -> Iterator[None]:
+    """Context in which a signal that ends the process at once calls `function` first."""
+    _received.ending.append(function)
     try:
-        yield from items
-    except Exception:  # its type depends on where the worker died: torch's RuntimeError, or OSError or EOFError
-        if not stop_requested():
-            raise
+        yield
+    finally:
+        _received.ending.remove(function)
+
+
+def end_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when the process `parent`, which forked it, ends by whatever (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it had ended before
+        os._exit(1)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
     if os.getpid() != _received.process:
         return
-    if _received.signal is not None:
-        launched = "LOCAL_WORLD_SIZE" in os.environ
-        if number == signal.SIGINT and not (launched and time.monotonic() - _received.at < ONE_PRESS_SECONDS):
-            if _received.prints:
-                # os.write, as the signal may have interrupted a print, whose buffer can not be entered twice
-                os.write(2, b"xdm-ft: interrupted again; stopped without saving; run the same command to resume\n")
-            os._exit(128 + number)
+    if _received.signal is None:
+        _received.signal, _received.at = signal.Signals(number), time.monotonic()
+        if _received.deferred == 0:
+            _exit(number, str(Interrupted()))
         return
-    _received.signal, _received.at = signal.Signals(number), time.monotonic()
-    # a signal to the whole process group also ends loader workers; torch's own handler of SIGCHLD would then raise in
-    # the middle of a step
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    if _received.deferred == 0:
-        raise Interrupted
+    launched = "LOCAL_WORLD_SIZE" in os.environ
+    if number == signal.SIGINT and not (launched and time.monotonic() - _received.at < ONE_PRESS_SECONDS):
+        _received.ending.clear()
+        again = "interrupted again; stopped without saving; run the same command to resume"
+        _exit(number, again if _received.resumable else "interrupted again")
+
+
+def _exit(number: int, message: str) -> None:
+    try:
+        for function in _received.ending:
+            function()
+        if _received.prints:
+            end_of_bar = "\n" if os.isatty(2) else ""
+            # os.write, as the signal may have interrupted a print, whose buffer can not be entered twice
+            with suppress(OSError):
+                os.write(2, f"{end_of_bar}xdm-ft: {message}\n".encode())
+    finally:
+        os._exit(128 + number)

@@ -110,6 +110,38 @@ def test_no_process_outlives_the_one_that_forked_it(tmp_path):
         time.sleep(0.05)
 
 
+SAVES = """
+import os, pathlib, sys, time
+from xdm_ft.experiment.parallel import run_forked
+from xdm_ft.interrupt import Interrupted, deferred, handled, stop_requested
+folder = pathlib.Path(sys.argv[1])
+def work(number):
+    if number == 0:
+        return
+    with deferred():
+        print("started", flush=True)
+        while not stop_requested():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        (folder / "saved").touch()
+        raise Interrupted
+with handled(resumable=True):
+    run_forked(work, 2)
+"""
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_a_process_that_waits_for_others_lets_them_save(to_all, tmp_path):
+    command = [sys.executable, "-c", SAVES, str(tmp_path)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
+        assert process.stdout.readline() == "started\n"
+        (os.killpg if to_all else os.kill)(process.pid, signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors.count("xdm-ft: interrupted; finished work is kept")) == (143, 1), errors
+    assert (tmp_path / "saved").exists() and len(errors.splitlines()) == 1
+
+
 def is_running(pid):
     try:
         with open(f"/proc/{pid}/stat") as file:

@@ -92,7 +92,6 @@ def test_heads_that_do_not_fit_the_memory(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         MemoryError(),
         None,
-        RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
     ],
 )
 def test_a_model_that_does_not_fit_the_memory(

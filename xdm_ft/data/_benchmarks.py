@@ -17,6 +17,7 @@ from xdm_ft.data._files import ImageFiles, numbered
 from xdm_ft.data._images import NAMED_AT_MOST
 from xdm_ft.data._trees import images_below, refuse_missing_folder
 from xdm_ft.errors import UserError, printable
+from xdm_ft.storage.user_paths import expanded
 
 logger = logging.getLogger("xdm_ft")
 
@@ -50,7 +51,7 @@ class BenchmarkFolders(ImageFiles):
     """The folder that contains the domains."""
 
     def __init__(self, *, root: Root, counts: Counts = "published") -> None:
-        self.base = base = self._find(root.expanduser())
+        self.base = base = self._find(expanded(root, "data.root"))
         folder_of = self._domains(base)
         images, _ = images_below(base)
         by_folder: dict[str, list[str]] = {folder: [] for folder in folder_of.values()}

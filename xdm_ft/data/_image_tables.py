@@ -14,6 +14,7 @@ from xdm_ft.data._files import numbered
 from xdm_ft.data._images import EncodedImages
 from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.settings import Block
+from xdm_ft.storage.user_paths import expanded
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -43,8 +44,10 @@ OWN_COLUMNS = Columns()
 
 def load(read: Callable[[], DatasetDict], where: str, remedy: str) -> DatasetDict:
     """Returns what `read` loads with `datasets`. Raises `UserError`, one line that ends with `remedy`."""
+    from datasets.config import HF_DATASETS_CACHE
     from datasets.exceptions import DatasetsError
 
+    expanded(HF_DATASETS_CACHE, "HF_HOME")  # `datasets` would write to a folder of the name ~
     try:
         return read()
     except (DatasetsError, OSError, ValueError) as error:  # Arrow raises ValueError for a damaged Parquet file

@@ -21,6 +21,7 @@ from PIL import Image
 from pydantic import Field
 
 from xdm_ft.errors import UserError, printable
+from xdm_ft.storage.user_paths import expanded
 
 logger = logging.getLogger("xdm_ft")
 
@@ -34,7 +35,7 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
     Missing data are downloaded if `download` is true, by one of several processes. Raises `UserError` if data are
     missing, incomplete or damaged.
     """
-    root = root.expanduser()
+    root = expanded(root, "data.root")
     with _own_pixel_limit():
         cls = getattr(importlib.import_module(f"wilds.datasets.{name}_dataset"), class_name)
     version, release = max(cls._versions_dict.items(), key=lambda item: tuple(map(int, item[0].split("."))))

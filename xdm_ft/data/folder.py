@@ -11,6 +11,7 @@ from pydantic import Field
 from xdm_ft.data._files import GroupPattern, ImageFiles, groups_of, numbered
 from xdm_ft.data._trees import TREE, images_below, is_image, refuse_missing_folder
 from xdm_ft.errors import UserError, printable
+from xdm_ft.storage.user_paths import expanded
 
 
 class Folder(ImageFiles):
@@ -28,7 +29,7 @@ class Folder(ImageFiles):
         root: Annotated[Path, Field(description="folder that contains <domain>/<class>/<image>")],
         group: GroupPattern = None,
     ) -> None:
-        root = root.expanduser()
+        root = expanded(root, "data.root")
         refuse_missing_folder(root, TREE)
         images, found = images_below(root)
         if not images:

@@ -10,6 +10,7 @@ from pydantic import Field
 from xdm_ft.data._image_tables import Columns, ImageTable, load
 from xdm_ft.data._trees import TREE, refuse_missing_folder
 from xdm_ft.errors import UserError, printable
+from xdm_ft.storage.user_paths import expanded
 
 FROM_FOLDERS = Columns(domain=None)  # imagefolder has classes and splits only, so that domains are read as splits
 
@@ -22,7 +23,7 @@ class ImageFolder(ImageTable):
     ) -> None:
         from datasets import load_dataset
 
-        root = root.expanduser()
+        root = expanded(root, "data.root")
         refuse_missing_folder(root, TREE)
         domains = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
         where = printable(root)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from xdm_ft.data._image_tables import OWN_COLUMNS, Columns, ImageTable, load
 from xdm_ft.errors import UserError, printable
+from xdm_ft.storage.user_paths import expanded
 
 
 class Parquet(ImageTable):
@@ -25,7 +26,7 @@ class Parquet(ImageTable):
     ) -> None:
         from datasets import load_dataset
 
-        file = file.expanduser()
+        file = expanded(file, "data.file")
         if not file.exists():
             raise UserError(f"data.file: {printable(file)} does not exist; name a .parquet file or a folder of them")
         files = sorted(str(path) for path in file.glob("*.parquet")) if file.is_dir() else [str(file)]

@@ -15,6 +15,7 @@ from xdm_ft.data._cells import name_in
 from xdm_ft.data._files import GroupPattern, ImageFiles, groups_of, numbered
 from xdm_ft.data._images import NAMED_AT_MOST
 from xdm_ft.errors import UserError, did_you_mean, printable
+from xdm_ft.storage.user_paths import expanded
 
 NEEDED = ("path", "label", "domain")
 OPTIONAL = ("group", "split")
@@ -39,8 +40,8 @@ class Table(ImageFiles):
         ] = None,
         group: GroupPattern = None,
     ) -> None:
-        columns = _Columns(file.expanduser())
-        folder = columns.file.parent if root is None else root.expanduser()
+        columns = _Columns(expanded(file, "data.file"))
+        folder = columns.file.parent if root is None else expanded(root, "data.root")
         paths = columns.values["path"]
         self.shown = [os.path.join(folder, path) for path in paths]
         self.paths = [os.path.abspath(path) for path in self.shown]

@@ -13,6 +13,7 @@ from xdm_ft.encoders._corpora import corpora_in
 from xdm_ft.encoders._downloads import download_failed, network_error
 from xdm_ft.encoders._files import is_file_name
 from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.storage.user_paths import expanded
 
 DEMO = Path(__file__).resolve().parent / "demo"  # the tiny CLIP that comes with the package
 _HUB = ("hf-hub:", "local-dir:")
@@ -45,7 +46,7 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
         check_hub_weights(model, weights)
         return ClipSource(model, None, None, {}, model, _pretraining(model))
     if model.endswith(".json"):
-        return _from_config_file(Path(model).expanduser(), weights, kwargs)
+        return _from_config_file(expanded(model, "encoder.model"), weights, kwargs)
     name = model.replace("/", "-")  # OpenAI writes ViT-B/16, open_clip ViT-B-16
     if name not in (known := open_clip.list_models()):
         raise unknown_model(open_clip, name, known)
@@ -53,7 +54,7 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
         _check_architecture(name, weights)
         return ClipSource(weights, None, None, {}, weights, _pretraining(weights))
     if is_file_name(weights):
-        path = Path(weights).expanduser()
+        path = expanded(weights, "encoder.weights")
         quickgelu.check_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
         return ClipSource(name, str(path), path, _preprocessing_shared_by_tags(name), "", _pretraining_of_file(path))
     return _from_tag(name, weights, kwargs)
@@ -79,7 +80,7 @@ def _demo(model: str, weights: str) -> ClipSource:
 def _from_config_file(config: Path, weights: str, kwargs: dict[str, Any]) -> ClipSource:
     if not is_file_name(weights):
         raise UserError(f'encoder.weights: "{weights}" is no file; {config.name} needs a .safetensors or .pt file')
-    path = Path(weights).expanduser()
+    path = expanded(weights, "encoder.weights")
     name = _register(config)
     quickgelu.check_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
     return ClipSource(name, str(path), path, {}, "", _pretraining_of_file(path))

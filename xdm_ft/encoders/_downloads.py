@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from xdm_ft.errors import UserError
+from xdm_ft.storage.user_paths import expanded
 
 _NETWORK_LIBRARIES = ("httpx", "httpcore", "huggingface_hub", "urllib", "requests")
+
+
+def check_hub_cache() -> None:
+    """Raises `UserError` if the home folder is unknown and the hub's cache is in it."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    expanded(HF_HUB_CACHE, "HF_HOME")
 
 
 def network_error(error: BaseException) -> BaseException | None:

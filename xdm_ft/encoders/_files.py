@@ -24,9 +24,7 @@ def read_weights(path: Path, read: Callable[[str], Mapping[str, object]]) -> dic
 
     Raises `UserError` if the file is missing or damaged, or holds code, NaN or no tensors.
     """
-    if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
-        raise UserError(f"encoder.weights: {path} {found}; give the path of a .safetensors or .pth file")
+    _refuse_unreadable(path)
     if not path.name.endswith(SUFFIXES):
         raise UserError(f"encoder.weights: {path} is no weights file; give one of {', '.join(SUFFIXES)}")
     try:
@@ -43,6 +41,17 @@ def read_weights(path: Path, read: Callable[[str], Mapping[str, object]]) -> dic
             "its training has diverged or the file is damaged; give another one"
         )
     return tensors
+
+
+def _refuse_unreadable(path: Path) -> None:
+    try:
+        if path.is_file():
+            path.open("rb").close()
+            return
+        problem = "is a folder" if path.is_dir() else "does not exist"
+    except OSError as error:
+        problem = f"can not be read ({error.strerror})"
+    raise UserError(f"encoder.weights: {path} {problem}; give the path of a .safetensors or .pth file")
 
 
 def _read_failure(error: Exception) -> str:

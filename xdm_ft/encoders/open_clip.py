@@ -16,7 +16,7 @@ from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
 from xdm_ft.encoders._clip_source import ClipSource, resolve
-from xdm_ft.encoders._downloads import download_failed, network_error
+from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import mismatch, read_weights
 from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, Prompts, check_templates, expand_templates, fill, in_words
 from xdm_ft.encoders._stage_names import StageNames, timm_stage_names
@@ -162,6 +162,8 @@ def _create(source: ClipSource, kwargs: dict[str, Any]) -> Any:
 
     if source.file is not None:  # create_model reads the file again; this finds its faults first
         read_weights(source.file, partial(load_state_dict, weights_only=True))
+    else:
+        check_hub_cache()
     try:
         with _root_logger_silenced():
             return open_clip.create_model(

@@ -19,12 +19,13 @@ from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders._arguments import check_hub_weights, refuse_reserved, unknown_model, wrong_kwargs
 from xdm_ft.encoders._corpora import corpora_in
-from xdm_ft.encoders._downloads import download_failed, network_error
+from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import is_file_name, mismatch, read_weights
 from xdm_ft.encoders._stage_names import timm_stage_names
 from xdm_ft.encoders._versions import versions
 from xdm_ft.encoders._width import measure_width
 from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.storage.user_paths import expanded
 
 logger = logging.getLogger("xdm_ft")
 
@@ -128,7 +129,7 @@ def _resolve(model: str, weights: str | None) -> _Source:
     if weights.startswith("hf-hub:"):
         return _Source(weights, architecture, None, True, _pretraining(weights))
     if is_file_name(weights):
-        path = Path(weights).expanduser()
+        path = expanded(weights, "encoder.weights")
         return _Source(model, architecture, path, True, f"weights from the file {path.name}")
     if weights != "pretrained":
         _check_tag(architecture, weights)
@@ -172,6 +173,8 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
         return _create_from_file(source, source.file, kwargs)
     import timm
 
+    if source.pretrained:
+        check_hub_cache()
     try:
         model: Any = timm.create_model(source.name, pretrained=source.pretrained, num_classes=0, **kwargs)
     except Exception as error:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
+import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -15,11 +15,10 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from xdm_ft.errors import UserError
-from xdm_ft.interrupt import Interrupted, handled_here
+from xdm_ft.interrupt import Interrupted, before_exit, end_with_parent, handle
 from xdm_ft.terminal import complain
 
 SECONDS_TO_SAVE = 10.0  # after one process has failed, the time for the others to save and exit
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def run_forked(work: Callable[[int], None], processes: int) -> None:
@@ -38,23 +37,28 @@ def run_forked(work: Callable[[int], None], processes: int) -> None:
     sys.stderr.flush()
     for number in range(1, processes):
         reader, writer = context.Pipe(duplex=False)
-        child: BaseProcess = context.Process(target=_in_child, args=(work, number, writer), daemon=True)
+        child: BaseProcess = context.Process(target=_in_child, args=(work, number, os.getpid(), writer), daemon=True)
         child.start()
         writer.close()  # only the child keeps this end, so that `recv` raises EOFError when the child has ended
         children.append((child, reader))
     try:
-        with _one_thread():
+        with _one_thread(), before_exit(lambda: _stop(children)):
             work(0)
-        for process, reader in children:
-            process.join()
-            _raise(process, reader)
+            for process, reader in children:
+                process.join()
+                _raise(process, reader)
     except BaseException:
-        for process, _ in children:
-            process.terminate()
-        for process, _ in children:
-            process.join(SECONDS_TO_SAVE)
-            process.kill()
+        _stop(children)
         raise
+
+
+def _stop(children: Sequence[tuple[BaseProcess, Connection]]) -> None:
+    """Lets the processes save their state, and returns when all have ended."""
+    for process, _ in children:
+        process.terminate()
+    for process, _ in children:
+        process.join(SECONDS_TO_SAVE)
+        process.kill()
 
 
 def _raise(child: BaseProcess, reader: Connection) -> None:
@@ -74,12 +78,10 @@ def _raise(child: BaseProcess, reader: Connection) -> None:
         raise RuntimeError(f"a process that trained heads failed with status {child.exitcode}; its traceback is above")
 
 
-def _in_child(work: Callable[[int], None], number: int, writer: Connection) -> None:
-    if sys.platform == "linux":
-        # the kernel kills this process when its parent dies, even of SIGKILL
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _in_child(work: Callable[[int], None], number: int, parent: int, writer: Connection) -> None:
+    end_with_parent(parent)
+    handle(prints=False)
     torch.set_num_threads(1)
-    handled_here()
     try:
         work(number)
     except UserError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,17 +13,17 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import UnreadableImage, memory_of, unreadable_message
+from xdm_ft.data._loading import image_loader, loaded
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings, Precision
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.store import Store
 from xdm_ft.features.views import View, ViewTransform
-from xdm_ft.interrupt import Interrupted, stop_requested
 from xdm_ft.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -147,8 +146,6 @@ class Extraction:
         parts: list[Tensor] = []
         unreadable: dict[int, str] = {}
         for images in self._load_images(self._batches(size, claimed)):
-            if stop_requested():  # the exception that the signal raised may be lost in a library
-                raise Interrupted
             first = sum(map(len, parts))
             parts.append(self._features(images))
             unreadable |= {first + images.rows.index(row): reason for row, reason in images.unreadable.items()}
@@ -172,24 +169,9 @@ class Extraction:
             self.dataset, self.hashes.digests, transform, preprocessing.size, self.settings.batch_size
         )
         workers = worker_count(self.settings, self.hashes)
-        loader = DataLoader(
-            inputs,
-            batch_size=None,  # the sampler yields whole batches
-            sampler=batches,
-            num_workers=workers,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # else the loader draws a seed from the global one
-        )
-        try:
-            yield from loader
-        except RuntimeError as error:
-            if re.search("DataLoader worker.*(killed by signal|exited unexpectedly)", str(error)) is None:
-                raise
-            raise UserError(
-                f"features.workers: {workers}: a process that decodes images died, most likely because memory or "
-                "/dev/shm is full; set fewer (0: none), or a smaller features.batch_size "
-                f"(now {self.settings.batch_size})"
-            ) from error
+        loader = image_loader(inputs, workers, self.device, batch_size=None, sampler=batches)  # it yields whole batches
+        smaller = f"set fewer (0: none), or a smaller features.batch_size (now {self.settings.batch_size})"
+        yield from loaded(loader, f"features.workers: {workers}", smaller)
 
     def _features(self, images: ImageBatch) -> Tensor:
         """float [B,K] in the stored precision, on the CPU; a row of zeros for an image that does not decode."""

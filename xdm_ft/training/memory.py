@@ -51,6 +51,4 @@ def _exhausted(error: MemoryError | RuntimeError) -> str | None:
         return "the memory of the GPU"
     if isinstance(error, MemoryError) or re.search(r"DefaultCPUAllocator.*tried to allocate", str(error)):
         return "the memory of this machine"
-    if re.search(r"DataLoader worker.*(killed by signal|exited unexpectedly)", str(error)):
-        return "the memory or /dev/shm of this machine (a process that decodes images died)"
     return None

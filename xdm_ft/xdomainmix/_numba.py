@@ -1,24 +1,20 @@
-"""The kernels of `specific_mask`, `decompose` and `mix` on a CPU, for float32."""
+"""The kernels of `specific_mask`, `decompose` and `mix` on a CPU, for float32.
 
-from collections.abc import Callable
+An import compiles them, in 1 to 2 seconds. numba could keep them on the disk, but it executes what it finds there
+without a check: a damaged file gives wrong numbers or kills the process.
+"""
+
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from numba import boolean, float32, int32, int64, njit, void
 from torch import Tensor
 
 from xdm_ft.tensors import Parts
 
 INFINITE, NAN = 0x7F800000, 0x7FFFFFFF  # `_order` of +∞, and of a NaN: NaNs lie above +∞ or below −∞
 GUESSES = 24  # then bisection takes over; half of the rows need at most five
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    try:  # numba's cache is beside the source or, if that is read-only, in the user's cache
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # numba can write to neither
-        return njit(nogil=True)(function)
 
 
 def exceeds(rows: Tensor, rank: int) -> Tensor:
@@ -43,13 +39,13 @@ def mix(parts: Parts, *choices: Tensor) -> Tensor:
     return mixed
 
 
-@compiled
+@njit(nogil=True)
 def _order(bits: Any) -> Any:
     """Maps a float's bits to an integer, in the order of the floats; −0 and +0 both become 0. It is its own inverse."""
     return np.int32(bits if bits >= 0 else -0x80000000 - bits)
 
 
-@compiled
+@njit(nogil=True)
 def _divider(row: Any, rank: int, guess: Any) -> Any:
     """Returns a τ such that score > τ is equivalent to score > x_(rank); all are `_order`s. NAN: the row has a NaN.
 
@@ -90,7 +86,7 @@ def _divider(row: Any, rank: int, guess: Any) -> Any:
     return np.int32(high)
 
 
-@compiled
+@njit(void(int32[:, ::1], int64, boolean[:, ::1]), nogil=True)
 def _exceeds(bits: Any, rank: int, mask: Any) -> None:
     row, guess = np.empty(bits.shape[1], np.int32), np.int32(0)
     for n in range(len(bits)):
@@ -102,7 +98,7 @@ def _exceeds(bits: Any, rank: int, mask: Any) -> None:
         guess = guess if tau == NAN else tau  # for the next row
 
 
-@compiled
+@njit(void(float32[::1], *4 * [boolean[::1]], *4 * [float32[::1]]), nogil=True)
 def _masked_parts(z: Any, m1: Any, m2: Any, m3: Any, m4: Any, part1: Any, part2: Any, part3: Any, part4: Any) -> None:
     nothing = np.float32(-0.0)
     for k in range(z.size):
@@ -110,7 +106,7 @@ def _masked_parts(z: Any, m1: Any, m2: Any, m3: Any, m4: Any, part1: Any, part2:
         part3[k], part4[k] = z[k] if m3[k] else nothing, z[k] if m4[k] else nothing
 
 
-@compiled
+@njit(void(*5 * [float32[:, ::1]], int64[::1], int64[::1], float32[:, ::1], boolean[::1]), nogil=True)
 def _mix(csds: Any, csdg: Any, cgds: Any, cgdg: Any, mixed: Any, same: Any, other: Any, lam: Any, keep: Any) -> None:
     for n in range(len(mixed)):
         i, j, lam_1, lam_2 = same[n], other[n], lam[n, 0], lam[n, 1]

@@ -1,11 +1,18 @@
 """The kernel of `specific_mask` on a GPU: one program per row, which reads the row once."""
 
+import atexit
+import shutil
+import tempfile
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+# Triton executes the files of its cache unchecked, so each process has a new cache of its own
+triton.knobs.cache.dir = tempfile.mkdtemp(prefix="xdm_ft-triton-")
+atexit.register(shutil.rmtree, triton.knobs.cache.dir, ignore_errors=True)
 
 
 def exceeds(rows: Tensor, rank: int) -> Tensor:

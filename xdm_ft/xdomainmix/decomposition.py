@@ -82,7 +82,7 @@ class _MaskedParts(torch.autograd.Function):
         if z.device.type != "cpu" or z.dtype != torch.float32 or z.shape != masks[0].shape:
             return reference(z, *masks)
         # `torch.where` takes twenty times as long on a CPU: it branches on every element of an irregular mask
-        from xdm_ft.xdomainmix import _numba  # takes half a second to import
+        from xdm_ft.xdomainmix import _numba  # takes two seconds to import
 
         return _numba.masked_parts(z, *masks)
 

@@ -46,7 +46,7 @@ class _Mix(torch.autograd.Function):
         parts, (same, other, lam, keep) = Parts(*tensors[:4]), tensors[4:]
         if parts.csds.device.type != "cpu" or any(tensor.dtype != torch.float32 for tensor in (*parts, lam)):
             return reference(parts, same, other, lam, keep)
-        from xdm_ft.xdomainmix import _numba  # takes half a second to import
+        from xdm_ft.xdomainmix import _numba  # takes two seconds to import
 
         return _numba.mix(parts, same, other, lam, keep)
 

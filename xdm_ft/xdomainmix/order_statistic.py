@@ -40,7 +40,7 @@ class _Exceeds(torch.autograd.Function):
     def forward(scores: Tensor, rank: int) -> Tensor:
         rows = scores.reshape(-1, scores.shape[-1])  # [n,K]
         if rows.dtype == torch.float32 and rows.device.type == "cpu":
-            from xdm_ft.xdomainmix import _numba  # takes half a second to import
+            from xdm_ft.xdomainmix import _numba  # takes two seconds to import
 
             mask = _numba.exceeds(rows, rank)
         elif rows.dtype == torch.float32 and rows.device.type == "cuda":

@@ -6,15 +6,16 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import all_gather
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.data._image_rows import DrawnRows, ImageRows
+from xdm_ft.data._loading import image_loader, loaded
 from xdm_ft.errors import UserError
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.tensors import Annotations, Batch, InputPartners, Samples
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 8  # per process; with more, they only wait for each other
 PARTNER_STEPS = 64  # steps whose partners are drawn at once: with `partners: all` each draw sorts all training rows
+WORKERS_DIED = ("training.batch_size", "lower it or raise training.accumulation, and run the same command to resume")
 
 
 def split_batch(rows: Tensor, domain: Tensor, parts: int, blocks: int) -> list[Tensor]:
@@ -215,14 +217,9 @@ class TrainingBatches:
         return RowsToRead(torch.cat([rows, partners.row])[place], place, position[wanted])
 
     def begin(self, first: int = 0) -> Iterator[tuple[int, StepBatch]]:
-        loader: DataLoader[Any] = DataLoader(
-            DrawnRows(self.images),
-            batch_sampler=StepRows(self.rows_to_read, self.seed, first, self.last),
-            num_workers=self.workers,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator(),  # otherwise the loader draws from the global one
-        )
-        for step, (x, _) in enumerate(loader, start=first):
+        steps = StepRows(self.rows_to_read, self.seed, first, self.last)
+        loader = image_loader(DrawnRows(self.images), self.workers, self.device, batch_sampler=steps)
+        for step, (x, _) in enumerate(loaded(loader, *WORKERS_DIED), start=first):
             yield step, self._step_batch(step, x.to(self.device, non_blocking=True))
 
     def _step_batch(self, step: int, x: Tensor) -> StepBatch:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._image_rows import ImageRows
+from xdm_ft.data._loading import image_loader, loaded
 from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.encoders import Encoder
-from xdm_ft.interrupt import Interrupted, stop_requested, surviving
+from xdm_ft.interrupt import Interrupted, stop_requested
 from xdm_ft.progress import pulse
 from xdm_ft.training import Job, Precision
-from xdm_ft.training.end_to_end.batches import worker_count
+from xdm_ft.training.end_to_end.batches import WORKERS_DIED, worker_count
 from xdm_ft.training.end_to_end.gradients import EndToEnd
 
 if TYPE_CHECKING:
@@ -42,14 +42,13 @@ class EvaluationImages:
         begin = self.rows_per_process * accelerator.process_index
         own = rows[begin : begin + self.rows_per_process].tolist()
         workers = min(worker_count(accelerator), -(-len(own) // batch_size))
-        self.loader: DataLoader[Any] = DataLoader(
+        self.loader = image_loader(
             images,
+            workers,
+            accelerator.device,
             batch_size=batch_size,
             sampler=own,
-            num_workers=workers,
             persistent_workers=persistent and workers > 0,
-            pin_memory=accelerator.device.type == "cuda",
-            generator=torch.Generator(),  # otherwise the loader draws from the global one
         )
 
     @torch.no_grad()
@@ -64,7 +63,7 @@ class EvaluationImages:
             self.rows_per_process, algorithm.task.num_classes, device=device
         )  # the last processes' shares may be smaller
         done = 0
-        for x, _ in surviving(self.loader):
+        for x, _ in loaded(self.loader, *WORKERS_DIED):
             if stop_requested():
                 break
             with torch.autocast(device.type, dtype=DTYPES.get(precision), enabled=precision != "no"):

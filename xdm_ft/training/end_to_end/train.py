@@ -28,7 +28,7 @@ from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.data._transforms import evaluation_transform, training_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
-from xdm_ft.interrupt import Interrupted, deferred, stop_requested, surviving
+from xdm_ft.interrupt import Interrupted, deferred, stop_requested
 from xdm_ft.progress import Progress, progress
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.storage.checkpoint import Checkpoint
@@ -171,7 +171,7 @@ def _resume(run: _Run, state: LoopState, annotations: Annotations) -> None:
 def _train(run: _Run, state: LoopState, unfreeze_at: int, show: bool) -> str | None:
     """Takes the remaining steps. Returns why the training failed; None if it did not."""
     steps = run.job.setup.steps
-    batches = surviving(run.batches.begin(state.taken))
+    batches = run.batches.begin(state.taken)
     with deferred(), progress(run.name, steps, "steps", show) as bar:
         bar.skip(state.taken)
         if not state.evaluated and not _evaluate(run, state):
