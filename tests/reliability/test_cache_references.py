@@ -7,6 +7,7 @@ from pathlib import Path
 
 import miniature
 import pytest
+from rights import of_a_user
 
 from xdm_ft.cli import main
 from xdm_ft.storage.checksummed import results_digest
@@ -70,6 +71,16 @@ def test_nothing_goes_by_mistake(here: Path, capsys: pytest.CaptureFixture[str])
     path.write_text(json.dumps(results | {"checksum": results_digest(results)}))
     assert cached() == before
     assert prune("--unreferenced", "out") == 0 and cached() == {key_of("two")}
+
+
+def test_a_folder_that_can_not_be_read_may_hold_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = cached()
+    Path("out/one").chmod(0)
+    with of_a_user():
+        assert prune("--unreferenced", "out") == 2
+    Path("out/one").chmod(0o700)
+    assert "cache prune: out/one: can not be read (Permission denied)" in capsys.readouterr().err
+    assert cached() == before
 
 
 @pytest.mark.parametrize("option", ["--unused-days=nan", "--unused-days=-1", "--max-size=inf", "--max-size=-1"])

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import csv
-import ctypes
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import miniature
 import pytest
 from PIL import Image
-from warm_processes import begin
+from rights import of_a_user
 
 from xdm_ft.cli import main
+from xdm_ft.interrupt import Interrupted
 
 RECIPE = """\
 name: small
@@ -93,7 +92,7 @@ def test_other_inputs_are_refused_end_to_end(
     with monkeypatch.context() as patch:
         if not ended:
             patch.setattr(ResultsFile, "save", stopping_after_one(ResultsFile.save))
-        assert main(["run", "small.yaml", "protocol.test_domains=[sketch]"]) == (0 if ended else 130)
+        assert main(["run", "small.yaml", "protocol.test_domains=[sketch]"]) == (0 if ended else 143)
     before = Path("out/small/results.json").read_bytes()
     if changed == "image":
         Image.new("RGB", (20, 20), "red").save(next((here / "data").rglob("*.png")))
@@ -110,24 +109,9 @@ def test_other_inputs_are_refused_end_to_end(
 def stopping_after_one(save: Callable[..., None]) -> Callable[..., None]:
     def stopping(*arguments: object) -> None:
         save(*arguments)
-        raise KeyboardInterrupt
+        raise Interrupted
 
     return stopping
-
-
-def without_privileges() -> None:
-    """Root keeps its number and loses its power over files of other users."""
-    header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)  # version 3 of the interface, this process
-    if ctypes.CDLL(None, use_errno=True).capset(header, none) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
-
-
-def as_other(folder: Path, *arguments: str) -> tuple[int | None, str]:
-    """Exit status and standard error of `xdm-ft ARGUMENTS` for a user who does not own the cache."""
-    Path("stderr").unlink(missing_ok=True)
-    process = begin([*arguments], folder, folder / "stdout", folder / "stderr", first=without_privileges)
-    process.join(60)
-    return process.exitcode, Path("stderr").read_text()
 
 
 def give_away(folder: Path) -> None:
@@ -137,18 +121,25 @@ def give_away(folder: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
-def test_features_of_another_user(mode: int, here: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_features_of_another_user(
+    mode: int, here: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def xdm_ft(*arguments: str) -> tuple[int, str]:
+        caplog.clear()
+        with of_a_user():
+            return main([*arguments]), capsys.readouterr().err
+
     Path("cache").mkdir()
     Path("cache").chmod(mode)
     assert encoded(caplog) == PACS
     give_away(here / "cache")
-    status, error = as_other(here, "features", "small.yaml")
+    status, error = xdm_ft("features", "small.yaml")
     if mode == 0o700:
-        assert status == 2 and "cache can not be read; set features.dir" in error and error.count("\n") <= 3, error
+        assert status == 2 and "cache can not be read; set features.dir" in error and error.count("xdm-ft:") == 1
         return
     assert status == 0 and f"{PACS} features of width 64, 0 of them extracted now" in error, error
     Image.new("RGB", (20, 20), "teal").save(here / "data" / "PACS" / "photo" / "dog" / "added.png")
-    status, error = as_other(here, "features", "small.yaml")
+    status, error = xdm_ft("features", "small.yaml")
     if mode == 0o777:
         assert status == 0 and "1 of them extracted now" in error, error
         assert encoded(caplog) == 0, "what the folder's rights allow"
@@ -156,8 +147,8 @@ def test_features_of_another_user(mode: int, here: Path, caplog: pytest.LogCaptu
         assert status == 2 and "can not be written, and 1 images are not cached there; set features.dir" in error
     shards = set(Path("cache").rglob("shard-*"))
     for verb in (["ls"], ["verify"], ["prune", "--max-size", "0"]):
-        status, error = as_other(here, "cache", *verb, "--dir", "cache")
-        assert status == (2 if mode == 0o755 and verb[0] == "prune" else 0) and "Traceback" not in error, error
+        status, error = xdm_ft("cache", *verb, "--dir", "cache")
+        assert status == (2 if mode == 0o755 and verb[0] == "prune" else 0), error
     gone = shards - set(Path("cache").rglob("shard-*"))
     assert len(gone) == (1 if mode == 0o777 else 0), "one's own, and never another user's"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -84,8 +85,12 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
     Raises `UserError` if a folder holds no run or a results.json is damaged: its features must not be removed.
     """
     keys = set()
-    for folder in map(Path, folders):
-        found = sorted(folder.rglob("results.json"))
+    for folder in folders:
+        found = sorted(
+            Path(parent, "results.json")
+            for parent, _, files in os.walk(folder, onerror=_refuse_unreadable)
+            if "results.json" in files
+        )
         if not found:
             raise UserError(f"cache prune: {folder} holds no run (no results.json); name a run directory or its parent")
         for path in found:
@@ -95,6 +100,12 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
                 raise UserError(f"cache prune: {path}: is damaged ({error}); delete it if it is not needed") from error
             keys |= {features["key"]} if features else set()  # a run end to end has no cached features
     return keys
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return  # holds no run
+    raise UserError(f"cache prune: {error.filename}: can not be read ({error.strerror}); a run in it may need features")
 
 
 def _line(store: Cached) -> str:
