@@ -61,13 +61,13 @@ def cache_folder(settings: FeatureSettings) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: the home of "~" is unknown
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"features.dir: {settings.dir or default} can not be created ({reason}); {remedy}") from error
-    if not os.access(folder, os.R_OK | os.X_OK):
+    if not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
         raise UserError(f"features.dir: {folder} can not be read; {remedy}")
     return folder
 
 
 def is_writable(folder: Path) -> bool:
-    return os.access(folder, os.W_OK | os.X_OK)
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
 
 
 class Store:
