@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,3 +191,23 @@ def test_a_file_that_is_being_written_is_refused(images: Path, monkeypatch: pyte
     (images / "00003.png").write_bytes(b"eighteen bytes .." + b"!")
     with pytest.raises(UserError, match=r"00003\.png: another program is writing to this file"):
         hashes_of(images)
+
+
+def test_an_index_of_other_tables_is_replaced(images: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(sqlite3.connect(images.parent / "index.sqlite")) as index:
+        index.execute("CREATE TABLE files (path, thing)")
+    assert np.array_equal(hashes_of(images).digests, expected(images))
+    assert "index.sqlite is damaged" in caplog.text
+
+
+def test_processes_may_begin_at_the_same_moment(images: Path) -> None:
+    for _ in range(5):
+        (images.parent / "index.sqlite").unlink(missing_ok=True)
+        together = threading.Barrier(8)
+
+        def begin(_: int, together: threading.Barrier = together) -> np.ndarray:
+            together.wait()
+            return hashes_of(images).digests
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(np.array_equal(found, expected(images)) for found in pool.map(begin, range(8)))

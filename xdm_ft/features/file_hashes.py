@@ -26,8 +26,9 @@ import xxhash
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import OF_THE_MACHINE
 from xdm_ft.errors import UserError
-from xdm_ft.features.store import is_writable
+from xdm_ft.features.store import file_mode, is_writable, locked
 from xdm_ft.progress import progress
+from xdm_ft.storage.atomic import UNFINISHED, disk_errors
 
 logger = logging.getLogger("xdm_ft")
 T = TypeVar("T")
@@ -37,7 +38,7 @@ READ_BYTES = 1 << 22
 FILES_PER_COMMIT = 1024  # at most so many hashes are lost when a process is killed
 WAIT_SECONDS = 60.0  # at most, for another process that writes to the index
 _EMPTY_FILE = xxhash.xxh3_128_digest(b"")
-_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}  # the last: it has other tables
 _SCHEMA = """CREATE TABLE IF NOT EXISTS files
     (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, xxh3_128 BLOB) WITHOUT ROWID"""
 
@@ -208,13 +209,25 @@ def _run_on_index(cache: Path, work: Callable[[sqlite3.Connection], T]) -> T:
 
 
 def _transaction(path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
-    # opened for each transaction: SQLite forbids using a connection in a forked process, such as a DataLoader worker
     if not path.exists():
-        path.touch(mode=0o600)
-        path.chmod(path.parent.stat().st_mode & 0o666)  # for whom the cache is; SQLite itself would follow the umask
+        with locked(path.parent):
+            if not path.exists():
+                _create(path)
+    # opened for each transaction: SQLite forbids using a connection in a forked process, such as a DataLoader worker
     with closing(sqlite3.connect(path, timeout=WAIT_SECONDS)) as index:
-        index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait for each other
         index.execute("PRAGMA temp_store = MEMORY")
         with index:
-            index.execute(_SCHEMA)
+            index.execute(_SCHEMA)  # an empty file is a database without tables
             return work(index)
+
+
+def _create(path: Path) -> None:
+    """Makes an empty index under another name, and renames it: a change of the journal does not wait for others."""
+    unfinished = path.with_name(f".{path.name}{UNFINISHED}")
+    with disk_errors(path):
+        unfinished.unlink(missing_ok=True)  # of a killed process
+        unfinished.touch(mode=0o600)
+        with closing(sqlite3.connect(unfinished)) as index:
+            index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait for each other
+        unfinished.chmod(file_mode(path.parent))
+        unfinished.replace(path)

@@ -248,7 +248,7 @@ class _Claim:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"claim-{uuid.uuid4().hex}"
-        self._lock = FileLock(self.path, mode=_file_mode(folder))
+        self._lock = FileLock(self.path, mode=file_mode(folder))
         with disk_errors(self.path):
             self._lock.acquire(timeout=0)
 
@@ -276,7 +276,7 @@ def living_claims(folder: Path) -> Iterator[Contents]:
 def locked(cache: Path) -> Iterator[None]:
     """Context in which no other process claims images or prunes. Raises `UserError` if it must wait for a minute."""
     path = cache / "store.lock"
-    lock = FileLock(path, timeout=LOCK_SECONDS, mode=_file_mode(cache))
+    lock = FileLock(path, timeout=LOCK_SECONDS, mode=file_mode(cache))
     try:
         with disk_errors(path):
             lock.acquire()
@@ -290,8 +290,8 @@ def locked(cache: Path) -> Iterator[None]:
         lock.release()
 
 
-def _file_mode(folder: Path) -> int:
-    """Returns the permissions of a lock in a folder: those for whom the folder is may take it."""
+def file_mode(folder: Path) -> int:
+    """Returns the permissions of a file that processes share: those for whom the folder is may read and write it."""
     return folder.stat().st_mode & 0o666
 
 
