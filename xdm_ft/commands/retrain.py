@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.evaluation.records import Identity, Record
@@ -15,9 +17,11 @@ from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder, prepare
 from xdm_ft.experiment.records import train_planned
 from xdm_ft.experiment.results import ResultsFile
-from xdm_ft.experiment.resume import Earlier, opened, recorded
-from xdm_ft.recipe.read import load
+from xdm_ft.experiment.resume import Earlier, opened, recorded, records_in, written_recipe
+from xdm_ft.recipe.read import check
+from xdm_ft.recipe.text import apply_override
 from xdm_ft.storage.checksummed import Damaged, read_results
+from xdm_ft.storage.run_directory import RunDirectory
 
 
 def retrain(run_directory: str, method: str, held_out: str, seed: int, trial: int, alone: bool) -> str:
@@ -28,10 +32,14 @@ def retrain(run_directory: str, method: str, held_out: str, seed: int, trial: in
     `UserError` if the folder holds no run, or the run no such model.
     """
     folder = Path(run_directory)
-    before = _recorded(folder, (method, tuple(held_out.split(",")), seed, trial))
+    results = _results(folder)
+    before = _recorded(folder, results, (method, tuple(held_out.split(",")), seed, trial))
+    text = written_recipe(folder, results)
+    _check_weights(RunDirectory(folder), before)
     with tempfile.TemporaryDirectory() as scratch:
         # JSON is YAML: the quotes keep a path with any characters one text
-        recipe = load(str(folder / "recipe.yaml"), [f"output.dir={json.dumps(scratch)}"])
+        apply_override(text, f"output.dir={json.dumps(scratch)}")
+        recipe = check(text)
         with launched(recipe) as accelerator:
             dataset = read_data(recipe)
             plan = make_plan(recipe, dataset)
@@ -43,19 +51,24 @@ def retrain(run_directory: str, method: str, held_out: str, seed: int, trial: in
                 planned = {key: planned[key]}
             with opened(recipe, accelerator) as directory:
                 engines = Engines(plan, prepared, directory, accelerator)
-                results = ResultsFile(recipe, directory, Earlier(), {}, {})  # nothing counts as trained yet
-                known = cross_domain_values(engines, planned.keys(), results)
-                train_planned(engines, planned, known, {key}, results)
+                again = ResultsFile(recipe, directory, Earlier(), {}, {})  # nothing counts as trained yet
+                known = cross_domain_values(engines, planned.keys(), again)
+                train_planned(engines, planned, known, {key}, again)
                 compared = _compared(folder, before, directory.path, recorded(directory)[key])
     return compared
 
 
-def _recorded(folder: Path, key: Identity) -> Record:
+def _results(folder: Path) -> dict[str, Any]:
     path = folder / "results.json"
     try:
-        records = [Record.from_json(run) for run in read_results(path)["runs"]]
+        return read_results(path)
     except Damaged as error:
         raise UserError(f"{path}: can not be read as the results of a run ({error}); name a run directory") from error
+
+
+def _recorded(folder: Path, results: Mapping[str, Any], key: Identity) -> Record:
+    path = folder / "results.json"
+    records = records_in(path, results["runs"])
     names = {_name(record.key): record for record in records}
     found = names.get(_name(key))
     if found is None:
@@ -63,6 +76,16 @@ def _recorded(folder: Path, key: Identity) -> Record:
     if found.status != "ok":
         raise UserError(f"{path}: {_name(key)} has no weights to compare ({found.status}: {found.reason})")
     return found
+
+
+def _check_weights(directory: RunDirectory, record: Record) -> None:
+    """Raises `UserError` if a weights file of the record is damaged: comparing with it would say nothing."""
+    for pick in record.selected.values():
+        try:
+            directory.tensors(pick.weights)
+        except (Damaged, FileNotFoundError) as error:
+            what = f"{directory.path / pick.weights}: is damaged ({error})"
+            raise UserError(f"{what}; run the run's recipe again to train this model again") from error
 
 
 def _name(key: Identity) -> str:

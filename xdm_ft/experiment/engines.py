@@ -8,9 +8,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote
 
-import yaml
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
@@ -22,6 +20,7 @@ from xdm_ft.progress import progress
 from xdm_ft.recipe.blocks import MethodItem
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import digest
+from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Identity, Job, Selected, Trained
@@ -207,7 +206,7 @@ class Engines:
         import torch
 
         about = {
-            "recipe": comparable(yaml.safe_load(self.plan.recipe.as_yaml())),
+            "recipe": comparable(self.plan.recipe.resolved()),
             "models": _models(jobs, rules),
             "xdm_ft": __version__,
             "torch": torch.__version__,
@@ -222,7 +221,7 @@ def _models(jobs: Sequence[Job], rules: Sequence[str]) -> list[Any]:
 
 def training_name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
     """Returns the file name for the training of these models."""
-    return f"{quote(jobs[0].method, safe='+ ')}-{digest(json.dumps(_models(jobs, rules)))}"
+    return f"{file_name(jobs[0].method, safe='+ ')}-{digest(json.dumps(_models(jobs, rules)))}"
 
 
 def _cached_logits(job: Job, features: Features, named: Callable[[], Any]) -> Logits:

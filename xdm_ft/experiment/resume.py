@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.records import Identity, Record
 from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.checksummed import INPUTS
 from xdm_ft.storage.run_directory import PREDICTIONS, RunDirectory
@@ -40,30 +39,49 @@ def opened(recipe: Recipe, accelerator: Accelerator) -> Iterator[RunDirectory]:
         if main:
             directory.lock()
             if directory.is_begun:
-                _refuse_other_recipe(path / "recipe.yaml", recipe)
+                _refuse_other_recipe(directory, recipe)
             else:
                 directory.write_text("recipe.yaml", recipe.as_yaml())
         wait_for_everyone(accelerator)
+        directory.begin()
+        if main:
+            directory.require_writable(["events", "models", "state"])
         yield directory
 
 
-def _refuse_other_recipe(written: Path, recipe: Recipe) -> None:
-    """`written` is the run directory's recipe.yaml."""
-    remedy = "delete the run directory, or set output.dir"
-    try:
-        before = yaml.safe_load(written.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{written}: is missing, so the recipe of this run is unknown; {remedy}") from error
-    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{written}: is damaged; {remedy}") from error
-    if not isinstance(before, dict):
-        raise UserError(f"{written}: is damaged; {remedy}")
-    changed = differences(comparable(before), comparable(yaml.safe_load(recipe.as_yaml())))
+def _refuse_other_recipe(directory: RunDirectory, recipe: Recipe) -> None:
+    """Raises `UserError` if the run was started with another recipe, or if its recipe.yaml is not what it wrote."""
+    given, results = comparable(recipe.resolved()), directory.results()
+    written = written_recipe(directory.path, results)
+    changed = differences(comparable(written.values), given)
     if changed:
         raise UserError(
-            f"{written.parent}: holds the run of another recipe (differs in {', '.join(changed[:5])}); "
+            f"{directory.path}: holds the run of another recipe (differs in {', '.join(changed[:5])}); "
             "set name or output.dir, or delete the directory"
         )
+
+
+def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
+    """Returns the recipe.yaml of a run directory, checked against the recipe in its results.json, if there is one.
+
+    Raises `UserError` if it is missing, damaged or was edited.
+    """
+    path, remedy = run / "recipe.yaml", "delete the run directory, or set output.dir"
+    if not path.exists():
+        raise UserError(f"{path}: is missing, so the recipe of this run is unknown; {remedy}")
+    try:
+        if not path.is_file():
+            raise UserError("it is no file")
+        written = parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, ValueError, UserError) as error:
+        raise UserError(f"{path}: is damaged ({error}); {remedy}") from error
+    changed = [] if results is None else differences(comparable(results["recipe"]), comparable(written.values))
+    if changed:
+        raise UserError(
+            f"{path}: was edited or is damaged: it differs from the recipe in results.json "
+            f"({', '.join(changed[:5])}); undo the edit, or run the edited copy under another name"
+        )
+    return written
 
 
 def comparable(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +126,8 @@ def earlier(directory: RunDirectory, accelerator: Accelerator) -> Earlier:
             "of all domains; set another name or output.dir"
         )
     # lines are written for every model, results.json only now and then
-    known = {record.key: record for record in map(Record.from_json, results["runs"])} | recorded(directory)
+    path = directory.path / "results.json"
+    known = {record.key: record for record in records_in(path, results["runs"])} | recorded(directory)
     whole = {key: record for key, record in known.items() if _is_whole(record, directory)}
     final = results.get("final_fit")
     if final is not None and not ("weights" in final and directory.is_intact(final["weights"])):
@@ -117,10 +136,22 @@ def earlier(directory: RunDirectory, accelerator: Accelerator) -> Earlier:
     return Earlier(whole, final, results.get("environment"))
 
 
+def records_in(path: Path, entries: Iterable[Any]) -> Iterator[Record]:
+    """Yields the records of JSON values that were read from `path`. Raises `UserError` if one is not a record."""
+    for entry in entries:
+        try:
+            yield Record.from_json(entry)
+        except (KeyError, TypeError, AttributeError) as error:
+            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise UserError(
+                f"{path}: holds a record of another version ({what}); set another name or output.dir"
+            ) from error
+
+
 def recorded(directory: RunDirectory) -> dict[Identity, Record]:
     """Returns the records in the lines of all processes, including those of failed and skipped models."""
     known: dict[Identity, Record] = {}
-    for record in map(Record.from_json, directory.lines(RECORDS)):
+    for record in records_in(directory.path / "state" / RECORDS, directory.lines(RECORDS)):
         # the lines of one process are in order, those of two are not: a model that failed may have been trained again
         if record.status == "ok" or record.key not in known or known[record.key].status != "ok":
             known[record.key] = record

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-import yaml
 from pydantic import AfterValidator, Field
 
 from xdm_ft.algorithms import HeadInit, Solver
@@ -15,7 +14,7 @@ from xdm_ft.encoders._prompts import Prompts
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import Protocol
 from xdm_ft.recipe.search import TRAINING_KEYS, Search, Value, settings_of
-from xdm_ft.recipe.text import Key
+from xdm_ft.recipe.text import Key, as_text
 from xdm_ft.settings import Block
 from xdm_ft.training import Training
 
@@ -224,7 +223,7 @@ class Recipe:
         return {"name": self.name, **plain, "methods": methods}
 
     def as_yaml(self) -> str:
-        return str(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True, width=120))
+        return as_text(self.resolved())
 
 
 def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:

@@ -29,9 +29,19 @@ class _Loader(yaml.SafeLoader):
         super().fetch_flow_collection_start(TokenClass)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Writes YAML that `_Loader` reads back: the text `1e-3` in quotes."""
+
+
+for one in (_Loader, _Dumper):
+    one.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
+
+
+def as_text(values: Mapping[str, Any]) -> str:
+    """Returns plain values as the YAML text of a recipe."""
+    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
 def dotted(key: Key) -> str:

@@ -13,23 +13,16 @@ from pathlib import Path
 from xdm_ft.errors import UserError
 
 UNFINISHED = ".unfinished"
-NOT_WRITABLE = (  # faults of a path that the user gave; any other error keeps its traceback
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ENAMETOOLONG,
-)
+UNFINISHED_TENSORS = ".tmp" + 6 * "?"  # pattern of the temporary files that safetensors itself writes
 
 
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
     """Replaces a file atomically. `write` fills a temporary file in the same folder, which is then renamed.
 
-    The order is: write, fsync, rename, fsync of the folder. Raises `UserError` as `disk_errors` does.
+    The order is: write, fsync, rename, fsync of the folder. `size`: the bytes that it takes, if known. Raises
+    `UserError` as `disk_errors` does.
     """
-    with disk_errors(path):
+    with disk_errors(path, size):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
         os.close(handle)
@@ -45,16 +38,16 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Context for writing `path`. Raises `UserError` if the disk is full or the path can not be written."""
+def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
+    """Context for writing `path`, of `size` bytes if known. Raises `UserError` for every error of the disk."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"{path}: the disk is full; free some space and run the same command to resume") from error
-        if error.errno in NOT_WRITABLE:
-            raise UserError(f"{path}: can not be written: {error.strerror}") from error
-        raise
+            needed = "" if size is None else f" ({size / 1e6:,.1f} MB are needed for it)"
+            remedy = "free some space and run the same command to resume"
+            raise UserError(f"{path}: the disk is full{needed}; {remedy}") from error
+        raise UserError(f"{path}: can not be written: {error.strerror or error}") from error
 
 
 def order_metadata(path: Path) -> None:
@@ -71,8 +64,10 @@ def order_metadata(path: Path) -> None:
 
 def remove_unfinished(folder: Path) -> None:
     """Removes the temporary files of killed processes, at any depth. No process may be writing to the folder."""
-    for left in folder.rglob(f".*{UNFINISHED}"):
-        left.unlink(missing_ok=True)
+    for pattern in (f".*{UNFINISHED}", UNFINISHED_TENSORS):
+        for left in folder.rglob(pattern):
+            if not left.is_dir():
+                left.unlink(missing_ok=True)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from xdm_ft.storage.checksummed import Damaged, read_tensors, write_tensors
-from xdm_ft.storage.digests import tensors_digest
+from xdm_ft.errors import UserError
+from xdm_ft.storage.atomic import disk_errors
+from xdm_ft.storage.checksummed import Damaged, read_checked, write_checked
 
 logger = logging.getLogger("xdm_ft")
 
@@ -46,9 +47,20 @@ class Pace:
 class Checkpoint:
     """The checkpoint file of one training. It is ignored if it was written for other settings than it is read for."""
 
-    def __init__(self, path: Path, about: Mapping[str, Any], pace: Pace, writes: bool = True) -> None:
-        """`about`: the settings that change the numbers, as JSON values. `writes`: whether this process writes it."""
+    def __init__(
+        self,
+        path: Path,
+        about: Mapping[str, Any],
+        pace: Pace,
+        writes: bool = True,
+        before_writing: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`about`: the settings that change the numbers, as JSON values. `writes`: whether this process writes it.
+
+        `before_writing` may raise `UserError`.
+        """
         self.path, self.about, self.pace, self.writes = path, dict(about), pace, writes
+        self.before_writing = before_writing
         self.restarts: list[str] = []  # one reason per restart of the training
 
     def load(self, own: Mapping[str, Any]) -> State | None:
@@ -57,10 +69,14 @@ class Checkpoint:
         `own`: the engine's part of the settings; it is added to `about`.
         """
         self.about |= own
-        if not self.path.exists():
-            return None
+        if self.path.is_dir():  # found now, and not when the first state is to be written
+            raise UserError(
+                f"{self.path}: can not be written, as it is a folder; remove it and run the same command to resume"
+            )
         try:
             state, about = read(self.path)
+        except FileNotFoundError:
+            return None
         except Damaged as error:
             self._refuse(f"is damaged ({error})")
             return None
@@ -84,13 +100,15 @@ class Checkpoint:
     def save(self, state: Callable[[], State]) -> None:
         if self.writes:
             started = time.monotonic()
+            self.before_writing()
             write(self.path, state(), self.about | {RESTARTS: self.restarts})
             self.pace.saved(time.monotonic() - started)
 
     def remove(self) -> None:
         """Deletes the file; the results of the training must be on the disk."""
         if self.writes:
-            self.path.unlink(missing_ok=True)
+            with disk_errors(self.path):
+                self.path.unlink(missing_ok=True)
 
 
 def write(path: Path, state: State, about: Mapping[str, Any]) -> None:
@@ -98,25 +116,18 @@ def write(path: Path, state: State, about: Mapping[str, Any]) -> None:
     found: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
     header = json.dumps([_packed(state, found), about])
     tensors = {str(place): tensor for place, tensor in found.values()}
-    write_tensors(path, tensors, {"header": header, "digest": tensors_digest(tensors, header)})
+    write_checked(path, tensors, {"header": header})
 
 
 def read(path: Path) -> tuple[State, dict[str, Any]]:
     """Returns the state and the settings it was written for. Raises `Damaged` or `FileNotFoundError`."""
-    found, metadata = read_tensors(path)
+    found, metadata = read_checked(path)
+    if "header" not in metadata:
+        raise Damaged("it is no checkpoint")
     # clone, because the tensors are memory-mapped and the next save replaces the file
-    tensors = {name: found[name].clone() for name in sorted(found, key=_place)}  # names are numbers: 2 before 10
-    header = metadata.get("header", "")
-    if metadata.get("digest") != tensors_digest(tensors, header):
-        raise Damaged("its checksum differs")
-    state, about = json.loads(header)
-    return _unpacked(state, list(tensors.values())), about
-
-
-def _place(name: str) -> int:
-    if not name.isdecimal():
-        raise Damaged(f'it has a tensor "{name}"')
-    return int(name)
+    tensors = {name: tensor.clone() for name, tensor in found.items()}
+    state, about = json.loads(metadata["header"])
+    return _unpacked(state, tensors), about
 
 
 def differences(before: Any, now: Any, key: str = "") -> list[str]:
@@ -148,9 +159,9 @@ def _packed(value: Any, found: dict[tuple[Any, ...], tuple[int, Tensor]]) -> Any
     return value
 
 
-def _unpacked(value: Any, tensors: list[Tensor]) -> Any:
+def _unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, dict) and "tensor" in value:
-        return tensors[value["tensor"]]
+        return tensors[str(value["tensor"])]
     if isinstance(value, dict):
         return {key: _unpacked(of_key, tensors) for key, of_key in value["items"]}
     if isinstance(value, list):

@@ -1,15 +1,17 @@
 """Files with a checksum, so that a run that resumes finds damage in its own files.
 
-Values are in files of JSON lines, arrays and tensors in safetensors files.
+Values are in files of JSON lines, arrays and tensors in safetensors files, whose metadata hold the checksum.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +23,9 @@ from xdm_ft.storage.atomic import disk_errors, order_metadata, replace_file, syn
 from xdm_ft.storage.digests import json_digest, tensors_digest
 
 Arrays = dict[str, np.ndarray]
-INPUTS = (
-    "data",
-    "encoder",
-    "features",
-)  # keys of the environment in results.json that must not change when a run resumes
+TOO_DEEP = "its brackets are nested too deeply"
+CHECKSUM = "xxh3"  # key of the metadata of a safetensors file
+INPUTS = ("data", "encoder", "features")  # keys of the environment in results.json: what a resumed run must not change
 
 
 class Damaged(Exception):
@@ -33,22 +33,28 @@ class Damaged(Exception):
 
 
 def results_digest(results: Mapping[str, Any]) -> str:
-    """Returns the checksum of the parts of results.json that a resumed run reads, without the training times."""
+    """Returns the checksum of results.json, without what differs between runs that agree.
+
+    Those are the training times, the folder, and the environment except for `INPUTS`.
+    """
     runs = [{key: value for key, value in run.items() if key != "train_seconds"} for run in results["runs"]]
-    return json_digest([runs, results.get("final_fit"), {key: results["environment"].get(key) for key in INPUTS}])
+    recipe = {key: value for key, value in results["recipe"].items() if key != "output"}
+    environment = {key: results["environment"].get(key) for key in INPUTS}
+    rest = {key: value for key, value in results.items() if key != "checksum"}
+    return json_digest(rest | {"runs": runs, "recipe": recipe, "environment": environment})
 
 
 def read_results(path: Path) -> dict[str, Any]:
     """Returns the content of results.json. Raises `Damaged`."""
+    results = json_object(_content(path))
     try:
-        results = json_object(path.read_bytes())
         whole = results["checksum"] == results_digest(results)
-    except OSError as error:
-        raise Damaged(_reason(error)) from error
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"it lacks {error}") from error
+    except RecursionError as error:
+        raise Damaged(TOO_DEEP) from error
     if not whole:
-        raise Damaged("its checksum differs")
+        raise Damaged("its checksum differs, or an earlier version wrote it")
     return results
 
 
@@ -87,81 +93,114 @@ def _end_of_last_line(path: Path) -> int:
 
 def read_lines(path: Path) -> Iterator[Any]:
     """Yields the values of a file of lines, in order; an incomplete last line is ignored. Raises `Damaged`."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise Damaged(_reason(error)) from error
-    *lines, _ = content.split(b"\n")  # behind the last newline is nothing, or a line that a kill cut short
+    *lines, _ = _content(path).split(b"\n")  # behind the last newline is nothing, or a line that a kill cut short
     for number, line in enumerate(lines, start=1):
         try:
             kept = json_object(line)
+            if "value" not in kept or kept.get("xxh3") != json_digest(kept["value"]):
+                raise Damaged("its checksum differs")
         except Damaged as error:
             raise Damaged(f"line {number}: {error}") from error
-        if "value" not in kept or kept.get("xxh3") != json_digest(kept["value"]):
-            raise Damaged(f"line {number}: its checksum differs")
+        except RecursionError as error:
+            raise Damaged(f"line {number}: {TOO_DEEP}") from error
         yield kept["value"]
+
+
+def _content(path: Path) -> bytes:
+    """Returns the bytes of a file. Raises `Damaged`, also for what is no file, as reading a pipe may never end."""
+    if not path.is_file():
+        raise Damaged("it is a folder" if path.is_dir() else "it is no file")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Damaged(_reason(error)) from error
 
 
 def json_object(text: bytes) -> dict[str, Any]:
     """Parses a JSON object. Raises `Damaged` for anything else."""
     try:
         found = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Damaged(f"it is not JSON: {_reason(error)}") from error
+    except RecursionError as error:
+        raise Damaged(TOO_DEEP) from error
     if not isinstance(found, dict):
         raise Damaged("it is not a JSON object")
     return found
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file atomically. Equal tensors and metadata give equal bytes."""
+    """Writes a safetensors file atomically. Equal tensors and metadata give equal bytes.
+
+    Raises `UserError` if the file can not be written.
+    """
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     def write(temporary: Path) -> None:
-        save_file(kept, temporary, dict(metadata))
+        try:
+            save_file(kept, temporary, dict(metadata))
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))  # only the text says which error of the system it was
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         order_metadata(temporary)
 
-    replace_file(path, write)
+    replace_file(path, write, sum(tensor.nbytes for tensor in kept.values()))
 
 
-def read_tensors(path: Path, framework: Literal["pt", "numpy"] = "pt") -> tuple[dict[str, Any], dict[str, str]]:
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Returns the memory-mapped tensors of a safetensors file by name, and its metadata. Verifies no checksum.
 
     Raises `Damaged`, or `FileNotFoundError` if there is no file.
     """
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in sorted(file.keys())}, dict(file.metadata() or {})
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Yields an open safetensors file. Raises `Damaged` or `FileNotFoundError`."""
+    if path.exists() and not path.is_file():
+        raise Damaged("it is a folder" if path.is_dir() else "it is no file")
     try:
-        with safe_open(path, framework=framework) as file:
-            return {name: file.get_tensor(name) for name in sorted(file.keys())}, dict(file.metadata() or {})
+        with safe_open(path, framework="pt") as file:
+            yield file
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise Damaged(f"it is not a complete safetensors file: {_reason(error)}") from error
 
 
-def write_arrays(path: Path, arrays: Arrays) -> None:
-    # torch.tensor copies, because safetensors refuses tensors that share memory
-    tensors = {name: torch.tensor(array) for name, array in arrays.items()}
-    write_tensors(path, tensors, {"xxh3": tensors_digest(dict(sorted(arrays.items())))})
+def write_checked(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes a safetensors file as `write_tensors` does, with a checksum of its tensors and metadata."""
+    write_tensors(path, tensors, {**metadata, CHECKSUM: _checksum(tensors, metadata)})
 
 
-def read_arrays(path: Path) -> Arrays:
-    """Returns the arrays that `write_arrays` wrote. Raises `Damaged`, or `FileNotFoundError` if there is no file."""
-    arrays, metadata = read_tensors(path, "numpy")
-    if metadata.get("xxh3") != tensors_digest(arrays):
-        raise Damaged("its checksum differs")
-    return arrays
+def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the memory-mapped tensors by name and the metadata that `write_checked` wrote, without the checksum.
 
-
-def check_tensors(path: Path) -> None:
-    """Raises `Damaged` unless the length of a safetensors file fits its header; a truncated file does not.
-
-    The weights themselves are not read: no number of the results comes from them.
+    Reads all of the file. Raises `Damaged`, or `FileNotFoundError` if there is no file.
     """
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except (SafetensorError, OSError, ValueError) as error:
-        raise Damaged(f"it is not a complete safetensors file: {_reason(error)}") from error
+    with _opened(path) as file:
+        metadata = dict(file.metadata() or {})
+        checksum = metadata.pop(CHECKSUM, None)
+        if checksum is None:  # checked first, as a file that we did not write may have a million tensors
+            raise Damaged("it has no checksum; an earlier version may have written it")
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    if checksum != _checksum(tensors, metadata):
+        raise Damaged("its checksum differs")
+    return tensors, metadata
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    return tensors_digest(dict(sorted(tensors.items())), json.dumps(sorted(metadata.items())))
+
+
+def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> None:
+    """Writes numpy arrays as `write_checked` does."""
+    # torch.tensor copies, because safetensors refuses tensors that share memory
+    write_checked(path, {name: torch.tensor(array) for name, array in arrays.items()}, metadata)
 
 
 def _reason(error: Exception) -> str:

@@ -8,38 +8,43 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from urllib.parse import quote
 
 from filelock import FileLock, Timeout
 from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.progress import pulse
-from xdm_ft.storage.atomic import remove_unfinished, replace_text
+from xdm_ft.storage.atomic import UNFINISHED, disk_errors, remove_unfinished, replace_text
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.checksummed import (
     Arrays,
     Damaged,
     append_line,
-    check_tensors,
-    read_arrays,
+    read_checked,
     read_lines,
     read_results,
     results_digest,
     write_arrays,
-    write_tensors,
+    write_checked,
 )
+from xdm_ft.storage.events import EventFile
+from xdm_ft.storage.names import file_name
 
 logger = logging.getLogger("xdm_ft")
 PREDICTIONS = "predictions.safetensors"  # a model's predictions on its test images
 TAKEN = "taken"  # folder of `state/`, with one empty file per training that a process of this run has taken
+LOCK = "run.lock"
+WRITTEN = ("recipe.yaml", "results.json", "results.md")  # files that exist once per run
+FILE_KEY = "file"  # key of the metadata of weights and predictions: their path in the run directory
 WRITING_SHARE = 0.01  # largest share of the training time for writing results.json
 
 
@@ -51,9 +56,10 @@ class RunDirectory:
 
     def __init__(self, path: Path, process: str = "0", main: bool = True) -> None:
         self.path, self.process, self.main = path, process, main
-        self._lock, self._pace = FileLock(path / "run.lock"), Pace()
+        self._lock, self._pace = FileLock(path / LOCK), Pace()
         self._next_write = 0.0  # time.monotonic() from which results.json may be written again
-        self._scalars: Any = None
+        self._events: EventFile | None = None
+        self._locked: tuple[int, int] | None = None  # the lock file, as `begin` found it
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -61,21 +67,64 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._scalars is not None:
-            self._scalars.close()
-        self._lock.release()
+        try:
+            if self._events is not None:
+                self._events.close()
+        finally:
+            self._lock.release()
 
     def lock(self) -> None:
         """Creates the directory and locks it until the end of the run. Raises `UserError` if another run writes it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
+            remove_unfinished(self.path)
         except Timeout as error:
             raise UserError(f"{self.path}: another run is writing here; wait for it, or set output.dir") from error
         except OSError as error:
             raise UserError(f"{self.path}: can not be used as a run directory: {error.strerror}") from error
-        remove_unfinished(self.path)
         shutil.rmtree(self.path / "state" / TAKEN, ignore_errors=True)  # those of the interrupted run
+
+    def begin(self) -> None:
+        """Remembers the directory that is locked now, so that a deleted one is not created again by the next write."""
+        self._locked = self._lock_file()
+
+    def _lock_file(self) -> tuple[int, int] | None:
+        """Returns device and number of the lock file: no other file has them as long as the run keeps it open."""
+        try:
+            found = (self.path / LOCK).stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def _check(self) -> None:
+        """Raises `UserError` if the directory was deleted since `begin`."""
+        if self._locked is not None and self._lock_file() != self._locked:
+            raise UserError(f"{self.path}: was deleted or replaced during the run; run the same command to start again")
+
+    def _checked(self, relative: str) -> Path:
+        """Returns the path of a file to read or write."""
+        self._check()
+        return self.path / relative
+
+    def require_writable(self, folders: Iterable[str]) -> None:
+        """Creates folders of the run directory, and a file in each for a moment.
+
+        So a path that is too long, not permitted or of another kind is found before training. Raises `UserError`.
+        """
+        for name in WRITTEN:
+            if (self.path / name).is_dir():
+                raise UserError(
+                    f"{self.path / name}: can not be written, as it is a folder; remove it and run the same command"
+                )
+        for relative in folders:
+            folder = self._checked(relative)
+            with disk_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                # the prefix is longer than those of temporary files
+                handle, name = tempfile.mkstemp(dir=folder, prefix=f".{'x' * 30}", suffix=UNFINISHED)
+                os.close(handle)
+                os.unlink(name)
 
     @contextmanager
     def in_fork(self, number: int) -> Iterator[RunDirectory]:
@@ -84,6 +133,7 @@ class RunDirectory:
             yield self
         else:
             with RunDirectory(self.path, f"{self.process}.{number}", main=False) as own:
+                own._locked = self._locked
                 yield own
 
     @property
@@ -93,28 +143,27 @@ class RunDirectory:
 
     def take(self, name: str) -> bool:
         """Returns whether this process does the training `name`: True for the first process that calls this."""
-        folder = self.path / "state" / TAKEN
-        try:
+        folder = self._checked(f"state/{TAKEN}")
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch(exist_ok=False)  # atomic: of several processes exactly one creates the file
-        except FileExistsError:
-            return False
-        except OSError as error:
-            raise UserError(f"{folder}: can not be written: {error.strerror}") from error
+            try:
+                (folder / name).touch(exist_ok=False)  # atomic: of several processes exactly one creates the file
+            except FileExistsError:
+                return False
         return True
 
     def checkpoint(self, name: str, about: Mapping[str, Any], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of the training `name`; `about` and `writes` as for `Checkpoint`."""
         file = self.path / "state" / "checkpoints" / f"{name}.safetensors"
-        return Checkpoint(file, about, self._pace, writes)
+        return Checkpoint(file, about, self._pace, writes, self._check)
 
     def append(self, kind: str, value: Any) -> None:
         """Appends a JSON line to this process's file of that kind, and returns when it is on the disk."""
-        append_line(self.path / "state" / kind / f"{self.process}.jsonl", value)
+        append_line(self._checked(f"state/{kind}/{self.process}.jsonl"), value)
 
     def lines(self, kind: str) -> Iterator[Any]:
         """Yields the lines of that kind of all processes. Raises `UserError` if one is damaged."""
-        for path in sorted((self.path / "state" / kind).glob("*.jsonl")):
+        for path in sorted(self._checked(f"state/{kind}").glob("*.jsonl")):
             try:
                 yield from read_lines(path)
             except Damaged as error:
@@ -123,33 +172,48 @@ class RunDirectory:
     @staticmethod
     def model_folder(method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
         """Returns the folder of a model, relative to the run directory."""
-        # quoted, because labels and domains may contain slashes
-        names = [quote(method, safe="+ "), quote(",".join(test_domains), safe=", "), f"seed{seed}-trial{trial}"]
-        return "/".join(["models", *names])
+        return f"models/{file_name(method, safe='+ ')}/{file_name(*test_domains, safe=' ')}/seed{seed}-trial{trial}"
 
     def write_weights(self, relative: str, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        write_tensors(self.path / relative, state, metadata)
+        write_checked(self._checked(relative), state, {**metadata, FILE_KEY: relative})
 
     def write_predictions(self, folder: str, arrays: Arrays) -> None:
-        write_arrays(self.path / folder / PREDICTIONS, arrays)
+        relative = f"{folder}/{PREDICTIONS}"
+        write_arrays(self._checked(relative), arrays, {FILE_KEY: relative})
+
+    def tensors(self, relative: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Returns the checked tensors and metadata of a file of weights or predictions.
+
+        Raises `Damaged`, also for a file of another model, or `FileNotFoundError`.
+        """
+        tensors, metadata = read_checked(self._checked(relative))
+        if metadata.get(FILE_KEY) != relative:
+            raise Damaged(f"it was written as {metadata.get(FILE_KEY)}")
+        return tensors, metadata
 
     def predictions(self, folder: str) -> Arrays:
         """Returns a model's predictions. Raises `UserError` if the file is damaged or missing."""
         pulse.beat()
-        path = self.path / folder / PREDICTIONS
+        relative = f"{folder}/{PREDICTIONS}"
         try:
-            return read_arrays(path)
+            return {name: tensor.numpy() for name, tensor in self.tensors(relative)[0].items()}
         except (Damaged, FileNotFoundError) as error:
-            raise UserError(f"{path}: is damaged ({error}); run the same command to train its model again") from error
+            again = "run the same command to train its model again"
+            raise UserError(f"{self.path / relative}: is damaged ({error}); {again}") from error
 
     def is_intact(self, relative: str) -> bool:
-        """Returns whether a file of weights or predictions exists and is not damaged. Logs a damaged one."""
+        """Returns whether a file of weights or predictions exists and is not damaged. Logs a damaged one.
+
+        Raises `UserError` if there is a folder in its place.
+        """
         pulse.beat()
         file = self.path / relative
-        if not file.is_file():
-            return False
+        if file.is_dir():
+            raise UserError(f"{file}: can not be written, as it is a folder; remove it and run the same command")
         try:
-            read_arrays(file) if file.name == PREDICTIONS else check_tensors(file)
+            self.tensors(relative)
+        except FileNotFoundError:
+            return False
         except Damaged as error:
             if self.main:
                 logger.warning("%s: is damaged (%s); its model will be trained again", file, error)
@@ -158,17 +222,9 @@ class RunDirectory:
 
     def write_scalars(self, tag: str, step: int, values: Mapping[str, float]) -> None:
         """Writes the TensorBoard scalars `<tag>/<name>`."""
-        if self._scalars is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            events = self.path / "events"
-            try:
-                # each process has a file of its own
-                self._scalars = SummaryWriter(str(events), filename_suffix=f".{self.process}")
-            except OSError as error:
-                raise UserError(f"{events}: can not be written: {error.strerror}") from error
-        for name, value in values.items():
-            self._scalars.add_scalar(f"{tag}/{name}", value, step)
+        if self._events is None:
+            self._events = EventFile(self._checked("events"), self.process)  # each process has a file of its own
+        self._events.write(tag, step, values)
 
     def results(self) -> dict[str, Any] | None:
         """Returns results.json as an earlier run wrote it, or None without a file. Raises `UserError` if damaged."""
@@ -189,12 +245,12 @@ class RunDirectory:
         started = time.monotonic()
         whole = {**results, "checksum": results_digest(results)}
         text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        replace_text(self.path / "results.json", text)
+        replace_text(self._checked("results.json"), text)
         ended = time.monotonic()
         self._next_write = ended + (ended - started) / WRITING_SHARE  # the more models, the longer a write takes
 
     def write_text(self, name: str, text: str) -> None:
-        replace_text(self.path / name, text)
+        replace_text(self._checked(name), text)
 
     def complete(self, table: str) -> None:
         """Ends the run: writes results.md and removes `state/`, as nothing is left to resume."""
