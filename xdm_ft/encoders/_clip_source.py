@@ -94,7 +94,7 @@ def _register(config: Path) -> str:
         raise UserError(f"encoder.model: the config file {config} does not exist")
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSON or UTF-8
+    except (ValueError, RecursionError, OSError) as error:  # JSON or UTF-8, or a million nested brackets
         raise UserError(f"encoder.model: {config} is not valid JSON ({error})") from error
     if isinstance(content, dict) and "model_cfg" in content:
         raise UserError(

@@ -11,6 +11,8 @@ from torch import Tensor
 from xdm_ft.errors import UserError
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+MOST_TENSORS = 100_000  # in a file; the largest models have some thousands
+_BYTES_PER_TENSOR = 200  # of the header of a safetensors file: more than a tensor takes
 _SHOWN = 3  # tensor names listed in a message
 
 
@@ -27,11 +29,14 @@ def read_weights(path: Path, read: Callable[[str], Mapping[str, object]]) -> dic
     _refuse_unreadable(path)
     if not path.name.endswith(SUFFIXES):
         raise UserError(f"encoder.weights: {path} is no weights file; give one of {', '.join(SUFFIXES)}")
+    _refuse_long_header(path)
     try:
         state = read(str(path))
     except Exception as error:  # on a damaged file, the readers raise almost any exception
         raise UserError(f"encoder.weights: {path} {_read_failure(error)}") from error
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    if len(tensors) > MOST_TENSORS:
+        raise _too_many(path)
     if not tensors:
         raise UserError(f"encoder.weights: {path} holds no tensors; give a file with a state dict")
     broken = [name for name, value in tensors.items() if value.is_floating_point() and value.isnan().any()]
@@ -52,6 +57,19 @@ def _refuse_unreadable(path: Path) -> None:
     except OSError as error:
         problem = f"can not be read ({error.strerror})"
     raise UserError(f"encoder.weights: {path} {problem}; give the path of a .safetensors or .pth file")
+
+
+def _refuse_long_header(path: Path) -> None:
+    """Raises `UserError` for a safetensors file with so many tensors that reading them takes minutes."""
+    if path.name.endswith(".safetensors") and path.stat().st_size > MOST_TENSORS * _BYTES_PER_TENSOR:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")  # of the header
+        if MOST_TENSORS * _BYTES_PER_TENSOR < length < path.stat().st_size:
+            raise _too_many(path)
+
+
+def _too_many(path: Path) -> UserError:
+    return UserError(f"encoder.weights: {path} holds more than {MOST_TENSORS:,} tensors; give the weights of a model")
 
 
 def _read_failure(error: Exception) -> str:

@@ -26,9 +26,8 @@ class EventFile:
         self.path = folder / f"{begin}.{time.monotonic_ns()}.{process}"
         with disk_errors(self.path):
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("wb", buffering=0)
-            self._records = RecordWriter(self._file)
-            self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+            self._records = RecordWriter(self.path.open("wb"))
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def write(self, tag: str, step: int, values: Mapping[str, float]) -> None:
         """Writes the scalars `<tag>/<name>` of one step."""
@@ -36,10 +35,13 @@ class EventFile:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         scalars = [Summary.Value(tag=f"{tag}/{name}", simple_value=value) for name, value in values.items()]
-        event = Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
+        self._append(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)).SerializeToString())
+
+    def _append(self, record: bytes) -> None:
         with disk_errors(self.path):
-            self._records.write(event.SerializeToString())
+            self._records.write(record)
+            self._records.flush()
 
     def close(self) -> None:
         with disk_errors(self.path):
-            self._file.close()
+            self._records.close()
