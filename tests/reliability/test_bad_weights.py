@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,16 @@ def old_code(path: Path, state: State) -> None:
     torch.save({**state, "code": Code(path.parent / "exploded")}, path, _use_new_zipfile_serialization=False)
 
 
+def empty_tensors(path: Path, state: State) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"{number:08}": entry for number in range(400_000)}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def brackets_as_header(path: Path, state: State) -> None:
+    path.write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+
+
 def text(path: Path, state: State) -> None:
     path.write_text("<html>404</html>")
 
@@ -96,6 +107,8 @@ FAULTS: list[tuple[Callable[[Path, State], None], str, str]] = [
     (old_code, "pt", "holds pickled code"),
     (text, "pth", "is damaged"),
     (text, "safetensors", "is damaged"),
+    (brackets_as_header, "safetensors", "is damaged"),
+    (empty_tensors, "safetensors", "holds more than 100,000 tensors"),
     (folder, "safetensors", "is a folder"),
     (missing, "pth", "does not exist"),
     (dangling, "pth", "does not exist"),
@@ -141,6 +154,16 @@ def test_each_fault(
     [line] = [line for line in told.splitlines() if line.startswith("xdm-ft: ")]
     assert str(path) in line and wording in line and "Traceback" not in told
     assert not (tmp_path / "exploded").exists() and not (data.parent / "out").exists()
+
+
+def test_a_config_of_nested_brackets(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "deep.json"
+    config.write_text("[" * 100_000)
+    encoder = f"{{name: open_clip, model: {config}, weights: {tmp_path / 'w.safetensors'}}}"
+    (tmp_path / "small.yaml").write_text(RECIPE.format(data=data, encoder=encoder))
+    assert main(["run", str(tmp_path / "small.yaml")]) == 2
+    told = capsys.readouterr().err
+    assert f"encoder.model: {config} is not valid JSON" in told and "Traceback" not in told
 
 
 def test_infinite_features_are_refused(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

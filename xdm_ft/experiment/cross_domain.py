@@ -5,6 +5,7 @@ Only the measured values are kept, not the weights.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Collection, Mapping
@@ -80,4 +81,4 @@ def _measured(engines: Engines) -> Measured:
 
 
 def _name(job: Job) -> str:
-    return f"{job.method}/{','.join(job.test_domains)}/seed{job.seed}-trial{job.trial}-{job.setup.steps}"
+    return json.dumps([*job.key, job.setup.steps])  # unlike joined names, these are distinct for distinct models

@@ -93,7 +93,9 @@ class MethodCommon(Block):
 class Output(Block):
     """Keys of the block `output`."""
 
-    dir: Annotated[str, Field(min_length=1, description="parent of the run directory")] = "output"
+    dir: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$", description="parent of the run directory")] = (
+        "output"
+    )
 
 
 def unfreeze_problem(unfreeze_at: int, steps: int) -> str:

@@ -32,6 +32,7 @@ logger = logging.getLogger("xdm_ft")
 
 
 LONGEST = 120  # characters of a value that a message shows
+LONGEST_NAME = 200  # bytes of a recipe's name
 BLOCKS: dict[str, type[Block]] = {
     "protocol": Protocol,
     "features": FeatureSettings,
@@ -56,8 +57,8 @@ def check(text: RecipeText) -> Recipe:
         if key not in KEYS:
             faults.add((key,), f"unknown key{did_you_mean(key, KEYS)}")
     name = values.get("name")
-    if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/\\") or name in (".", ".."):
-        faults.add(("name",), "must be a text without slashes or control characters, the name of the run directory")
+    if problem := _name_problem(name):
+        faults.add(("name",), problem)
     found: dict[str, Any] = {}
     for block, (folder, common) in COMPONENTS.items():
         found[block] = _component(faults, (block,), folder, common, values.get(block))
@@ -72,6 +73,14 @@ def check(text: RecipeText) -> Recipe:
     # resolved here, so that recipe.yaml and results.json contain it
     augmented = recipe.data.block.model_copy(update={"train_augmentation": recipe.train_augmentation})
     return replace(recipe, data=replace(recipe.data, block=augmented))
+
+
+def _name_problem(name: Any) -> str:
+    """Returns why the recipe's name can not be the name of a run directory; "" if it can."""
+    if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set("/\\") or name in (".", ".."):
+        return "must be a text without slashes or control characters, the name of the run directory"
+    length = len(name.encode())
+    return "" if length <= LONGEST_NAME else f"takes {length} bytes as a folder's name; at most {LONGEST_NAME}"
 
 
 def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block | None:
