@@ -27,8 +27,11 @@ replace_file(Path({str(tmp_path)!r}) / "a" / "new.json", write)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     [left] = (tmp_path / "a").glob(f".new.json.*{UNFINISHED}")
+    of_safetensors = tmp_path / "a" / ".tmpA1b2C3"
+    of_safetensors.touch()
+    (tmp_path / f".folder{UNFINISHED}").mkdir()  # a folder is none of ours
     remove_unfinished(tmp_path)
-    assert not left.exists()
+    assert not left.exists() and not of_safetensors.exists()
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [".hidden", "kept.json"]
 
 
