@@ -65,7 +65,7 @@ def test_nothing_goes_by_mistake(here: Path, capsys: pytest.CaptureFixture[str])
     path = Path("out/one/results.json")
     path.write_text(path.read_text().replace(key_of("one"), "0" * 32))
     assert prune("--unreferenced", "out") == 2
-    assert f"{path}: is damaged (its checksum differs)" in capsys.readouterr().err
+    assert f"{path}: is damaged (its checksum differs" in capsys.readouterr().err
     results = json.loads(path.read_text())
     del results["environment"]["features"]  # of a run that trained end to end
     path.write_text(json.dumps(results | {"checksum": results_digest(results)}))

@@ -47,7 +47,8 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
     if not wanted:
         return
     if accelerator.is_main_process:
-        engines.directory.require_writable(sorted({RunDirectory.model_folder(*key) for key in wanted}))
+        folders = sorted({RunDirectory.model_folder(*key) for key in wanted})
+        engines.directory.require_writable(["state", *folders])
     count = Counter(key[0] for key in planned if key in wanted)
     # of these methods all models, as the wanted ones may share a chunk of heads with the others
     known = cross_domain_values(engines, {key for key in planned if key[0] in count}, results)
