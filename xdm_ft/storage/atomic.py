@@ -43,11 +43,13 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # not an error of the system: filelock's Timeout
+            raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             needed = "" if size is None else f" ({size / 1e6:,.1f} MB are needed for it)"
             remedy = "free some space and run the same command to resume"
             raise UserError(f"{path}: the disk is full{needed}; {remedy}") from error
-        raise UserError(f"{path}: can not be written: {error.strerror or error}") from error
+        raise UserError(f"{path}: can not be written: {error.strerror}") from error
 
 
 def order_metadata(path: Path) -> None:
