@@ -16,11 +16,17 @@ from xdm_ft.features.cache_key import SCHEMA
 from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.shards import open_shard
 from xdm_ft.features.store import MANIFEST, SHARDS, WHAT, living_claims, locked, read_manifest
-from xdm_ft.storage.atomic import UNFINISHED, disk_errors
+from xdm_ft.storage.atomic import UNFINISHED, UNFINISHED_TENSORS, disk_errors
 from xdm_ft.storage.checksummed import Damaged
 
 SECONDS_PER_DAY = 86400.0
-OURS = (SHARDS, f".*{UNFINISHED}", "claim-*", "shard-*.lock")  # files of a store besides its manifest
+OURS = (
+    SHARDS,
+    f".*{UNFINISHED}",
+    UNFINISHED_TENSORS,
+    "claim-*",
+    "shard-*.lock",
+)  # files of a store besides its manifest
 
 
 @dataclass(frozen=True)
