@@ -45,12 +45,12 @@ def begin(
     return process
 
 
-def xdm_ft(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """What `xdm-ft …` does: its exit status and what it printed."""
+def xdm_ft(*arguments: object, cwd: Path, first: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    """What `xdm-ft …` does, after a call of `first`: its exit status and what it printed."""
     command = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = begin(command, cwd, out, err)
+        process = begin(command, cwd, out, err, first=first)
         process.join(PATIENCE)
         assert process.exitcode is not None, f"{command} does not end: {err.read_text()}"
         return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())

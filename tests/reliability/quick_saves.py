@@ -1,10 +1,12 @@
 """`xdm-ft` on so many cores, saving after every step: `python quick_saves.py CORES run RECIPE.yaml`."""
 
+import itertools
 import math
 import os
 import random
 import signal
 import sys
+from pathlib import Path
 
 OUTSIDE = 77  # exit status where a signal arrives before the run has begun, or after it has ended
 
@@ -31,14 +33,18 @@ def without_syncs(cores: int) -> None:
     save_after_every_step(cores)
 
 
-def killed_at_sync(number: int, cores: int) -> None:
-    """The same, and the process kills itself when it is about to make its write of this number safe on the disk."""
+def killed_at_sync(number: int, counts: Path, cores: int) -> None:
+    """The same, and the process kills itself when it is about to make its write of this number safe on the disk.
+
+    `counts` holds how many writes there were.
+    """
     without_syncs(cores)
-    count = [0]
+    numbers = itertools.count(1)
 
     def counted(handle: int) -> None:
-        count[0] += 1
-        if count[0] == number:
+        count = next(numbers)
+        counts.write_text(str(count))
+        if count == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
     os.fsync = counted

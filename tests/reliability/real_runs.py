@@ -169,7 +169,9 @@ def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return results, {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
-def differing(found: tuple[dict[str, Any], dict[str, str]], expected: tuple[dict[str, Any], dict[str, str]]) -> list[str]:
+def differing(
+    found: tuple[dict[str, Any], dict[str, str]], expected: tuple[dict[str, Any], dict[str, str]]
+) -> list[str]:
     """The keys of results.json and the files in which two outcomes differ."""
     files = [name for name in {**found[1], **expected[1]} if found[1].get(name) != expected[1].get(name)]
     return [*files, *_differing(found[0], expected[0])]
@@ -178,7 +180,7 @@ def differing(found: tuple[dict[str, Any], dict[str, str]], expected: tuple[dict
 def _differing(found: Any, expected: Any, key: str = "") -> list[str]:
     if type(found) is type(expected) and isinstance(found, dict | list) and len(found) == len(expected):
         keys = found if isinstance(found, dict) else range(len(found))
-        of_key = (expected.get if isinstance(expected, dict) else expected.__getitem__)
+        of_key = expected.get if isinstance(expected, dict) else expected.__getitem__
         return [d for k in keys for d in _differing(found[k], of_key(k), f"{key}.{k}")]
     return [] if found == expected else [f"{key} is {str(found)[:80]}, not {str(expected)[:80]}"]
 

@@ -38,12 +38,12 @@ SCENARIOS: dict[str, dict[str, object]] = {
 }
 
 
-def write(name: str, folder: Path) -> Path:
-    """Returns the recipe file of a scenario; its images and the weights of its encoder are written beside it."""
+def write(name: str, folder: Path, weights: Path | None = None) -> Path:
+    """Returns the recipe file of a scenario. Its images are written beside it, and there too the encoder's weights."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "data").exists():
         miniature.domainbed(folder / "data", "pacs", per_class=3)
-    weights = folder / "weights.safetensors"
+    weights = weights or folder / "weights.safetensors"
     torch.manual_seed(0)
     save_file(timm.create_model("test_vit", num_classes=0, img_size=32).state_dict(), weights)
     keys = DEFAULTS | SCENARIOS[name]

@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,10 +177,19 @@ def killed_run(kind: str, made: Whole, folder: Path, draw: random.Random, kills:
     return [*found, *(["processes are left"] if left_behind(killed) else [])]
 
 
+def check(kind: str, number: int, kills: int, folder: Path, out: Path) -> None:
+    """A sequence of kills, as drawn from the seed."""
+    found = killed_run(kind, whole(kind, folder), out, random.Random(f"{SEED} {kind} {number}"), kills)
+    tally.count("sequences", kind, "bad" if found else "same files at the end")
+    assert not found, "\n\n".join(found)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("kind", "number"), SEQUENCES)
 def test_a_sequence(kind: str, number: int, folder: Path, tmp_path: Path) -> None:
-    draw = random.Random(f"{SEED} {kind} {number}")
-    found = killed_run(kind, whole(kind, folder), tmp_path / "out", draw, EACH)
-    tally.count("sequences", kind, "bad" if found else "same files at the end")
-    assert not found, "\n\n".join(found)
+    check(kind, number, EACH, folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["views", "cross_domain"])
+def test_some_kills(kind: str, folder: Path, tmp_path: Path) -> None:
+    check(kind, 0, 3, folder, tmp_path / "out")
