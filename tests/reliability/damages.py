@@ -70,7 +70,9 @@ def longer(path: Path, others: list[Path], draw: random.Random) -> None:
         file.write(draw.choice((b"\n", b"\0", draw.randbytes(draw.randint(1, 5000)))))
 
 
-DAMAGES: list[Damage] = [flipped, flipped, flipped, truncated, zeroed, swapped, emptied, folder, link, deleted, longer]
+DAMAGES: list[Damage] = [
+    flipped, flipped, flipped, truncated, zeroed, swapped, swapped, emptied, folder, link, deleted, longer,
+]  # fmt: skip
 
 
 def kind(path: Path) -> str:
