@@ -6,6 +6,7 @@ status, output and signals, in a hundredth of the time.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -16,9 +17,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 IMPORTED = [
-    "accelerate", "open_clip", "timm", "rich.console", "rich.table", "sklearn.datasets", "torch.utils.tensorboard",
-    "xdm_ft.cli",
-    "xdm_ft.experiment.engines", "xdm_ft.report.tables", "xdm_ft.training.bank.train",
+    "accelerate", "open_clip", "timm", "rich.console", "rich.table", "sklearn.datasets",
+    "torch.utils.tensorboard",
+    "xdm_ft.cli", "xdm_ft.experiment.data_faults", "xdm_ft.experiment.engines", "xdm_ft.experiment.final_fit",
+    "xdm_ft.experiment.summary", "xdm_ft.report.tables", "xdm_ft.training.bank.train",
     "xdm_ft.training.end_to_end.train", "xdm_ft.xdomainmix._numba",
 ]  # fmt: skip
 PATIENCE = 180.0  # seconds, on a machine that does other things too
@@ -43,12 +45,12 @@ def begin(
     return process
 
 
-def xdm_ft(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """What `xdm-ft …` does: its exit status and what it printed."""
+def xdm_ft(*arguments: object, cwd: Path, first: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    """What `xdm-ft …` does, after a call of `first`: its exit status and what it printed."""
     command = [str(argument) for argument in arguments]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = begin(command, cwd, out, err)
+        process = begin(command, cwd, out, err, first=first)
         process.join(PATIENCE)
         assert process.exitcode is not None, f"{command} does not end: {err.read_text()}"
         return subprocess.CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())
@@ -65,6 +67,8 @@ def _main(
     from xdm_ft.cli import main
 
     os.setsid()
+    gc.freeze()  # what the server has imported; a collection of it would take longer than most runs
+    multiprocessing.set_start_method(None, force=True)  # of loader workers: the usual one, not the server's
     os.chdir(cwd)
     os.environ.update(environment)
     for path, number in ((out, 1), (err, 2)):

@@ -7,9 +7,12 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from warm_processes import PATIENCE, begin
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = Path(__file__).with_name("quick_saves.py")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1"}
 
 END_TO_END = """\
 name: small
@@ -57,24 +61,36 @@ def bank(folder: Path, steps: int = 40) -> Path:
 class Run:
     """`xdm-ft run RECIPE`, its output in FOLDER/small. Saves after every step.
 
-    More cores than one mean threads, which are slow where others want those cores too, and forked processes.
+    More cores than one mean threads, which are slow where others want those cores too, and forked processes. `first` is
+    called before the run, in the run's own process. `cold`: a new interpreter, which imports everything first and saves
+    as users' runs do.
     """
 
-    def __init__(self, recipe: Path, folder: Path, *overrides: str, processes: int = 1, cores: int = 1) -> None:
-        self.output = folder / "small"
+    def __init__(
+        self,
+        recipe: Path,
+        folder: Path,
+        *overrides: str,
+        processes: int = 1,
+        cores: int = 1,
+        environment: Mapping[str, str] | None = None,
+        first: Callable[[int], None] = save_after_every_step,
+        cold: bool = False,
+    ) -> None:
+        self.output, self.cold, self.launched = folder / "small", cold, processes > 1
         arguments = ["run", str(recipe), f"output.dir={folder}", *overrides]
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "1"}
-        self.log = folder.parent / f"{folder.name}.log"
+        environment = ENVIRONMENT | dict(environment or {})
+        self.log, out = folder.parent / f"{folder.name}.log", folder.parent / f"{folder.name}.out"
+        self.before = len(self.log.read_bytes()) if self.log.exists() else 0
         self.process: BaseProcess | subprocess.Popen[bytes]
-        if processes == 1:
-            first = functools.partial(save_after_every_step, cores)
-            self.process = begin(arguments, ROOT, self.log, self.log, environment, first)
+        if processes == 1 and not cold:
+            self.process = begin(arguments, ROOT, out, self.log, environment, functools.partial(first, cores))
             return
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        with self.log.open("a") as log:
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", str(QUICK), str(cores)]
+        with self.log.open("a") as log, out.open("a") as output:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, str(QUICK), str(cores), *arguments],
-                stdout=log, stderr=log, env=os.environ | environment, start_new_session=True,
+                [sys.executable, "-m", *(["xdm_ft"] if cold else launcher), *arguments],
+                stdout=output, stderr=log, env=os.environ | environment, start_new_session=True,
             )  # fmt: skip
 
     def changes(self, count: int, pattern: str = "**/*") -> bool:
@@ -99,17 +115,22 @@ class Run:
                 continue
         return found
 
+    def ends_within(self, seconds: float) -> bool:
+        if isinstance(self.process, BaseProcess):
+            self.process.join(seconds)
+        else:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+        return self._status() is not None
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         """The run's own process alone; loader workers notice by themselves."""
         os.kill(self.process.pid, number)
 
     def end(self) -> int:
-        if isinstance(self.process, BaseProcess):
-            self.process.join(PATIENCE)
-        else:
-            self.process.wait(PATIENCE)
+        assert self.ends_within(PATIENCE), f"the run does not end: {self.text()}"
         status = self._status()
-        assert status is not None, f"the run does not end: {self.text()}"
+        assert status is not None
         return status
 
     def _status(self) -> int | None:
@@ -118,17 +139,50 @@ class Run:
     def text(self) -> str:
         return self.log.read_text()
 
+    def own_text(self) -> str:
+        """What this run has added to the log."""
+        return self.log.read_bytes()[self.before :].decode()
+
+
+def ranks(recipe: Path, folder: Path, *overrides: str, count: int, first: Callable[[int], None]) -> list[Run]:
+    """One run in several processes, as a launcher starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    every = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        Run(recipe, folder, *overrides, first=first, environment={k: str(v) for k, v in {**every, **own}.items()})
+        for own in ({"RANK": rank, "LOCAL_RANK": rank} for rank in range(count))
+    ]
+
 
 def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """results.json without times and what it was computed on, and a hash of every file of weights and predictions."""
     results = json.loads((folder / "small" / "results.json").read_text())
     results["recipe"].pop("output")
+    results["recipe"].get("features", {}).pop("dir", None)
     results.pop("environment")
     for run in results["runs"]:
         run.pop("train_seconds")
     files = sorted((folder / "small" / "models").rglob("*.safetensors"))
     assert files
     return results, {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def differing(
+    found: tuple[dict[str, Any], dict[str, str]], expected: tuple[dict[str, Any], dict[str, str]]
+) -> list[str]:
+    """The keys of results.json and the files in which two outcomes differ."""
+    files = [name for name in {**found[1], **expected[1]} if found[1].get(name) != expected[1].get(name)]
+    return [*files, *_differing(found[0], expected[0])]
+
+
+def _differing(found: Any, expected: Any, key: str = "") -> list[str]:
+    if type(found) is type(expected) and isinstance(found, dict | list) and len(found) == len(expected):
+        keys = found if isinstance(found, dict) else range(len(found))
+        of_key = expected.get if isinstance(expected, dict) else expected.__getitem__
+        return [d for k in keys for d in _differing(found[k], of_key(k), f"{key}.{k}")]
+    return [] if found == expected else [f"{key} is {str(found)[:80]}, not {str(expected)[:80]}"]
 
 
 def leftovers(folder: Path) -> list[str]:
