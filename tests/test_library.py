@@ -74,16 +74,17 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_two_runs_of_one_process_may_differ_in_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
     monkeypatch.chdir(tmp_path)
+    AcceleratorState._reset_state(reset_partial_state=True)  # of earlier tests
     recipe = QUICK | {"features": {"dir": str(tmp_path / "cache"), "workers": 0}, "methods": ["erm"]}
     recipe["encoder"] = recipe["encoder"] | {"trainable": True}
     recipe |= {"training": {"steps": 1, "batch_size": 2}, "protocol": {"test_domains": ["ink"], "seeds": 1}}
     for precision in ("no", "bf16"):
         results = xdm_ft.run(recipe, name=precision, training={"mixed_precision": precision})
         assert not results.failed and results.document["environment"]["mixed_precision"] == precision
-
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     own = Accelerator(mixed_precision="bf16")
     with pytest.raises(xdm_ft.UserError, match=r"training\.mixed_precision: no.* has an Accelerator with bf16"):
