@@ -162,6 +162,7 @@ def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     results["recipe"].pop("output")
     results["recipe"].get("features", {}).pop("dir", None)
     results.pop("environment")
+    results.pop("checksum")  # of all this too
     for run in results["runs"]:
         run.pop("train_seconds")
     files = sorted((folder / "small" / "models").rglob("*.safetensors"))
