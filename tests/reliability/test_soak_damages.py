@@ -61,7 +61,6 @@ def run(recipe: Path, tree: Path, first: Callable[[int], None] = without_syncs) 
 def numbers(tree: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The outcome of a run, but for the note that a training has begun again."""
     results, files = outcome(tree)
-    results.pop("checksum")
     for of_model in (*results["runs"], results.get("final_fit", {})):
         of_model.pop("restarted", None)
     return results, files
