@@ -81,7 +81,8 @@ class Run:
         arguments = ["run", str(recipe), f"output.dir={folder}", *overrides]
         environment = ENVIRONMENT | dict(environment or {})
         self.log, out = folder.parent / f"{folder.name}.log", folder.parent / f"{folder.name}.out"
-        self.before = len(self.log.read_bytes()) if self.log.exists() else 0
+        self.log.touch()  # the process may be killed before it would do this
+        self.before = self.log.stat().st_size
         self.process: BaseProcess | subprocess.Popen[bytes]
         if processes == 1 and not cold:
             self.process = begin(arguments, ROOT, out, self.log, environment, functools.partial(first, cores))

@@ -114,6 +114,8 @@ def faults(runs: list[Run], statuses: list[int], signals: tuple[int, ...]) -> li
         1: runs[0].launched or DIED in text,
         -TERM: runs[0].cold or runs[0].launched, -INT: runs[0].cold or runs[0].launched,  # before Python runs our code
     }  # fmt: skip
+    if not text:  # the process had not come to our code yet
+        expected |= {1: INT in signals, -TERM: TERM in signals, -INT: INT in signals}
     found = [f"exit status {status}" for status in statuses if not expected.get(status)]
     if re.search('File ".*/xdm_ft/', text) or ("Traceback" in text and not (runs[0].cold or runs[0].launched)):
         found.append("traceback")
