@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import miniature
 import pytest
 
 import xdm_ft
@@ -80,8 +81,10 @@ def test_two_runs_of_one_process_may_differ_in_precision(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     AcceleratorState._reset_state(reset_partial_state=True)  # of earlier tests
     recipe = QUICK | {"features": {"dir": str(tmp_path / "cache"), "workers": 0}, "methods": ["erm"]}
-    recipe["encoder"] = recipe["encoder"] | {"trainable": True}
-    recipe |= {"training": {"steps": 1, "batch_size": 2}, "protocol": {"test_domains": ["ink"], "seeds": 1}}
+    recipe["encoder"] = recipe["encoder"] | {"trainable": True, "preprocessing": {"size": 32}}
+    miniature.domainbed(tmp_path / "data", "pacs", per_class=2)  # few images
+    recipe["data"] = {"name": "pacs", "root": str(tmp_path / "data"), "counts": "any"}
+    recipe |= {"training": {"steps": 1, "batch_size": 2}, "protocol": {"test_domains": ["sketch"], "seeds": 1}}
     for precision in ("no", "bf16"):
         results = xdm_ft.run(recipe, name=precision, training={"mixed_precision": precision})
         assert not results.failed and results.document["environment"]["mixed_precision"] == precision

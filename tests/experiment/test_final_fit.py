@@ -127,6 +127,7 @@ def test_patience_and_steps_that_differ_end_no_fit_early():
         torch.testing.assert_close(weights_of(found)["head.weight"], trained.selected["r"].state["head.weight"])
 
 
+@pytest.mark.slow
 def test_swads_interval_is_the_median_one_and_no_loss_is_read():
     found = results("methods=[{name: erm+swad, swad.n_converge: 2, swad.n_tolerance: 1, swad.tolerance_ratio: 0.0}]")
     final = found["final_fit"]

@@ -180,6 +180,7 @@ def without_times(value):
     return [without_times(inner) for inner in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 def test_any_model_of_a_search_can_be_trained_again(capsys):
     assert not run(recipe("protocol.selection=cross_domain", "methods=[erm, rsc]", "protocol.final_fit=false")).failed
     capsys.readouterr()

@@ -110,7 +110,7 @@ def test_an_error_of_the_disk_that_is_not_its_size(what: str, tmp_path: Path) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "free", [40_960, *(pytest.param(n, marks=pytest.mark.slow) for n in (12_288, 28_672, 65_536, 98_304, 131_072))]
 )
@@ -143,8 +143,10 @@ def test_an_error_of_two_processes_is_one_error() -> None:
         run_forked(work, 2)
 
 
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize(
+    ("replaced", "at"),
+    [(False, 1), (True, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 0), (True, 1)))],
+)
 def test_a_run_directory_that_is_deleted_during_the_run(
     at: int,
     replaced: bool,

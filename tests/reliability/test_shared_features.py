@@ -79,8 +79,15 @@ def weights_file(path: Path, seed: int) -> None:
     save_file(timm.create_model("test_vit", img_size=16).state_dict(), path)
 
 
-@pytest.mark.parametrize("changed", ["image", "weights"])
-@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "ended"),
+    [
+        ("image", False),
+        ("weights", True),
+        pytest.param("image", True, marks=pytest.mark.slow),
+        pytest.param("weights", False, marks=pytest.mark.slow),
+    ],
+)
 def test_other_inputs_are_refused_end_to_end(
     changed: str, ended: bool, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
