@@ -1,4 +1,4 @@
-"""The base class of every typed block of a recipe, and the type of search ranges.
+"""The base class of every typed block of a recipe, the type of search ranges, and lists of one.
 
 Each block is defined in the package that reads it.
 """
@@ -6,8 +6,9 @@ Each block is defined in the package that reads it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 SearchRanges = Mapping[str, Mapping[str, tuple[float, ...]]]
 """Constructor keyword → {`log_uniform` or `uniform`: (low, high)} or {`choice`: values}, as in `search.space`."""
@@ -18,3 +19,11 @@ class Block(BaseModel):
 
     # protected_namespaces: pydantic reserves names that begin with model_, which a component may give to a setting
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str | int | float) else value
+
+
+OneOrMany = BeforeValidator(_one_or_many)
+"""Marks a setting that is a list: a single text, number or boolean stands for a list of one."""

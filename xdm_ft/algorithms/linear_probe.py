@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Candidate, Setup, Solver, mean_loss
 from xdm_ft.progress import pulse
+from xdm_ft.settings import OneOrMany
 from xdm_ft.tensors import Batch
 
 MOST_ITERATIONS = 2000
@@ -43,6 +44,7 @@ class LinearProbe(Solver):
         *,
         strengths: Annotated[
             tuple[Annotated[float, Field(gt=0)], ...],
+            OneOrMany,
             Field(min_length=1, description="penalties to try: l2 / mean square of the features, as in ½ l2 ‖W‖²"),
         ] = (1.0, 0.3, 0.1, 0.03, 0.01, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5),
         tolerance: Annotated[

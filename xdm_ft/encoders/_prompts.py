@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
+
+from xdm_ft.settings import OneOrMany
 
 PLACEHOLDER = "{}"
 DEFAULT_PROMPTS = ("a photo of a {}",)
@@ -23,13 +25,7 @@ def check_templates(templates: tuple[str, ...]) -> tuple[str, ...]:
     return templates
 
 
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-Prompts = Annotated[
-    tuple[str, ...], BeforeValidator(_one_or_many), AfterValidator(check_templates), Field(min_length=1)
-]
+Prompts = Annotated[tuple[str, ...], OneOrMany, AfterValidator(check_templates), Field(min_length=1)]
 
 
 def expand_templates(prompts: tuple[str, ...]) -> list[str]:

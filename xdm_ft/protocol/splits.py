@@ -17,7 +17,7 @@ from xdm_ft.data._stratification import validation_part
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.protocol.domainbed_split import validation_rows
 from xdm_ft.protocol.split_notes import independence, seen_or_unseen
-from xdm_ft.settings import Block
+from xdm_ft.settings import Block, OneOrMany
 
 Rule = Literal["train_val", "val_domain", "cross_domain", "oracle"]
 SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_domain", "oracle": "test_val"}
@@ -36,8 +36,8 @@ class Protocol(Block):
         Field(description="leave_one_domain_out: each test domain is held out in turn; official: the data's own split"),
     ] = "leave_one_domain_out"
     test_domains: Annotated[
-        tuple[str, ...] | None,
-        Field(description="domains held out in turn; null: all (leave_one_domain_out only)", min_length=1),
+        Annotated[tuple[str, ...], OneOrMany, Field(min_length=1)] | None,
+        Field(description="domains held out in turn; null: all (leave_one_domain_out only)"),
     ] = None
     split_rule: Annotated[
         Literal["stratified", "domainbed"],

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from xdm_ft.randomness import Stream, uniform
 from xdm_ft.recipe import components
-from xdm_ft.settings import Block
+from xdm_ft.settings import Block, OneOrMany
 
 Value = float | int | str | bool
 Bounds = tuple[float, float]
@@ -29,7 +29,10 @@ class Distribution(Block):
 
     log_uniform: Annotated[Bounds | None, Field(description="[low, high], uniform in the logarithm")] = None
     uniform: Annotated[Bounds | None, Field(description="[low, high]")] = None
-    choice: Annotated[tuple[Value, ...] | None, Field(min_length=1, description="values of equal probability")] = None
+    choice: Annotated[
+        Annotated[tuple[Value, ...], OneOrMany, Field(min_length=1)] | None,
+        Field(description="values of equal probability"),
+    ] = None
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Distribution:
