@@ -188,7 +188,7 @@ def test_a_method_reads_normalised_features_where_they_are_cached():
     text = clip.replace("[erm, sam,", "[{name: wise_ft, normalize: true}, {name: linear_probe, normalize: true},")
     assert [item.reads_normalized for item in check(parse(text, "r.yaml")).methods] == [True, True, False]
     [fault] = faults(text, "encoder.trainable=true")
-    assert fault.startswith("r.yaml:4: methods.0.normalize: is for cached features")
+    assert fault.startswith("command line: methods.0.normalize: is for cached features")
 
 
 def test_prompts_of_a_method_are_for_class_embeddings():

@@ -15,6 +15,16 @@ from xdm_ft.recipe.search import TRAINING_KEYS
 from xdm_ft.recipe.text import Key, RecipeText, dotted
 from xdm_ft.tensors import Task
 
+# keys that other blocks depend on
+PROTOCOL: Key = ("protocol", "name")
+TRAINABLE: Key = ("encoder", "trainable")
+METHODS: Key = ("methods",)
+STEPS: Key = ("training", "steps")
+SAMPLER: Key = ("training", "sampler")
+LOSS_AVERAGE: Key = ("training", "loss_average")
+SPACE: Key = ("search", "space")
+WHOLE_BATCH = (TRAINABLE, SAMPLER, LOSS_AVERAGE, ("training", "accumulation"), ("training", "class_weights"))
+
 
 class Faults:
     """Collects every fault with its place, so that all are reported together."""
@@ -22,8 +32,11 @@ class Faults:
     def __init__(self, text: RecipeText) -> None:
         self.text, self.found = text, dict[str, None]()
 
-    def add(self, key: Key, problem: str) -> None:
-        self.found[f"{self.text.where(key)}: {dotted(key)}: {problem}"] = None
+    def add(self, key: Key, problem: str, *causes: Key) -> None:
+        """Adds a fault of `key`. Its place is the command line if an override sets one of `causes`."""
+        overridden = any(self.text.is_overridden(cause) for cause in causes)
+        place = self.text.overrides if overridden else self.text.where(key)
+        self.found[f"{place}: {dotted(key)}: {problem}"] = None
 
     def raise_if_any(self) -> None:
         if self.found:
@@ -40,33 +53,37 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
         faults.add(
             ("training", "epochs"),
             f"an epoch needs sampler: pooled; {training.sampler} draws with replacement, give steps",
+            SAMPLER,
         )
     if protocol.name == "official" and protocol.test_domains is not None:
-        faults.add(("protocol", "test_domains"), "is only for leave_one_domain_out; leave it out")
+        faults.add(("protocol", "test_domains"), "is only for leave_one_domain_out; leave it out", PROTOCOL)
     if protocol.final_fit and protocol.selection == "oracle":
-        faults.add(("protocol", "final_fit"), "needs an unbiased estimate; selection: oracle has none, use train_val")
+        problem = "needs an unbiased estimate; selection: oracle has none, use train_val"
+        faults.add(("protocol", "final_fit"), problem, ("protocol", "selection"))
     unfreeze_at = recipe.encoder_common.unfreeze_at
     if unfreeze_at and not recipe.trainable:
         problem = "has no effect with a frozen encoder; leave it out, or set encoder.trainable: true"
-        faults.add(("encoder", "unfreeze_at"), problem)
+        faults.add(("encoder", "unfreeze_at"), problem, TRAINABLE)
     elif training.steps is not None and unfreeze_at >= training.steps:
-        faults.add(("encoder", "unfreeze_at"), unfreeze_problem(unfreeze_at, training.steps))
+        faults.add(("encoder", "unfreeze_at"), unfreeze_problem(unfreeze_at, training.steps), STEPS)
     if protocol.name == "official" and protocol.split_rule != "stratified":
-        faults.add(("protocol", "split_rule"), "the official split defines the validation images; leave it out")
+        problem = "the official split defines the validation images; leave it out"
+        faults.add(("protocol", "split_rule"), problem, PROTOCOL)
     if not recipe.trainable:
         for key, idle in (("mixed_precision", (None, "no")), ("accumulation", (1,))):
             if getattr(training, key) not in idle:
                 problem = "has no effect with a frozen encoder; leave it out (for precision set features.precision)"
-                faults.add(("training", key), problem)
+                faults.add(("training", key), problem, TRAINABLE)
     if training.steps is not None and training.schedule.warmup_steps >= training.steps:
         problem = f"{training.schedule.warmup_steps} is not below training.steps: {training.steps}; lower it"
-        faults.add(("training", "schedule", "warmup_steps"), problem)
+        faults.add(("training", "schedule", "warmup_steps"), problem, STEPS)
     for i, item in enumerate(recipe.methods):
         if item.averaging is not None and training.patience is not None:
             problem = f"+{item.averaging.name} decides itself when to end the average; leave training.patience out"
-            faults.add(("methods", i), problem)
+            faults.add(("methods", i), problem, ("training", "patience"))
     if training.amsgrad and training.optimizer == "sgd":
-        faults.add(("training", "amsgrad"), "is only for adam and adamw; leave it out, or use one of them")
+        problem = "is only for adam and adamw; leave it out, or use one of them"
+        faults.add(("training", "amsgrad"), problem, ("training", "optimizer"))
     _check_views(faults, recipe)
     _check_search(faults, recipe)
     has_text = issubclass(recipe.encoder.cls, TextEncoder)
@@ -80,15 +97,18 @@ def _check_views(faults: Faults, recipe: Recipe) -> None:
     augmentation, count = ("data", "train_augmentation"), ("features", "views")
     if not recipe.trainable and not views and given not in (None, "none"):
         problem = "has no effect with a frozen encoder, which computes the features of each image only once"
-        faults.add(augmentation, f"{problem}; leave it out, or set features.views, or encoder.trainable: true")
+        remedy = "leave it out, or set features.views, or encoder.trainable: true"
+        faults.add(augmentation, f"{problem}; {remedy}", TRAINABLE, count)
     if views and recipe.trainable:
-        faults.add(count, "has no effect with encoder.trainable: true, which augments at every step; leave it out")
+        problem = "has no effect with encoder.trainable: true, which augments at every step; leave it out"
+        faults.add(count, problem, TRAINABLE)
     elif views and all(item.is_solver for item in recipe.methods):
         problem = "has no effect on methods without gradient steps, which read the plain images"
-        faults.add(count, f"{problem}; leave it out")
+        faults.add(count, f"{problem}; leave it out", METHODS)
     elif views and recipe.train_augmentation == "none":
         own = "" if given else ", the default of this data set,"
-        faults.add(augmentation, f"none{own} gives no views to cache; set domainbed, or leave features.views out")
+        problem = f"none{own} gives no views to cache; set domainbed, or leave features.views out"
+        faults.add(augmentation, problem, count)
 
 
 def _check_search(faults: Faults, recipe: Recipe) -> None:
@@ -99,20 +119,22 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
     for key in search.space:
         if key not in known:
             problem = f"is no searchable hyper-parameter of this recipe's methods{did_you_mean(key, known)}"
-            faults.add(("search", "space", key), problem)
+            faults.add(("search", "space", key), problem, METHODS)
         elif key == "encoder_lr" and not recipe.trainable:
-            faults.add(("search", "space", key), "has no effect with a frozen encoder; leave it out")
+            faults.add(("search", "space", key), "has no effect with a frozen encoder; leave it out", TRAINABLE)
         elif key in ("momentum", "beta1", "beta2") and (key == "momentum") != (recipe.training.optimizer == "sgd"):
-            faults.add(("search", "space", key), f"has no effect on {recipe.training.optimizer}; leave it out")
+            problem = f"has no effect on {recipe.training.optimizer}; leave it out"
+            faults.add(("search", "space", key), problem, ("training", "optimizer"))
     averaging = [item.averaging.name for item in items if item.averaging is not None]
     if averaging and "patience" in search.distributions:
         problem = f"+{averaging[0]} decides itself when to end the average; leave it out"
-        faults.add(("search", "space", "patience"), problem)
+        faults.add(("search", "space", "patience"), problem, METHODS)
     if search.space and search.trials == 1:
-        faults.add(("search", "trials"), "1 uses no value of search.space, as the first trial draws none; raise it")
+        problem = "1 uses no value of search.space, as the first trial draws none; raise it"
+        faults.add(("search", "trials"), problem, SPACE)
     if search.preset != "none" and search.trials == 1:
         problem = f"1 uses no value of the preset {search.preset}, as the first trial draws none; raise it"
-        faults.add(("search", "trials"), problem)
+        faults.add(("search", "trials"), problem, ("search", "preset"))
     for trial in range(search.trials):
         try:
             drawn_training(recipe.training, search.drawn(trial))
@@ -120,7 +142,7 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
         except ValidationError as error:
             fault = error.errors()[0]
             problem = f"trial {trial} draws {'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}"
-            faults.add(("search", "space"), problem)
+            faults.add(SPACE, problem)
             return  # one faulty trial is enough: thousands may follow
         for item in drawn:
             if item in items or item.is_solver:  # items without drawn settings are checked by _check_method
@@ -130,7 +152,7 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
             except UserError as error:
                 reason = str(error)
             if reason:
-                faults.add(("search", "space"), f"trial {trial} of {item.label}: {reason}")
+                faults.add(SPACE, f"trial {trial} of {item.label}: {reason}", *WHOLE_BATCH)
                 return
 
 
@@ -160,20 +182,22 @@ def _parts_reason(algorithm: Algorithm, recipe: Recipe) -> str:
 def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe, has_text: bool) -> None:
     if item.sharpness is not None and recipe.training.mixed_precision == "fp16":
         problem = f"fp16 scales the loss, which makes the second pass of {item.sharpness.name} wrong"
-        faults.add(("training", "mixed_precision"), f"{problem}; use bf16 or no with {item.label}")
+        faults.add(("training", "mixed_precision"), f"{problem}; use bf16 or no with {item.label}", key)
     if not item.is_solver:
         try:
             algorithm = _built(item, recipe)
         except UserError as error:
-            faults.add(key, str(error))
+            faults.add(key, str(error), key, STEPS, LOSS_AVERAGE)
         else:
-            frozen_reason = "" if recipe.trainable else algorithm.frozen_reason
-            pooled_reason = algorithm.pooled_reason if recipe.training.sampler == "pooled" else ""
-            for reason in filter(None, (frozen_reason, pooled_reason, _parts_reason(algorithm, recipe))):
-                faults.add(key, f"{item.label}: {reason}")
+            if not recipe.trainable and algorithm.frozen_reason:
+                faults.add(key, f"{item.label}: {algorithm.frozen_reason}", TRAINABLE)
+            if recipe.training.sampler == "pooled" and algorithm.pooled_reason:
+                faults.add(key, f"{item.label}: {algorithm.pooled_reason}", SAMPLER)
+            if reason := _parts_reason(algorithm, recipe):
+                faults.add(key, f"{item.label}: {reason}", key, *WHOLE_BATCH)
     if item.block.normalize and recipe.trainable and not item.is_solver:
         problem = "is for cached features, but this method trains its encoder; set encoder.normalize: true"
-        faults.add((*key, "normalize"), problem)
+        faults.add((*key, "normalize"), problem, TRAINABLE)
     normalized = item.reads_normalized or getattr(recipe.encoder.block, "normalize", False)
     for setting, problem in text_faults(item, has_text, normalized):
-        faults.add((*key, *setting), problem)
+        faults.add((*key, *setting), problem, ("encoder", "name"), ("encoder", "normalize"))

@@ -60,12 +60,23 @@ class RecipeText:
 
     def where(self, key: Key) -> str:
         """Returns the place of a key, or of the nearest block around it: `file:line` or `command line`."""
+        if key not in self.lines and self.is_overridden(key):
+            return self.overrides
         for end in range(len(key), 0, -1):
-            if key[:end] in self.overridden:
+            if (*key[:end], "name") in self.overridden:  # another component, which needs other keys
                 return self.overrides
             if key[:end] in self.lines:
                 return f"{self.origin}:{self.lines[key[:end]]}"
         return self.origin
+
+    def is_overridden(self, key: Key) -> bool:
+        """Returns whether an override sets the key, a block around it, or a key inside it."""
+        return any(other[: len(key)] == key[: len(other)] for other in self.overridden)
+
+    def mark_overridden(self, key: Key) -> None:
+        """Notes that an override sets the key; the lines of its former value are removed."""
+        self.overridden.add(key)
+        self.lines = {other: line for other, line in self.lines.items() if other[: len(key)] != key}
 
 
 def recipe_folder() -> Path:
@@ -112,16 +123,16 @@ def recipe_of(recipe: str | os.PathLike[str] | Mapping[str, Any], overrides: Map
     text.overrides = "overrides"
     for name, value in overrides.items():
         plain = _as_yaml_values(value)
-        for key, leaf in [(name, plain)] if "." in name else _leaves(name, plain):
+        for key, leaf in [(name, plain)] if "." in name else leaves(name, plain):
             _override(text, key, leaf, f'overrides: "{key}={leaf!r}"')
     return text
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yields the dotted key and value of every leaf of nested dicts."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _leaves(f"{name}.{key}", inner)
+            yield from leaves(f"{name}.{key}", inner)
     else:
         yield name, value
 
@@ -220,7 +231,7 @@ def _override(recipe: RecipeText, name: str, value: Any, origin: str) -> None:
             raise UserError(printable(f"{origin}: {dotted(key[:end])} is not a block of keys"))
         block = block[str(part)]
     block[str(key[-1])] = value
-    recipe.overridden.add(key)
+    recipe.mark_overridden(key)
     other = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}.get((str(key[0]), str(key[-1])))
     if other and len(key) == 2 and ("training", other) not in recipe.overridden:
         block.pop(other, None)
