@@ -20,7 +20,8 @@ def run(recipe: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) ->
 
     `recipe` is a file, the name of a packaged recipe, or nested dicts. Overrides change it:
     `run("demo", training={"steps": 10})` merges a block key by key, and `run("demo", **{"training.steps": 10})`
-    replaces the value of a dotted key. `run("demo").table()` returns a list of flat dicts for `pandas.DataFrame`.
+    replaces the value of a dotted key; `**{"xdomainmix.warmup_steps": 300}` sets a key of methods, as on the command
+    line. `run("demo").table()` returns a list of flat dicts for `pandas.DataFrame`.
     Progress is logged to the logger "xdm_ft", or shown on standard error.
 
     The run directory is `<output.dir>/<name>/`, as on the command line. An interrupted run resumes there; a finished

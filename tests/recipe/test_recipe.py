@@ -6,7 +6,8 @@ import yaml
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.errors import UserError
 from xdm_ft.recipe import components
-from xdm_ft.recipe.read import check, load, split_name
+from xdm_ft.recipe.method_overrides import split_name
+from xdm_ft.recipe.read import check, load
 from xdm_ft.recipe.text import apply_override, parse
 
 GOOD = """\
@@ -80,7 +81,7 @@ def test_all_faults_at_once_each_with_its_line():
         ("p_discard: 0.3", "p_discardd: 0", 'methods.2.p_discardd: unknown key; did you mean "p_discard"?'),
         (
             "[erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]",
-            "erm",
+            "3",
             "r.yaml:4: methods: must be a list",
         ),
         ("{steps: 10}", "{}", "r.yaml:5: training.steps: give steps or epochs"),

@@ -23,6 +23,7 @@ from xdm_ft.recipe.blocks import (
     Recipe,
 )
 from xdm_ft.recipe.faults import Faults, check_together
+from xdm_ft.recipe.method_overrides import split_name, with_method_overrides
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import Key, RecipeText, dotted, read_recipe
 from xdm_ft.settings import Block
@@ -52,7 +53,7 @@ def load(name: str, overrides: list[str] | None = None) -> Recipe:
 def check(text: RecipeText) -> Recipe:
     """Returns the recipe of a text. Raises `UserError` with one line per fault."""
     faults = Faults(text)
-    values = _with_method_overrides(faults)
+    values = with_method_overrides(faults, KEYS)
     for key in values:
         if key not in KEYS:
             faults.add((key,), f"unknown key{did_you_mean(key, KEYS)}")
@@ -144,39 +145,6 @@ def _without_stale_keys(text: RecipeText, key: Key, model: type[Block], values: 
     return kept
 
 
-def _with_method_overrides(faults: Faults) -> dict[str, Any]:
-    """Returns the recipe's values, with an override `METHOD.KEY=VALUE` put into every item of `methods` with METHOD."""
-    text, folder_of = faults.text, components.method_parts()
-    assigned = {key[0] for key in text.overridden if key[:1] not in text.lines} & folder_of.keys()
-    values = {key: value for key, value in text.values.items() if key not in assigned}
-    if not isinstance(values.get("methods"), list):
-        return values
-    items = values["methods"] = list(values["methods"])
-    for name in sorted(map(str, assigned)):
-        settings, places = text.values[name], [i for i, item in enumerate(items) if name in _parts_of(item)]
-        if not isinstance(settings, dict):
-            faults.add((name,), f"is a method, not a value; write {name}.KEY=VALUE")
-        elif not places:
-            faults.add((name, *list(settings)[:1]), f"no item of methods uses {name}; add it to one, or leave this out")
-        else:
-            own = {
-                key if folder_of[name] == "algorithms" else f"{name}.{key}": value for key, value in settings.items()
-            }
-            for i in places:
-                items[i] = ({"name": items[i]} if isinstance(items[i], str) else items[i]) | own
-                text.overridden |= {("methods", i, key) for key in own}
-    return values
-
-
-def _parts_of(item: Any) -> list[str]:
-    """Returns the names of the components that an unchecked item of `methods` names."""
-    name = item.get("name") if isinstance(item, dict) else item
-    if not isinstance(name, str):
-        return []
-    first, add_ons = split_name(name)
-    return [first, *add_ons, *([item["head"]] if isinstance(item, dict) and "head" in item else [])]
-
-
 def _methods(faults: Faults, values: Any) -> tuple[MethodItem, ...]:
     if not isinstance(values, list) or not values:
         faults.add(("methods",), "must be a list of at least one method, e.g. [erm, xdomainmix]")
@@ -189,21 +157,13 @@ def _methods(faults: Faults, values: Any) -> tuple[MethodItem, ...]:
     return tuple(item for item in items if item is not None)
 
 
-def split_name(name: str) -> tuple[str, list[str]]:
-    """Returns algorithm and add-ons: xdomainmix+sam+swad → (xdomainmix, [sam, swad]). sam alone means erm+sam."""
-    first, *add_ons = name.split("+")
-    if first in components.names("algorithms") or not any(first in components.names(f) for f in components.ADD_ONS):
-        return first, add_ons
-    return "erm", [first, *add_ons]
-
-
 def _method(faults: Faults, key: Key, value: Any) -> MethodItem | None:
     values = {"name": value} if isinstance(value, str) else value
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
         faults.add(key, "must be the name of a method, or a block with a name and settings")
         return None
     algorithm_name, add_ons = split_name(values["name"])
-    cls = _find(faults, (*key, "name"), "algorithms", algorithm_name)
+    cls = _find_algorithm(faults, (*key, "name"), algorithm_name)
     added = _find_add_ons(faults, (*key, "name"), add_ons)
     head_name = str(values.get("head", MethodCommon.model_fields["head"].default))
     head = _find(faults, (*key, "head"), "heads", head_name)
@@ -234,6 +194,16 @@ def _method(faults: Faults, key: Key, value: Any) -> MethodItem | None:
         averaging=parts.get("averaging"),
         block=block,
     )
+
+
+def _find_algorithm(faults: Faults, key: Key, name: str) -> type[Any] | None:
+    """Returns the class of the algorithm `name`, written at `key`. If it is unknown, adds a fault and returns None."""
+    algorithms = components.names("algorithms")
+    if name in algorithms:
+        return components.find("algorithms", name)
+    alone = [add_on for folder in components.ADD_ONS for add_on in components.names(folder)]  # sam means erm+sam
+    faults.add(key, f'no "{name}" in algorithms{did_you_mean(name, [*algorithms, *alone])}')
+    return None
 
 
 def _find_add_ons(faults: Faults, key: Key, names: list[str]) -> dict[str, tuple[str, type[Any]]] | None:
