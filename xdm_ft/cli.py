@@ -17,6 +17,20 @@ from xdm_ft.version import __version__
 
 Verb = Callable[[argparse.Namespace], int]
 RESUMABLE = ("run", "features")  # verbs whose finished work stays when a signal stops them
+CHANGES = "changes to the recipe, values as YAML; METHOD.KEY=value sets a key of a method"
+EXAMPLES = {
+    "run": (
+        "xdm-ft run demo",
+        "xdm-ft run demo name=short 'methods=[erm,xdomainmix]' training.steps=300 xdomainmix.warmup_steps=100",
+    ),
+    "validate": ("xdm-ft validate clip_folder data.root=DIR protocol.test_domains=sketch",),
+    "features": ("xdm-ft features clip_folder data.root=DIR features.precision=bf16",),
+    "retrain": ("xdm-ft retrain output/demo xdomainmix blurred 0",),
+    "doctor": ("xdm-ft doctor", "xdm-ft doctor clip_folder data.root=DIR"),
+    "ls": ("xdm-ft ls methods",),
+    "cp": ("xdm-ft cp clip_folder mine.yaml",),
+    "cache": ("xdm-ft cache verify", "xdm-ft cache prune --unused-days 30"),
+}
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -88,7 +102,9 @@ def parser() -> argparse.ArgumentParser:
     verbs = main_parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def verb(name: str, function: Verb, text: str) -> argparse.ArgumentParser:
-        sub = verbs.add_parser(name, help=text, description=text)
+        examples = "\n  ".join(["examples:", *EXAMPLES[name]])
+        form = argparse.RawDescriptionHelpFormatter  # it keeps the line breaks of the examples
+        sub = verbs.add_parser(name, help=text, description=text, epilog=examples, formatter_class=form)
         sub.set_defaults(function=function)
         return sub
 
@@ -100,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
     for name, function, text in recipe_verbs:
         sub = verb(name, function, text)
         sub.add_argument("recipe", metavar="RECIPE", help="a file, or the name of a packaged recipe")
-        sub.add_argument("overrides", metavar="key.sub=value", nargs="*", help="changes to the recipe, values as YAML")
+        sub.add_argument("overrides", metavar="key.sub=value", nargs="*", help=CHANGES)
     again = verb("retrain", _retrain, "train one model of a run again and compare it with the recorded one")
     again.add_argument("run_dir", metavar="RUN_DIR")
     again.add_argument("method", metavar="METHOD", help="name of the method in results.json")
@@ -110,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     again.add_argument("--alone", action="store_true", help="train the head without the other heads of its chunk")
     doctor = verb("doctor", _doctor, "check installation, devices, weights and data; print a remedy for each fault")
     doctor.add_argument("recipe", metavar="RECIPE", nargs="?", help="a file, or the name of a packaged recipe")
-    doctor.add_argument("overrides", metavar="key.sub=value", nargs="*", help="changes to the recipe, values as YAML")
+    doctor.add_argument("overrides", metavar="key.sub=value", nargs="*", help=CHANGES)
     ls = verb("ls", _ls, "list recipes, methods, heads, data sets or encoders, one per line")
     ls.add_argument("what", nargs="?", choices=["recipes", "methods", "heads", "data", "encoders"], default="recipes")
     cp = verb("cp", _cp, "copy a packaged recipe to a file that you can edit")

@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes, exit status, one clear line per fault."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,11 @@ import pytest
 from PIL import Image
 from warm_processes import xdm_ft
 
+from xdm_ft.cli import EXAMPLES, parser
+from xdm_ft.recipe.read import load
 from xdm_ft.storage.checksummed import results_digest
 
+VERBS = next(action.choices for action in parser()._actions if action.dest == "verb")
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """\
 name: small
@@ -56,6 +60,24 @@ def one_line(result, *words):
 def test_help_is_immediate_and_loads_nothing_heavy():
     code = "import sys; from xdm_ft.cli import parser; parser(); print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+def test_the_examples_of_every_help_are_true():
+    """The parser accepts each example, its recipe and changes are valid, and its method and test domain exist."""
+    assert len(VERBS) >= 8
+    for name, verb in VERBS.items():
+        shown = [line.strip() for line in verb.format_help().splitlines() if line.startswith("  xdm-ft ")]
+        assert shown == list(EXAMPLES[name]) != [], name
+        for example in shown:
+            arguments = parser().parse_args(shlex.split(example)[1:])
+            assert arguments.verb == name
+            if getattr(arguments, "recipe", None):
+                load(arguments.recipe, getattr(arguments, "overrides", []))
+            if name == "retrain":
+                trained = load(Path(arguments.run_dir).name)
+                assert arguments.method in [item.label for item in trained.methods]
+                assert arguments.test_domain in trained.protocol.test_domains
+                assert arguments.seed in trained.protocol.seeds
 
 
 def test_started_as_a_module_it_is_the_same_program(tmp_path):
