@@ -90,7 +90,8 @@ def test_the_worst_region_of_fmow_leaves_other_out_whatever_the_domains_are(doma
     record = found["runs"][0]
     predictions = load_file(tmp_path / "output" / "small" / "models" / "erm" / ",".join(record["test_domains"])
                             / "seed0-trial0" / "predictions.safetensors")  # fmt: skip
-    rows = predictions["val_domain.rows"]
+    images = load_file(tmp_path / "output/small/test_images" / f"{','.join(record['test_domains'])}.safetensors")
+    rows = images["rows"]
     right = predictions["val_domain.predicted"] == dataset.labels[rows]
     region = dataset.worst_of[rows]
     assert (region == -1).any(), "the miniature has images of 'Other'"

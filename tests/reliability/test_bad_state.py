@@ -104,12 +104,14 @@ FILES = {
         "models/erm/**/predictions.safetensors": [empty, *TENSORS],
         "models/erm/**/train_val.safetensors": [folder_instead, *TENSORS],
         "models/final_fit/model.safetensors": [empty, *TENSORS],
+        "test_images/*.safetensors": [folder_instead, empty, *TENSORS],
     },
     "interrupted": {
         "results.json": [garbage, flip_a_digit, remove],
         "recipe.yaml": [remove],
         "models/erm/**/predictions.safetensors": TENSORS,
         "models/erm/**/cross_domain.safetensors": [truncate, remove],
+        "test_images/*.safetensors": [flip_a_digit, remove],
         "state/records/*.jsonl": [garbage, *TEXTS],
         "state/cross_domain/*.jsonl": [garbage, *TEXTS],
     },
@@ -166,7 +168,24 @@ def test_damaged_predictions_and_weights_are_told_and_trained_again(
     assert weights.read_bytes() == whole and numbers(run) == want
 
 
-@pytest.mark.parametrize("name", ["models", "state", "events", "results.json", "run.lock"])
+def test_damaged_test_images_are_told_and_written_again(
+    damaged: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = damaged("finished")
+    run = folder / "out/small"
+    images = sorted(run.glob("test_images/*.safetensors"))
+    want, whole = numbers(run), [path.read_bytes() for path in images]
+    assert [path.stem for path in images] == ["photo", "sketch"]
+    flip_a_digit(images[0])
+    images[1].unlink()
+    with caplog.at_level(logging.INFO, "xdm_ft"):
+        assert main(["run", str(folder / "small.yaml")]) == 0
+    assert f"{images[0]}: is damaged (its checksum differs); it will be written again" in caplog.text
+    assert "models" not in [record.getMessage().split()[-1] for record in caplog.records], "nothing trains again"
+    assert [path.read_bytes() for path in images] == whole and numbers(run) == want
+
+
+@pytest.mark.parametrize("name", ["models", "test_images", "state", "events", "results.json", "run.lock"])
 def test_a_file_or_folder_in_the_place_of_the_other(
     name: str, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

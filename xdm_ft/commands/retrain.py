@@ -21,6 +21,7 @@ from xdm_ft.experiment.resume import Earlier, opened, recorded, records_in, writ
 from xdm_ft.recipe.read import check
 from xdm_ft.recipe.text import apply_override
 from xdm_ft.storage.checksummed import Damaged, read_results
+from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.storage.run_directory import RunDirectory
 
 
@@ -99,7 +100,9 @@ def _compared(folder: Path, recorded: Record, scratch: Path, again: Record) -> s
     lines = []
     for rule, before in recorded.selected.items():
         now = again.selected[rule]
-        same = (folder / before.weights).read_bytes() == (scratch / now.weights).read_bytes()
+        # not the bytes of the files: their metadata also name the versions of libraries
+        kept, found = (RunDirectory(run).tensors(one.weights)[0] for run, one in ((folder, before), (scratch, now)))
+        same = tensors_digest(kept) == tensors_digest(found)
         lines.append(f"{rule}: step {before.step}, now {now.step}; weights {'the same bits' if same else 'differ'}")
         for split, score in before.metrics.items():
             old, new = score.accuracy, now.metrics[split].accuracy

@@ -56,6 +56,10 @@ class ImageDataset(ABC):
     def name(self, row: int) -> str:
         """Returns the name of the image for messages: its path, or its place in a table or in memory."""
 
+    def name_in_data(self, row: int) -> str:
+        """Returns the name of the image in predictions, one line that does not depend on where the data lie."""
+        return self.name(row)
+
     @abstractmethod
     def content(self, row: int) -> str | bytes:
         """Returns what determines the pixels: the path of the image file (str), or the bytes if there is no file.

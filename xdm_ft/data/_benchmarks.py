@@ -48,7 +48,6 @@ class BenchmarkFolders(ImageFiles):
     """Edition → images per domain, in the order of the domains. DomainBed downloads the first edition."""
 
     base: Path
-    """The folder that contains the domains."""
 
     def __init__(self, *, root: Root, counts: Counts = "published") -> None:
         self.base = base = self._find(expanded(root, "data.root"))

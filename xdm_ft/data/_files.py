@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -36,9 +38,14 @@ class ImageFiles(EncodedImages):
 
     paths: list[str]
     shown: list[str]
+    base: str | Path
+    """The folder at which `shown` starts. A table may also name files elsewhere, by absolute paths."""
 
     def name(self, row: int) -> str:
         return printable(self.shown[row])
+
+    def name_in_data(self, row: int) -> str:
+        return printable(self.shown[row].removeprefix(os.path.join(self.base, "")))
 
     def content(self, row: int) -> str:
         return self.paths[row]

@@ -120,9 +120,12 @@ class ImageTable(EncodedImages):
         return np.array([PARTS[name] for name in names])[numbers]
 
     def name(self, row: int) -> str:
+        return f"{self.where}, {self.name_in_data(row)}"
+
+    def name_in_data(self, row: int) -> str:
         value = self._value(row)
         path = value.get("path") if isinstance(value, dict) else None
-        return f"{self.where}, row {row}" + (f" ({printable(os.path.basename(path))})" if path else "")
+        return f"row {row}" + (f" ({printable(os.path.basename(path))})" if path else "")
 
     def content(self, row: int) -> str | bytes:
         value = self._value(row)

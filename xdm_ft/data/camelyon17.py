@@ -32,5 +32,6 @@ class Camelyon17(ImageFiles):
         names = {number: part[name] for name, number in release.split_dict.items()}
         self.splits = np.array([names[number] for number in release.split_array])
         self.as_published = True
-        self.shown = [os.path.join(release.data_dir, path) for path in release._input_array]
+        self.base = release.data_dir
+        self.shown = [os.path.join(self.base, path) for path in release._input_array]
         self.paths = [os.path.abspath(path) for path in self.shown]

@@ -57,7 +57,8 @@ class Fmow(ImageFiles):
         if {"lat", "lon"} <= set(release.metadata.columns):
             self.groups = _places(release.metadata.loc[release.full_idxs, ["lat", "lon"]])
         self.as_published = True
-        self.shown = [os.path.join(release.data_dir, "images", f"rgb_img_{i}.png") for i in release.full_idxs]
+        self.base = release.data_dir
+        self.shown = [os.path.join(self.base, "images", f"rgb_img_{i}.png") for i in release.full_idxs]
         self.paths = [os.path.abspath(path) for path in self.shown]
 
 

@@ -36,7 +36,7 @@ class Folder(ImageFiles):
             raise UserError(
                 f"data.root: {printable(root)} contains no images in <domain>/<class>/ folders; {_found(found)}"
             )
-        absolute = os.path.abspath(root)
+        self.base, absolute = root, os.path.abspath(root)
         self.paths = [os.path.join(absolute, path) for path in images]
         self.shown = [os.path.join(root, path) for path in images]
         self.domain_names, self.domains = numbered([path.split("/")[0] for path in images])

@@ -43,7 +43,7 @@ class Table(ImageFiles):
         columns = _Columns(expanded(file, "data.file"))
         folder = columns.file.parent if root is None else expanded(root, "data.root")
         paths = columns.values["path"]
-        self.shown = [os.path.join(folder, path) for path in paths]
+        self.base, self.shown = folder, [os.path.join(folder, path) for path in paths]
         self.paths = [os.path.abspath(path) for path in self.shown]
         columns.refuse_repeated(self.paths)
         _refuse_missing(columns, self.paths, self.shown)

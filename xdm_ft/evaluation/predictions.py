@@ -25,6 +25,8 @@ class Prediction:
     worst_of: np.ndarray  # int [n]: the domain or other group whose worst accuracy is reported; −1: in no group
     groups: np.ndarray | None = None  # int [n]: patient, slide, sequence; None where unknown
     per_image: np.ndarray | None = None  # float64 [n], from `metrics.per_image`; None for metrics without
+    probabilities: np.ndarray | None = None
+    """float32 [n,C], or [n] of the predicted classes; only written. None for rules that are not the recipe's own."""
 
     @classmethod
     def on(
@@ -35,6 +37,7 @@ class Prediction:
         rows: np.ndarray,
         predicted: np.ndarray,
         per_image: np.ndarray | None,
+        probabilities: np.ndarray | None = None,
     ) -> Prediction:
         """Returns the predictions on the test images `rows`, with their labels and groups from the data set."""
         return cls(
@@ -48,22 +51,39 @@ class Prediction:
             worst_of=(dataset.domains if dataset.worst_of is None else dataset.worst_of)[rows],
             groups=None if dataset.groups is None else dataset.groups[rows],
             per_image=per_image,
+            probabilities=probabilities,
         )
 
     @classmethod
     def from_arrays(
-        cls, arrays: Mapping[str, np.ndarray], dataset: ImageDataset, key: Identity, rule: str
+        cls, arrays: Mapping[str, np.ndarray], rows: np.ndarray, dataset: ImageDataset, key: Identity, rule: str
     ) -> Prediction:
-        """Returns the predictions under `rule` from the arrays that `arrays_of` made."""
-        rows, predicted = arrays[f"{rule}.rows"], arrays[f"{rule}.predicted"]
+        """Returns the predictions under `rule` on the test images `rows`, from the arrays that `arrays_of` made.
+
+        Their probabilities are left out: those of all models would fill the memory, and comparisons do not read them.
+        """
+        predicted = arrays[f"{rule}.predicted"].astype(np.int64)
         return cls.on(dataset, key, rule, rows, predicted, arrays.get(f"{rule}.per_image"))
 
 
 def arrays_of(predictions: Iterable[Prediction]) -> dict[str, np.ndarray]:
-    """Returns the arrays to store of one model: `<rule>.rows`, `<rule>.predicted`, and `<rule>.per_image` if any."""
+    """Returns the arrays to store of one model: `<rule>.predicted`, int32 [n], and for some rules `<rule>.per_image`
+    and `<rule>.probabilities`. `test_images` returns the images, which models with the same test domains share."""
+    arrays = {}
+    for one in predictions:
+        arrays[f"{one.rule}.predicted"] = one.predicted.astype(np.int32)
+        for name in ("per_image", "probabilities"):
+            if (array := getattr(one, name)) is not None:
+                arrays[f"{one.rule}.{name}"] = array
+    return arrays
+
+
+def test_images(dataset: ImageDataset, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the arrays to store of the test images `rows`: `rows` int64 [n], `labels` int32 [n], and `names`, uint8:
+    the UTF-8 text of one name per line."""
+    names = "\n".join(dataset.name_in_data(int(row)) for row in rows)
     return {
-        f"{one.rule}.{name}": array
-        for one in predictions
-        for name in ("rows", "predicted", "per_image")
-        if (array := getattr(one, name)) is not None
+        "rows": rows,
+        "labels": dataset.labels[rows].astype(np.int32),
+        "names": np.frombuffer(names.encode(), np.uint8),
     }

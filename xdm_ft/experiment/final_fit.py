@@ -20,10 +20,11 @@ from xdm_ft.averaging import Interval
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.evaluation.trials import picked_trials, selection_value
+from xdm_ft.experiment.description import weights_metadata
 from xdm_ft.experiment.engines import Engines, Model, Request
 from xdm_ft.experiment.jobs import make_job
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
-from xdm_ft.experiment.records import restarted, weights_metadata
+from xdm_ft.experiment.records import restarted
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.train import train
 from xdm_ft.protocol.derived_splits import all_domains
@@ -88,7 +89,7 @@ def final_fit(engines: Engines, results: ResultsFile) -> dict[str, Any] | None:
     job = fit.job(engines)
 
     def measure(model: Model) -> Outcome:
-        return _outcome(engines, fit, model)
+        return _outcome(engines, fit, model, about)
 
     request = Request(fit.model.item, [job], Criteria((FINAL_FIT,), protocol.metric), {job.key})
     train(engines, [request], measure, results)
@@ -97,16 +98,18 @@ def final_fit(engines: Engines, results: ResultsFile) -> dict[str, Any] | None:
     return about | fitted
 
 
-def _outcome(engines: Engines, fit: Fit, model: Model) -> Outcome:
-    """Returns the status of the fit as a line, and its weights."""
+def _outcome(engines: Engines, fit: Fit, model: Model, about: Mapping[str, Any]) -> Outcome:
+    """Returns the status of the fit as a line, and its weights. `about` is what is known before the fit."""
     failure = model.trained.failure
     if failure is None:
         selected = fit.finished(model)
         if all(value.isfinite().all() for value in selected.state.values()):
-            metadata = weights_metadata(engines.prepared, selected, model.trained.job)
+            plan, known = engines.plan, {key: about[key] for key in ("chosen_by", "estimate", "images", "how")}
+            rule = plan.recipe.protocol.selection
+            metadata = weights_metadata(plan, engines.prepared, fit.model, rule, selected, known)
             again = restarted(model.trained)
-            about = {} if again is None else {"restarted": again}
-            line = {"status": "ok", **selected.hparams, "weights": WEIGHTS, **about}
+            trouble = {} if again is None else {"restarted": again}
+            line = {"status": "ok", **selected.hparams, "weights": WEIGHTS, **trouble}
             return Outcome(FINAL_FIT, line, {WEIGHTS: (selected.state, metadata)})
         failure = f"the weights are not finite after step {selected.step}"
     return Outcome(FINAL_FIT, {"status": "failed", "reason": failure})

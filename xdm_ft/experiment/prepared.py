@@ -40,6 +40,7 @@ class Prepared:
     unreadable: dict[int, str]  # row → why the image does not decode
     content: str  # hash of all images, in the order of the rows
     weights: str  # hash of the encoder's weights before training
+    identity: dict[str, object]  # of the encoder, as `Encoder.identity`
 
 
 def build_encoder(recipe: Recipe, seed: int) -> Encoder:
@@ -85,6 +86,7 @@ def prepare(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator
         unreadable,
         digest(hashes.digests, bits=128),
         weights_digest(encoder),
+        encoder.identity(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 from collections import Counter
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.evaluation.metrics import per_image, score
-from xdm_ft.evaluation.predictions import Prediction, arrays_of
+from xdm_ft.evaluation.predictions import Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import Identity, Pick, Record
 from xdm_ft.experiment.cross_domain import cross_domain_values
+from xdm_ft.experiment.description import weights_metadata
 from xdm_ft.experiment.engines import Engines, Model, Request
 from xdm_ft.experiment.jobs import Known, make_job
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
@@ -32,6 +34,7 @@ from xdm_ft.training.rule_images import RuleImages, rule_images
 from xdm_ft.training.selection import best_finish, split_of
 
 logger = logging.getLogger("xdm_ft")
+LARGEST = 16_000_000  # bytes of a model's probabilities: thousands of heads on DomainNet would fill the disk
 
 
 def train_models(engines: Engines, results: ResultsFile) -> None:
@@ -42,6 +45,7 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
             if model.skipped:
                 record = Record(*model.key, hparams(plan.recipe, model.item, model.training), "skipped", model.skipped)
                 results.save(Outcome(RECORDS, record), engines.directory)
+        keep_test_images(plan, engines.directory)
     planned = {model.key: model for model in plan.models if not model.skipped}
     wanted = planned.keys() - results.records.keys()
     if not wanted:
@@ -54,6 +58,15 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
     known = cross_domain_values(engines, {key for key in planned if key[0] in count}, results)
     logger.info("%s", ", ".join(f"{label}: {n} models" for label, n in count.items()))
     train_planned(engines, planned, known, wanted, results)
+
+
+def keep_test_images(plan: Plan, directory: RunDirectory) -> None:
+    """Writes the test images that predictions refer to, once for all models with the same test domains."""
+    for split in plan.splits:
+        file = directory.test_images_file(split.test_domains)
+        if not directory.is_intact(file, "it will be written again"):
+            arrays = test_images(plan.dataset, split.evaluation["test"].numpy())
+            directory.write_test_images(file, arrays, {"class_names": json.dumps(plan.dataset.class_names)})
 
 
 def train_planned(
@@ -98,8 +111,10 @@ def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model)
                 reason = f"the logits of {', '.join(broken)} images are not finite at step {selected.step}"
                 return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=reason))
             file = f"{folder}/{rule}.safetensors"
-            weights[file] = selected.state, weights_metadata(prepared, selected, job)
-            found[id(selected.state)] = logits, _pick(plan, planned, selected, logits, file)
+            pick = _pick(plan, planned, selected, logits, file)
+            measured = {"metrics": pick.to_json()["metrics"]}
+            weights[file] = selected.state, weights_metadata(plan, prepared, planned, rule, selected, measured)
+            found[id(selected.state)] = logits, pick
         logits, pick = found[id(selected.state)]
         picks[rule] = dataclasses.replace(pick, value=_value(plan, job, rule, selected, logits))
         predictions.append(_prediction(plan, planned, rule, logits["test"]))
@@ -199,11 +214,13 @@ def _prediction(plan: Plan, planned: PlannedModel, rule: str, logits: Tensor) ->
     rows = planned.split.evaluation["test"]
     values = per_image(plan.recipe.protocol.metric, logits, plan.annotations.labels[rows])
     predicted = logits.argmax(-1).numpy().astype(np.int64)
-    return Prediction.on(plan.dataset, planned.key, rule, rows.numpy(), predicted, values)
+    # other rules are for comparison: their probabilities would only multiply the size of the file
+    probabilities = _probabilities(logits) if rule == plan.rules[0] else None
+    return Prediction.on(plan.dataset, planned.key, rule, rows.numpy(), predicted, values, probabilities)
 
 
-def weights_metadata(prepared: Prepared, selected: Selected, job: Job) -> dict[str, str]:
-    """Returns the metadata of a weights file: how to preprocess images and normalise features to use it."""
-    normalized = prepared.normalize or job.normalized
-    preprocessing = prepared.preprocessing.model_dump_json()
-    return {"normalize": str(normalized).lower(), "preprocessing": preprocessing, "step": str(selected.step)}
+def _probabilities(logits: Tensor) -> np.ndarray:
+    """Returns float32 [n,C], or those of the predicted classes, [n], if all would take more than `LARGEST` bytes."""
+    found = logits.double().softmax(-1).float()
+    kept: np.ndarray = (found if found.nbytes <= LARGEST else found.amax(-1)).numpy()
+    return kept

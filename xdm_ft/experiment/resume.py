@@ -45,7 +45,7 @@ def opened(recipe: Recipe, accelerator: Accelerator) -> Iterator[RunDirectory]:
         wait_for_everyone(accelerator)
         directory.begin()
         if main:
-            directory.require_writable(["events", "models"])
+            directory.require_writable(["events", "models", "test_images"])
         yield directory
 
 

@@ -30,14 +30,19 @@ def summary_rows(
     picks = [pick for record in records for pick in record.selected.values()]
     tested = {(name, of["n"]) for pick in picks for name, of in pick.metrics["test"].per_domain.items()}
     benchmark = benchmark_of(plan.recipe.data.block.model_dump(mode="json"), tested)
-    rows = []
+    rows = {split.test_domains: directory.test_images(split.test_domains)["rows"] for split in plan.splits}
+    found = []
     for rule in plan.rules:
         picked = picked_trials(records, rule, metric)
         of_rule = summarise(
             picked,
             [
                 Prediction.from_arrays(
-                    directory.predictions(directory.model_folder(*record.key)), plan.dataset, record.key, rule
+                    directory.predictions(directory.model_folder(*record.key)),
+                    rows[record.test_domains],
+                    plan.dataset,
+                    record.key,
+                    rule,
                 )
                 for record in picked
                 if rule in record.selected
@@ -45,15 +50,15 @@ def summary_rows(
             methods=[item.label for item in methods],
             rules=[rule],
             metric=metric,
-            protocol_line=lambda rule: _protocol_line(plan, prepared, rule),
+            protocol_line=lambda rule: protocol_of(plan, prepared, rule),
             references=references(methods),
             convention=BENCHMARKS[benchmark].convention if benchmark else None,
         )
         for row in of_rule:
             draws = len({record.trial for record in records if record.method == row.method})
             flags = _flags(records, picked, row.method, rule) or None
-            rows.append(dataclasses.replace(row, budget=row.budget | {"draws": draws}, flags=flags))
-    return rows
+            found.append(dataclasses.replace(row, budget=row.budget | {"draws": draws}, flags=flags))
+    return found
 
 
 def references(methods: Sequence[MethodItem]) -> dict[str, str]:
@@ -98,7 +103,8 @@ def _augmentation(recipe: Recipe) -> str:
     return words
 
 
-def _protocol_line(plan: Plan, prepared: Prepared, rule: str) -> str:
+def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
+    """Returns the line that says how models were trained, selected by `rule` and tested."""
     recipe, dataset = plan.recipe, plan.dataset
     split = "official split" if recipe.protocol.name == "official" else "leave one domain out"
     notes = [*plan.notes, f"encoder {prepared.pretraining}, {'trained end to end' if recipe.trainable else 'frozen'}"]

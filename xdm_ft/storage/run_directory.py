@@ -44,7 +44,7 @@ PREDICTIONS = "predictions.safetensors"  # a model's predictions on its test ima
 TAKEN = "taken"  # folder of `state/`, with one empty file per training that a process of this run has taken
 LOCK = "run.lock"
 WRITTEN = ("recipe.yaml", "results.json", "results.md")  # files that exist once per run
-FILE_KEY = "file"  # key of the metadata of weights and predictions: their path in the run directory
+FILE_KEY = "file"  # key of the metadata of weights, predictions and test images: their path in the run directory
 WRITING_SHARE = 0.01  # largest share of the training time for writing results.json
 
 
@@ -181,8 +181,16 @@ class RunDirectory:
         relative = f"{folder}/{PREDICTIONS}"
         write_arrays(self._checked(relative), arrays, {FILE_KEY: relative})
 
+    @staticmethod
+    def test_images_file(test_domains: tuple[str, ...]) -> str:
+        """Returns the file of the test images that models with these test domains share."""
+        return f"test_images/{file_name(*test_domains, safe=' ')}.safetensors"
+
+    def write_test_images(self, relative: str, arrays: Arrays, metadata: Mapping[str, str]) -> None:
+        write_arrays(self._checked(relative), arrays, {**metadata, FILE_KEY: relative})
+
     def tensors(self, relative: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns the checked tensors and metadata of a file of weights or predictions.
+        """Returns the checked tensors and metadata of a file of weights, predictions or test images.
 
         Raises `Damaged`, also for a file of another model, or `FileNotFoundError`.
         """
@@ -193,16 +201,21 @@ class RunDirectory:
 
     def predictions(self, folder: str) -> Arrays:
         """Returns a model's predictions. Raises `UserError` if the file is damaged or missing."""
+        return self._arrays(f"{folder}/{PREDICTIONS}", "run the same command to train its model again")
+
+    def test_images(self, test_domains: tuple[str, ...]) -> Arrays:
+        """Returns the test images of these domains. Raises `UserError` if the file is damaged or missing."""
+        return self._arrays(self.test_images_file(test_domains), "run the same command to write it again")
+
+    def _arrays(self, relative: str, remedy: str) -> Arrays:
         pulse.beat()
-        relative = f"{folder}/{PREDICTIONS}"
         try:
             return {name: tensor.numpy() for name, tensor in self.tensors(relative)[0].items()}
         except (Damaged, FileNotFoundError) as error:
-            again = "run the same command to train its model again"
-            raise UserError(f"{self.path / relative}: is damaged ({error}); {again}") from error
+            raise UserError(f"{self.path / relative}: is damaged ({error}); {remedy}") from error
 
-    def is_intact(self, relative: str) -> bool:
-        """Returns whether a file of weights or predictions exists and is not damaged. Logs a damaged one.
+    def is_intact(self, relative: str, remedy: str = "its model will be trained again") -> bool:
+        """Returns whether a file of tensors exists and is not damaged. Logs a damaged one, with what will be done.
 
         Raises `UserError` if there is a folder in its place.
         """
@@ -216,7 +229,7 @@ class RunDirectory:
             return False
         except Damaged as error:
             if self.main:
-                logger.warning("%s: is damaged (%s); its model will be trained again", file, error)
+                logger.warning("%s: is damaged (%s); %s", file, error, remedy)
             return False
         return True
 

@@ -1,0 +1,71 @@
+"""The metadata of a weights file: all that loading its model needs besides the weights, and how it was made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from xdm_ft.encoders._prompts import expand_templates
+from xdm_ft.experiment.plan import Plan, PlannedModel, hparams
+from xdm_ft.experiment.prepared import Prepared
+from xdm_ft.experiment.summary import protocol_of
+from xdm_ft.training import Selected
+
+
+def weights_metadata(
+    plan: Plan, prepared: Prepared, planned: PlannedModel, rule: str, selected: Selected, measured: Mapping[str, Any]
+) -> dict[str, str]:
+    """Returns the metadata of a weights file. Every value is JSON; equal runs give equal texts, wherever they write.
+
+    `rule` is the selection rule that picked the weights. `measured` is what is known of their quality.
+    """
+    item = planned.item
+    described = {
+        "class_names": plan.dataset.class_names,
+        "encoder": _encoder(plan, prepared, selected),
+        "head": {"name": item.head.name, "settings": item.head.kwargs()},
+        "method": {
+            "label": item.label,
+            "test_domains": planned.split.test_domains,
+            "train_domains": planned.split.train_domains,
+            "seed": planned.seed,
+            "trial": planned.trial,
+            "steps": planned.steps,
+            "hparams": hparams(plan.recipe, item, planned.training) | selected.hparams,
+        },
+        "normalize": prepared.normalize or item.reads_normalized,  # whether the head reads L2-normalised features
+        "preprocessing": prepared.preprocessing.model_dump(mode="json"),
+        "prompts": _prompts(plan, planned),
+        "protocol": {
+            **plan.recipe.protocol.model_dump(mode="json"),
+            "selected_by": rule,
+            "description": protocol_of(plan, prepared, rule),
+        },
+        "results": measured,
+        "step": selected.step,
+    }
+    return {key: json.dumps(value, allow_nan=False) for key, value in described.items()}
+
+
+def _encoder(plan: Plan, prepared: Prepared, selected: Selected) -> dict[str, Any]:
+    """Describes the encoder: its block of the recipe, which builds it, and what its weights are."""
+    recipe, is_trained = plan.recipe, any(name.startswith("encoder.") for name in selected.state)
+    return {
+        "settings": recipe.encoder.block.model_dump(mode="json"),
+        "identity": prepared.identity,
+        "width": prepared.width,
+        "pretraining": prepared.pretraining,
+        "in_this_file": is_trained,
+        # of a frozen encoder; random weights are drawn from the seed
+        "xxh3": None if is_trained else prepared.weights,
+        "seed": None if is_trained else recipe.protocol.seeds[0],
+        "precision": recipe.training.mixed_precision if is_trained else recipe.features.precision,
+    }
+
+
+def _prompts(plan: Plan, planned: PlannedModel) -> list[str] | None:
+    """Returns the templates of the class embeddings that the head was computed or started from; None if it was not."""
+    if not planned.item.reads_text:
+        return None
+    return expand_templates(planned.item.block.prompts or plan.recipe.encoder.kwargs()["prompts"])
