@@ -174,7 +174,10 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, PermissionError) and error.filename is not None:
             complain(f"xdm-ft: {error.filename}: {error.strerror}; change its permissions or use another")
             return 2
-        complain(f"xdm-ft: {lost}" if (lost := _lost_process(error)) else traceback.format_exc())
+        if (lost := _lost_process(error)) is None:
+            complain(traceback.format_exc())
+        elif not interrupt.stop_requested():  # the process that died has obeyed the same signal, and said so
+            complain(f"xdm-ft: {lost}")
         return 1
 
 

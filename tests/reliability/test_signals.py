@@ -15,6 +15,8 @@ import pytest
 from real_runs import ROOT, Run, end_to_end
 from warm_processes import begin
 
+from xdm_ft import cli, interrupt
+
 KEPT = "xdm-ft: interrupted; finished work is kept; run the same command to resume\n"
 SIGNALLED = """
 import os, signal, sys
@@ -134,3 +136,22 @@ def test_a_loader_worker_that_is_killed(tmp_path: Path) -> None:
     assert line.startswith("xdm-ft: training.batch_size: a process that decodes images died, most likely because ")
     assert "Traceback" not in run.text()
     assert all_end(workers)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_rank_whose_partner_has_died(
+    asked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Is told in one line, unless the same signal has asked both to stop: the partner has said so."""
+
+    def broken(_: object) -> int:
+        monkeypatch.setattr(interrupt._received, "signal", signal.SIGINT if asked else None)
+        raise RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:7556.")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(cli, "_ls", broken)
+    before = {number: signal.getsignal(number) for number in interrupt.STOPPING}
+    assert cli.main(["ls"]) == 1
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert capsys.readouterr().err.count("another process has died") == (0 if asked else 1)
