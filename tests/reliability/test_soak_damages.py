@@ -26,10 +26,8 @@ DAMAGES, SEED = int(os.environ.get("SOAK_DAMAGES", "2000")), os.environ.get("SOA
 WHOLE = 1.0
 PLACES = {0.15: 1, 0.4: 1, 0.65: 2, 0.9: 2, WHOLE: 6}
 """{share of a run's writes after which a copy of it is taken: how often such copies are damaged}"""
-CHECKED, RESTORED = (
-    0.3,
-    0.1,
-)  # share of the damages before which `verify` and `retrain` run too; of the refused put back
+CHECKED = 0.3  # share of the damages before which `verify` and `retrain` run too
+RESTORED = 0.1  # share of the refused damages that are put back
 
 
 @dataclass(frozen=True)
@@ -139,12 +137,15 @@ def damaged(number: int, names: list[str], base: Path) -> None:
     made = scenario(name, base)
     made.restore(place)
     which, how, path = damage(made.tree, [made.copy(other) for other in PLACES], draw)
+    begun = (made.tree / "small" / "results.json").exists()
     wrong, text = checked(made, which, place == WHOLE) if draw.random() < CHECKED else (None, "")
     found, text = (wrong, text) if wrong else gone_on(made)
     if found == "refused" and draw.random() < RESTORED:
         made.restore(place)
         found, text = gone_on(made)
         found = f"refused, {found} when put back"
+    if found == "SILENT" and which == "weights.safetensors" and not begun:
+        found = "a new run"  # of other weights: nothing was trained with those before
     tally.count("damages by file", which, found.partition(",")[0])
     tally.count("damages by kind", how, found.partition(",")[0])
     where = "finished" if place == WHOLE else f"after {place:.0%} of its writes"
