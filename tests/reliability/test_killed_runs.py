@@ -160,7 +160,6 @@ def test_two_processes_interrupted_and_gone_on_with_by_one(whole: tuple[Path, Pa
     assert one.text().count("was written for other settings (processes was 2, is 1); this training starts again") == 1
     (results, files), (expected, expected_files) = outcome(tmp_path / "out"), outcome(alone)
     again = [run.pop("restarted") for run in results["runs"] if "restarted" in run]
-    assert results.pop("checksum") != expected.pop("checksum")
     reason = "its checkpoint was written for other settings (processes was 2, is 1)"
     assert again == [{"times": 1, "reasons": [reason]}]
     assert (results, files) == (expected, expected_files)

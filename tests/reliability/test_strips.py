@@ -77,8 +77,7 @@ def test_a_strip_is_named_or_left_out(root: Path, capsys: pytest.CaptureFixture[
     assert "1 of 13 images do not decode and are left out" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["features.views=1", "encoder.trainable=true"])
+@pytest.mark.parametrize("kind", ["features.views=1", pytest.param("encoder.trainable=true", marks=pytest.mark.slow)])
 def test_augmented_training_leaves_it_out(kind: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "data/a/cat/strip.png").write_bytes(png(Image.new("RGB", STRIP)))
     overrides = ["data.train_augmentation=domainbed", kind]

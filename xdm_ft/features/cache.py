@@ -180,11 +180,11 @@ def extract(
         _require_writable(views, sum(missing))
         _mention_outdated(views[0].store)
     model = frozen_copy(encoder, settings.precision, device) if any(missing) else encoder
-    extracted = 0
+    extracted, unreadable = 0, dict[int, str]()  # a long strip may decode in augmented views, which see a part of it
     for view, store in views:
         extraction = Extraction(model, view, dataset, hashes, store, images.rows, settings, device, on_bad_image)
         extracted += _compute_missing(extraction, show)
-        unreadable = _unreadable(store, images, hashes)
+        unreadable |= _unreadable(store, images, hashes)
         refuse_unreadable(unreadable, dataset, on_bad_image)
     nothing = torch.zeros(1, encoder.width, dtype=DTYPES[settings.precision])  # for rows whose bytes can not be read
     shards, places, rows = [nothing], [], 1
