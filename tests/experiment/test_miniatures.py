@@ -33,7 +33,10 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("name", sorted(miniature.CLASSES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("pacs", "vlcs") else pytest.mark.slow) for n in sorted(miniature.CLASSES)],
+)
 def test_domainbeds_five(name, tmp_path):
     miniature.domainbed(tmp_path / "data", name)
     protocol = "{name: leave_one_domain_out, split_rule: domainbed, seeds: 1}"

@@ -76,6 +76,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
+@pytest.mark.slow
 def test_small_methods_are_shared_out_and_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     _, alone = run_on(1, monkeypatch, "output.dir=alone")
     _, shared = run_on(3, monkeypatch, "output.dir=shared")

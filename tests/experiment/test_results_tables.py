@@ -39,6 +39,7 @@ def made(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_pacs(made, tmp_path, capsys):
     miniature.domainbed(tmp_path / "data", "pacs")
     found, text = made("pacs", "{name: leave_one_domain_out, seeds: 2}", ", counts: any")

@@ -122,7 +122,7 @@ CASES = [(where, file, damage) for where, files in FILES.items() for file, some 
 @pytest.mark.parametrize(
     ("scenario", "file", "damage"),
     [
-        pytest.param(s, f, d, id=f"{s}-{f.split('/')[-1]}-{d.__name__}", marks=pytest.mark.slow if number % 3 else ())
+        pytest.param(s, f, d, id=f"{s}-{f.split('/')[-1]}-{d.__name__}", marks=pytest.mark.slow if number % 6 else ())
         for number, (s, f, d) in enumerate(CASES)
     ],
 )

@@ -83,7 +83,7 @@ def weights_file(path: Path, seed: int) -> None:
     ("changed", "ended"),
     [
         ("image", False),
-        ("weights", True),
+        pytest.param("weights", True, marks=pytest.mark.slow),
         pytest.param("image", True, marks=pytest.mark.slow),
         pytest.param("weights", False, marks=pytest.mark.slow),
     ],

@@ -125,8 +125,14 @@ def test_there_are_methods_to_test() -> None:
     assert len(CACHED) >= 2 and len(ALGORITHMS) >= len(CACHED) and SHARPNESS and len(HEADS) >= 3
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        pytest.param(name, head, marks=() if name == "erm" or head == "linear" else pytest.mark.slow)
+        for name in CACHED
+        for head in HEADS
+    ],
+)
 def test_both_engines_train_the_same_head_on_the_same_features(name: str, head: str, accelerator: Accelerator) -> None:
     training = Training(batch_size=8, optimizer="adam")
     job = job_of(ALGORITHMS[name], head=HEADS[head], lr=0.01 if head == "linear" else 0.001)
