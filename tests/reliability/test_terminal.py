@@ -30,6 +30,7 @@ from xdm_ft.errors import UserError
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.features.maintenance import stores
 from xdm_ft.features.store import write_manifest
+from xdm_ft.recipe.text import parse
 from xdm_ft.report.tables import markdown, print_table
 from xdm_ft.terminal import complain, opened, show
 
@@ -129,6 +130,10 @@ def test_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 @given(hostile | st.dictionaries(hostile, hostile))
 def test_a_resolved_recipe_is_printable_and_means_the_same(value: object) -> None:
     assert _value(value).isprintable() and yaml.safe_load(_value(value)) == value
+
+
+def test_a_resolved_recipe_keeps_a_text_that_looks_like_a_number() -> None:
+    assert parse(f"name: {_value('1e-3')}", "recipe").values == {"name": "1e-3"}
 
 
 def images(root: Path) -> Path:

@@ -15,6 +15,7 @@ from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder
 from xdm_ft.recipe.blocks import MethodItem
 from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.text import Dumper
 from xdm_ft.settings import Block
 from xdm_ft.terminal import show
 
@@ -85,7 +86,7 @@ def _value(value: Any) -> str:
     return text if text.isprintable() else dumped(False)
 
 
-class _OneLine(yaml.SafeDumper):
+class _OneLine(Dumper):
     """Writes a text that is not printable in double quotes, where YAML has escapes for all characters."""
 
     def represent_str(self, data: str) -> yaml.ScalarNode:

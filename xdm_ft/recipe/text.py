@@ -29,11 +29,11 @@ class _Loader(yaml.SafeLoader):
         super().fetch_flow_collection_start(TokenClass)
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Writes YAML that `_Loader` reads back: the text `1e-3` in quotes."""
 
 
-for one in (_Loader, _Dumper):
+for one in (_Loader, Dumper):
     one.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
     )
@@ -41,7 +41,7 @@ for one in (_Loader, _Dumper):
 
 def as_text(values: Mapping[str, Any]) -> str:
     """Returns plain values as the YAML text of a recipe."""
-    return str(yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+    return str(yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
 def dotted(key: Key) -> str:
