@@ -113,6 +113,18 @@ def test_other_inputs_are_refused_end_to_end(
     assert Path("out/small/results.json").read_bytes() == before
 
 
+def test_other_weights_of_a_frozen_encoder_are_named_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights_file(here / "w.safetensors", seed=1)
+    text = RECIPE.format(data="name: pacs, root: data, counts: any")
+    Path("small.yaml").write_text(text.replace("kwargs: {img", "weights: w.safetensors, kwargs: {img"))
+    assert main(["run", "small.yaml", "protocol.test_domains=[sketch]"]) == 0
+    weights_file(here / "w.safetensors", seed=2)
+    capsys.readouterr()
+    assert main(["run", "small.yaml", "protocol.test_domains=[sketch]"]) == 2
+    error = capsys.readouterr().err
+    assert "small: the encoder's weights have changed since this run started (encoder.weights, features.key)" in error
+
+
 def stopping_after_one(save: Callable[..., None]) -> Callable[..., None]:
     def stopping(*arguments: object) -> None:
         save(*arguments)

@@ -105,26 +105,21 @@ class Earlier:
         """Raises `UserError` if models of the run directory `path` were trained on other inputs than `inputs`."""
         if self.environment is None:
             return
-        remedy = "set name or output.dir, or delete the directory"
-        if "encoder" not in self.environment:
-            raise UserError(f"{path}: was written by an earlier version, which did not record its images; {remedy}")
         changed = differences({key: self.environment[key] for key in INPUTS if key in self.environment}, inputs)
         if changed:
             named = [what for key, what in INPUT_WORDS.items() if any(one.startswith(key) for one in changed)]
+            if len(named) > 1 and any(one.startswith("encoder") for one in changed):
+                named.remove(INPUT_WORDS["features"])  # they follow from the weights
             raise UserError(
-                f"{path}: {' and '.join(named)} have changed since this run started ({', '.join(changed)}); {remedy}"
+                f"{path}: {' and '.join(named)} have changed since this run started ({', '.join(changed)}); "
+                "set name or output.dir, or delete the directory"
             )
 
 
 def earlier(directory: RunDirectory, accelerator: Accelerator) -> Earlier:
     """Reads what the interrupted run finished. Models that failed or whose files are damaged are left out, so that they
     are trained again. Raises `UserError` if results.json is damaged, or an earlier version wrote it."""
-    results = directory.results() or {"findings": [], "runs": []}
-    if "findings" not in results:
-        raise UserError(
-            f"{directory.path / 'results.json'}: was written by an earlier version, whose train_val pooled the images "
-            "of all domains; set another name or output.dir"
-        )
+    results = directory.results() or {"runs": []}
     # lines are written for every model, results.json only now and then
     path = directory.path / "results.json"
     known = {record.key: record for record in records_in(path, results["runs"])} | recorded(directory)
