@@ -30,6 +30,7 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features import cache
 from xdm_ft.features.cache import Features
+from xdm_ft.features.cache_key import key_of
 from xdm_ft.features.shards import Contents, contents_of, write_shard
 from xdm_ft.features.store import Store
 from xdm_ft.protocol.splits import Split
@@ -38,7 +39,7 @@ from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.train import CHUNK_HEADS, train_bank
 from xdm_ft.training.bank.validation import BankValidation
 
-DOMAINS, CLASSES, KEY = 4, 10, "0" * 32
+DOMAINS, CLASSES, KEY = 4, 10, key_of({})
 SHARD = 10_000  # images
 METHODS = {"erm": ERM, "xdomainmix": XDomainMix}
 GIGABYTE = 1e9
@@ -87,7 +88,7 @@ def contents(rows: int) -> Contents:
 
 
 def opened(cache: Path, rows: int, width: int) -> Features:
-    cached = Store(cache, {}, KEY, contents(rows), width, torch.float16)
+    cached = Store(cache, {}, contents(rows), width, torch.float16)
     assert not len(cached.missing())
     ends = np.cumsum([0, *(len(shard.contents) for shard in cached.shards)])
     places = torch.from_numpy(ends[cached.shard_of] + cached.row_of)

@@ -119,7 +119,9 @@ def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("command", [["cache"], ["features", "demo"], ["run", "demo", "output.dir=../out"], ["doctor"]])
 def test_without_a_home_folder(command: list[str], no_home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = one_line(capfd, command)
-    assert "features.dir: ~/.cache/xdm_ft/features can not be created (Could not determine home directory.)" in line
+    assert (
+        "features.dir: ~/.cache/xdm_ft/features: the home folder is unknown" in line and "write the whole path" in line
+    )
 
 
 def test_without_a_folder_for_downloads(

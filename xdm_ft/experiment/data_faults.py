@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,9 +14,6 @@ from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import index_folder
 from xdm_ft.features.file_hashes import FileHashes, hash_files
 from xdm_ft.protocol.splits import Split
-
-if TYPE_CHECKING:
-    pass
 
 TESTED = ("test", "val_domain")
 """Evaluation splits that must share no image or group with training.

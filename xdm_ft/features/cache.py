@@ -18,7 +18,7 @@ from xdm_ft.data import Augmentation, ImageDataset
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache_key import key_of, key_parts
+from xdm_ft.features.cache_key import key_parts
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.forward import DTYPES, Extraction, frozen_copy, refuse_unreadable
 from xdm_ft.features.maintenance import stores
@@ -144,6 +144,7 @@ class DistinctImages(NamedTuple):
 
 
 def distinct_images(hashes: FileHashes) -> DistinctImages:
+    """Returns the different images among those that were hashed. Rows whose bytes can not be read are no image."""
     readable = np.delete(np.arange(len(hashes.digests)), list(hashes.unreadable))
     contents, first, image = np.unique(contents_of(hashes.digests[readable]), return_index=True, return_inverse=True)
     order = np.argsort(first)
@@ -224,8 +225,7 @@ def cached_views(
     views = []
     for view in all_views(augmentation, settings.views):
         of_view = {**parts, **view.key_parts(encoder.preprocessing)}
-        store = Store(cache, of_view, key_of(of_view), images.contents, encoder.width, dtype)
-        views.append(CachedView(view, store))
+        views.append(CachedView(view, Store(cache, of_view, images.contents, encoder.width, dtype)))
     return views
 
 

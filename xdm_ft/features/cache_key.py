@@ -7,6 +7,7 @@ features by rounding only: features computed with other values of these are reus
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib.metadata import version
 
 import PIL
@@ -44,7 +45,7 @@ def key_parts(encoder: Encoder, decoder: str, precision: Precision, device: torc
     }
 
 
-def key_of(parts: dict[str, object]) -> str:
+def key_of(parts: Mapping[str, object]) -> str:
     """The key of these parts: xxh3_128, 32 hexadecimal digits."""
     return digest(json.dumps(parts, sort_keys=True), bits=128)
 

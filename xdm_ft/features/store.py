@@ -34,10 +34,12 @@ from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
+from xdm_ft.features.cache_key import key_of
 from xdm_ft.features.shards import Contents, Shard, open_shard, write_shard
 from xdm_ft.storage.atomic import disk_errors, remove_unfinished, replace_text
 from xdm_ft.storage.checksummed import Damaged, json_object
 from xdm_ft.storage.digests import digest
+from xdm_ft.storage.user_paths import expanded
 
 logger = logging.getLogger("xdm_ft")
 
@@ -53,14 +55,13 @@ def cache_folder(settings: FeatureSettings) -> Path:
     Raises `UserError` if it can not be created or read. A folder that can only be read serves what is cached there.
     """
     default = os.environ.get("XDM_FT_CACHE") or "~/.cache/xdm_ft/features"
+    folder = expanded(settings.dir or default, "features.dir").absolute()
     remedy = "set features.dir or XDM_FT_CACHE to a folder of your own"
     try:
-        folder = Path(settings.dir or default).expanduser().absolute()
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the home of "~" is unknown
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"features.dir: {settings.dir or default} can not be created ({reason}); {remedy}") from error
+    except OSError as error:
+        raise UserError(f"features.dir: {folder} can not be created ({error.strerror}); {remedy}") from error
     if not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
         raise UserError(f"features.dir: {folder} can not be read; {remedy}")
     return folder
@@ -74,15 +75,16 @@ class Store:
     """The features of M different images on disk, shared by all processes that need them."""
 
     def __init__(
-        self, cache: Path, parts: Mapping[str, object], key: str, contents: Contents, width: int, dtype: torch.dtype
+        self, cache: Path, parts: Mapping[str, object], contents: Contents, width: int, dtype: torch.dtype
     ) -> None:
-        """`parts`: all that determines the features, of which `key` is the hash. `contents` [M]: no two are equal."""
-        self.cache, self.folder, self.key, self.contents = cache, cache / key, key, contents
+        """`parts`: all that determines the features, as `key_parts` returns it. `contents` [M]: no two are equal."""
+        self.key = key_of(parts)
+        self.cache, self.folder, self.contents = cache, cache / self.key, contents
         self.width, self.dtype = width, dtype
         self.shards: list[Shard] = []  # that hold some of the images
         self.shard_of = np.full(len(contents), -1, np.int32)  # [M], −1: not computed yet
         self.row_of = np.zeros(len(contents), np.int64)  # [M], row of the shard
-        self._about = {"what": WHAT, "key": key, **parts, "width": width}
+        self._about = {"what": WHAT, "key": self.key, **parts, "width": width}
         self._order = np.argsort(contents)
         self._seen: set[str] = set()  # names of shards that were opened, or are damaged
         self._damaged: dict[Path, Damaged] = {}
