@@ -139,9 +139,7 @@ def train(features: Features, training: Training, heads: int) -> dict[str, float
         evaluating: list[float] = []
         started = time.perf_counter()
         with timed_evaluations(evaluating):
-            bank = train_bank(
-                jobs, features, about, Criteria(("train_val",), "accuracy"), record=lambda *_: None, show=False
-            )
+            bank = train_bank(jobs, features, about, Criteria(("train_val",), "accuracy"), record=lambda *_: None)
             trained = list(bank)
         seconds = time.perf_counter() - started - sum(evaluating)
         assert all(one.failure is None for one in trained)

@@ -4,8 +4,12 @@ Their products are small: a second thread gains nothing, and waits for its core 
 """
 
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported anywhere
+
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
@@ -14,3 +18,18 @@ import torch
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)  # a run in an earlier test has set as many as there are cores
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator() -> None:
+    """Accelerate keeps the precision of an earlier test for the whole process."""
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """What tests print about paths that are not UTF-8 goes from the processes of the tests to the one that reports."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report

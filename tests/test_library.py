@@ -15,6 +15,7 @@ from xdm_ft.recipe.read import check, load
 from xdm_ft.recipe.text import recipe_of
 
 QUICK = {"data": {"name": "digits"}, "encoder": {"name": "timm", "model": "test_vit", "kwargs": {"img_size": 32}}}
+QUICK |= {"report": {"page": False}}
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
@@ -74,12 +75,11 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert again.records == results.records and again.rows == results.rows, "a finished run trains nothing again"
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_process_may_differ_in_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     monkeypatch.chdir(tmp_path)
-    AcceleratorState._reset_state(reset_partial_state=True)  # of earlier tests
     recipe = QUICK | {"features": {"dir": str(tmp_path / "cache"), "workers": 0}, "methods": ["erm"]}
     recipe["encoder"] = recipe["encoder"] | {"trainable": True, "preprocessing": {"size": 32}}
     miniature.domainbed(tmp_path / "data", "pacs", per_class=2)  # few images
@@ -94,4 +94,3 @@ def test_two_runs_of_one_process_may_differ_in_precision(tmp_path: Path, monkeyp
         xdm_ft.run(recipe, name="other")
     assert not xdm_ft.run(recipe, name="bf16", training={"mixed_precision": "bf16"}).failed
     assert own.mixed_precision == "bf16", "the caller's own stays as it was"
-    AcceleratorState._reset_state(reset_partial_state=True)

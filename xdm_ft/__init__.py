@@ -11,8 +11,9 @@ from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
     from xdm_ft.experiment.results import Results
+    from xdm_ft.export.model import Model
 
-__all__ = ["UserError", "__version__", "run"]
+__all__ = ["UserError", "__version__", "load", "run"]
 
 
 def run(recipe: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Results:
@@ -27,8 +28,43 @@ def run(recipe: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) ->
     The run directory is `<output.dir>/<name>/`, as on the command line. An interrupted run resumes there; a finished
     run trains nothing again. Raises `UserError` for faults that the caller can repair: recipe, data, weights, disk.
     """
-    from xdm_ft.experiment import run as run_recipe
-    from xdm_ft.recipe.read import check
+    from xdm_ft.recipe.finished_run import say_if_finished
     from xdm_ft.recipe.text import recipe_of
 
-    return run_recipe(check(recipe_of(recipe, overrides)))
+    text = recipe_of(recipe, overrides)
+    say_if_finished(text)
+    from xdm_ft.experiment import run as run_recipe  # this imports torch
+    from xdm_ft.recipe.read import check
+
+    return run_recipe(check(text))
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    method: str | None = None,
+    test_domain: str | None = None,
+    seed: int | None = None,
+    trial: int | None = None,
+    device: str | None = None,
+    precision: str | None = None,
+    encoder_weights: str | os.PathLike[str] | None = None,
+) -> Model:
+    """Loads a model directory (of `xdm-ft export`), one on the hub (hf-hub:ORG/NAME[@REVISION]), or a model of a run.
+
+    The model has `predict(images)`, `predict_proba(images)`, `encode(images)`, `distance(images)`, `class_names`, and
+    `module`, a torch module from preprocessed pixels to logits. Of a run directory it is the final fit if there is one,
+    else the protocol's choice among the models that fit `method`, `test_domain` (several joined by commas), `seed` and
+    `trial`; the logger "xdm_ft" says which. From the hub, only data are read; no code there is run.
+
+    `device`: as in torch; None: a GPU if there is one. `precision`: fp32, bf16 or fp16; None: that of the run.
+    `encoder_weights`: a file, for a model directory without the encoder whose weights came from a file. Raises
+    `UserError` for directories that are damaged or hold no model, and for other weights than the model was trained on.
+    """
+    from xdm_ft.export.model import load as load_model
+    from xdm_ft.export.runs import Choice
+
+    test_domains = None if test_domain is None else tuple(test_domain.split(","))
+    choice = Choice(method, test_domains, seed, trial)
+    weights = None if encoder_weights is None else os.fspath(encoder_weights)
+    return load_model(path, device=device, precision=precision, encoder_weights=weights, choice=choice)

@@ -1,4 +1,4 @@
-"""The exception for faults that a user can repair, and two helpers for its message."""
+"""The exception for faults that a user can repair, and helpers for its message."""
 
 import difflib
 
@@ -22,6 +22,11 @@ def printable(name: object) -> str:
         return text
     # a path that is not UTF-8 holds lone surrogates (PEP 383), which a strict codec would refuse
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns a number with its noun: 1 image, 2 images, 2 classes."""
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 ONE_PRESS_SECONDS = 2.0  # a launcher forwards Ctrl-C to processes that have already received it from the terminal
+RESUME = "run the same command to resume"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -37,12 +38,8 @@ class Interrupted(KeyboardInterrupt):
 
     def __str__(self) -> str:
         if self.saved:
-            return f"interrupted; saved: {self.saved}; run the same command to resume"
-        return (
-            "interrupted; finished work is kept; run the same command to resume"
-            if _received.resumable
-            else "interrupted"
-        )
+            return f"interrupted; saved: {self.saved}; {RESUME}"
+        return f"interrupted; finished work is kept; {_received.resume}" if _received.resume else "interrupted"
 
 
 class _Received:
@@ -52,12 +49,13 @@ class _Received:
     at = 0.0  # time.monotonic()
     process = 0  # id of the process that reacts: loader workers inherit the handlers by a fork and must ignore signals
     prints = True  # whether it prints a message before it ends
-    resumable = False  # whether the same command resumes the work
+    resume = ""  # how the work is resumed; empty: it is not
     deferred = 0  # number of `deferred` contexts that are open
     ending: list[Callable[[], None]] = []  # functions of the `before_exit` contexts that are open
 
     def reset(self, prints: bool, resumable: bool) -> None:
-        self.signal, self.process, self.prints, self.resumable = None, os.getpid(), prints, resumable
+        self.signal, self.process, self.prints = None, os.getpid(), prints
+        self.resume = RESUME if resumable else ""
         self.deferred, self.ending = 0, []
 
 
@@ -94,7 +92,7 @@ def handled(resumable: bool) -> Iterator[None]:
         yield
     finally:
         if not stop_requested():
-            _received.resumable = False
+            _received.resume = ""
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -113,6 +111,16 @@ def deferred() -> Iterator[None]:
         _received.deferred -= 1
     if stop_requested():
         raise Interrupted
+
+
+@contextmanager
+def resumed_by(how: str) -> Iterator[None]:
+    """Context in which finished work is kept, and the line of a signal says `how` it is resumed."""
+    before, _received.resume = _received.resume, how
+    try:
+        yield
+    finally:
+        _received.resume = before
 
 
 @contextmanager
@@ -144,8 +152,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
     launched = "LOCAL_WORLD_SIZE" in os.environ
     if number == signal.SIGINT and not (launched and time.monotonic() - _received.at < ONE_PRESS_SECONDS):
         _received.ending.clear()
-        again = "interrupted again; stopped without saving; run the same command to resume"
-        _exit(number, again if _received.resumable else "interrupted again")
+        again = f"interrupted again; stopped without saving; {_received.resume}"
+        _exit(number, again if _received.resume else "interrupted again")
 
 
 def _exit(number: int, message: str) -> None:

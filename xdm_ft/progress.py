@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from xdm_ft.errors import printable
+from xdm_ft.terminal import with_bar
+
 LOG_EVERY_SECONDS = 30.0
+BAR_AFTER_SECONDS = 0.5  # work that takes less shows no bar
 logger = logging.getLogger("xdm_ft")
 
 
@@ -45,9 +50,12 @@ pulse = Pulse()
 
 
 class Progress:
-    """Writes a line to the log every 30 seconds. Call `advance(n, note)` after each piece of work."""
+    """Writes a line to the log every 30 seconds. Call `advance(n, note)` after each piece of work.
 
-    def __init__(self, description: str, total: int, unit: str) -> None:
+    `total` None: it is not known.
+    """
+
+    def __init__(self, description: str, total: int | None, unit: str) -> None:
         self.description, self.total, self.unit = description, total, unit
         self.done = self.skipped = 0
         self.started = self.last_line = time.monotonic()
@@ -64,19 +72,41 @@ class Progress:
         if now - self.last_line >= LOG_EVERY_SECONDS:
             self.last_line = now
             rate = (self.done - self.skipped) / (now - self.started)
-            left = (self.total - self.done) / rate
+            of, left = "", ""
+            if self.total is not None:
+                of, left = f" of {self.total}", f", {duration((self.total - self.done) / rate)} left"
             logger.info(
-                "%s: %d of %d %s, %.1f/s, %.0f s left%s",
-                self.description, self.done, self.total, self.unit, rate, left, f", {note}" if note else "",
+                "%s: %d%s %s, %.1f/s%s%s",
+                self.description, self.done, of, self.unit, rate, left, f", {note}" if note else "",
             )  # fmt: skip
 
 
 class _Bar(Progress):
-    def __init__(self, description: str, total: int, unit: str) -> None:
+    def __init__(self, description: str, total: int | None, unit: str) -> None:
         super().__init__(description, total, unit)
         from tqdm import tqdm
 
-        self.bar = tqdm(total=total, desc=description, unit=f" {unit}", file=sys.stderr, dynamic_ncols=True)
+        self.bar = tqdm(
+            total=total,
+            desc=printable(description),
+            unit=f" {unit}",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            leave=False,
+            delay=BAR_AFTER_SECONDS,
+        )
+
+    @property
+    def _is_visible(self) -> bool:
+        return bool(self.bar.last_print_t >= self.bar.start_t + self.bar.delay)
+
+    def clear(self) -> None:
+        if self._is_visible:
+            self.bar.clear()
+
+    def refresh(self) -> None:
+        if self._is_visible:
+            self.bar.refresh()
 
     def skip(self, n: int) -> None:
         # tqdm takes the rate from n − initial, and its recent rate from n − last_print_n
@@ -86,21 +116,47 @@ class _Bar(Progress):
 
     def advance(self, n: int = 1, note: str = "") -> None:
         pulse.beat()
-        self.bar.set_postfix_str(note, refresh=False)
+        self.bar.set_postfix_str(printable(note), refresh=False)
         self.bar.update(n)
 
 
+def unseen() -> Progress:
+    """Returns a progress that is shown nowhere."""
+    found = Progress("", None, "")
+    found.last_line = float("inf")
+    return found
+
+
+def shows_bars() -> bool:
+    """Whether standard error is a terminal on which bars are wanted: not with `--quiet`, nor with tqdm's variable."""
+    wanted = logger.level <= logging.INFO and os.environ.get("TQDM_DISABLE", "0") in ("", "0")
+    return wanted and sys.stderr.isatty()
+
+
+def duration(seconds: float) -> str:
+    """Returns a time as a reader says it: "40 s", "3 min", "2.5 h", "4 days"."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.0f} min"
+    hours = seconds / 3600
+    if hours < 48:
+        return f"{hours:.1f} h" if hours < 10 else f"{hours:.0f} h"
+    return f"{hours / 24:.0f} days"
+
+
 @contextmanager
-def progress(description: str, total: int, unit: str, shown: bool = True) -> Iterator[Progress]:
-    """Context that yields a `Progress`: a bar on a terminal, else log lines; nothing if not `shown` (other ranks)."""
-    if shown and sys.stderr.isatty():
+def progress(description: str, total: int | None, unit: str, shown: bool = True) -> Iterator[Progress]:
+    """Context that yields a `Progress`: a bar on a terminal, else log lines; nothing if not `shown` (other ranks).
+
+    A logger whose level is above INFO (`--quiet`) has neither.
+    """
+    if shown and shows_bars():
         bar = _Bar(description, total, unit)
         try:
-            yield bar
+            with with_bar(bar):
+                yield bar
         finally:
             bar.bar.close()
     else:
-        lines = Progress(description, total, unit)
-        if not shown:
-            lines.last_line = float("inf")
-        yield lines
+        yield Progress(description, total, unit) if shown else unseen()

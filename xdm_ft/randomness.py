@@ -42,6 +42,16 @@ class Stream(IntEnum):
     SEARCH = 30
     VIEW_IMAGE = 40
     VIEW = 41
+    TEMPERATURE = 42
+    TRAINING_FEATURES = 43
+    ANALYSIS = 50
+    HALVES = 51
+    MMD_SAMPLES = 52
+    REMOVAL = 53
+    SHOWN = 54
+    MAP_INIT = 55
+    MAP_BATCH = 56
+    ANALYSIS_ORDER = 57
 
 
 def _signed(value: int) -> int:

@@ -126,3 +126,8 @@ class Score:
     n: int
     per_class_recall: dict[str, float | None]  # None for a class without images
     per_domain: dict[str, dict[str, Any]]  # name → {"accuracy", "n"}
+
+    @property
+    def worst_class_recall(self) -> float | None:
+        """The lowest recall of a class; None if no class has images."""
+        return min((recall for recall in self.per_class_recall.values() if recall is not None), default=None)

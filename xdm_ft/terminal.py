@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from xdm_ft.errors import UserError, printable
 
@@ -28,9 +28,26 @@ def write(text: str) -> None:
 
     Raises `BrokenPipeError` if the reader has ended (`| head`), and `UserError` if the output can not be written.
     """
-    try:
+    with _output():
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def write_data(data: bytes) -> None:
+    """Writes UTF-8 to standard output as it is, or as `show` does if that is a terminal. Raises as `write` does."""
+    if sys.stdout.isatty():
+        write(visible(data.decode("utf-8", "surrogateescape")))
+        return
+    with _output():
+        sys.stdout.flush()
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+
+@contextmanager
+def _output() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         _discard(sys.stdout)
         if isinstance(error, BrokenPipeError):
@@ -39,12 +56,67 @@ def write(text: str) -> None:
 
 
 def complain(text: object) -> None:
-    """Prints a text of one or more lines to standard error. Where that can not be written, nothing is printed."""
+    """Prints a text of one or more lines to standard error. Where that can not be written, nothing is printed.
+
+    A bar on the terminal gives way, and stands below the text afterwards.
+    """
     try:
+        for bar in _bars:
+            bar.clear()
         sys.stderr.write(visible(f"{text}\n"))
         sys.stderr.flush()
+        for bar in _bars if os.getpid() == _owner else ():  # a fork has an old copy of the bar
+            bar.refresh()
     except OSError:
         _discard(sys.stderr)
+
+
+class Bar(Protocol):
+    """A bar of tqdm."""
+
+    def clear(self) -> Any: ...
+    def refresh(self) -> Any: ...
+
+
+_bars: list[Bar] = []  # that are on the terminal now
+_owner = os.getpid()  # the process that shows them
+
+
+@contextmanager
+def with_bar(bar: Bar) -> Iterator[None]:
+    """Context in which a bar stands on standard error, below what else is printed there."""
+    global _owner
+    _owner = os.getpid()
+    _bars.append(bar)
+    try:
+        yield
+    finally:
+        _bars.remove(bar)
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Context whose standard output is standard error, also for libraries and child processes.
+
+    Then standard output holds nothing but what is written after the context.
+    """
+    out = sys.stdout
+    try:
+        number = out.fileno()
+    except (OSError, ValueError):  # captured inside Python
+        number = None
+    kept = None if number is None else os.dup(number)
+    out.flush()
+    sys.stdout = sys.stderr
+    if number is not None:
+        os.dup2(2, number)
+    try:
+        yield
+    finally:
+        sys.stdout = out
+        if number is not None and kept is not None:
+            os.dup2(kept, number)
+            os.close(kept)
 
 
 def visible(text: str) -> str:

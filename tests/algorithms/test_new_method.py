@@ -133,6 +133,7 @@ protocol: {test_domains: [photo], seeds: 1, val_fraction: 0.4}
 encoder: {name: timm, model: test_resnet, preprocessing: {size: 32}}
 features: {dir: cache, workers: 0}
 training: {steps: 4, batch_size: 4}
+report: {page: false}
 """
 
 
@@ -167,7 +168,7 @@ def trained(methods: str, *overrides: str) -> list[dict]:
 
 
 def test_they_are_listed(own_methods):
-    listed = listing("methods")
+    listed = listing("methods").text()
     assert "smoothing=0.1 (mass of other classes)" in listed and "Khosla et al. 2020" in listed
     [jittered] = [line for line in listed.splitlines() if line.startswith("jittered ")]
     assert "end to end" in jittered and "cached" not in jittered

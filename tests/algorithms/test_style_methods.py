@@ -84,7 +84,7 @@ def test_places() -> None:
     dense = encoder(stem_names=("conv", "pool"), transition_names=("t1", "t2"))
     assert list(DSU(SETUP).stage_modules(dense)) == ["conv", "pool", "t1", "t2"]
     for method, least in ((MixStyle, 2), (DSU, 1)):
-        with pytest.raises(UserError, match="named stages"):
+        with pytest.raises(UserError, match="named stage"):
             method(SETUP).stage_modules(encoder(stage_names=("one", "two")[: least - 1]))
 
 

@@ -6,7 +6,7 @@ from xdm_ft.commands.ls import listing
 
 
 def test_methods_say_what_they_work_on():
-    rows = {cells[0]: cells for line in listing("methods").splitlines() for cells in [re.split(r"  +", line)]}
+    rows = {cells[0]: cells for line in listing("methods").text().splitlines() for cells in [re.split(r"  +", line)]}
     works_on = {name: cells[2] for name, cells in rows.items()}
     assert works_on["groupdro"] == works_on["…+sagm"] == "cached / end to end"
     assert works_on["coral"] == "end to end" and works_on["linear_probe"] == "cached"

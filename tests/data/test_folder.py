@@ -72,8 +72,8 @@ def test_ignored_files_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert relative(dataset, tmp_path) == ["d/c/a.png"]
     assert dataset.domain_names == ("d",)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: ignored 3 files that are not images, the first: README.txt",
-        f"{tmp_path}: ignored 1 images outside a <domain>/<class> folder, the first: d/loose.png",
+        f"{tmp_path}: ignored 3 files without an image, the first: README.txt",
+        f"{tmp_path}: ignored 1 image outside a <domain>/<class> folder, the first: d/loose.png",
     ]
 
 
@@ -135,11 +135,11 @@ def test_faults_are_one_clear_line(tmp_path: Path) -> None:
     assert fault(tmp_path / "empty").endswith("contains no images in <domain>/<class>/ folders; it is empty")
     put(tmp_path, "flat/cat/a.png", "flat/cat/b.png")
     assert fault(tmp_path / "flat").endswith(
-        "folders; 2 are in higher folders, such as cat/a.png; move them into class folders"
+        "folders; it contains 2 images in higher folders, such as cat/a.png; move them into class folders"
     )
     (tmp_path / "text/d/c").mkdir(parents=True)
     (tmp_path / "text/d/c/a.txt").write_text("x")
-    assert fault(tmp_path / "text").endswith("folders; it contains 1 other files")
+    assert fault(tmp_path / "text").endswith("folders; it contains 1 other file")
     put(tmp_path, "good/d/c/p1.png", "good/d/c/q.png")
     assert fault(tmp_path / "good", r"p\d").startswith(
         r'data.group: "p\d" matches nothing in 1 of 2 paths, the first: d/c/q.png'

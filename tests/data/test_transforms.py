@@ -6,6 +6,7 @@ import pytest
 import timm.data
 import torch
 from PIL import Image
+from pydantic import ValidationError
 
 from xdm_ft.data._transforms import (
     Preprocessing,
@@ -100,3 +101,9 @@ def test_domainbeds_augmentation_in_the_encoders_own_numbers() -> None:
     black = training_transform(own, "domainbed")(Image.new("RGB", (50, 40)))
     assert black.shape == (3, 32, 32) and black.dtype == torch.float32
     assert torch.equal(black, torch.full_like(black, -2.0))
+
+
+@pytest.mark.parametrize("values", [{"std": [0, 1, 1]}, {"std": [-1, 1, 1]}, {"std": [1, 1, 1e-50]}, {"crop": 1e-9}])
+def test_values_that_can_not_be_computed_with_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        PreprocessingOverrides(**values)

@@ -10,7 +10,9 @@ from xdm_ft.evaluation.records import Pick, Record, SummaryRow
 from xdm_ft.tensors import Score
 
 SCORE = Score(0.5, 0.5, 0.4, None, None, 1.0, 0.1, 4, {"cat": 0.5, "dog": None}, {"a": {"accuracy": 0.5, "n": 4}})
-PICK = Pick(3, "models/w.safetensors", {"test": SCORE}, {"alpha": 0.3}, [{"alpha": 0.0, "test": None}], ["late"], 0.7)
+PICK = Pick(
+    3, "models/w.safetensors", {"test": SCORE}, {"alpha": 0.3}, [{"alpha": 0.0, "test": None}], ["late"], 0.7, 1.5
+)
 WHOLE = Record(
     "erm",
     ("a", "b"),
@@ -61,7 +63,7 @@ def test_the_order_of_keys() -> None:
     assert list(WHOLE.to_json()) == [*identity, "selected", *measured]
     assert list(RECORDS["failed"].to_json()) == [*identity, "selected", "train_seconds", "reason"]
     assert list(RECORDS["skipped"].to_json()) == [*identity, "reason", "selected"]
-    assert list(PICK.to_json()) == ["step", "alpha", "weights", "metrics", "curve", "flags", "value"]
+    assert list(PICK.to_json()) == ["step", "alpha", "weights", "metrics", "curve", "flags", "value", "temperature"]
     start = ["method", "selection", "metric", "split", "mean", "std", "stderr", "n", "spread_as_published"]
     end = ["per_test_domain", "versus_erm", "protocol", "budget", "failed", "skipped", "reason", "flags"]
     assert list(ROW.to_json()) == start + end

@@ -17,6 +17,7 @@ encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_s
 features: {dir: cache, workers: 0}
 methods: [erm, {name: xdomainmix, warmup_steps: 2}]
 training: {steps: 10, batch_size: 4, evaluate_every: 2, optimizer: sgd, lr: 0.05}
+report: {page: false}
 """
 
 

@@ -35,6 +35,7 @@ protocol: {seeds: 1}
 encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}
 methods: [erm]
 training: {steps: 2, batch_size: 4}
+report: {page: false}
 features: {dir: cache, workers: 0}
 """
 
@@ -77,7 +78,7 @@ def told(capsys, caplog, tmp_path):
             assert main(["run", "small.yaml", *overrides]) == 0
         messages = [record.getMessage() for record in caplog.records]
         logged = [message.removeprefix("finding: ") for message in messages if message.startswith("finding: ")]
-        trains = next(i for i, message in enumerate(messages) if "models" in message)
+        trains = next(i for i, message in enumerate(messages) if message.startswith("encoder: "))
         assert not any(message.startswith("finding: ") for message in messages[trains:])
         results = json.loads((tmp_path / "output" / "small" / "results.json").read_text())
         jsonschema.Draft202012Validator(SCHEMA).validate(results)
@@ -188,7 +189,9 @@ def test_a_random_split_tests_on_seen_domains(domains, images, told):
     assert findings == [] and results["tested_on"] == "domains that are also trained on, none of them unseen"
     assert all(f"tested on {results['tested_on']}" in row["protocol"] for row in results["summary"])
     text = Path("output/small/results.md").read_text()
-    assert f"on test images of {results['tested_on']}" in text and "never trained on" not in text
+    found = text.split("## How to read")[0]
+    assert f"On its test images, which are of {results['tested_on']}, expect" in found
+    assert "never trained on" not in found
 
 
 def test_a_split_with_some_unseen_domains_names_the_others(images):

@@ -1,7 +1,6 @@
 """The model that is shipped: chosen by what selection saw, trained on all images, nothing chosen in the fit."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from safetensors.torch import load_file
 from xdm_ft.algorithms import Setup
 from xdm_ft.averaging import Interval, Segment
 from xdm_ft.errors import UserError
-from xdm_ft.evaluation.records import Pick, Record, SummaryRow
+from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment import run
-from xdm_ft.experiment.final_fit import best, combined, fit_of_runs, median, mode, selection_values
+from xdm_ft.experiment.final_fit import combined, fit_of_runs, median, mode
 from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoder, prepare
@@ -42,7 +41,7 @@ def naive_training(made, item, known, rules=("r",), steps=10):
     setup = Setup(Task(dataset.class_names, split.train_domains), width=prepared.features.width, steps=steps, seed=0)
     job = Job("x", (), 0, 0, split, setup, item.algorithm.build, None, made.training, known=known)
     arguments = (plan.annotations, Criteria(rules, "accuracy"))
-    (trained,) = train_bank([job], prepared.features, *arguments, record=lambda *_: None, show=False)
+    (trained,) = train_bank([job], prepared.features, *arguments, record=lambda *_: None)
     return trained
 
 
@@ -169,36 +168,6 @@ def test_nothing_is_measured_while_it_trains(monkeypatch):
     results("methods=[{name: erm+swad, swad.n_converge: 1}]")
     assert [rows for held_out, rows in made if not held_out] == [0]
     assert all(rows for held_out, rows in made if held_out) and any(held_out for held_out, _ in made)
-
-
-def record(method, seed, value, status="ok", held="a", trial=0):
-    picked = {"train_val": Pick(step=1, weights="", metrics={}, value=value)} if status == "ok" else {}
-    return Record(method, (held,), seed, trial, {}, status, selected=picked)
-
-
-def summary(**means):
-    about = {"selection": "train_val", "metric": "accuracy", "split": "test", "protocol": "", "n": 1}
-    rest = dict.fromkeys(("std", "stderr", "spread_as_published", "versus_erm"))
-    return [SummaryRow(name, mean=mean, per_test_domain={}, budget={}, **about, **rest) for name, mean in means.items()]
-
-
-def test_test_means_have_no_say():
-    runs = [record("erm", 0, 0.9), record("erm", 1, 0.7), record("irm", 0, 0.75), record("irm", 1, 0.75)]
-    values = selection_values(runs, summary(irm=0.99, erm=0.2), "train_val", "accuracy")
-    assert values == {"irm": 0.75, "erm": pytest.approx(0.8)}
-    assert best(values, "accuracy") == "erm" and best(values, "nll") == "irm"
-    assert best({"b": 0.5, "a": 0.5}, "accuracy") == "b", "the first of equals"
-
-
-def test_only_methods_with_a_value_in_every_run_can_be_chosen():
-    runs = [record("erm", 0, 0.5), record("irm", 0, 0.9), record("irm", 1, 0.9, "failed"), record("rsc", 0, None)]
-    rows = summary(erm=0.1, irm=0.1, rsc=0.1)
-    assert selection_values(runs, rows, "train_val", "accuracy") == {"erm": 0.5}
-    runs = [record("erm", 0, 0.5, trial=1), record("erm", 0, 0.5, "failed", trial=0)]
-    assert selection_values(runs, rows, "train_val", "accuracy") == {"erm": 0.5}
-    assert selection_values(runs, summary(erm=None), "train_val", "accuracy") == {}
-    troubled = [replace(row, reason="auroc is not defined") for row in summary(erm=0.5)]
-    assert selection_values(runs, troubled, "train_val", "accuracy") == {}
 
 
 def test_where_no_method_can_be_chosen_nothing_is_fitted(caplog):

@@ -28,6 +28,7 @@ encoder:
 features: {dir: cache, workers: 0}
 methods: [erm]
 training: {steps: 2, batch_size: 4}
+report: {page: false}
 """
 FIVE = {"pacs", "vlcs", "officehome", "terraincognita", "domainnet"}
 

@@ -25,6 +25,7 @@ encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_s
 features: {dir: cache, workers: 0}
 methods: [erm]
 training: {steps: 2, batch_size: 2, evaluate_every: 2}
+report: {page: false}
 output: {dir: out}
 """
 

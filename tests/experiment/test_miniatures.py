@@ -20,6 +20,7 @@ encoder: {{name: timm, model: test_vit, preprocessing: {{size: 32}}, kwargs: {{i
 features: {{dir: cache, workers: 0}}
 methods: [erm, xdomainmix]
 training: {{steps: 10, batch_size: 4}}
+report: {{page: false}}
 """
 
 
@@ -35,7 +36,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in ("pacs", "vlcs") else pytest.mark.slow) for n in sorted(miniature.CLASSES)],
+    [pytest.param(n, marks=() if n == "pacs" else pytest.mark.slow) for n in sorted(miniature.CLASSES)],
 )
 def test_domainbeds_five(name, tmp_path):
     miniature.domainbed(tmp_path / "data", name)
@@ -56,7 +57,10 @@ def test_domainbeds_five(name, tmp_path):
     ("name", "metric", "test_domains", "images"),
     [
         ("camelyon17", "accuracy", ["hospital 2"], {"train_val": 30, "val_domain": 20, "test": 20}),
-        ("fmow", "worst_domain_accuracy", None, {"train_val": 18, "val_domain": 18, "test": 36}),
+        pytest.param(
+            *("fmow", "worst_domain_accuracy", None, {"train_val": 18, "val_domain": 18, "test": 36}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_wilds_two(name, metric, test_domains, images, tmp_path):

@@ -26,6 +26,7 @@ encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_s
 features: {dir: cache, workers: 0}
 methods: [erm, vrex, fish, sam, linear_probe]
 training: {steps: 6, batch_size: 2, evaluate_every: 3}
+report: {page: false}
 """
 # a step takes as many gradients as there are training domains for fish, two for sam and one for the others
 HEADS = ["erm", "vrex", "fish", "sam"]

@@ -29,6 +29,7 @@ features: {dir: cache, workers: 0}
 methods: [linear_probe, erm, rsc, {name: xdomainmix+sam, warmup_steps: 2, p_discard: 0.25}]
 search: {trials: 3, preset: frozen}
 training: {steps: 6, batch_size: 4, evaluate_every: 2, weight_decay: 0.001}
+report: {page: false}
 """
 
 
@@ -121,6 +122,10 @@ def test_doubtful_picks_are_flagged():
         ),
         (["search.space={encoder_lr: {uniform: [0.1, 1]}}"], "encoder_lr: has no effect with a frozen encoder"),
         (["search.trials=1"], r"search\.trials: 1 uses no value of the preset frozen"),
+        (
+            ["search.preset=none"],
+            r"search\.trials: 3 would train each model 3 times with the same settings",
+        ),
         (["search.space={lr: {uniform: [-2, -1]}}"], r"trial 1 draws lr = -"),
         (["search.space={lr: {uniform: [0.1, 1], choice: [1]}}"], "give exactly one of"),
         (

@@ -33,6 +33,7 @@ methods:
   - wise_ft
   - {{name: wise_ft, alpha: 0.5, label: half}}
 training: {{batch_size: 16, steps: 30, lr: 5.0, encoder_lr: 1.0e-3}}
+report: {{page: false}}
 output: {{dir: {folder}/output}}
 """
 

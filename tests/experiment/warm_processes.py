@@ -20,7 +20,7 @@ IMPORTED = [
     "accelerate", "open_clip", "timm", "rich.console", "rich.table", "sklearn.datasets",
     "torch.utils.tensorboard",
     "xdm_ft.cli", "xdm_ft.experiment.data_faults", "xdm_ft.experiment.engines", "xdm_ft.experiment.final_fit",
-    "xdm_ft.experiment.summary", "xdm_ft.report.tables", "xdm_ft.training.bank.train",
+    "xdm_ft.experiment.summary", "xdm_ft.report.tables", "xdm_ft.report.written", "xdm_ft.training.bank.train",
     "xdm_ft.training.end_to_end.train", "xdm_ft.xdomainmix._numba",
 ]  # fmt: skip
 PATIENCE = 180.0  # seconds, on a machine that does other things too

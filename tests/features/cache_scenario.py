@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import decode
 from xdm_ft.data._transforms import Preprocessing
-from xdm_ft.encoders import Encoder
+from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.features import FeatureSettings, forward
 from xdm_ft.features.cache import Features, extract
 from xdm_ft.features.file_hashes import hash_files
@@ -105,6 +105,9 @@ class Tiny(Encoder):
 
     def identity(self) -> dict[str, object]:
         return {"component": "tiny", "argument": self.argument}
+
+    def portable(self) -> Portable:
+        return Portable({}, self.state_dict())
 
 
 def features_of(dataset: ImageDataset, cache: Path, encoder: Encoder | None = None, **settings: object) -> Features:

@@ -291,7 +291,7 @@ def test_full_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Tiny, "forward", forward)
     with pytest.raises(
-        UserError, match=r"^features\.batch_size: 16 images do not fit the memory of cpu; set a smaller one$"
+        UserError, match=r"^features\.batch_size: a batch of 16 images needs more memory than cpu has; set a "
     ):
         features_of(Pixels(3), tmp_path)
 

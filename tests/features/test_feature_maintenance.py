@@ -13,7 +13,6 @@ from cache_scenario import SHARD, WIDTH, Pixels, Tiny, features_of
 from filelock import FileLock
 
 from xdm_ft.commands.cache import list_cache, prune_cache, verify_cache
-from xdm_ft.errors import UserError
 from xdm_ft.features import cache
 from xdm_ft.features.maintenance import Cached, prune, stores, verify
 from xdm_ft.features.store import read_manifest, write_manifest
@@ -67,11 +66,12 @@ def test_verify_names_every_damaged_file(tmp_path: Path) -> None:
     faults = verify(store_of(tmp_path, key))
     assert faults[0] == f"{one.name} is damaged (its checksum differs)"
     assert faults[1].startswith(f"{two.name} is damaged") and len(faults) == 2
-    with pytest.raises(UserError, match=rf"{one.name} is damaged"):
-        verify_cache(str(tmp_path))
+    verified = verify_cache(str(tmp_path))
+    assert verified.status == 2 and f"{one.name} is damaged" in str(verified.error)
+    assert [(entry.state, len(entry.faults)) for entry in verified.entries] == [("damaged", 2)]
     features_of(Pixels(120), tmp_path)
     assert verify(store_of(tmp_path, key)) == []
-    assert "1 sets of features, none damaged" in verify_cache(str(tmp_path))
+    assert "1 set of features, none damaged" in verify_cache(str(tmp_path)).text()
 
 
 def test_prune_by_age(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_prune_deletes_only_what_is_ours(tmp_path: Path) -> None:
     (folder / key / "notes.txt").write_text("mine")
     kept = [*not_ours(folder), folder / key / "notes.txt"]
     assert len(list_cache_lines(folder)) == 1
-    assert "1 sets of features" in verify_cache(str(folder))
+    assert "1 set of features" in verify_cache(str(folder)).text()
     prune(folder, max_bytes=0)
     assert all(path.exists() for path in kept)
     assert not list((folder / key).glob("shard-*"))
@@ -133,7 +133,7 @@ def test_prune_deletes_only_what_is_ours(tmp_path: Path) -> None:
 def list_cache_lines(folder: Path) -> list[str]:
     for store in stores(folder):  # the listing shows the encoder's model, which a tiny encoder lacks
         write_manifest(store.folder, {**store.manifest, "encoder": {**store.manifest["encoder"], "model": "m"}})
-    return list_cache(str(folder)).splitlines()
+    return list_cache(str(folder)).text().splitlines()
 
 
 def test_a_store_without_a_good_manifest_is_left_alone(tmp_path: Path) -> None:
@@ -158,13 +158,13 @@ def test_features_of_an_earlier_version_are_said_to_be_so(tmp_path: Path, caplog
     os.utime(old / "shard-00000.safetensors", (time.time() - 40 * 86400,) * 2)
     lines = list_cache_lines(tmp_path)
     assert "of an earlier version: nothing reads it" in lines[-1] and len(lines) == 4
-    assert "3 sets of features, none damaged; 1 of an earlier version" in verify_cache(str(tmp_path))
+    assert "3 sets of features, none damaged; 1 of an earlier version" in verify_cache(str(tmp_path)).text()
     with caplog.at_level("INFO", logger="xdm_ft"):
         features_of(Pixels(3), tmp_path, Tiny(argument="new"))
-        assert caplog.text.count("1 sets of features of an earlier version can not be read") == 1
+        assert caplog.text.count("1 set of features of an earlier version can not be read") == 1
         features_of(Pixels(4), tmp_path, Tiny(argument="new"))
         assert caplog.text.count("of an earlier version") == 1
-    assert "1 files removed" in prune_cache(str(tmp_path), 35, None) and not old.exists()
+    assert "1 file removed" in prune_cache(str(tmp_path), 35, None).text() and not old.exists()
 
 
 def test_deleted_features_stay_readable_for_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

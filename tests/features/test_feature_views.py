@@ -145,7 +145,7 @@ def test_list_verify_and_prune_count_views(tmp_path: Path) -> None:
     assert len(lines) == 3
     assert sum("70 images, fp32, view 1 of domainbed" in line for line in lines) == 1
     assert sum(line.endswith("70 images, fp32") for line in lines) == 1
-    assert "3 sets of features, none damaged" in verify_cache(str(tmp_path))
+    assert "3 sets of features, none damaged" in verify_cache(str(tmp_path)).text()
     assert len({file.path.parent for file in prune(tmp_path, max_bytes=0)}) == 3
 
 
@@ -153,7 +153,7 @@ def list_cache_of(path: Path) -> list[str]:
     for one in stores(path):  # the listing shows the encoder's model, which a tiny encoder lacks
         manifest = {**one.manifest, "encoder": {**one.manifest["encoder"], "model": "m"}}
         store.write_manifest(one.folder, manifest)
-    return list_cache(str(path)).splitlines()
+    return list_cache(str(path)).text().splitlines()
 
 
 def test_disk_space_for_all_views_is_checked_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,8 +159,8 @@ def test_the_command_line_sets_a_component_wherever_it_is() -> None:
     [
         ("swad.n_converge=2", "command line: swad.n_converge: no item of methods uses swad; add it to one"),
         ("sam=0.1", "command line: sam: is a method, not a value; write sam.KEY=VALUE"),
-        ("sam.rhoo=0.1", 'command line: methods.1.sam.rhoo: unknown key; did you mean "sam.rho"?'),
-        ("sam.rho=-1", "command line: methods.1.sam.rho: input should be greater than 0, given -1"),
+        ("sam.rhoo=0.1", 'command line: sam.rhoo: unknown key; did you mean "sam.rho"?'),
+        ("sam.rho=-1", "command line: sam.rho: input should be greater than 0, given -1"),
     ],
 )
 def test_faults_of_the_command_line(override: str, expected: str) -> None:
@@ -261,7 +261,7 @@ def test_what_rows_are_compared_with() -> None:
 
 
 def test_the_listing_writes_keys_as_recipes_do() -> None:
-    assert " mlp.hidden_width=512 (" in listing("heads")
-    lines = {line.split()[0]: line for line in listing("methods").splitlines()}
+    assert " mlp.hidden_width=512 (" in listing("heads").text()
+    lines = {line.split()[0]: line for line in listing("methods").text().splitlines()}
     assert " sam.rho=0.05 (" in lines["…+sam"] and "swad.n_converge=3 (" in lines["…+swad"]
     assert " alpha=0.2 (" in lines["mixup"]

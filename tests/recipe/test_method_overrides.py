@@ -86,7 +86,7 @@ def test_python_has_the_same_overrides() -> None:
         ("trainin.steps=3", 'trainin: unknown key; did you mean "training"?'),
         ("xdomainmix+sam=3", "xdomainmix+sam: is a method, not a value; write xdomainmix+sam.KEY=VALUE"),
         ("mixed.alpha=0.3", "mixed.alpha: is a key of mixup and sagm; write mixed.mixup.alpha or mixed.sagm.alpha"),
-        ("wide 0.5.sam.rhoo=1", 'methods.3.sam.rhoo: unknown key; did you mean "sam.rho"?'),
+        ("wide 0.5.sam.rhoo=1", 'wide 0.5.sam.rhoo: unknown key; did you mean "sam.rho"?'),
     ],
 )
 def test_what_names_no_setting_is_refused_and_blamed_on_the_command_line(override: str, expected: str) -> None:
@@ -133,6 +133,12 @@ def test_the_nearest_add_on_is_named(name: str, nearest: str) -> None:
     ("overrides", "expected"),
     [
         (["training.steps=abc"], "training.steps: input should be a valid integer"),
+        (["xdomainmix+sam.rho=oops"], "xdomainmix+sam.rho: input should be a valid number"),
+        (["sam.rho=oops"], "sam.rho: input should be a valid number"),
+        (["xdomainmix.p_discard=2"], "xdomainmix.p_discard: input should be less than or equal to 1"),
+        (["xdomainmix.head_init=zero_shot"], "xdomainmix.head_init: zero_shot needs an encoder with a text side"),
+        (["mixed.mixup.alpha=-1"], "mixed.mixup.alpha: input should be greater"),
+        (["protocol.seeds=oops"], "protocol.seeds: must be a number of seeds or a list of them, given 'oops'"),
         (["methods=[erm, {name: irm, penalty: 1}]"], "methods.1.penalty: unknown key"),
         (["training={steps: 5, epochs: 3, sampler: pooled}"], "training.epochs: both steps and epochs"),
         (["encoder.name=open_clip", "encoder.weights=a"], "encoder.model: is needed"),
@@ -149,6 +155,14 @@ def test_faults_that_overrides_bring_are_blamed_on_the_command_line(overrides: l
     found = faults(*overrides, text=text)
     assert any(fault.startswith(f"command line: {expected}") for fault in found), found
     assert not any(fault.startswith("r.yaml") for fault in found), found
+
+
+def test_the_last_of_two_overrides_of_a_key_is_named() -> None:
+    [fault] = faults("sam.rho=0.1", "xdomainmix+sam.rho=oops", items=["xdomainmix+sam"])
+    assert fault.startswith("command line: xdomainmix+sam.rho: ")
+    by_python = RECIPE + yaml.safe_dump({"methods": ["erm+sam"]})
+    with pytest.raises(UserError, match=r"^overrides: sam\.rho: "):
+        check(recipe_of(yaml.safe_load(by_python), {"sam.rho": "oops"}))
 
 
 def test_an_override_of_another_block_is_blamed_for_an_item_of_the_file() -> None:

@@ -95,6 +95,7 @@ def test_all_faults_at_once_each_with_its_line():
         ),
         ("name: digits", "name: digits, train_augmentation: wilds", "data.train_augmentation: input should be 'none'"),
         ("{steps: 10}", "[1]", "r.yaml:5: training: must be a block of keys"),
+        ("{steps: 10}", "{steps: 10}\nanalyse: maybe", "r.yaml:6: analyse: must be true or false, given 'maybe'"),
         ("{steps: 10}", "{steps: 10, mixed_precision: bf16}", "has no effect with a frozen encoder"),
         (
             "training: {steps",

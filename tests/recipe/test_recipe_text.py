@@ -86,8 +86,8 @@ def test_recipes_are_found_by_file_and_by_name(tmp_path, monkeypatch):
     own.write_text("name: own")
     monkeypatch.chdir(tmp_path)
     assert find_recipe("demo.yaml").read_text() == "name: own"
-    with pytest.raises(UserError, match="ls recipes"):
-        find_recipe("nothing")
+    with pytest.raises(UserError, match='no such recipe; did you mean "demo"'):
+        find_recipe("demmo.yaml")
 
 
 def test_copy_never_overwrites(tmp_path):

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ protocol: {{name: leave_one_domain_out, test_domains: [sketch], seeds: 1}}
 encoder: {{name: timm, model: {model}, preprocessing: {{size: 32}}, kwargs: {kwargs}, trainable: true}}
 methods: {methods}
 training: {{steps: {steps}, batch_size: 4, evaluate_every: 5}}
+report: {{page: false}}
 """
 BANK = """\
 name: small
@@ -41,6 +43,7 @@ encoder: {{name: timm, model: test_vit, preprocessing: {{size: 32}}, kwargs: {{i
 features: {{dir: {data}/cache, workers: 0}}
 methods: [erm+swad, xdomainmix+sam]
 training: {{steps: {steps}, batch_size: 8, evaluate_every: 8}}
+report: {{page: false}}
 """
 
 
@@ -108,13 +111,15 @@ class Run:
         return True
 
     def _files(self, pattern: str) -> set[tuple[str, int]]:
-        found = set()
-        for path in self.output.glob(pattern):
+        found, paths = set(), self.output.glob(pattern)
+        while True:
             try:
+                path = next(paths, None)
+                if path is None:
+                    return found
                 found.add((str(path), path.stat().st_mtime_ns))
-            except FileNotFoundError:  # between the two looks
+            except FileNotFoundError:  # a file or a folder that was removed between the two looks
                 continue
-        return found
 
     def ends_within(self, seconds: float) -> bool:
         if isinstance(self.process, BaseProcess):
@@ -191,3 +196,21 @@ def leftovers(folder: Path) -> list[str]:
     """Files that no finished run leaves behind."""
     left = [path for path in (folder / "small").rglob(".*") if path.is_file()]
     return [str(path) for path in (*left, *(folder / "small" / "state").rglob("*"))]
+
+
+def kill_until_done(
+    recipe: Path, folder: Path, *overrides: str, kills: int = 0, changes: int = 0, seed: int = 0, cores: int = 2
+) -> int:
+    """Runs to the end, killed at most so often before, each time after some files have changed. → how often it was."""
+    draw, killed = random.Random(seed), 0
+    while killed < kills:
+        run = Run(recipe, folder, *overrides, cores=cores)
+        if not run.changes(draw.randint(1, changes)):
+            break
+        time.sleep(draw.random() * 0.02)
+        run.kill()
+        killed += run.end() == -signal.SIGKILL
+    if killed == kills:
+        run = Run(recipe, folder, *overrides, cores=cores)
+    assert run.end() == 0, run.text()
+    return killed

@@ -15,15 +15,16 @@ END_TO_END = TIMM.replace("kwargs", "trainable: true, kwargs")
 RECIPE = """\
 name: small
 data: {data}
-protocol: {{name: leave_one_domain_out, test_domains: [{test_domains}], seeds: 1{protocol}}}
+protocol: {{name: leave_one_domain_out, test_domains: [{test_domains}], seeds: {seeds}{protocol}}}
 encoder: {encoder}
 features: {{batch_size: 16, workers: 0{features}}}
 methods: {methods}
 {search}training: {{steps: {steps}, batch_size: 4, evaluate_every: 4}}
+report: {{page: false}}
 """
 DEFAULTS = {
     "encoder": TIMM, "methods": "[erm, xdomainmix]", "test_domains": "sketch, photo", "protocol": "", "features": "",
-    "search": "", "augmentation": "", "steps": 8,
+    "search": "", "augmentation": "", "steps": 8, "seeds": 1,
 }  # fmt: skip
 SCENARIOS: dict[str, dict[str, object]] = {
     "frozen": {
@@ -33,7 +34,7 @@ SCENARIOS: dict[str, dict[str, object]] = {
     "end to end": {"encoder": END_TO_END, "methods": "[erm, xdomainmix+swad]", "test_domains": "sketch", "steps": 6},
     "search": {"methods": "[linear_probe, erm, xdomainmix+sam]", "search": "search: {trials: 3, preset: frozen}\n"},
     "cross_domain": {"protocol": ", selection: cross_domain"},
-    "final_fit": {"protocol": ", final_fit: true", "methods": "[erm, rsc, xdomainmix+swad]"},
+    "final_fit": {"protocol": ", final_fit: all_seeds", "seeds": 2, "methods": "[erm, rsc, xdomainmix+swad]"},
     "views": {"features": ", views: 2", "augmentation": ", train_augmentation: domainbed"},
 }
 

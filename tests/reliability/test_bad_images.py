@@ -26,6 +26,7 @@ encoder: {{name: timm, model: test_vit, preprocessing: {{size: 32}}, kwargs: {{i
 features: {{dir: {root}/../cache, workers: 0}}
 methods: [erm]
 training: {{steps: 2, batch_size: 2}}
+report: {{page: false}}
 output: {{dir: {root}/../out}}
 """
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 20, 3), dtype=np.uint8)
@@ -110,7 +111,7 @@ def test_a_bad_image_is_named_or_left_out_and_counted(
     assert "a/cat/bad.png (" in line and "data.on_bad_image: skip" in line
     assert run(root, "data.on_bad_image=skip") == 0
     [row] = {row["protocol"] for row in results(root)["summary"] if row["selection"] == "train_val"}
-    assert "folder, 13 images" in row and "1 unreadable images left out" in row
+    assert "folder, 13 images" in row and "1 unreadable image left out" in row
 
 
 def results(root: Path) -> dict:

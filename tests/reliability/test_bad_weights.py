@@ -25,6 +25,7 @@ encoder: {encoder}
 features: {{dir: {data}/../cache, workers: 0}}
 methods: [erm]
 training: {{steps: 2, batch_size: 2}}
+report: {{page: false}}
 output: {{dir: {data}/../out}}
 """
 TINY = """\

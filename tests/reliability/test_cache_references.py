@@ -20,6 +20,7 @@ encoder: {{name: timm, model: test_vit, preprocessing: {{size: {size}}}, kwargs:
 features: {{dir: cache, workers: 0}}
 methods: [erm]
 training: {{steps: 2, batch_size: 2}}
+report: {{page: false}}
 output: {{dir: out}}
 """
 
@@ -52,7 +53,7 @@ def test_what_no_run_refers_to_goes(here: Path, capsys: pytest.CaptureFixture[st
     assert prune("--unreferenced", "out") == 0 and cached() == {one, two}
     assert prune("--unreferenced", "out/one", "out/two") == 0 and cached() == {one, two}
     assert prune("--unreferenced", "out/two", "--max-size", "1") == 0 and cached() == {two}
-    assert "1 files removed" in capsys.readouterr().out
+    assert "1 file removed" in capsys.readouterr().out
     assert prune("--unreferenced", "out", "--max-size", "0") == 0 and cached() == set()
 
 

@@ -69,11 +69,8 @@ def one_line(text: str) -> str:
 
 def events(folder: Path) -> None:
     file = EventFile(folder, "0")
-    try:
-        for step in range(500):
-            file.write("erm", step, {"loss": 0.1})
-    finally:
-        file.close()
+    for step in range(500):
+        file.write(step, {"train/loss": 0.1})
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
@@ -183,7 +180,7 @@ def test_a_run_directory_that_is_deleted_during_the_run(
         assert main(command) == 0
 
 
-@pytest.mark.parametrize("name", ["events", "models", "models/erm", "state", "results.md"])
+@pytest.mark.parametrize("name", ["events", "events/erm", "models", "models/erm", "state", "results.md"])
 def test_what_can_not_be_written_is_found_before_training(
     name: str,
     finished: Path,

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from real_runs import Run, bank, end_to_end, leftovers, outcome
+from real_runs import Run, bank, end_to_end, kill_until_done, leftovers, outcome
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
 from xdm_ft.storage.checkpoint import read
+from xdm_ft.storage.events import Scalars, read_scalars
 
 CHECKPOINTS = "state/checkpoints/*.safetensors"
 
@@ -27,35 +28,33 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return recipe, folder / "out"
 
 
-def kill_until_done(recipe: Path, folder: Path, kills: int, changes: int, seed: int, cores: int = 1) -> int:
-    """Kills at most so often, each time after some of the run directory's files have changed. → how often it was."""
-    draw, killed = random.Random(seed), 0
-    while killed < kills:
-        run = Run(recipe, folder, cores=cores)
-        if not run.changes(draw.randint(1, changes)):
-            break
-        time.sleep(draw.random() * 0.02)
-        run.kill()
-        killed += run.end() == -signal.SIGKILL
-    if killed == kills:
-        run = Run(recipe, folder, cores=cores)
-    assert run.end() == 0, run.text()
-    return killed
+def curves(output: Path) -> dict[str, Scalars]:
+    """The scalars of a run. TensorBoard itself shows each point once, too, whatever was written twice."""
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(output / "small/events"))
+    multiplexer.Reload()
+    found = read_scalars(output / "small/events")
+    assert found and found.keys() == multiplexer.Runs().keys()
+    for name, scalars in found.items():
+        for tag, points in scalars.items():
+            assert [event.step for event in multiplexer.Tensors(name, tag)] == [step for step, _ in points], (name, tag)
+    return found
 
 
 @pytest.mark.slow
 def test_end_to_end(whole: tuple[Path, Path], tmp_path: Path) -> None:
     recipe, expected = whole
-    assert kill_until_done(recipe, tmp_path / "out", kills=3, changes=40, seed=0) >= 2
+    assert kill_until_done(recipe, tmp_path / "out", kills=3, changes=40, seed=0, cores=1) >= 2
     assert outcome(tmp_path / "out") == outcome(expected)
+    assert curves(tmp_path / "out") == curves(expected)
     assert leftovers(tmp_path / "out") == []
 
 
 def test_a_bank(tmp_path: Path) -> None:
     recipe = bank(tmp_path)
     assert Run(recipe, tmp_path / "whole").end() == 0
-    assert kill_until_done(recipe, tmp_path / "out", kills=3, changes=60, seed=1, cores=2) >= 2
+    assert kill_until_done(recipe, tmp_path / "out", kills=3, changes=60, seed=1) >= 2
     assert outcome(tmp_path / "out") == outcome(tmp_path / "whole")
+    assert curves(tmp_path / "out") == curves(tmp_path / "whole")
     assert leftovers(tmp_path / "out") == []
 
 
@@ -65,7 +64,7 @@ def test_a_bank(tmp_path: Path) -> None:
 def test_many_kills(tmp_path: Path, kind: str, seed: int) -> None:
     recipe = bank(tmp_path, steps=200) if kind == "bank" else end_to_end(tmp_path, kind, steps=40)
     assert Run(recipe, tmp_path / "whole").end() == 0
-    assert kill_until_done(recipe, tmp_path / "out", kills=20, changes=25, seed=seed) >= 5
+    assert kill_until_done(recipe, tmp_path / "out", kills=20, changes=25, seed=seed, cores=1) >= 5
     assert outcome(tmp_path / "out") == outcome(tmp_path / "whole")
     assert leftovers(tmp_path / "out") == []
 

@@ -140,7 +140,7 @@ def test_one_beside_one_point_zero_is_said(folder: Path) -> None:
     dataset = as_csv(folder, cells(label=["1", "1.0", "01", "2"], domain=["Site", "site", "x", "x"]))
     classes, domains = names_spelt_alike(dataset)
     assert classes.found.startswith('"01" (in x) and "1" (in Site) and "1.0" (in site) differ only in case, in spaces')
-    assert domains.found.startswith('"Site" (1 images) and "site" (1 images) differ only in case, in spaces or in how')
+    assert domains.found.startswith('"Site" (1 image) and "site" (1 image) differ only in case, in spaces or in how')
     assert classes.remedy and domains.remedy
     assert not list(names_spelt_alike(MadeUp([0, 1, 2], [0, 1, 1])))
 

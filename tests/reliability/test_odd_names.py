@@ -19,6 +19,7 @@ encoder: {{name: timm, model: test_vit, preprocessing: {{size: 32}}, kwargs: {{i
 features: {{dir: {folder}/cache, workers: 0}}
 methods: [{{name: erm, label: ".."}}, {{name: linear_probe, label: "{long}"}}]
 training: {{steps: 4, batch_size: 4, evaluate_every: 2}}
+report: {{page: false}}
 output: {{dir: {folder}/deep/out}}
 """
 LONG = "語" * 60

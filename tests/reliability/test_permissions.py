@@ -25,6 +25,7 @@ encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_s
 methods: [erm]
 features: {dir: cache}
 training: {steps: 2, batch_size: 4}
+report: {page: false}
 """
 WITH_RECIPE = {verb: [verb, "small.yaml"] for verb in ("run", "validate", "features", "doctor")}
 RETRAIN = {"retrain": ["retrain", "output/small", "erm", "sketch", "0"]}
@@ -97,7 +98,7 @@ def test_what_can_not_be_written(
     path: str, mode: Callable[[str, int], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     mode(path, 0o500)
-    command = ["cp", "demo", "copy.yaml"] if path == "." else WITH_RECIPE["run"]
+    command = ["cp", "demo", "copy.yaml"] if path == "." else [*WITH_RECIPE["run"], "protocol.seeds=2"]
     assert "can not be written: Permission denied" in one_line(capfd, command)
 
 

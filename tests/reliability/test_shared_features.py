@@ -15,7 +15,9 @@ from PIL import Image
 from rights import of_a_user
 
 from xdm_ft.cli import main
+from xdm_ft.commands.features import fill_cache
 from xdm_ft.interrupt import Interrupted
+from xdm_ft.recipe.read import load
 
 RECIPE = """\
 name: small
@@ -25,6 +27,7 @@ encoder: {{name: timm, model: test_vit, preprocessing: {{size: 16}}, kwargs: {{i
 features: {{dir: cache, workers: 0, batch_size: 8}}
 methods: [erm]
 training: {{steps: 2, batch_size: 2}}
+report: {{page: false}}
 output: {{dir: out}}
 """
 PACS = 4 * 7 * 2  # images
@@ -42,8 +45,7 @@ def encoded(caplog: pytest.LogCaptureFixture, data: str = "name: pacs, root: dat
     Path("small.yaml").write_text(RECIPE.format(data=data))
     caplog.clear()
     with caplog.at_level("INFO", logger="xdm_ft"):
-        assert main(["features", "small.yaml"]) == 0, caplog.text
-    return int(caplog.messages[-1].split(", ")[1].split()[0])
+        return fill_cache(load("small.yaml")).computed
 
 
 def test_only_new_images_are_encoded(here: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,7 +148,7 @@ def test_features_of_another_user(
     def xdm_ft(*arguments: str) -> tuple[int, str]:
         caplog.clear()
         with of_a_user():
-            return main([*arguments]), capsys.readouterr().err
+            return main([*arguments]), "".join(capsys.readouterr())
 
     Path("cache").mkdir()
     Path("cache").chmod(mode)
@@ -163,7 +165,7 @@ def test_features_of_another_user(
         assert status == 0 and "1 of them extracted now" in error, error
         assert encoded(caplog) == 0, "what the folder's rights allow"
     else:
-        assert status == 2 and "can not be written, and 1 images are not cached there; set features.dir" in error
+        assert status == 2 and "can not be written, and lacks features of 1 image; set features.dir" in error
     shards = set(Path("cache").rglob("shard-*"))
     for verb in (["ls"], ["verify"], ["prune", "--max-size", "0"]):
         status, error = xdm_ft("cache", *verb, "--dir", "cache")

@@ -35,8 +35,8 @@ sys.exit(main(sys.argv[3:]))
 def slow_images() -> None:
     from xdm_ft.data import _images
 
-    decode = _images._rgb
-    _images._rgb = lambda image: (time.sleep(0.2), decode(image))[1]
+    decode = _images.to_rgb
+    _images.to_rgb = lambda image: (time.sleep(0.2), decode(image))[1]
 
 
 def workers_of(pid: int, count: int) -> list[psutil.Process]:
@@ -100,7 +100,7 @@ def test_an_extraction_ends_at_once(tmp_path: Path) -> None:
     os.kill(run.pid, signal.SIGTERM)
     run.join(30)
     assert run.exitcode == 143 and time.monotonic() - sent < 2
-    assert log.read_text().endswith(f"images\n{KEPT}")
+    assert log.read_text().endswith(f" features\n{KEPT}")
     assert all_end(workers)
 
 

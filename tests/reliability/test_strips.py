@@ -32,6 +32,7 @@ encoder: {{name: timm, model: test_vit, preprocessing: {{size: 32}}, kwargs: {{i
 features: {{dir: {root}/cache, workers: 0}}
 methods: [erm]
 training: {{steps: 2, batch_size: 2}}
+report: {{page: false}}
 output: {{dir: {root}/out}}
 """
 PIXELS = np.random.default_rng(0).integers(0, 256, (24, 20, 3), dtype=np.uint8)
@@ -85,7 +86,7 @@ def test_augmented_training_leaves_it_out(kind: str, root: Path, capsys: pytest.
     assert "a/cat/strip.png (120000 × 1 pixels, too long" in refused(capsys)
     assert xdm_ft("run", root, *overrides, "data.on_bad_image=skip") == 0
     summary = json.loads((root / "out/small/results.json").read_text())["summary"]
-    assert "1 unreadable images left out" in summary[0]["protocol"]
+    assert "1 unreadable image left out" in summary[0]["protocol"]
 
 
 def test_doctor_finds_strips_and_bombs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,12 +13,14 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import yaml
+from example_runs import run_of
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -27,12 +29,16 @@ import xdm_ft
 from xdm_ft.cli import main
 from xdm_ft.commands.validate import _value
 from xdm_ft.errors import UserError
+from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.features.maintenance import stores
 from xdm_ft.features.store import write_manifest
 from xdm_ft.recipe.text import parse
-from xdm_ft.report.tables import markdown, print_table
-from xdm_ft.terminal import complain, opened, show
+from xdm_ft.report.finished import Run
+from xdm_ft.report.headline import show_headline
+from xdm_ft.report.markdown import markdown, tables_of
+from xdm_ft.report.tables import as_text
+from xdm_ft.terminal import complain, opened, show, write
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = json.loads((ROOT / "tests/report/results_example.json").read_text())
@@ -86,6 +92,13 @@ def test_every_way_to_print(capsys: pytest.CaptureFixture[str], name: str) -> No
     assert all(char.isprintable() or char == "\n" for char in out + err)
 
 
+def finished(results: dict[str, Any]) -> Run:
+    recipe = results["recipe"] | {"protocol": {"selection": "train_val", "metric": "accuracy"}}
+    records = [Record.from_json(one) for one in results["runs"] if one["status"] == "ok"]
+    rows = [SummaryRow.from_json({"budget": {}, **row}) for row in results["summary"]]
+    return Run(Path("output"), results | {"recipe": recipe}, records, rows)
+
+
 @quick
 @given(hostile)
 def test_tables(capsys: pytest.CaptureFixture[str], name: str) -> None:
@@ -95,9 +108,10 @@ def test_tables(capsys: pytest.CaptureFixture[str], name: str) -> None:
         row["method"] += name
         row["protocol"] += name
         row["per_test_domain"] = {f"{key}{name}": value for key, value in row["per_test_domain"].items()}
-    assert all(char.isprintable() or char == "\n" for char in markdown(results))
-    assert f"\n{FORGED}" not in markdown(results)
-    print_table(results)
+    assert all(char.isprintable() or char == "\n" for char in markdown(run_of(results)))
+    assert f"\n{FORGED}" not in markdown(run_of(results))
+    write(as_text(tables_of(run_of(results)), sys.stdout))
+    show_headline(finished(results))
     shown(capsys)
 
 
@@ -156,7 +170,7 @@ def test_names_in_data_and_files(
         "demo", f"data={{name: folder, root: {json.dumps(str(root))}}}", "protocol={test_domains: [c], seeds: 1}",
         "encoder={name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}",
         f"features={{dir: {json.dumps(str(tmp_path / 'cache'))}, workers: 0}}", "training.steps=2", "methods=[erm]",
-        f"output.dir={json.dumps(str(tmp_path / ALL_EVIL))}",
+        f"output.dir={json.dumps(str(tmp_path / ALL_EVIL))}", "report.page=false",
     ]  # fmt: skip
     assert main(["validate", *recipe]) == 0
     assert any("domains: a, ba" in line for line in shown(capsys))
@@ -225,12 +239,13 @@ def test_terminals_that_are_not_utf_8(encoding: str, monkeypatch: pytest.MonkeyP
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, io.TextIOWrapper(io.BytesIO(), encoding=encoding))
     assert main(["ls", "methods"]) == 0 and main(["run", "大ü"]) == 2
-    print_table(RESULTS)
+    write(as_text(tables_of(run_of(RESULTS)), sys.stdout))
+    show_headline(finished(RESULTS))
     out, err = sys.stdout.buffer.getvalue().decode(encoding), sys.stderr.buffer.getvalue().decode(encoding)
     assert ("γ" if encoding == "utf-8" else r"\u03b3") in out
     assert ("58.0 \\xb1 1.0" if encoding == "ascii" else "58.0 ± 1.0") in out
     expected = {"ascii": r"\u5927\xfc", "latin-1": r"\u5927ü", "utf-8": "大ü"}[encoding]
-    assert err == f"xdm-ft: {expected}: no such recipe; `xdm-ft ls recipes` lists the packaged recipes\n"
+    assert err.startswith(f"xdm-ft: {expected}: no such recipe; known: ") and err.count("\n") == 1
 
 
 def test_the_c_locale(tmp_path: Path) -> None:

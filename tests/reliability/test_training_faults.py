@@ -24,6 +24,7 @@ encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_s
 features: {dir: cache, workers: 0}
 methods: [erm, {name: vrex, penalty_weight: 1.0e+300, anneal_steps: 0}, xdomainmix]
 training: {steps: 4, batch_size: 2, evaluate_every: 2}
+report: {page: false}
 output: {dir: out}
 """
 

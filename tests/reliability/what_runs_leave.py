@@ -20,6 +20,7 @@ encoder: {{name: timm, model: test_vit, preprocessing: {{size: 32}}, kwargs: {{i
 features: {{dir: {cache}, workers: 0}}
 methods: [erm]
 training: {{steps: 12, batch_size: 4, evaluate_every: 3}}
+report: {{page: false}}
 output: {{dir: {out}}}
 """
 

@@ -10,11 +10,12 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from example_runs import run_of
 
 from xdm_ft.evaluation.metrics import score
 from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.summary import summarise
-from xdm_ft.report.tables import markdown
+from xdm_ft.report.markdown import markdown
 
 EXAMPLE = Path(__file__).parent / "results_example.json"
 SCHEMA = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
@@ -56,7 +57,7 @@ def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
     results["summary"] = [row.to_json() for row in rows]
     assert len(results["summary"]) == len(methods) * len(rules)
     validate(results)
-    assert markdown(results).count("66.7 ± 0.0") == 2 * 2  # two methods with two seeds, under two rules
+    assert markdown(run_of(results)).count("66.7 ± 0.0") == 2 * 2  # two methods with two seeds, under two rules
 
 
 def forget_the_reason(results: dict[str, Any]) -> None:

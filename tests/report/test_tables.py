@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_runs import run_of
 
-from xdm_ft.report.tables import markdown, print_table
+from xdm_ft.report.how_to_read import _NEEDS, how_to_read
+from xdm_ft.report.manual import MANUAL
+from xdm_ft.report.markdown import markdown
+from xdm_ft.report.table_rows import groups, result_table
+from xdm_ft.report.tables import as_text
+from xdm_ft.terminal import write
 
 EXAMPLE = Path(__file__).parent / "results_example.json"
 
@@ -20,12 +26,14 @@ def results() -> dict[str, Any]:
     return json.loads(EXAMPLE.read_text(encoding="utf-8"))
 
 
-def tables(text: str) -> list[list[list[str]]]:
-    """The tables of a Markdown text, each a list of rows of cells; escaped bars do not divide."""
+def tables(text: str, level: int = 2) -> list[list[list[str]]]:
+    """The tables below headings of a level, each a list of rows of cells; escaped bars do not divide."""
     found: list[list[list[str]]] = []
-    previous = ""
+    previous, inside = "", True
     for line in text.splitlines():
-        if line.startswith("|"):
+        if line.startswith("#"):
+            inside = line.startswith("#" * level + " ")
+        if line.startswith("|") and inside:
             if not previous.startswith("|"):
                 found.append([])
             cells = line.replace("\\|", "\0").strip("|").split("|")
@@ -35,8 +43,13 @@ def tables(text: str) -> list[list[list[str]]]:
     return found
 
 
+def printed(results: dict[str, Any]) -> None:
+    """Prints the first table of each rule."""
+    write(as_text([result_table(rows, results) for rows in groups(results)], sys.stdout))
+
+
 def test_markdown_has_every_number_in_recipe_order(results: dict[str, Any]) -> None:
-    table = tables(markdown(results))[0]
+    table = tables(markdown(run_of(results)))[0]
     columns = ["method", "art", "sketch", "mean ± stderr", "seeds", "draws × gradients", "versus erm"]
     intervals = ["95% over domains (unadjusted)", "95% over seeds and images (unadjusted)"]
     assert table[0] == [*columns, *intervals, "p", "p (Holm)", "verdict", "mixed steps"]
@@ -55,27 +68,27 @@ def test_both_p_values_are_printed(results: dict[str, Any]) -> None:
     by_method = {row["method"]: row["versus_erm"] for row in results["summary"] if row["selection"] == "train_val"}
     by_method["xdomainmix"] |= {"p": 0.0041, "p_holm": 0.0082, "verdict": "better on this domain"}
     by_method["zero_shot"] |= {"p": 0.00003, "p_holm": 1.0, "verdict": "not distinguishable"}
-    rows = {row[0]: row[9:12] for row in tables(markdown(results))[0]}
+    rows = {row[0]: row[9:12] for row in tables(markdown(run_of(results)))[0]}
     assert rows["xdomainmix"] == ["0.004", "0.008", "better on this domain"]
     assert rows["zero_shot"] == ["\\<0.001", "1.000", "not distinguishable"]
 
 
 def test_markdown_says_what_a_reader_must_know(results: dict[str, Any]) -> None:
-    text = markdown(results)
+    text = markdown(run_of(results))
     assert text.startswith("# pets\\_\\*demo\\*\n")
     assert "- **sam\\|wide**: 1 of 2 runs failed: the loss is nan at step 7\n" in text
     assert "- **xdomainmix+sam**: 1 of 2 runs skipped: needs 2 training domains, there is 1\n" in text
     assert "- **zero_shot**: versus erm: variation between domains not estimated; no verdict: it needs 3 seeds" in text
     assert "± is the standard error over seeds" in text
     assert "not adjusted for the number of methods" in text
-    assert "corrected for all methods of the table: below 0.05 the verdict is better or worse" in text
-    assert "With fewer than 3 seeds there is no verdict." in text
+    assert "corrected for all methods of the table" in text and "p (Holm) is below 0.05." in text
+    assert "Fewer than 3 seeds are complete" in text
     assert text.rstrip().endswith("*Environment: python 3.11.7, libraries.torch 2.15.0*")
     assert all("\n" not in line and line == line.rstrip() for line in text.splitlines())
 
 
 def test_protocols_never_share_a_table(results: dict[str, Any]) -> None:
-    text = markdown(results)
+    text = markdown(run_of(results))
     assert text.count("**Protocol:**") == len(tables(text)) == 2
     for table, mean in zip(tables(text), ("58.0 ± 1.0", "60.0 ± 1.0"), strict=True):
         assert [row[3] for row in table if row[0] == "xdomainmix"] == [mean]
@@ -87,12 +100,12 @@ def test_the_oracle_is_marked_wherever_it_shows(
     results: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = "selection: oracle — CHEATING: the step was picked on test-domain images; not a result"
-    first, second = markdown(results).split("\n## ")[1:]
+    first, second, _ = markdown(run_of(results)).split("\n## ")[1:]
     assert first.startswith("selection: train_val (the recipe's rule)\n") and second.startswith(mark + "\n")
     assert tables(second)[0][0][0] == "method (oracle)" and "mean ± stderr (oracle)" in tables(second)[0][0]
     for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm"), ("NO_COLOR", "1"), ("COLUMNS", "90")):
         monkeypatch.setenv(name, value)
-    print_table(results)
+    printed(results)
     before, after = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).split(mark)
     headers = [line for line in after.splitlines() if "method" in line and line.startswith("┃")]
     assert len(headers) > 1  # every block of columns says it
@@ -102,36 +115,38 @@ def test_the_oracle_is_marked_wherever_it_shows(
 def test_the_recipes_own_rule_comes_first(results: dict[str, Any]) -> None:
     results["recipe"]["protocol"] = {"selection": "train_val"}
     results["summary"].reverse()
-    headings = re.findall(r"^## (.*)$", markdown(results), re.MULTILINE)
+    headings = re.findall(r"^## (selection: .*)$", markdown(run_of(results)), re.MULTILINE)
     assert [heading.split()[1] for heading in headings] == ["train_val", "oracle"]
     results["recipe"]["protocol"] = {"selection": "oracle"}
-    headings = re.findall(r"^## (.*)$", markdown(results), re.MULTILINE)
+    headings = re.findall(r"^## (selection: .*)$", markdown(run_of(results)), re.MULTILINE)
     assert [heading.split()[1] for heading in headings] == ["oracle", "train_val"]
-    assert "CHEATING" in headings[0] and "the recipe's rule" not in markdown(results)
+    assert "CHEATING" in headings[0] and "the recipe's rule" not in "".join(headings)
+    [metrics] = [table for table in tables(markdown(run_of(results)), level=3) if "NLL" in table[0]][:1]
+    assert metrics[0][0] == "method (oracle)"
 
 
 def test_two_kinds_of_spread_never_share_a_column(results: dict[str, Any]) -> None:
     results["summary"] = results["summary"][:5]
     for row, kind in zip(results["summary"], ("of DomainBed", "of WILDS", "of WILDS"), strict=False):
         row["spread_as_published"] = {"kind": kind, "value": 0.01}
-    found = [{row[0] for row in table[2:]} for table in tables(markdown(results))]
+    found = [{row[0] for row in table[2:]} for table in tables(markdown(run_of(results)))]
     assert sorted(found, key=sorted) == [{"erm", "zero_shot"}, {"sam|wide", "xdomainmix+sam"}, {"xdomainmix"}]
 
 
 def test_unequal_budgets_are_told(results: dict[str, Any]) -> None:
     note = "- **unequal budgets**: 1 × 300: erm; 1 × 300 to 400: xdomainmix; 1 × 600: sam\\|wide\n"
-    assert markdown(results).count(note) == 2
-    assert "Draws × gradients: draws of hyper-parameters × gradient evaluations per model." in markdown(results)
+    assert markdown(run_of(results)).count(note) == 2
+    assert "draws of hyper-parameters × gradients that one model takes." in markdown(run_of(results))
     for row in results["summary"]:
         if row["method"] != "zero_shot":  # takes no gradient steps
             row["budget"] = {"draws": 20, "gradient_evaluations": {"low": 300, "high": 300}}
-    assert "unequal budgets" not in markdown(results) and "| 20 × 300 |" in markdown(results)
+    assert "**unequal budgets**" not in markdown(run_of(results)) and "| 20 × 300 |" in markdown(run_of(results))
 
 
 def test_results_without_budgets_are_still_readable(results: dict[str, Any]) -> None:
     for row in results["summary"]:
         del row["budget"]
-    text = markdown(results)
+    text = markdown(run_of(results))
     assert "58.0 ± 1.0" in text and "gradient" not in text.split("*Environment")[0].lower()
 
 
@@ -139,25 +154,25 @@ def test_results_without_budgets_are_still_readable(results: dict[str, Any]) -> 
 def test_whatever_differs_divides(results: dict[str, Any], key: str) -> None:
     results["summary"] = results["summary"][:5]
     results["summary"][1][key] = "nll" if key == "metric" else "another"
-    assert len(tables(markdown(results))) == 2
+    assert len(tables(markdown(run_of(results)))) == 2
 
 
 def test_losses_are_no_percentages(results: dict[str, Any]) -> None:
     for row in results["summary"]:
         row["metric"] = "nll"
-    text = markdown(results)
+    text = markdown(run_of(results))
     assert [row[3] for row in tables(text)[0] if row[0] == "erm"] == ["0.510 ± 0.010"]
-    assert "How to read: nll on test images" in text
+    assert "- **numbers**: NLL on test images" in text
 
 
 def test_without_erm_there_are_no_columns_for_it(results: dict[str, Any]) -> None:
     results["summary"] = [row for row in results["summary"] if row["method"] == "erm"]
-    assert tables(markdown(results))[0][0][:-1] == ["method", "art", "sketch", "mean ± stderr", "seeds"]
+    assert tables(markdown(run_of(results)))[0][0][:-1] == ["method", "art", "sketch", "mean ± stderr", "seeds"]
 
 
 def test_before_any_model_is_trained(results: dict[str, Any]) -> None:
     results["summary"] = results["runs"] = []
-    assert "No model has been trained yet." in markdown(results)
+    assert "No model has been trained yet." in markdown(run_of(results))
 
 
 def hostile(results: dict[str, Any]) -> dict[str, Any]:
@@ -169,14 +184,14 @@ def hostile(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_names_are_text_in_markdown(results: dict[str, Any]) -> None:
-    text = markdown(hostile(results))
+    text = markdown(run_of(hostile(results)))
     assert "\x1b" not in text and "\n# not a title" not in text
     assert "| method | \\\\x1b\\[31m\\<b\\>\\|\\*x\\* |" in text
     assert len({len(row) for row in tables(text)[0]}) == 1
 
 
 def test_names_are_text_on_a_terminal(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(hostile(results))
+    printed(hostile(results))
     text = capsys.readouterr().out
     assert "\x1b" not in text
     assert "[red]no markup[/red]" in text
@@ -186,7 +201,7 @@ def test_piped_output_is_whole(results: dict[str, Any], capsys: pytest.CaptureFi
     names = [f"a domain with the long name {i}" for i in range(8)]
     for row in results["summary"]:
         row["per_test_domain"] = {name: {"mean": 0.1371, "std": None} for name in names}
-    print_table(results)
+    printed(results)
     text = capsys.readouterr().out
     header = next(line for line in text.splitlines() if "method" in line)
     assert all(name in header for name in names)
@@ -196,7 +211,7 @@ def test_piped_output_is_whole(results: dict[str, Any], capsys: pytest.CaptureFi
 
 def test_piped_output_has_at_least_100_columns(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     results["summary"] = [row for row in results["summary"] if row["method"] == "erm"]
-    print_table(results)
+    printed(results)
     lines = capsys.readouterr().out.splitlines()
     assert 80 < max(len(line.rstrip()) for line in lines) <= 100
 
@@ -208,7 +223,7 @@ def test_narrow_terminals_get_blocks_of_columns(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(width))
-    print_table(results)
+    printed(results)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert max(len(line) for line in lines) <= width
     headers = [line for line in lines if line.startswith("┃ method")]
@@ -231,6 +246,28 @@ def test_narrow_terminals_get_blocks_of_columns(
 def test_an_ascii_output_is_no_crash(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    print_table(results)
+    printed(results)
     sys.stdout.flush()
     assert rb"58.0 \xb1 1.0" in written.getvalue()
+
+
+def test_only_what_the_tables_need_is_explained(results: dict[str, Any]) -> None:
+    every = {word for words in MANUAL.values() for word in words}
+    whole = {one.title: one.text for one in how_to_read(results)}
+    assert next(iter(whole)) == "numbers" and whole["oracle"] == MANUAL["selection"]["oracle"]
+    assert every - set(whole) == {
+        "val_domain", "cross_domain", "selected hyper-parameters", "published numbers", "at the edge of its range",
+        *MANUAL["analysis"],
+    }  # fmt: skip
+    results["summary"] = [row for row in results["summary"] if row["method"] == "erm" and row["selection"] != "oracle"]
+    results["runs"] = [run | {"trial": 1} for run in results["runs"] if run["method"] == "erm"]
+    less = {one.title for one in how_to_read(results)}
+    assert less & {"selected hyper-parameters", "at the edge of its range"} and "mean ±" in less
+    gone = {*MANUAL["comparison"], *MANUAL["verdict"], "oracle", "mixed steps", "failed, skipped"}
+    assert len(gone) > 10 and not less & gone
+    results["summary"] = []
+    assert how_to_read(results) == []
+
+
+def test_what_not_every_table_needs_is_a_word_of_the_manual() -> None:
+    assert set(_NEEDS) <= {word for topic, words in MANUAL.items() for word in (topic, *words)} and len(_NEEDS) > 8

@@ -95,15 +95,13 @@ def train(
     rules: Sequence[str] = ("train_val",),
     metric: str = "accuracy",
     data: CachedData | None = None,
-    record: Callable[[Job, int, dict[str, float]], None] = lambda job, step, values: None,
+    record: Callable[[int, list[tuple[Job, dict[str, float]]]], None] = lambda step, heads: None,
     checkpoint: Callable[[Sequence[Job]], Checkpoint] | None = None,
 ) -> list[Trained]:
     """With `training` in place of the jobs' own, but for learning rate and weight decay."""
     data, jobs = data or digits(), jobs if training is None else [under(training, job) for job in jobs]
     criteria = Criteria(tuple(rules), metric)
-    return list(
-        train_bank(jobs, data.features, data.annotations, criteria, record=record, show=False, checkpoint=checkpoint)
-    )
+    return list(train_bank(jobs, data.features, data.annotations, criteria, record=record, checkpoint=checkpoint))
 
 
 def head_logits(features: Features, rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:

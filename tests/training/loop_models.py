@@ -19,7 +19,7 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.data._transforms import Preprocessing, evaluation_transform
 from xdm_ft.data.digits import Digits
-from xdm_ft.encoders import Encoder
+from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
 from xdm_ft.protocol.splits import Split
@@ -55,6 +55,9 @@ class SmallCNN(Encoder):
 
     def identity(self) -> dict[str, object]:
         return {"component": "small_cnn"}
+
+    def portable(self) -> Portable:
+        return Portable({}, self.state_dict())
 
 
 class WithDomainHead(Algorithm):
@@ -146,7 +149,7 @@ def step_batch(job: Job, training: Training, accelerator: Accelerator, step: int
     return next(batches.begin(step))[1]
 
 
-def ignore(job: Job, step: int, values: dict[str, float]) -> None:
+def ignore(step: int, models: list[tuple[Job, dict[str, float]]]) -> None:
     pass
 
 
@@ -155,9 +158,7 @@ def train(job: Job, encoder: Encoder, training: Training, accelerator: Accelerat
     arguments = {"rules": ("train_val",), "metric": "accuracy", "batch_norm": "train", "record": ignore, **changes}
     criteria = Criteria(*(arguments.pop(name) for name in ("rules", "metric")))
     training = training.model_copy(update={"evaluate_every": training.evaluate_every or job.setup.steps})
-    return train_model(
-        under(training, job), encoder, digits(), digit_annotations(), criteria, accelerator, show=False, **arguments
-    )
+    return train_model(under(training, job), encoder, digits(), digit_annotations(), criteria, accelerator, **arguments)
 
 
 def final_state(trained: Trained) -> dict[str, Tensor]:

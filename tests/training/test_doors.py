@@ -28,7 +28,7 @@ from xdm_ft.algorithms.mixstyle import MixStyle
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.data._transforms import evaluation_transform
-from xdm_ft.encoders import Encoder
+from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.errors import UserError
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses, Task
@@ -107,8 +107,8 @@ def test_both_engines_record_the_share_of_samples_without_a_partner(
     recorded: list[float] = []
     settings, training = {} if method is LISA else {"partners": "other_domain"}, Training(batch_size=2)
 
-    def keep(job: Job, step: int, values: dict[str, float]) -> None:
-        recorded.append(values["without_partner"])
+    def keep(step: int, models: list[tuple[Job, dict[str, float]]]) -> None:
+        recorded.extend(values["without_partner"] for _, values in models)
 
     jobs = [job_of(method, held_out=h, seed=h, steps=2, **settings) for h in range(2)]
     train_heads(jobs, training, record=keep)
@@ -303,6 +303,9 @@ class Tokens(Encoder):
 
     def identity(self) -> dict[str, object]:
         return {}
+
+    def portable(self) -> Portable:
+        return Portable({}, self.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.data._transforms import evaluation_transform
-from xdm_ft.encoders import Encoder
+from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.features.cache import Features
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
@@ -67,6 +67,9 @@ class Pixels(Encoder):
     def identity(self) -> dict[str, object]:
         return {"component": "pixels"}
 
+    def portable(self) -> Portable:
+        return Portable({}, self.state_dict())
+
 
 @cache
 def table() -> Tensor:
@@ -82,9 +85,7 @@ def table() -> Tensor:
 def bank_state(job: Job, training: Training) -> dict[str, Tensor]:
     job = under(training.model_copy(update={"evaluate_every": job.setup.steps}), job)
     features, criteria = Features([table()]), Criteria(("train_val",), "accuracy")
-    trained = list(
-        train_bank([job], features, digit_annotations(), criteria, record=lambda job, step, values: None, show=False)
-    )
+    trained = list(train_bank([job], features, digit_annotations(), criteria, record=lambda step, heads: None))
     return final_state(trained[0])
 
 

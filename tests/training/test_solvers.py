@@ -189,7 +189,7 @@ def test_features_that_are_not_finite_are_a_failure_with_its_reason() -> None:
     trained = solved(job, CachedData(Features([z]), data.annotations))
     assert trained.selected == {}
     row = int(job.split.train[1][2])
-    assert trained.failure == f"the features of 1 training image(s) are not finite; the first is row {row}"
+    assert trained.failure == f"features of 1 training image hold NaN or ∞; the first is row {row}"
 
 
 def test_validation_logits_that_are_not_finite_are_never_selected() -> None:

@@ -299,6 +299,7 @@ class Solver(Method):
     """A method that finds its head directly from frozen features; the selection rule picks one of its candidates."""
 
     normalized: bool = False  # whether its head needs L2-normalised features, whatever `encoder.normalize` is
+    candidates: int = 1  # number of candidates that `solve` yields, for the progress bar
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

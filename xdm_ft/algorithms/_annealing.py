@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, plural
 from xdm_ft.tensors import Batch, Losses
 
 
@@ -29,7 +29,7 @@ class AnnealedPenalty(Algorithm):
         if self.anneal_steps >= setup.steps:
             raise UserError(
                 f"{type(self).__name__.lower()}: anneal_steps {self.anneal_steps} leaves no step with penalty_weight: "
-                f"training has {setup.steps} steps; lower anneal_steps or raise training.steps"
+                f"training has {plural(setup.steps, 'step')}; lower anneal_steps or raise training.steps"
             )
         self.penalty_weight: Tensor
         self.register_buffer("penalty_weight", torch.tensor(penalty_weight, dtype=torch.float32))

@@ -54,6 +54,7 @@ class LinearProbe(Solver):
     ) -> None:
         super().__init__(setup)
         self.strengths, self.tolerance = tuple(sorted(strengths, reverse=True)), tolerance
+        self.candidates = len(self.strengths)
 
     def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:
         dtype = torch.float32 if self.tolerance >= FINEST_IN_FLOAT32 else torch.float64

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, plural
 from xdm_ft.randomness import Stream, beta, uniform
 from xdm_ft.tensors import Batch
 
@@ -50,8 +50,8 @@ class MixStyle(ERM):
     def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:
         if len(encoder.stage_names) < STAGES:
             raise UserError(
-                f"mixstyle: the encoder has {len(encoder.stage_names)} named stages, and {STAGES} are needed to mix "
-                "after; use a convolutional encoder"
+                f"mixstyle: the encoder has {plural(len(encoder.stage_names), 'named stage')}, and {STAGES} are needed "
+                "to mix after; use a convolutional encoder"
             )
         return {
             name: _MixStyleAt(number, int(self.seed), self.p, self.alpha, self.eps)

@@ -6,9 +6,12 @@ import datetime
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from xdm_ft.errors import UserError, printable
+from xdm_ft.commands.answer import Answer
+from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.maintenance import Cached, prune, stores, verify
 from xdm_ft.features.store import cache_folder
@@ -21,43 +24,101 @@ def cache_folder_of(folder: str | None) -> Path:
     return cache_folder(FeatureSettings(dir=None if folder is None else Path(folder)))
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A store: the features of one encoder, with one precision, in one view."""
+
+    key: str
+    path: Path
+    bytes: int
+    images: int
+    last_used: str  # ISO 8601, UTC
+    state: str  # "current"; "outdated": of an earlier version, nothing reads it; "damaged", which only verify looks for
+    encoder: dict[str, Any]  # {"component", "model", …}
+    precision: str
+    view: dict[str, Any] | None  # {"number", "augmentation", …} of an augmented view
+    faults: tuple[str, ...] = ()  # one for every damaged file
+
+
+@dataclass(frozen=True)
+class Listed(Answer):
+    folder: Path
+    entries: list[Entry]
+
+    def text(self) -> str:
+        return "\n".join([_line(entry) for entry in self.entries] or [f"{self.folder}: nothing is cached"])
+
+
+@dataclass(frozen=True)
+class Verified(Answer):
+    folder: Path
+    entries: list[Entry]
+
+    @property
+    def error(self) -> UserError | None:
+        faults = [f"{entry.path}: {fault}" for entry in self.entries for fault in entry.faults]
+        remedy = "the next run that uses these features computes the damaged parts again"
+        return UserError(*faults, remedy) if faults else None
+
+    def text(self) -> str:
+        outdated = sum(entry.state == "outdated" for entry in self.entries)
+        what = f"{plural(len(self.entries) - outdated, 'set')} of features, none damaged"
+        return f"{self.folder}: {what}" + (f"; {outdated} of an earlier version, which nothing reads" * bool(outdated))
+
+
+@dataclass(frozen=True)
+class Removed:
+    entry: Entry  # as it was before
+    files: int
+    files_before: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Pruned(Answer):
+    folder: Path
+    removed: list[Removed]
+
+    def text(self) -> str:
+        lines = []
+        for one in self.removed:
+            part = "" if one.files == one.files_before else f", {one.files} of {one.files_before} files"
+            lines.append(f"{_line(one.entry)}{part}")
+        files, freed = (sum(getattr(one, name) for one in self.removed) for name in ("files", "bytes"))
+        return "\n".join([*lines, f"{plural(files, 'file')} removed, {freed / GIGABYTE:.3f} GB freed"])
+
+
 def cache(
     action: str,
     folder: str | None,
     unused_days: float | None,
     max_gigabytes: float | None,
     runs: Sequence[str] | None,
-) -> str:
-    """Performs `xdm-ft cache ls|verify|prune` and returns the text to print."""
+) -> Listed | Verified | Pruned:
+    """Performs `xdm-ft cache ls|verify|prune`."""
     if action == "prune":
         return prune_cache(folder, unused_days, max_gigabytes, runs)
     return verify_cache(folder) if action == "verify" else list_cache(folder)
 
 
-def list_cache(folder: str | None) -> str:
-    """Returns one line per store: key, size, last use, encoder and number of images."""
+def list_cache(folder: str | None) -> Listed:
+    """Returns the stores, last used first."""
     cache = cache_folder_of(folder)
-    return "\n".join([_line(store) for store in stores(cache)] or [f"{cache}: nothing is cached"])
+    return Listed(cache, [_entry(store) for store in stores(cache)])
 
 
-def verify_cache(folder: str | None) -> str:
-    """Reads every file of the cache. Raises `UserError` with one line per damaged file."""
+def verify_cache(folder: str | None) -> Verified:
+    """Reads every file of the cache that a run of this version would read."""
     cache = cache_folder_of(folder)
-    found = stores(cache)
-    current = [store for store in found if not store.is_outdated]
-    faults = [f"{store.folder}: {fault}" for store in current for fault in verify(store)]
-    if faults:
-        raise UserError(*faults, "the next run that uses these features computes the damaged parts again")
-    outdated = f"; {len(found) - len(current)} of an earlier version, which nothing reads" if found != current else ""
-    return f"{cache}: {len(current)} sets of features, none damaged{outdated}"
+    return Verified(cache, [_entry(store, () if store.is_outdated else verify(store)) for store in stores(cache)])
 
 
 def prune_cache(
     folder: str | None, unused_days: float | None, max_gigabytes: float | None, runs: Sequence[str] | None = None
-) -> str:
+) -> Pruned:
     """Removes features unused for `unused_days`, and those that no run below the folders `runs` was trained on.
 
-    Then removes the longest unused features until `max_gigabytes` are left. Returns the text to print.
+    Then removes the longest unused features until `max_gigabytes` are left.
     """
     if unused_days is None and max_gigabytes is None and not runs:
         raise UserError("cache prune: no limit is given; give --unused-days N, --unreferenced DIR or --max-size GB")
@@ -67,16 +128,14 @@ def prune_cache(
     max_bytes = None if max_gigabytes is None else int(max_gigabytes * GIGABYTE)
     referenced = referenced_by(runs) if runs else None
     cache = cache_folder_of(folder)
-    before = stores(cache)
+    before = [(store, _entry(store)) for store in stores(cache)]
     removed = prune(cache, unused_days=unused_days, max_bytes=max_bytes, referenced=referenced)
-    lines = []
-    for store in before:
+    found = []
+    for store, entry in before:
         files = [file for file in removed if file.path.parent == store.folder]
         if files:
-            part = "" if len(files) == len(store.files) else f", {len(files)} of {len(store.files)} files"
-            lines.append(f"{_line(store)}{part}")
-    freed = sum(file.bytes for file in removed) / GIGABYTE
-    return "\n".join([*lines, f"{len(removed)} files removed, {freed:.3f} GB freed"])
+            found.append(Removed(entry, len(files), len(store.files), sum(file.bytes for file in files)))
+    return Pruned(cache, found)
 
 
 def referenced_by(folders: Sequence[str]) -> set[str]:
@@ -108,13 +167,29 @@ def _refuse_unreadable(error: OSError) -> None:
     raise UserError(f"cache prune: {error.filename}: can not be read ({error.strerror}); a run in it may need features")
 
 
-def _line(store: Cached) -> str:
-    used = datetime.datetime.fromtimestamp(store.last_used).strftime("%Y-%m-%d %H:%M")
+def _entry(store: Cached, faults: Sequence[str] = ()) -> Entry:
     manifest = store.manifest
-    encoder = manifest["encoder"]
-    what = f"{encoder['component']} {encoder['model']}, {store.images()} images, {manifest['precision']}"
-    if "view" in manifest:
-        what += f", view {manifest['view']['number']} of {manifest['view']['augmentation']}"
-    if store.is_outdated:
+    state = "damaged" if faults else "outdated" if store.is_outdated else "current"
+    return Entry(
+        store.key,
+        store.folder,
+        store.bytes,
+        store.images(),
+        datetime.datetime.fromtimestamp(store.last_used, datetime.UTC).isoformat(timespec="seconds"),
+        state,
+        manifest["encoder"],
+        manifest["precision"],
+        manifest.get("view"),
+        tuple(faults),
+    )
+
+
+def _line(entry: Entry) -> str:
+    used = datetime.datetime.fromisoformat(entry.last_used).astimezone().strftime("%Y-%m-%d %H:%M")
+    images = plural(entry.images, "image")
+    what = f"{entry.encoder['component']} {entry.encoder['model']}, {images}, {entry.precision}"
+    if entry.view is not None:
+        what += f", view {entry.view['number']} of {entry.view['augmentation']}"
+    if entry.state == "outdated":
         what += ", of an earlier version: nothing reads it"
-    return printable(f"{store.key}  {store.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}")
+    return printable(f"{entry.key}  {entry.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import scan
 from xdm_ft.data._transforms import NotAStrip, Preprocessing
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, plural
 from xdm_ft.experiment.data_faults import data_faults, images_of, plan_faults
 from xdm_ft.experiment.findings import Finding, fault
 from xdm_ft.experiment.machine import cores
@@ -36,7 +36,8 @@ def check_data(recipe: Recipe, preprocessing: Preprocessing | None) -> Checked:
         dataset = _with_any_counts(recipe)
     if dataset is None:
         return None
-    yield Finding("data", f"{len(dataset)} images, {len(dataset.domain_names)} domains, images per class and domain:")
+    count = plural(len(dataset), "image")
+    yield Finding("data", f"{count}, {plural(len(dataset.domain_names), 'domain')}, images per class and domain:")
     yield from counts(dataset)
     unreadable = scan(dataset, cores(), None if preprocessing is None else NotAStrip(preprocessing))
     yield from broken(dataset, unreadable)

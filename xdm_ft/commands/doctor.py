@@ -7,10 +7,12 @@ import importlib.metadata
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from xdm_ft.errors import UserError
+from xdm_ft.commands.answer import Answer
+from xdm_ft.errors import UserError, plural
 from xdm_ft.experiment.findings import Finding, fault
 from xdm_ft.features import FeatureSettings
 from xdm_ft.terminal import show
@@ -27,14 +29,42 @@ MODULES = ("torchvision", "timm", "open_clip", "accelerate", "datasets", "wilds"
 GIGABYTE = 1e9
 
 
-def doctor(recipe: str | None, overrides: list[str]) -> int:
-    """Prints each finding at once. Returns the exit status: 2 if there is a fault, else 0."""
-    faults = 0
-    for finding in _findings(recipe, overrides):
-        show(finding)
-        faults += finding.remedy is not None
-    show("no faults" if not faults else f"{faults} fault{'s' if faults > 1 else ''}, each followed by its remedy (→)")
-    return 2 if faults else 0
+class Diagnosis(Answer):
+    """The findings. Each check is made when its finding is read, so that `show` can print every finding at once."""
+
+    def __init__(self, findings: Iterator[Finding]) -> None:
+        self._unread = findings
+
+    def show(self) -> None:
+        self.findings = []
+        for finding in self._unread:
+            show(finding)
+            self.findings.append(finding)
+        show(f"{plural(self.faults, 'fault')}, each followed by its remedy (→)" if self.faults else "no faults")
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        return list(self._unread)
+
+    @property
+    def faults(self) -> int:
+        return sum(finding.remedy is not None for finding in self.findings)
+
+    @property
+    def status(self) -> int:
+        """2 if there is a fault, else 0."""
+        return 2 if self.faults else 0
+
+    def to_json(self) -> dict[str, Any]:
+        checks = [
+            {"check": one.what, "ok": one.remedy is None, "found": one.found, "remedy": one.remedy}
+            for one in self.findings
+        ]
+        return {"ok": not self.faults, "faults": self.faults, "checks": checks}
+
+
+def doctor(recipe: str | None, overrides: list[str]) -> Diagnosis:
+    return Diagnosis(_findings(recipe, overrides))
 
 
 def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
@@ -50,7 +80,7 @@ def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
     except UserError as error:
         yield from fault("recipe", error)
         return
-    yield Finding("recipe", f"{recipe.name}, {len(recipe.methods)} methods")
+    yield Finding("recipe", f"{recipe.name}, {plural(len(recipe.methods), 'method')}")
     yield from _guarded("precision", lambda: precision(recipe))
     yield from _guarded("cache", lambda: cache_disk(recipe.features))
     yield from _guarded("recipe's own", lambda: weights_and_data(recipe))
@@ -101,7 +131,9 @@ def devices() -> Iterator[Finding]:
 
     memory = psutil.virtual_memory()
     free, total = memory.available / GIGABYTE, memory.total / GIGABYTE
-    yield Finding("processor", f"{cores()} cores, {free:.1f} of {total:.1f} GB free; float32 and bf16, no fp16")
+    yield Finding(
+        "processor", f"{plural(cores(), 'core')}, {free:.1f} of {total:.1f} GB free; float32 and bf16, no fp16"
+    )
     for number in range(torch.cuda.device_count()):
         left, whole = (size / GIGABYTE for size in torch.cuda.mem_get_info(number))
         with torch.cuda.device(number):

@@ -3,37 +3,66 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from xdm_ft.algorithms import Algorithm, Method
+from xdm_ft.commands.answer import Answer
 from xdm_ft.recipe import components
 from xdm_ft.recipe.text import recipe_folder
 
 
-def listing(what: str) -> str:
+@dataclass(frozen=True)
+class Setting:
+    key: str
+    meaning: str  # with the unit
+    required: bool
+    default: Any  # None if the setting is required
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str
+    about: str
+    source: str | None = None  # of methods and heads: the paper
+    works_on: str | None = None  # of methods: cached features, training end to end, or both
+    settings: tuple[Setting, ...] = ()
+
+
+@dataclass(frozen=True)
+class Listing(Answer):
+    what: str
+    entries: list[Entry]
+
+    def text(self) -> str:
+        return _table([tuple(cell for cell in _cells(self.what, one) if cell is not None) for one in self.entries])
+
+    def to_json(self) -> list[Any]:
+        return self.entries
+
+
+def listing(what: str) -> Listing:
     if what == "recipes":
-        return _table([(path.stem, _first_comment(path.read_text(encoding="utf-8"))) for path in _recipes()])
+        return Listing(
+            what, [Entry(path.stem, _first_comment(path.read_text(encoding="utf-8"))) for path in _recipes()]
+        )
     if what == "methods":
-        return _table([*_methods(), *_add_ons()])
-    if what == "heads":
-        return _table(_heads())
-    rows = [(name, _summary(components.find(what, name)), _settings(what, name)) for name in components.names(what)]
-    return _table(rows)
+        return Listing(what, [*_methods(), *_add_ons()])
+    prefixed = what == "heads"  # the keys of a method's head begin with its name
+    return Listing(what, [_entry(what, name, prefix=f"{name}." * prefixed) for name in components.names(what)])
 
 
 def _recipes() -> list[Path]:
     return sorted(recipe_folder().glob("*.yaml"))
 
 
-def _methods() -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
+def _methods() -> Iterator[Entry]:
     for name in components.names("algorithms"):
-        cls = components.find("algorithms", name)
-        rows.append((name, cls.source, _works_on(cls), _settings("algorithms", name)))
-    return rows
+        yield replace(_entry("algorithms", name), works_on=_works_on(components.find("algorithms", name)))
 
 
 def _works_on(cls: type[Method]) -> str:
@@ -42,32 +71,42 @@ def _works_on(cls: type[Method]) -> str:
     return "end to end" if cls.frozen_reason else "cached / end to end"
 
 
-def _heads() -> Iterable[tuple[str, ...]]:
-    for name in components.names("heads"):
-        cls = components.find("heads", name)
-        yield name, _summary(cls), cls.source, _settings("heads", name, prefix=f"{name}.")
-
-
-def _add_ons() -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
+def _add_ons() -> Iterator[Entry]:
     for folder in components.ADD_ONS:
         for name in components.names(folder):
-            cls = components.find(folder, name)
-            rows.append((f"…+{name}", cls.source, "cached / end to end", _settings(folder, name, prefix=f"{name}.")))
-    return rows
+            entry = _entry(folder, name, prefix=f"{name}.")
+            yield replace(entry, name=f"…+{name}", works_on="cached / end to end")
 
 
-def _settings(folder: str, name: str, prefix: str = "") -> str:
-    """Returns `key=default (meaning and unit)` of every constructor key; a required key has no default."""
-    fields = components.settings_model(components.find(folder, name), prefix=prefix).model_fields
-    return "; ".join(
-        f"{key}{'' if field.is_required() else f'={_in_yaml(field.default)}'} ({field.description})"
+def _entry(folder: str, name: str, prefix: str = "") -> Entry:
+    cls = components.find(folder, name)
+    fields = components.settings_model(cls, prefix=prefix).model_fields
+    settings = (
+        Setting(
+            key, field.description or "", field.is_required(), None if field.is_required() else _plain(field.default)
+        )
         for key, field in fields.items()
+    )
+    return Entry(name, _summary(cls), getattr(cls, "source", None), settings=tuple(settings))
+
+
+def _cells(what: str, entry: Entry) -> tuple[str | None, ...]:
+    """Returns the cells of a line. Methods have no room for `about`."""
+    if what == "recipes":
+        return entry.name, entry.about
+    about = None if what == "methods" else entry.about
+    return entry.name, about, entry.source, entry.works_on, _settings(entry)
+
+
+def _settings(entry: Entry) -> str:
+    """Returns `key=default (meaning and unit)` of every constructor key; a required key has no default."""
+    return "; ".join(
+        f"{one.key}{'' if one.required else f'={_in_yaml(one.default)}'} ({one.meaning})" for one in entry.settings
     )
 
 
 def _in_yaml(default: object) -> str:
-    text: str = yaml.safe_dump(_plain(default), default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text: str = yaml.safe_dump(default, default_flow_style=True, width=float("inf"), allow_unicode=True)
     return text.split("\n")[0]  # PyYAML writes a line "..." after a single scalar
 
 

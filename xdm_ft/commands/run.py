@@ -1,20 +1,35 @@
-"""`xdm-ft run`: runs a recipe and prints its table to standard output."""
+"""`xdm-ft run`: runs a recipe and prints what it found to standard output."""
 
 from __future__ import annotations
 
-import logging
+from dataclasses import dataclass
+from typing import Any
 
+from xdm_ft.commands.answer import Answer
 from xdm_ft.experiment import run
+from xdm_ft.experiment.results import Results
 from xdm_ft.recipe.read import Recipe
-from xdm_ft.report.tables import print_table
-
-logger = logging.getLogger("xdm_ft")
+from xdm_ft.report.headline import show_headline
 
 
-def run_recipe(recipe: Recipe, show: bool) -> int:
-    """Returns the exit status: 1 if a model failed, else 0. `show`: whether this process prints the table."""
-    results = run(recipe)
-    if show:
-        print_table(results.document)
-        logger.info("results in %s", results.path)
-    return 1 if results.failed else 0
+@dataclass(frozen=True)
+class Ran(Answer):
+    results: Results
+
+    @property
+    def status(self) -> int:
+        """1 if a model failed, else 0."""
+        return 1 if self.results.failed else 0
+
+    def show(self) -> None:
+        show_headline(self.results.as_read)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the run directory and what stands in its results.json, but for the recipe and the single models."""
+        found = self.results
+        rows = [row.to_json() for row in found.rows]
+        return {"path": found.path, "summary": rows, "final_fit": found.final_fit, "failed": found.failed}
+
+
+def run_recipe(recipe: Recipe) -> Ran:
+    return Ran(run(recipe))

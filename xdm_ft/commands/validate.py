@@ -3,53 +3,84 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from xdm_ft.commands.answer import Answer
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.encoders._prompts import warn_of_class_names
 from xdm_ft.errors import printable
 from xdm_ft.experiment.data_faults import faults
-from xdm_ft.experiment.plan import describe, make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoder
-from xdm_ft.recipe.blocks import MethodItem
+from xdm_ft.experiment.estimate import Estimate, estimate
+from xdm_ft.experiment.findings import Finding
+from xdm_ft.experiment.machine import launched
+from xdm_ft.experiment.plan import Plan, costs, describe, make_plan, read_data
+from xdm_ft.experiment.prepared import build_encoder, log_encoder
+from xdm_ft.experiment.trackers import installed_trackers
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.recipe.text import Dumper
 from xdm_ft.settings import Block
-from xdm_ft.terminal import show
 
 logger = logging.getLogger("xdm_ft")
 MEANING_COLUMN = 44
 
 
-def validate(recipe: Recipe) -> None:
-    """Prints to standard output. Raises `UserError` if data, weights and recipe do not fit together."""
+@dataclass(frozen=True)
+class Validated(Answer):
+    recipe: Recipe
+    plan: Plan
+    prompts: list[str] | None  # exactly as the text encoder reads them; None: it has no text encoder
+    method_prompts: dict[str, list[str]]
+    """{method that sets its own: its prompts for the first class}: up to 80, those of one class stand for all"""
+    findings: list[Finding]
+    estimate: Estimate
+
+    def text(self) -> str:
+        time = f"time: {self.estimate.text()} on this machine, {self.estimate.device}"
+        parts = [("plan", [*describe(self.plan).splitlines(), time, *self.plan.notes])]
+        if self.prompts is not None:
+            own = [
+                (f"prompts of {label}, shown for the first class", found)
+                for label, found in self.method_prompts.items()
+            ]
+            parts = [("prompts, exactly as the text encoder reads them", self.prompts), *own, *parts]
+        if self.findings:
+            parts.append(("findings", [finding.line for finding in self.findings]))
+        lines = [line for heading, found in parts for line in (f"# {heading}", *(f"#   {printable(x)}" for x in found))]
+        return "\n".join([resolved_with_meanings(self.recipe), *lines])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe.resolved(),
+            "prompts": self.prompts,
+            "method_prompts": self.method_prompts,
+            "plan": costs(self.plan),
+            "estimate": self.estimate.to_json(),
+            "notes": self.plan.notes,
+            "findings": self.findings,
+        }
+
+
+def validate(recipe: Recipe) -> Validated:
+    """Raises `UserError` if data, weights and recipe do not fit together."""
+    installed_trackers(recipe)  # raises, as the run would
     dataset = read_data(recipe)
     plan = make_plan(recipe, dataset)
     encoder = build_encoder(recipe, recipe.protocol.seeds[0])
-    show(resolved_with_meanings(recipe))
+    prompts, own = None, {}
     if isinstance(encoder, TextEncoder):
-        show("# prompts, exactly as the text encoder reads them")
-        show("\n".join(f"#   {printable(prompt)}" for prompt in encoder.exact_prompts(dataset.class_names)))
+        prompts = list(encoder.exact_prompts(dataset.class_names))
         for item in recipe.methods:
-            _print_own_prompts(encoder, item, dataset.class_names)
+            if item.block.prompts is not None:
+                own[item.label] = list(encoder.exact_prompts(dataset.class_names[:1], item.block.prompts))
         for warning in warn_of_class_names(dataset.class_names):
             logger.warning("warning: %s", warning)
-    show("# plan")
-    show("\n".join(f"#   {line}" for line in [*describe(plan).splitlines(), *plan.notes]))
-    if found := faults(plan, show=True):
-        show("# findings")
-        show("\n".join(f"#   {finding.line}" for finding in found))
-
-
-def _print_own_prompts(encoder: TextEncoder, item: MethodItem, class_names: tuple[str, ...]) -> None:
-    """Prints the prompts of a method that sets its own. Up to 80 of them: those of the first class stand for all."""
-    if item.block.prompts is None:
-        return
-    show(f"# prompts of {item.label}, shown for the first class")
-    prompts = encoder.exact_prompts(class_names[:1], item.block.prompts)
-    show("\n".join(f"#   {printable(prompt)}" for prompt in prompts))
+    log_encoder(encoder)
+    with launched(recipe) as accelerator:
+        time = estimate(plan, encoder, accelerator)
+    return Validated(recipe, plan, prompts, own, faults(plan, show=True), time)
 
 
 def resolved_with_meanings(recipe: Recipe) -> str:

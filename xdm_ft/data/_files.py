@@ -61,12 +61,20 @@ def numbered(values: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
 def groups_of(paths: list[str], pattern: str) -> np.ndarray:
     """Returns the number of every path's group (int64 [N]). Raises `UserError` if a path does not match."""
     expression = re.compile(pattern)
-    matches = [expression.search(path) for path in paths]
-    without = [path for path, match in zip(paths, matches, strict=True) if match is None]
+    groups = [group_of(path, expression) for path in paths]
+    without = [path for path, group in zip(paths, groups, strict=True) if group is None]
     if without:
         raise UserError(
             f'data.group: "{pattern}" matches nothing in {len(without)} of {len(paths)} paths, '
             f"the first: {printable(without[0])}; change it so that every image has a group"
         )
+    return numbered([group for group in groups if group is not None])[1]
+
+
+def group_of(path: str, expression: re.Pattern[str]) -> str | None:
+    """Returns the text that identifies the group of a path, None if the expression matches nothing in it."""
+    match = expression.search(path)
+    if match is None:
+        return None
     # \0 is in no path, so that ("a", "bc") and ("ab", "c") stay two groups
-    return numbered(["\0".join(m.groups("")) if m.re.groups else m[0] for m in matches if m is not None])[1]
+    return "\0".join(match.groups("")) if expression.groups else match[0]

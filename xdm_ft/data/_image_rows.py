@@ -29,7 +29,7 @@ class ImageRows(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, row: int) -> tuple[Tensor, int]:
         row = int(row)
         try:
-            with memory_of(self.dataset, row):
+            with memory_of(self.dataset.name(row)):
                 return self.transform(self.dataset.image(row)), row
         except UnreadableImage as error:
             raise FaultInLoader(unreadable_message({row: error.reason}, self.dataset)) from error

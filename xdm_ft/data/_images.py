@@ -47,20 +47,20 @@ class FaultInLoader(UserError):
 
 
 @contextmanager
-def memory_of(dataset: ImageDataset, row: int) -> Iterator[None]:
+def memory_of(name: str) -> Iterator[None]:
     """Context in which one image is decoded and transformed.
 
-    Raises `UserError` with the image's name if the machine lacks memory or file handles.
+    Raises `UserError` with the image's `name` if the machine lacks memory or file handles.
     """
     try:
         yield
     except MemoryError as error:
         problem = "memory is full while this image is decoded or resized; free memory, or make the image smaller"
-        raise FaultInLoader(f"{dataset.name(row)}: {problem}") from error
+        raise FaultInLoader(f"{name}: {problem}") from error
     except OSError as error:
         if error.errno not in OF_THE_MACHINE:
             raise
-        raise FaultInLoader(f"{dataset.name(row)}: {error.strerror}; free some and run again") from error
+        raise FaultInLoader(f"{name}: {error.strerror}; free some and run again") from error
 
 
 @lru_cache
@@ -95,7 +95,7 @@ def _decoded(source: Path | bytes, name: str) -> Image.Image:
             if limit is not None and image.width * image.height > limit:
                 raise UnreadableImage(name, f"{image.width} × {image.height} pixels, more than the limit of {limit}")
             image.load()
-            return _rgb(ImageOps.exif_transpose(image))
+            return to_rgb(image)
     except UnreadableImage as error:
         raise UnreadableImage(name, error.reason) from None
     except MemoryError:
@@ -124,7 +124,9 @@ def _reason(error: Exception) -> str:
     return printable(f"{error}" or type(error).__name__)
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Returns an opened image as `decode` does. Raises `UnreadableImage` for grey values of unknown scale."""
+    image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I") or image.mode == "F":
         return _from_deep_grey(image)
     if image.has_transparency_data:
@@ -161,7 +163,7 @@ def scan(
         found = []
         for row in rows:
             try:
-                with memory_of(dataset, row):
+                with memory_of(dataset.name(row)):
                     image = dataset.image(row)
                 if check is not None:
                     check(image)

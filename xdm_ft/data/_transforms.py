@@ -19,6 +19,7 @@ from xdm_ft.settings import Block
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Resize = Literal["native", "squash", "pad"]
 Colour = tuple[float, float, float]
+Deviation = Annotated[float, Field(ge=1e-6)]  # pixels are divided by it
 
 
 class Preprocessing(Block):
@@ -36,10 +37,13 @@ class PreprocessingOverrides(Block):
     """`encoder.preprocessing`: replaces single values of the encoder's preprocessing. null: the encoder's value."""
 
     mean: Annotated[Colour | None, Field(description="mean of each RGB channel, for pixels in 0…1")] = None
-    std: Annotated[Colour | None, Field(description="standard deviation of each RGB channel")] = None
+    std: Annotated[
+        tuple[Deviation, Deviation, Deviation] | None, Field(description="standard deviation of each RGB channel")
+    ] = None
     size: Annotated[int | None, Field(ge=1, description="side of the square input, px")] = None
     crop: Annotated[
-        float | None, Field(gt=0, le=1, description="fraction of the resized side that the centre crop keeps; 1.0: all")
+        float | None,
+        Field(ge=0.01, le=1, description="fraction of the resized side that the centre crop keeps; 1.0: all"),
     ] = None
     interpolation: Annotated[Interpolation | None, Field(description="resampling filter")] = None
     resize: Annotated[
@@ -89,6 +93,23 @@ def resized_side(preprocessing: Preprocessing) -> int:
 def evaluation_transform(preprocessing: Preprocessing) -> Callable[[Image.Image], Tensor]:
     """Returns a transform, RGB image → float32 [3, size, size], bit for bit that of timm and of open_clip.
 
+    It is `resizing_transform`, then `normalizing_transform`.
+    """
+    from torchvision import transforms
+
+    return transforms.Compose([resizing_transform(preprocessing), normalizing_transform(preprocessing)])
+
+
+def normalizing_transform(preprocessing: Preprocessing) -> Callable[[Image.Image], Tensor]:
+    """Returns a transform, RGB image of H × W pixels → float32 [3,H,W]: pixels in 0…1, minus mean, over std."""
+    from torchvision import transforms
+
+    return transforms.Compose([transforms.ToTensor(), transforms.Normalize(preprocessing.mean, preprocessing.std)])
+
+
+def resizing_transform(preprocessing: Preprocessing) -> Callable[[Image.Image], Image.Image]:
+    """Returns a transform, RGB image → RGB image of size × size pixels.
+
     native is timm's crop mode "center" and open_clip's resize mode "shortest"; squash has that name in both; pad is
     timm's "border". The transform raises `UnreadableImage` for an image that `NotAStrip` refuses.
     """
@@ -104,9 +125,7 @@ def evaluation_transform(preprocessing: Preprocessing) -> Callable[[Image.Image]
         "squash": [transforms.Resize((side, side), filter_), transforms.CenterCrop(size)],
         "pad": [ResizeKeepRatio(side, longest=1.0, interpolation=name), CenterCropOrPad(size, fill=(red, green, blue))],
     }
-    normalize = transforms.Normalize(preprocessing.mean, preprocessing.std)
-    steps = [NotAStrip(preprocessing), *geometry[preprocessing.resize], transforms.ToTensor(), normalize]
-    return transforms.Compose(steps)
+    return transforms.Compose([NotAStrip(preprocessing), *geometry[preprocessing.resize]])
 
 
 def training_transform(preprocessing: Preprocessing, augmentation: Augmentation) -> Callable[[Image.Image], Tensor]:

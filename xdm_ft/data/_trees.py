@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from xdm_ft.data._images import extensions
-from xdm_ft.errors import UserError, printable
+from xdm_ft.errors import UserError, plural, printable
 
 logger = logging.getLogger("xdm_ft")
 
@@ -22,16 +22,17 @@ def refuse_missing_folder(root: Path, remedy: str) -> None:
         raise UserError(f"data.root: {printable(root)} {problem}; {remedy}")
 
 
-def images_below(root: Path) -> tuple[list[str], list[str]]:
-    """Returns the images in the folders `<domain>/<class>/` of `root` or deeper, and all files found.
+def images_below(root: Path, folders: str = "<domain>/<class>") -> tuple[list[str], list[str]]:
+    """Returns the images in such `folders` of `root` or deeper, and all files found.
 
     Paths are relative to `root`, with slashes, in the order of their names. Hidden files are skipped. Links are
     followed, but not in circles. The log counts the other files and the images in other folders.
     """
     found = list(_files(str(root), "", set()))
-    images = [path for path in found if path.count("/") >= 2 and is_image(path)]
+    depth = folders.count("/") + 1
+    images = [path for path in found if path.count("/") >= depth and is_image(path)]
     if images:
-        _log_ignored(root, found)
+        _log_ignored(root, found, folders)
     return images, found
 
 
@@ -41,12 +42,7 @@ def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[s
     `below` is the path of `folder` from the root, "" or with a slash at its end. Folders in `visited` (device, inode)
     are skipped.
     """
-    try:
-        status = os.stat(folder)
-        with os.scandir(folder) as scan:
-            entries = sorted((entry for entry in scan if not entry.name.startswith(".")), key=lambda entry: entry.name)
-    except OSError as error:
-        raise UserError(f"data.root: {printable(folder)} can not be read: {error.strerror}") from error
+    status, entries = visible_entries(folder, "data.root")
     identity = (status.st_dev, status.st_ino)
     if identity in visited:
         return
@@ -56,20 +52,39 @@ def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[s
     # exponentially.
     in_class = below.count("/") >= 2  # domain/class/
     for entry in entries:
-        # os.path.isdir: for a link that points to itself `entry.is_dir` raises
-        if os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir():
+        if is_folder(entry):
             yield from _files(entry.path, f"{below}{entry.name}/", visited if in_class else set(visited))
         else:
             yield below + entry.name
+
+
+def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[os.DirEntry[str]]]:
+    """Returns the status of a folder and its entries that are not hidden, in the order of their names.
+
+    Raises `UserError`, which names `key`, if the folder can not be read.
+    """
+    try:
+        status = os.stat(folder)
+        with os.scandir(folder) as scan:
+            visible = [entry for entry in scan if not entry.name.startswith(".")]
+    except OSError as error:
+        raise UserError(f"{key}: {printable(folder)} can not be read: {error.strerror}") from error
+    return status, sorted(visible, key=lambda entry: entry.name)
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    # os.path.isdir: for a link that points to itself `entry.is_dir` raises
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
 def is_image(path: str) -> bool:
     return os.path.splitext(path)[1].lower() in extensions()
 
 
-def _log_ignored(root: Path, found: list[str]) -> None:
+def _log_ignored(root: Path, found: list[str], folders: str) -> None:
     other = [path for path in found if not is_image(path)]
-    higher = [path for path in found if path.count("/") < 2 and is_image(path)]
-    for paths, what in ((other, "files that are not images"), (higher, "images outside a <domain>/<class> folder")):
+    higher = [path for path in found if path.count("/") < folders.count("/") + 1 and is_image(path)]
+    for paths, what in ((other, "without an image"), (higher, f"outside a {folders} folder")):
         if paths:
-            logger.warning("%s: ignored %d %s, the first: %s", root, len(paths), what, printable(paths[0]))
+            ignored = plural(len(paths), "image" if paths is higher else "file")
+            logger.warning("%s: ignored %s %s, the first: %s", root, ignored, what, printable(paths[0]))

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from xdm_ft.data._files import GroupPattern, ImageFiles, groups_of, numbered
 from xdm_ft.data._trees import TREE, images_below, is_image, refuse_missing_folder
-from xdm_ft.errors import UserError, printable
+from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.storage.user_paths import expanded
 
 
@@ -48,5 +48,6 @@ def _found(found: list[str]) -> str:
     """Returns the end of the message: the files that are there instead of images in class folders."""
     higher = [path for path in found if path.count("/") < 2 and is_image(path)]
     if higher:
-        return f"{len(higher)} are in higher folders, such as {printable(higher[0])}; move them into class folders"
-    return f"it contains {len(found)} other files" if found else "it is empty"
+        count = plural(len(higher), "image")
+        return f"it contains {count} in higher folders, such as {printable(higher[0])}; move them into class folders"
+    return f"it contains {plural(len(found), 'other file')}" if found else "it is empty"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -14,6 +13,7 @@ from pydantic import Field
 from xdm_ft.data._cells import name_in
 from xdm_ft.data._files import GroupPattern, ImageFiles, groups_of, numbered
 from xdm_ft.data._images import NAMED_AT_MOST
+from xdm_ft.data._table_rows import csv_rows
 from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.storage.user_paths import expanded
 
@@ -29,6 +29,8 @@ class Table(ImageFiles):
     row of a Parquet file is row 1.
     """
 
+    needed: ClassVar[Sequence[str]] = NEEDED  # columns that the table must have
+
     def __init__(
         self,
         *,
@@ -40,7 +42,7 @@ class Table(ImageFiles):
         ] = None,
         group: GroupPattern = None,
     ) -> None:
-        columns = _Columns(expanded(file, "data.file"))
+        columns = _Columns(expanded(file, "data.file"), self.needed)
         folder = columns.file.parent if root is None else expanded(root, "data.root")
         paths = columns.values["path"]
         self.base, self.shown = folder, [os.path.join(folder, path) for path in paths]
@@ -48,7 +50,7 @@ class Table(ImageFiles):
         columns.refuse_repeated(self.paths)
         _refuse_missing(columns, self.paths, self.shown)
         self.class_names, self.labels = numbered(columns.values["label"])
-        self.domain_names, self.domains = numbered(columns.values["domain"])
+        self.domain_names, self.domains = numbered(columns.values.get("domain", [columns.file.stem] * len(paths)))
         if group is not None:  # the recipe overrides the table
             self.groups = groups_of(paths, group)
         elif "group" in columns.values:
@@ -60,7 +62,7 @@ class Table(ImageFiles):
 class _Columns:
     """The checked cells of a table as text: `values[column]` has an entry per row, `rows` their row numbers."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, needed: Sequence[str]) -> None:
         self.file = file
         reader = {".csv": _read_csv, ".parquet": _read_parquet}.get(file.suffix.lower())
         if reader is None:
@@ -68,10 +70,10 @@ class _Columns:
         if not file.is_file():
             problem = "is not a file" if file.exists() else "does not exist"
             raise UserError(f"data.file: {printable(file)} {problem}; name a CSV or Parquet file")
-        cells, self.rows = reader(file)
+        cells, self.rows = reader(file, needed)
         if not self.rows:
             raise UserError(f"{printable(file)}: the table has no rows; add one per image")
-        texts = {"path": _path_in, "split": _split_in}
+        texts = {"path": path_in, "split": _split_in}
         self.values = {column: self._read(column, cells[column], texts.get(column, name_in)) for column in cells}
 
     def _read(self, column: str, cells: Sequence[object], text_in: Callable[[object], str]) -> list[str]:
@@ -103,7 +105,8 @@ class _Columns:
         raise UserError(f"{place}: {printable(problem)}{others}")
 
 
-def _path_in(cell: object) -> str:
+def path_in(cell: object) -> str:
+    """Returns the path in a cell, blanks and all. Raises `ValueError` with the problem and what to do."""
     if not isinstance(cell, str | None):
         raise ValueError(f"a path must be text, not {type(cell).__name__}; write it as text")
     if not cell:
@@ -127,8 +130,8 @@ def _refuse_missing(columns: _Columns, paths: list[str], shown: list[str]) -> No
         )
 
 
-def _check_header(file: Path, header: list[str]) -> None:
-    missing = [column for column in NEEDED if column not in header]
+def _check_header(file: Path, header: list[str], needed: Sequence[str]) -> None:
+    missing = [column for column in needed if column not in header]
     if missing:
         raise UserError(
             f"{printable(file)}: there is no column {', '.join(missing)}; found: {printable(', '.join(header))}"
@@ -138,41 +141,27 @@ def _check_header(file: Path, header: list[str]) -> None:
         raise UserError(f"{printable(file)}: two columns have the name {twice[0]}; rename one")
 
 
-def _read_csv(file: Path) -> tuple[dict[str, list[object]], list[int]]:
+def _read_csv(file: Path, needed: Sequence[str]) -> tuple[dict[str, list[object]], list[int]]:
     """Returns {column: cells} and the number of every row. The file is UTF-8 with commas and a header."""
-    number, cells, rows = 1, list[list[str]](), list[int]()
-    try:
-        with file.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.reader(stream, skipinitialspace=True, strict=True)
-            header = [name.strip() for name in next(reader, [])]
-            _check_header(file, header)
-            for number, row in enumerate(reader, start=2):
-                if row and len(row) != len(header):
-                    raise UserError(
-                        f"{printable(file)}: row {number}: the row has {len(row)} cells, but the header has "
-                        f"{len(header)}; quote cells that contain commas"
-                    )
-                if row:
-                    cells.append(row)
-                    rows.append(number)
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{printable(file)}: the text is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
-        ) from error
-    except csv.Error as error:
-        raise UserError(f"{printable(file)}: row {number + 1}: {error}") from error
+    rows = csv_rows(file)
+    _, header = next(rows)
+    _check_header(file, header, needed)
     position = {column: header.index(column) for column in (*NEEDED, *OPTIONAL) if column in header}
-    return {column: [row[i] for row in cells] for column, i in position.items()}, rows
+    numbers, cells = list[int](), list[list[str]]()
+    for number, row in rows:
+        numbers.append(number)
+        cells.append(row)
+    return {column: [row[i] for row in cells] for column, i in position.items()}, numbers
 
 
-def _read_parquet(file: Path) -> tuple[dict[str, list[object]], list[int]]:
+def _read_parquet(file: Path, needed: Sequence[str]) -> tuple[dict[str, list[object]], list[int]]:
     """Returns {column: cells} and the number of every row."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         header = pyarrow.parquet.read_schema(file).names
-        _check_header(file, header)
+        _check_header(file, header, needed)
         table = pyarrow.parquet.read_table(file, columns=[name for name in (*NEEDED, *OPTIONAL) if name in header])
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{printable(file)}: can not be read as Parquet: {printable(error)}") from error

@@ -7,10 +7,19 @@ to be fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from xdm_ft.data._transforms import Preprocessing
+
+
+class Portable(NamedTuple):
+    """What builds an encoder again on another machine, from its weights in a file."""
+
+    settings: dict[str, Any]  # constructor keywords, without `weights`, `preprocessing` and `normalize`
+    state: dict[str, Tensor]  # for the weights file, under the names that the library gives them
+    architecture: dict[str, Any] | None = None  # for a file that `settings["model"]` names; None: the library knows it
 
 
 class Encoder(nn.Module, ABC):
@@ -36,6 +45,10 @@ class Encoder(nn.Module, ABC):
     def identity(self) -> dict[str, object]:
         """All that determines the features, except the weights, JSON-serialisable: component, model, arguments,
         `normalize`, library versions. The feature cache hashes the weights from `state_dict()`."""
+
+    @abstractmethod
+    def portable(self) -> Portable:
+        """Returns the encoder as it is, for a directory that another machine reads. No path of this one is in it."""
 
 
 class TextEncoder(ABC):

@@ -105,11 +105,21 @@ def _register(config: Path) -> str:
     if missing:
         raise UserError(f"encoder.model: {config} is not an open_clip config: it lacks {', '.join(sorted(missing))}")
     # add_model_config would replace a model of the library without a message
-    built_in = Path(open_clip.__file__).parent / "model_configs" / f"{config.stem}.json"
-    if built_in.is_file() and json.loads(built_in.read_text(encoding="utf-8")) != content:
+    if is_built_in(config.stem) and json.loads(_built_in(config.stem).read_text(encoding="utf-8")) != content:
         raise UserError(f'encoder.model: {config} would replace open_clip\'s own "{config.stem}"; rename the file')
     open_clip.add_model_config(config)
     return config.stem
+
+
+def is_built_in(name: str) -> bool:
+    """Returns whether open_clip itself has a config of this name."""
+    return ":" not in name and _built_in(name).is_file()
+
+
+def _built_in(name: str) -> Path:
+    import open_clip
+
+    return Path(open_clip.__file__).parent / "model_configs" / f"{name}.json"
 
 
 def _quick_gelu(name: str, kwargs: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, plural
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 MOST_TENSORS = 100_000  # in a file; the largest models have some thousands
@@ -21,34 +21,38 @@ def is_file_name(weights: str) -> bool:
     return not weights.startswith("hf-hub:") and (weights.endswith(SUFFIXES) or "/" in weights or "\\" in weights)
 
 
-def read_weights(path: Path, read: Callable[[str], Mapping[str, object]]) -> dict[str, Tensor]:
+def read_weights(
+    path: Path, read: Callable[[str], Mapping[str, object]], key: str = "encoder.weights"
+) -> dict[str, Tensor]:
     """Returns the tensors of a weights file by name. `read` is the library's reader, which must not run pickled code.
+
+    `key` is the recipe key or option that names the file; messages begin with it.
 
     Raises `UserError` if the file is missing or damaged, or holds code, NaN or no tensors.
     """
-    _refuse_unreadable(path)
+    _refuse_unreadable(path, key)
     if not path.name.endswith(SUFFIXES):
-        raise UserError(f"encoder.weights: {path} is no weights file; give one of {', '.join(SUFFIXES)}")
-    _refuse_long_header(path)
+        raise UserError(f"{key}: {path} is no weights file; give one of {', '.join(SUFFIXES)}")
+    _refuse_long_header(path, key)
     try:
         state = read(str(path))
     except Exception as error:  # on a damaged file, the readers raise almost any exception
-        raise UserError(f"encoder.weights: {path} {_read_failure(error)}") from error
+        raise UserError(f"{key}: {path} {_read_failure(error)}") from error
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     if len(tensors) > MOST_TENSORS:
-        raise _too_many(path)
+        raise _too_many(path, key)
     if not tensors:
-        raise UserError(f"encoder.weights: {path} holds no tensors; give a file with a state dict")
+        raise UserError(f"{key}: {path} holds no tensors; give a file with a state dict")
     broken = [name for name, value in tensors.items() if value.is_floating_point() and value.isnan().any()]
     if broken:
         raise UserError(
-            f"encoder.weights: {path} holds NaN in {len(broken)} tensors ({_first_few(broken)}): "
+            f"{key}: {path} holds NaN in {plural(len(broken), 'tensor')} ({_first_few(broken)}): "
             "its training has diverged or the file is damaged; give another one"
         )
     return tensors
 
 
-def _refuse_unreadable(path: Path) -> None:
+def _refuse_unreadable(path: Path, key: str) -> None:
     try:
         if path.is_file():
             path.open("rb").close()
@@ -56,20 +60,20 @@ def _refuse_unreadable(path: Path) -> None:
         problem = "is a folder" if path.is_dir() else "does not exist"
     except OSError as error:
         problem = f"can not be read ({error.strerror})"
-    raise UserError(f"encoder.weights: {path} {problem}; give the path of a .safetensors or .pth file")
+    raise UserError(f"{key}: {path} {problem}; give the path of a .safetensors or .pth file")
 
 
-def _refuse_long_header(path: Path) -> None:
+def _refuse_long_header(path: Path, key: str) -> None:
     """Raises `UserError` for a safetensors file with so many tensors that reading them takes minutes."""
     if path.name.endswith(".safetensors") and path.stat().st_size > MOST_TENSORS * _BYTES_PER_TENSOR:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")  # of the header
         if MOST_TENSORS * _BYTES_PER_TENSOR < length < path.stat().st_size:
-            raise _too_many(path)
+            raise _too_many(path, key)
 
 
-def _too_many(path: Path) -> UserError:
-    return UserError(f"encoder.weights: {path} holds more than {MOST_TENSORS:,} tensors; give the weights of a model")
+def _too_many(path: Path, key: str) -> UserError:
+    return UserError(f"{key}: {path} holds more than {MOST_TENSORS:,} tensors; give the weights of a model")
 
 
 def _read_failure(error: Exception) -> str:

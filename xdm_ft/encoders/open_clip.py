@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -13,9 +14,9 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
-from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.encoders import Encoder, Portable, TextEncoder
 from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
-from xdm_ft.encoders._clip_source import ClipSource, resolve
+from xdm_ft.encoders._clip_source import ClipSource, is_built_in, resolve
 from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import mismatch, read_weights
 from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, Prompts, check_templates, expand_templates, fill, in_words
@@ -94,7 +95,6 @@ class OpenClip(Encoder, TextEncoder):
         self.stem_names, self.stage_names, self.transition_names = _stage_names_of(self.model.visual)
         self.logit_scale = self.model.logit_scale.exp().item()
         self.width = measure_width(self, model)
-        logger.info("encoder: open_clip %s, %s, %d features", model, self.pretraining, self.width)
 
     def forward(self, images: Tensor) -> Tensor:
         # the weights may have been cast to bfloat16 (`features.precision`)
@@ -114,6 +114,19 @@ class OpenClip(Encoder, TextEncoder):
             "preprocessing": self.preprocessing.model_dump(mode="json"),
             "versions": versions("open_clip_torch", "timm"),
         }
+
+    def portable(self) -> Portable:
+        import open_clip
+
+        name = self.source.name
+        config = open_clip.get_model_config(name)
+        kwargs = self.kwargs
+        if "quick_gelu" not in kwargs and "force_quick_gelu" not in kwargs:
+            kwargs = {**kwargs, "quick_gelu": bool(config.get("quick_gelu", False))}  # the name of a file may mislead
+        settings, state = {"model": name, "kwargs": kwargs}, dict(self.model.state_dict())
+        if is_built_in(name):
+            return Portable(settings, state)
+        return Portable({**settings, "model": f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.json"}, state, config)
 
     @cached_property
     def tokenizer(self) -> Callable[..., Tensor]:

@@ -6,7 +6,6 @@ import path.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
-from xdm_ft.encoders import Encoder
+from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders._arguments import check_hub_weights, refuse_reserved, unknown_model, wrong_kwargs
 from xdm_ft.encoders._corpora import corpora_in
 from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
@@ -26,8 +25,6 @@ from xdm_ft.encoders._versions import versions
 from xdm_ft.encoders._width import measure_width
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.storage.user_paths import expanded
-
-logger = logging.getLogger("xdm_ft")
 
 OWN_PREPROCESSING = PreprocessingOverrides()
 RESERVED = (
@@ -77,8 +74,7 @@ class Timm(Encoder):
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model, kwargs))
         self.stem_names, self.stage_names, self.transition_names = timm_stage_names(self.model, "model")
         self.width = measure_width(self, model)
-        self._identity = {"model": source.name, "kwargs": kwargs}
-        logger.info("encoder: timm %s, %s, %d features", model, source.pretraining, self.width)
+        self._identity: dict[str, Any] = {"model": source.name, "kwargs": kwargs}
 
     def forward(self, images: Tensor) -> Tensor:
         # the weights may have been cast to bfloat16 (`features.precision`)
@@ -95,6 +91,15 @@ class Timm(Encoder):
             "preprocessing": self.preprocessing.model_dump(mode="json"),
             "versions": versions("timm"),
         }
+
+    def portable(self) -> Portable:
+        name, kwargs = str(self._identity["model"]), dict(self._identity["kwargs"])
+        if name.startswith("hf-hub:"):
+            from timm.models import load_model_config_from_hf
+
+            _, name, own = load_model_config_from_hf(name.removeprefix("hf-hub:"))  # cached when the model was built
+            kwargs = (own or {}) | kwargs
+        return Portable({"model": name, "kwargs": kwargs}, dict(self.model.state_dict()))
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,30 @@ class Prediction:
         predicted = arrays[f"{rule}.predicted"].astype(np.int64)
         return cls.on(dataset, key, rule, rows, predicted, arrays.get(f"{rule}.per_image"))
 
+    @classmethod
+    def from_files(
+        cls, arrays: Mapping[str, np.ndarray], images: Mapping[str, np.ndarray], key: Identity, rule: str
+    ) -> Prediction:
+        """Returns the predictions under `rule` without the data set: `images` are the arrays that `test_images` made.
+
+        Runs of earlier versions wrote no `groups` and `worst_of`: then groups are unknown, and no image is in one of
+        `worst_of`.
+        """
+        labels, groups, worst_of = images["labels"].astype(np.int64), images.get("groups"), images.get("worst_of")
+        return cls(
+            method=key[0],
+            test_domains=key[1],
+            seed=key[2],
+            rule=rule,
+            rows=images["rows"],
+            labels=labels,
+            predicted=arrays[f"{rule}.predicted"].astype(np.int64),
+            worst_of=np.full(len(labels), -1) if worst_of is None else worst_of.astype(np.int64),
+            groups=None if groups is None else groups.astype(np.int64),
+            per_image=arrays.get(f"{rule}.per_image"),
+            probabilities=arrays.get(f"{rule}.probabilities"),
+        )
+
 
 def arrays_of(predictions: Iterable[Prediction]) -> dict[str, np.ndarray]:
     """Returns the arrays to store of one model: `<rule>.predicted`, int32 [n], and for some rules `<rule>.per_image`
@@ -79,11 +103,18 @@ def arrays_of(predictions: Iterable[Prediction]) -> dict[str, np.ndarray]:
 
 
 def test_images(dataset: ImageDataset, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the arrays to store of the test images `rows`: `rows` int64 [n], `labels` int32 [n], and `names`, uint8:
-    the UTF-8 text of one name per line."""
+    """Returns the arrays to store of the test images `rows`.
+
+    `rows` int64 [n]; `labels` and `worst_of` int32 [n]; `groups` int32 [n] if the data set knows them; and `names`,
+    uint8: the UTF-8 text of one name per line.
+    """
     names = "\n".join(dataset.name_in_data(int(row)) for row in rows)
+    worst_of = dataset.domains if dataset.worst_of is None else dataset.worst_of
+    groups = {} if dataset.groups is None else {"groups": dataset.groups[rows].astype(np.int32)}
     return {
         "rows": rows,
         "labels": dataset.labels[rows].astype(np.int32),
+        "worst_of": worst_of[rows].astype(np.int32),
+        **groups,
         "names": np.frombuffer(names.encode(), np.uint8),
     }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from xdm_ft.errors import UserError
 from xdm_ft.tensors import Score
 
 Identity = tuple[str, tuple[str, ...], int, int]
@@ -26,11 +28,12 @@ class Pick:
     curve: list[Point] | None = None  # points {varied value, metric by split (None: not defined)}
     flags: list[str] | None = None  # reasons to doubt the pick, e.g. "last step picked"
     value: float | None = None  # selection metric, as the rule compared it
+    temperature: float | None = None  # of the weights that the recipe's own rule picked, if known
 
     def to_json(self) -> dict[str, Any]:
         metrics = {split: dataclasses.asdict(score) for split, score in self.metrics.items()}
         start = {"step": self.step, **self.hparams, "weights": self.weights, "metrics": metrics}
-        return start | _present(curve=self.curve, flags=self.flags, value=self.value)
+        return start | _present(curve=self.curve, flags=self.flags, value=self.value, temperature=self.temperature)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Pick:
@@ -121,6 +124,18 @@ class SummaryRow:
         versus = self.versus_erm or {}
         row |= {f"versus_erm:{name}": versus.get(name) for name in ("difference", "p", "p_holm", "verdict")}
         return row | {"draws": self.budget["draws"], "flags": "; ".join(self.flags or ())}
+
+
+def records_in(path: Path, entries: Iterable[Any]) -> Iterator[Record]:
+    """Yields the records of JSON values that were read from `path`. Raises `UserError` if one is not a record."""
+    for entry in entries:
+        try:
+            yield Record.from_json(entry)
+        except (KeyError, TypeError, AttributeError) as error:
+            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise UserError(
+                f"{path}: holds a record of another version ({what}); set another name or output.dir"
+            ) from error
 
 
 def _present(**values: Any) -> dict[str, Any]:

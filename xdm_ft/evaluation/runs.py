@@ -46,3 +46,14 @@ class Runs:
         """The seeds that have a value for every held-out set; only they enter means."""
         values = self.values
         return [seed for seed in self.planned_seeds if all((held, seed) in values for held in self.held_out)]
+
+    @property
+    def by_seed(self) -> list[list[float]]:
+        """The values of each complete seed, in the order of the held-out sets."""
+        values = self.values
+        return [[values[held, seed] for held in self.held_out] for seed in self.complete_seeds]
+
+
+def set_name(held: Held) -> str:
+    """The name of a set of held-out domains, as the summary's columns have it."""
+    return " + ".join(held)

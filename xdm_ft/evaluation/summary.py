@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from xdm_ft.evaluation.conventions import Convention
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.records import Point, Record, SummaryRow
-from xdm_ft.evaluation.runs import SPLIT, Held, Runs
+from xdm_ft.evaluation.runs import SPLIT, Held, Runs, set_name
 from xdm_ft.evaluation.versus import WithoutGroups, versus
 
 ORACLE = "(oracle: picked on the test domain)"
@@ -98,7 +98,7 @@ def summarise(
                 selection=rule,
                 metric=metric,
                 split=SPLIT,
-                **_spread(runs, convention),
+                **_mean(runs, convention),
                 per_test_domain=_per_test_domain(runs),
                 versus_erm=compared.get(runs.method),
                 protocol=protocol_line(rule),
@@ -118,19 +118,26 @@ def _refuse_duplicates(records: Sequence[Record]) -> None:
         seen.add(key)
 
 
-def _spread(runs: Runs, convention: Convention | None) -> dict[str, Any]:
+class Spread(NamedTuple):
+    """Mean and spread of one value per seed."""
+
+    mean: float | None  # None without a value
+    std: float | None  # ddof 1; None for fewer than two
+    stderr: float | None  # std / √n
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        stderr = None if std is None else float(std / np.sqrt(len(values)))
+        return cls(float(np.mean(values)) if values else None, std, stderr, len(values))
+
+
+def _mean(runs: Runs, convention: Convention | None) -> dict[str, Any]:
     """Averages the held-out domains within a seed, then takes mean and spread over seeds."""
-    values = runs.values
-    means = [float(np.mean([values[held, seed] for held in runs.held_out])) for seed in runs.complete_seeds]
-    std = float(np.std(means, ddof=1)) if len(means) > 1 else None
+    means = [float(np.mean(values)) for values in runs.by_seed]
     published = None if convention is None else {"kind": convention.kind, "value": convention.value(means)}
-    return {
-        "mean": float(np.mean(means)) if means else None,
-        "std": std,
-        "stderr": None if std is None else float(std / np.sqrt(len(means))),
-        "n": len(means),
-        "spread_as_published": published,
-    }
+    return Spread.of(means)._asdict() | {"spread_as_published": published}
 
 
 def _budget(runs: Runs) -> dict[str, Any]:
@@ -157,7 +164,7 @@ def _per_test_domain(runs: Runs) -> dict[str, Point]:
             # for worst_domain_accuracy the columns show the accuracies whose minimum it is
             columns = {domain: entry["accuracy"] for domain, entry in score.per_domain.items()}
         else:
-            columns = {" + ".join(held): value}
+            columns = {set_name(held): value}
         for domain, of_domain in columns.items():
             found.setdefault(domain, []).append(of_domain)
     return {

@@ -14,34 +14,45 @@ logger = logging.getLogger("xdm_ft")
 
 
 def run(recipe: Recipe) -> Results:
-    """Trains and compares all methods of the recipe, and returns the results. Resumes an interrupted run of it.
+    """Trains and compares all methods of the recipe, and returns the results.
+
+    Resumes an interrupted run of it, and grows a run of a recipe with fewer methods, seeds or trials.
 
     If several processes were launched, each one calls this and returns the same results. Raises `UserError` for faults
     of recipe, data, weights or disk.
     """
+    from xdm_ft.experiment.analysing import analyse
     from xdm_ft.experiment.data_faults import faults
     from xdm_ft.experiment.engines import Engines
+    from xdm_ft.experiment.estimate import first_line
     from xdm_ft.experiment.final_fit import final_fit
-    from xdm_ft.experiment.heartbeat import from_main, heartbeat
+    from xdm_ft.experiment.growing import growth
+    from xdm_ft.experiment.heartbeat import from_main, heartbeat, wait_for_everyone
     from xdm_ft.experiment.machine import as_launched, launched
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.prepared import build_encoder, prepare
     from xdm_ft.experiment.records import train_models
     from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
-    from xdm_ft.experiment.resume import earlier, opened, recorded
+    from xdm_ft.experiment.resume import earlier, keeping_final_fit, opened, recorded
+    from xdm_ft.experiment.sessions import write_sessions
     from xdm_ft.experiment.summary import summary_rows
+    from xdm_ft.experiment.trackers import installed_trackers, log_results
     from xdm_ft.progress import pulse
-    from xdm_ft.report.tables import markdown
+    from xdm_ft.report.written import refresh_reports
 
-    recipe = as_launched(recipe)
-    with launched(recipe) as accelerator, heartbeat(accelerator):
+    recipe = keeping_final_fit(as_launched(recipe))
+    with launched(recipe, installed_trackers(recipe)) as accelerator, heartbeat(accelerator):
         main = accelerator.is_main_process
         with pulse.waiting():  # a slow download must not count as a hung process
             dataset = read_data(recipe)
             plan = make_plan(recipe, dataset)  # here, so that faults of splits and methods are raised before long work
             encoder = build_encoder(recipe, recipe.protocol.seeds[0])
         with opened(recipe, accelerator) as directory:
-            before = earlier(directory, accelerator)
+            before = earlier(directory, recipe, accelerator)
+            if main:
+                logger.info("%s", first_line(plan, encoder, accelerator, before.records.keys()))
+            if before.recipe is not None and (added := growth(before.recipe, plan)):
+                logger.info("%s: %s", directory.path, added)
             findings = faults(plan, show=True) if main else []
             for finding in findings:
                 logger.warning("finding: %s", finding.line)
@@ -60,8 +71,16 @@ def run(recipe: Recipe) -> Results:
             rows = summary_rows(plan, prepared, [*results.records.values()], directory) if main else []
             results.rows = from_main(accelerator, rows)
             results.write()
+            if main:
+                write_sessions(plan, results.records.values(), directory)
             results.final_fit = final_fit(engines, results) if recipe.protocol.final_fit else None
             found = results.write()
+            if recipe.analyse:
+                if main:
+                    analyse(found.as_read, plan, prepared, directory, accelerator)
+                wait_for_everyone(accelerator)
             if main:
-                directory.complete(markdown(found.document))
+                refresh_reports(directory, found.as_read)
+                directory.complete()
+                log_results(accelerator, recipe, found)
     return found

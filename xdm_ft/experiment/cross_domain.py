@@ -38,9 +38,11 @@ def cross_domain_values(engines: Engines, wanted: Collection[Identity], results:
     before = _measured(engines)
     missing = {job.key for job in jobs if _name(job) not in before}
     wait_for_everyone(engines.accelerator)  # all processes must read the same lines before one of them appends
-    alike: dict[tuple[str, tuple[str, ...]], list[tuple[ExtraModel, Job]]] = {}
+    alike: dict[tuple[tuple[str, int], tuple[str, ...]], list[tuple[ExtraModel, Job]]] = {}
     for model, job in zip(extra, jobs, strict=True):
-        alike.setdefault((job.method, tuple(job.split.evaluation)), []).append((model, job))
+        # the models that it serves are of one method, seed and trial, so of one group too
+        group = results.chunk_group(model.serves[0])
+        alike.setdefault((group, tuple(job.split.evaluation)), []).append((model, job))
     metric = engines.plan.recipe.protocol.metric
     requests = [
         Request(models[0][0].item, [job for _, job in models], Criteria(parts, metric), missing)
@@ -49,7 +51,7 @@ def cross_domain_values(engines: Engines, wanted: Collection[Identity], results:
     ]
     if requests:
         logger.info("%s; %d are missing", extra_models(engines.plan), len(missing))
-        train(engines, requests, _measure, results)
+        train(engines, requests, _measure, results, what="extra models")
     measured, courses = _measured(engines), dict[Identity, list[Mapping[int, float]]]()
     for model, job in zip(extra, jobs, strict=True):
         for part, key in zip(LEFT_OUT, model.serves, strict=False):  # a model serves one planned model, or two

@@ -9,6 +9,7 @@ import numpy as np
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._cells import alike
 from xdm_ft.data._images import NAMED_AT_MOST
+from xdm_ft.errors import plural
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import index_folder
@@ -54,7 +55,7 @@ def names_spelt_alike(dataset: ImageDataset) -> Iterator[Finding]:
         named = [f'"{dataset.class_names[c]}" (in {_named(dataset, images[c] > 0)})' for c in numbers]
         yield Finding("classes", f"{' and '.join(named)} {how}", remedy)
     for numbers in alike(dataset.domain_names):
-        named = [f'"{dataset.domain_names[d]}" ({images[:, d].sum()} images)' for d in numbers]
+        named = [f'"{dataset.domain_names[d]}" ({plural(images[:, d].sum(), "image")})' for d in numbers]
         yield Finding("domains", f"{' and '.join(named)} {how}", remedy)
 
 

@@ -14,11 +14,18 @@ from xdm_ft.training import Selected
 
 
 def weights_metadata(
-    plan: Plan, prepared: Prepared, planned: PlannedModel, rule: str, selected: Selected, measured: Mapping[str, Any]
+    plan: Plan,
+    prepared: Prepared,
+    planned: PlannedModel,
+    rule: str,
+    selected: Selected,
+    measured: Mapping[str, Any],
+    temperature: float | None,
 ) -> dict[str, str]:
     """Returns the metadata of a weights file. Every value is JSON; equal runs give equal texts, wherever they write.
 
-    `rule` is the selection rule that picked the weights. `measured` is what is known of their quality.
+    `rule` is the selection rule that picked the weights. `measured` is what is known of their quality. `temperature`
+    divides their logits for calibrated probabilities; None: not known.
     """
     item = planned.item
     described = {
@@ -44,6 +51,7 @@ def weights_metadata(
         },
         "results": measured,
         "step": selected.step,
+        "temperature": temperature,
     }
     return {key: json.dumps(value, allow_nan=False) for key, value in described.items()}
 

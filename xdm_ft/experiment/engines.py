@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm
+from xdm_ft.algorithms import Algorithm, Solver
+from xdm_ft.experiment.curves import write_curves
+from xdm_ft.experiment.growing import comparable, of_method
+from xdm_ft.experiment.overall import Overall
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared, build_encoder
-from xdm_ft.experiment.resume import comparable
 from xdm_ft.features.cache import Features
-from xdm_ft.progress import progress
+from xdm_ft.progress import Progress
+from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.blocks import MethodItem
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.tensors import Criteria
-from xdm_ft.training import Identity, Job, Selected, Trained
+from xdm_ft.training import Identity, Job, Selected, Trained, Training
 from xdm_ft.training.memory import out_of_memory_as_user_error
 from xdm_ft.training.selection import FINAL_FIT
 from xdm_ft.version import __version__
@@ -33,7 +36,8 @@ if TYPE_CHECKING:
 
     from xdm_ft.encoders import Encoder
 
-SOLVER_PASSES = 100  # of linear_probe over its training images, roughly; other solvers make fewer. Orders the queue
+SOLVER_PASSES = 100  # of linear_probe over its training images, roughly; other solvers make fewer
+ENCODER_PASSES = 1000  # passes of an image through a head that cost as much as one through an encoder, roughly
 Logits = Callable[[Selected, Tensor], Tensor]  # (selected weights, rows) → float32 logits [n,C]
 
 
@@ -43,6 +47,7 @@ class Model(NamedTuple):
     trained: Trained
     logits: Logits
     encoder: Encoder | None = None  # before training; None if it is frozen
+    features: Logits | None = None  # of the trained encoder, float32 [n,K]; None if it is frozen
 
     def starting_weights(self) -> dict[str, Tensor]:
         """Returns the weights before training: those of the head, and of the encoder if it is trained too."""
@@ -55,11 +60,23 @@ class Model(NamedTuple):
         return EndToEnd(copy.deepcopy(self.encoder), algorithm, "frozen").weights()
 
 
+def cost(item: MethodItem, training: Training, split: Split, steps: int, trains_encoder: bool) -> int:
+    """Returns the number of images that pass forward and backward through a head to train one model.
+
+    It orders the queue and measures progress; a pass through an encoder counts as ENCODER_PASSES.
+    """
+    if item.is_solver:
+        return SOLVER_PASSES * sum(map(len, split.train))
+    domains = len(split.train)
+    images = training.images_per_step(domains) * item.gradient_evaluations(steps, domains)
+    return images * (ENCODER_PASSES if trains_encoder else 1)
+
+
 class Request(NamedTuple):
     """Models of one method to train."""
 
     item: MethodItem
-    jobs: Sequence[Job]  # all jobs of the method, wanted or not: together they determine the chunks of heads
+    jobs: Sequence[Job]  # all of the method and generation, wanted or not: together they determine the chunks of heads
     criteria: Criteria
     wanted: Collection[Identity]
 
@@ -69,7 +86,12 @@ class Piece(NamedTuple):
 
     request: Request
     jobs: Sequence[Job]
-    images: int  # cost: the number of images that pass forward and backward through the heads
+    cost: int
+
+    @property
+    def note(self) -> str:
+        """What trains now, for the bar."""
+        return self.jobs[0].method + (f" ({len(self.jobs)} models)" if len(self.jobs) > 1 else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,38 +114,49 @@ class Engines:
             if self._is_end_to_end(request):
                 continue
             for jobs in [[job] for job in request.jobs] if item.is_solver else chunks(request.jobs):
-                pools = jobs[0].split.train
-                if item.is_solver:
-                    images = SOLVER_PASSES * sum(map(len, pools))
-                else:
-                    batch = jobs[0].training.images_per_step(len(pools))
-                    images = len(jobs) * batch * item.gradient_evaluations(jobs[0].setup.steps, len(pools))
                 if any(job.key in request.wanted for job in jobs):
-                    found.append(Piece(request, jobs, images))
+                    found.append(Piece(request, jobs, len(jobs) * self._cost(jobs[0], item)))
         # with the longest first, all processes end at about the same time
-        return sorted(found, key=lambda piece: -piece.images)
+        return sorted(found, key=lambda piece: -piece.cost)
 
-    def train_pieces(self, queue: Sequence[Piece], show: bool) -> Iterator[Model]:
+    def cost_end_to_end(self, requests: Sequence[Request]) -> int:
+        """Returns the cost of the wanted models that train end to end."""
+        return sum(self._cost(job, request.item) for request, job in self._jobs_end_to_end(requests))
+
+    def _cost(self, job: Job, item: MethodItem) -> int:
+        return cost(item, job.training, job.split, job.setup.steps, self.plan.recipe.trainable)
+
+    def train_pieces(self, queue: Sequence[Piece], overall: Overall) -> Iterator[Model]:
         """Takes the next piece that no other process has taken, until none is left. Yields the wanted models.
 
         The numbers of a piece do not depend on the process that trains it.
         """
-        for place, (request, jobs, _) in enumerate(queue, start=1):
+        for piece in queue:
+            request, jobs, _ = piece
             if self.directory.take(training_name(jobs, request.criteria.rules)):
-                train = self._solved if request.item.is_solver else self._banked
-                yield from train(jobs, request, f" ({place} of {len(queue)})", show)
+                train, units = self._banked, sum(job.setup.steps for job in jobs)
+                if isinstance(solver := jobs[0].make(jobs[0].setup), Solver):
+                    train, units = self._solved, solver.candidates
+                with overall.share(piece.note, piece.cost, units) as bar:
+                    yield from train(jobs, request, bar)
 
-    def train_end_to_end(self, requests: Sequence[Request]) -> Iterator[Model]:
+    def train_end_to_end(self, requests: Sequence[Request], overall: Overall) -> Iterator[Model]:
         """Yields the wanted models that train end to end, one after the other. All processes train each model."""
+        for request, job in self._jobs_end_to_end(requests):
+            note, total = f"{job.method}, {', '.join(job.test_domains)}, seed {job.seed}", job.setup.steps
+            # all processes do the same work, which counts once
+            worth = self._cost(job, request.item) if self.accelerator.is_main_process else 0
+            with overall.share(note, worth, total) as bar:
+                yield from self._end_to_end(job, request, bar)
+
+    def _jobs_end_to_end(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Job]]:
         for request in filter(self._is_end_to_end, requests):
-            for job in request.jobs:
-                if job.key in request.wanted:
-                    yield from self._end_to_end(job, request)
+            yield from ((request, job) for job in request.jobs if job.key in request.wanted)
 
     def _is_end_to_end(self, request: Request) -> bool:
         return self.plan.recipe.trainable and not request.item.is_solver
 
-    def _banked(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> Iterator[Model]:
+    def _banked(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[Model]:
         """Trains a chunk of heads on cached features, and yields its wanted models."""
         from xdm_ft.training.bank.train import train_bank
 
@@ -136,15 +169,14 @@ class Engines:
                 features,
                 self.plan.annotations,
                 request.criteria,
-                record=self._record,
-                show=show,
-                queue_position=place,
+                record=partial(write_curves, self.plan, jobs, directory=self.directory),
+                bar=bar,
                 checkpoint=lambda jobs: self._checkpoint(jobs, request.criteria.rules),
             ):
                 if trained.job.key in request.wanted:
                     yield Model(trained, _cached_logits(trained.job, features, named))
 
-    def _solved(self, jobs: Sequence[Job], request: Request, place: str, show: bool) -> Iterator[Model]:
+    def _solved(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[Model]:
         """Computes the head of a solver, which takes no gradient steps, and yields its model."""
         from xdm_ft.training.solvers import solve
 
@@ -152,12 +184,11 @@ class Engines:
         features = self._features_of(job)
         remedy = "a solver needs all training features in memory; train on fewer images or free some memory"
         named = partial(out_of_memory_as_user_error, f"{job.method}, {', '.join(job.test_domains)} held out", remedy)
-        with named(), progress(f"{job.method}{place}", 1, "models", show) as bar:
-            trained = solve(job, features, self.plan.annotations, request.criteria)
+        with named():
+            trained = solve(job, features, self.plan.annotations, request.criteria, bar)
             yield Model(trained, _cached_logits(job, features, named))
-            bar.advance()
 
-    def _end_to_end(self, job: Job, request: Request) -> Iterator[Model]:
+    def _end_to_end(self, job: Job, request: Request, bar: Progress) -> Iterator[Model]:
         from xdm_ft.training.end_to_end.train import predict, train_model
 
         plan, accelerator = self.plan, self.accelerator
@@ -174,8 +205,8 @@ class Engines:
                 request.criteria,
                 accelerator,
                 batch_norm=plan.recipe.encoder_common.batch_norm,
-                record=self._record,
-                show=accelerator.is_main_process,
+                record=partial(write_curves, plan, [job], directory=self.directory),
+                bar=bar,
                 unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
                 augmentation=plan.recipe.train_augmentation,
                 checkpoint=checkpoint,
@@ -185,7 +216,12 @@ class Engines:
             with named():
                 return predict(job, encoder, selected.state, plan.dataset, rows, accelerator, batch_size)
 
-        yield Model(trained, logits, encoder)
+        def features(selected: Selected, rows: Tensor) -> Tensor:
+            with named():
+                state, images = selected.state, plan.dataset
+                return predict(job, encoder, state, images, rows, accelerator, batch_size, of="features")
+
+        yield Model(trained, logits, encoder, features)
         checkpoint.remove()  # the caller has saved this model when it asks for the next one
 
     def _features_of(self, job: Job) -> Features:
@@ -193,20 +229,14 @@ class Engines:
         assert features is not None, "`prepare` extracts features for every method that reads them"
         return features.normalized() if job.normalized else features
 
-    def _record(self, job: Job, step: int, values: dict[str, float]) -> None:
-        """Writes the TensorBoard scalars of one step."""
-        tag = f"{job.method}/{','.join(job.test_domains) or FINAL_FIT}/seed{job.seed}"
-        trial = f"-trial{job.trial}" if self.plan.recipe.search.trials > 1 else ""
-        # the selection value of the final fit is a constant that marks its step: it measures nothing
-        measured = {name: value for name, value in values.items() if not name.startswith(f"{FINAL_FIT}/")}
-        self.directory.write_scalars(f"{tag}{trial}", step, measured)
-
     def _checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of jobs that train together."""
         import torch
 
+        recipe = self.plan.recipe.resolved()
         about = {
-            "recipe": comparable(self.plan.recipe.resolved()),
+            # what the final fit trains follows from all results; other trainings stay valid in a recipe that grows
+            "recipe": comparable(recipe) if FINAL_FIT in rules else of_method(recipe, jobs[0].method),
             "models": _models(jobs, rules),
             "xdm_ft": __version__,
             "torch": torch.__version__,

@@ -2,7 +2,8 @@
 
 All images train, so none is left to select on. The method, its hyper-parameters, the step and everything else that is
 selected come from the runs behind the estimate. The fit takes all planned steps, so that the learning-rate schedule is
-the same, and keeps the weights of the selected step.
+the same, and keeps the weights of the selected step. With `protocol.final_fit: all_seeds` one model is trained under
+each seed of the recipe, otherwise one under the first.
 """
 
 from __future__ import annotations
@@ -17,26 +18,32 @@ from typing import Any
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.averaging import Interval
-from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.errors import plural
 from xdm_ft.evaluation.records import Record, SummaryRow
-from xdm_ft.evaluation.trials import picked_trials, selection_value
+from xdm_ft.evaluation.trials import best, picked_trials, selection_values
 from xdm_ft.experiment.description import weights_metadata
 from xdm_ft.experiment.engines import Engines, Model, Request
+from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.jobs import make_job
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
 from xdm_ft.experiment.records import restarted
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.train import train
+from xdm_ft.experiment.training_features import keep_references, own_reference
 from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.recipe.search import Value
+from xdm_ft.storage.digests import digest
+from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job, Selected
 from xdm_ft.training.selection import FINAL_FIT
 
 logger = logging.getLogger("xdm_ft")
-WEIGHTS = "models/final_fit/model.safetensors"
+FOLDER = "models/final_fit"
+Line = dict[str, Any]
+"""What is known after the fit of one seed: status, reason, weights, hyper-parameters that the fit varied, restarts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +54,18 @@ class Fit:
     step: int  # the weights after this step are kept; for a solver, the candidate's place on its path
     averaged_from: int | None  # weights are averaged from this step to `step`
     varied: dict[str, float]  # what the method varies when it finishes, such as WiSE-FT's coefficient: name → value
+    temperature: float | None  # of the runs, as this fit has no validation images; None: not known
     how: str  # a description for the reader of results
 
-    def job(self, engines: Engines) -> Job:
-        job = make_job(engines.plan, engines.prepared, self.model, {FINAL_FIT: {self.step: 1.0}})
+    def of_seed(self, seed: int) -> PlannedModel:
+        return dataclasses.replace(self.model, seed=seed)
+
+    def file(self, seed: int) -> str:
+        """Returns the weights file of a seed, relative to the run directory."""
+        return f"{FOLDER}/model.safetensors" if seed == self.model.seed else f"{FOLDER}/seed{seed}.safetensors"
+
+    def job(self, engines: Engines, seed: int) -> Job:
+        job = make_job(engines.plan, engines.prepared, self.of_seed(seed), {FINAL_FIT: {self.step: 1.0}})
         if self.averaged_from is None:
             return job
         return dataclasses.replace(job, averaging=Interval(self.averaged_from, self.step))
@@ -82,37 +97,91 @@ def final_fit(engines: Engines, results: ResultsFile) -> dict[str, Any] | None:
     of_method = [record for record in records if record.method == label]
     picked = picked_trials(of_method, protocol.selection, protocol.metric)
     fit = fit_of_runs(plan, picked, engines.prepared.unreadable)
-    about, before = _about(plan, fit, row, values), results.final_fit
-    if before is not None and {key: before.get(key) for key in about} == about and before["status"] == "ok":
-        return before
-    logger.info("final_fit: %s", fit.how)
-    job = fit.job(engines)
+    about = _about(plan, fit, row, values)
+    # a solver is deterministic: every seed would give the same model
+    every = protocol.final_fit == "all_seeds" and not fit.model.item.is_solver
+    seeds = tuple(dict.fromkeys((fit.model.seed, *protocol.seeds))) if every else (fit.model.seed,)
+    jobs = {seed: fit.job(engines, seed) for seed in seeds}
+    fitted = _fitted(engines.directory, about, results.final_fit)
+    wait_for_everyone(engines.accelerator)  # all processes must have read before one of them writes
+    if engines.accelerator.is_main_process:
+        keep_references(plan, engines.prepared, [fit.model.split], engines.directory)
+    wanted = {job.key for seed, job in jobs.items() if seed not in fitted}
+    if wanted:
+        logger.info("final_fit: %s", fit.how)
+        # the jobs of all seeds: together they determine the chunks of heads, also if some are trained already
+        request = Request(fit.model.item, [*jobs.values()], Criteria((FINAL_FIT,), protocol.metric), wanted)
+        train(engines, [request], lambda model: _outcome(engines, fit, model, about), results, what="final fit")
+        # from the run directory, because another process may have trained the models
+        fitted = _lines(engines.directory, about) | fitted
+    return about | _entry({seed: fitted[seed] for seed in seeds}, protocol.final_fit == "all_seeds")
 
-    def measure(model: Model) -> Outcome:
-        return _outcome(engines, fit, model, about)
 
-    request = Request(fit.model.item, [job], Criteria((FINAL_FIT,), protocol.metric), {job.key})
-    train(engines, [request], measure, results)
-    # read from the run directory, because another process may have trained the model
-    *_, fitted = engines.directory.lines(FINAL_FIT)
-    return about | fitted
+def _fitted(directory: RunDirectory, about: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[int, Line]:
+    """Returns the lines of the seeds whose models are trained, with intact files.
+
+    They are those of an interrupted run, and those in `before`, the entry of an earlier results.json for the same fit.
+    """
+    found = {}
+    if before is not None and {key: before.get(key) for key in about} == about:
+        first = {key: value for key, value in before.items() if key not in about and key not in ("seeds", "reason")}
+        files = before.get("seeds") or {str(about["seed"]): before["weights"]}
+        found = {int(seed): {"status": "ok", "weights": file} for seed, file in files.items()}
+        if about["seed"] in found:
+            found[about["seed"]] = first | {"status": "ok"}
+    found |= _lines(directory, about)
+    return {
+        seed: line for seed, line in found.items() if line["status"] == "ok" and directory.is_intact(line["weights"])
+    }
+
+
+def _lines(directory: RunDirectory, about: Mapping[str, Any]) -> dict[int, Line]:
+    """Returns the lines of this fit by seed. Of several for a seed one without failure, which trained it again."""
+    found = dict[int, Line]()
+    for line in directory.lines(FINAL_FIT):
+        line, seed = dict(line), line.get("seed")
+        if line.pop("of", None) == _digest(about) and (seed not in found or line["status"] == "ok"):
+            found[line.pop("seed")] = line
+    return found
+
+
+def _digest(about: Mapping[str, Any]) -> str:
+    return digest(json.dumps(about))
+
+
+def _entry(fitted: Mapping[int, Line], all_seeds: bool) -> Line:
+    """Returns the part of the entry in results.json that is known after the fit: that of the first seed.
+
+    With `all_seeds` also the weights files of all seeds. It has failed if one of them has.
+    """
+    first, *others = fitted
+    entry = dict(fitted[first])
+    failed = [f"seed {seed}: {fitted[seed]['reason']}" for seed in others if fitted[seed]["status"] == "failed"]
+    if failed:
+        reasons = [f"seed {first}: {entry['reason']}"] if entry["status"] == "failed" else []
+        entry |= {"status": "failed", "reason": "; ".join([*reasons, *failed])}
+    if all_seeds:
+        entry["seeds"] = {str(seed): line["weights"] for seed, line in fitted.items() if line["status"] == "ok"}
+    return entry
 
 
 def _outcome(engines: Engines, fit: Fit, model: Model, about: Mapping[str, Any]) -> Outcome:
-    """Returns the status of the fit as a line, and its weights. `about` is what is known before the fit."""
-    failure = model.trained.failure
+    """Returns the status of the fit of one seed as a line, and its weights. `about` is what is known before the fit."""
+    failure, seed = model.trained.failure, model.trained.job.seed
+    start = {"of": _digest(about), "seed": seed}
     if failure is None:
         selected = fit.finished(model)
         if all(value.isfinite().all() for value in selected.state.values()):
             plan, known = engines.plan, {key: about[key] for key in ("chosen_by", "estimate", "images", "how")}
-            rule = plan.recipe.protocol.selection
-            metadata = weights_metadata(plan, engines.prepared, fit.model, rule, selected, known)
+            rule, planned, file = plan.recipe.protocol.selection, fit.of_seed(seed), fit.file(seed)
+            metadata = weights_metadata(plan, engines.prepared, planned, rule, selected, known, fit.temperature)
             again = restarted(model.trained)
             trouble = {} if again is None else {"restarted": again}
-            line = {"status": "ok", **selected.hparams, "weights": WEIGHTS, **trouble}
-            return Outcome(FINAL_FIT, line, {WEIGHTS: (selected.state, metadata)})
+            line = {"status": "ok", **selected.hparams, "weights": file, **trouble}
+            references = own_reference(plan, planned.split, model, selected, file)
+            return Outcome(FINAL_FIT, start | line, {file: (selected.state, metadata)}, references=references)
         failure = f"the weights are not finite after step {selected.step}"
-    return Outcome(FINAL_FIT, {"status": "failed", "reason": failure})
+    return Outcome(FINAL_FIT, start | {"status": "failed", "reason": failure})
 
 
 def _about(plan: Plan, fit: Fit, row: SummaryRow, values: Mapping[str, float]) -> dict[str, Any]:
@@ -128,33 +197,10 @@ def _about(plan: Plan, fit: Fit, row: SummaryRow, values: Mapping[str, float]) -
         "step": fit.step,
         "estimate": estimate | {"of": plan.recipe.protocol.name},
         "how": fit.how,
+        **({} if fit.temperature is None else {"temperature": fit.temperature}),
     }
     found: dict[str, Any] = json.loads(json.dumps(about))  # plain JSON values, to compare with an earlier results.json
     return found
-
-
-def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule: str, metric: str) -> dict[str, float]:
-    """Returns {method: mean selection value over held-out domains and seeds, of the trials that the rule picked}.
-
-    Test images do not enter these values. A method is left out if one of its runs has no such value, or if `rows`
-    (those of the same rule) hold no estimate for it.
-    """
-    picked: dict[str, list[Record]] = {}
-    for record in picked_trials(records, rule, metric):
-        picked.setdefault(record.method, []).append(record)
-    found = {}
-    for row in rows:
-        seen = [selection_value(record, rule) for record in picked.get(row.method, ())]
-        known = [value for value in seen if value is not None]
-        if known and len(known) == len(seen) and row.mean is not None and row.reason is None:
-            found[row.method] = math.fsum(known) / len(known)
-    return found
-
-
-def best(values: Mapping[str, float], metric: str) -> str:
-    """Returns the method with the best value; the first one of several with equal values."""
-    sign = 1 if HIGHER_IS_BETTER[metric] else -1
-    return max(values, key=lambda method: sign * values[method])
 
 
 def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] = ()) -> Fit:
@@ -183,7 +229,8 @@ def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] 
         trial=0,
         steps=median(one.steps for one in planned),
     )
-    fit = Fit(model, step, averaged_from, varied, "")
+    temperatures = [one.temperature for one in selected if one.temperature is not None]
+    fit = Fit(model, step, averaged_from, varied, median(temperatures) if temperatures else None, "")
     differs = [key for key in drawn if len({drawn_value(one.hparams, key) for one in picked}) > 1]
     return dataclasses.replace(fit, how=_how(recipe, fit, len(picked), differs))
 
@@ -220,8 +267,8 @@ def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
     held_out = "including the domains held out for the estimate"
     images = sum(len(rows) for rows in split.train)
     parts = [
-        f"{item.label} has the best {recipe.protocol.metric} by {rule}, the mean over its {runs} runs",
-        f"trained on all {images} labelled images of {len(split.train_domains)} domains "
+        f"{item.label} has the best {recipe.protocol.metric} by {rule}, the mean over its {plural(runs, 'run')}",
+        f"trained on all {images} labelled images of {plural(len(split.train_domains), 'domain')} "
         f"({', '.join(split.train_domains)}), {official if recipe.protocol.name == 'official' else held_out}",
     ]
     if item.is_solver:
@@ -231,6 +278,8 @@ def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
     else:
         parts.append(f"weights after step {fit.step}, the median of the steps picked")
     parts += [f"{name} = {value}, the median" for name, value in fit.varied.items()]
+    if fit.temperature is not None:
+        parts.append(f"temperature {fit.temperature:.4g}, the median")
     chosen = {key for key in differs if recipe.search.distributions[key].choice is not None}
     for keys, what in (
         ([key for key in differs if key not in chosen], "the median"),

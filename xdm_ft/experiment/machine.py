@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
@@ -55,14 +55,17 @@ def as_launched(recipe: Recipe) -> Recipe:
 
 
 @contextmanager
-def launched(recipe: Recipe) -> Iterator[Accelerator]:
-    """Yields the accelerator of a run, and frees it at the end, so that this process can start another run."""
+def launched(recipe: Recipe, trackers: Sequence[str] = ()) -> Iterator[Accelerator]:
+    """Yields the accelerator of a run, and frees it at the end, so that this process can start another run.
+
+    `trackers`: names that the accelerator can log to.
+    """
     from accelerate.state import AcceleratorState, is_initialized
 
     from xdm_ft.training.end_to_end.train import shut_down
 
     of_the_caller = is_initialized()
-    accelerator = start(recipe)
+    accelerator = start(recipe, trackers)
     try:
         yield accelerator
         shut_down(accelerator)  # not after an error: it waits for all processes
@@ -72,7 +75,7 @@ def launched(recipe: Recipe) -> Iterator[Accelerator]:
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def start(recipe: Recipe) -> Accelerator:
+def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:
     """Returns the accelerator of this process, and sets its number of threads to cores // processes of this machine.
 
     `accelerate launch` alone would leave it at one thread. Raises `UserError` if the launcher asks for GPUs and torch
@@ -92,6 +95,7 @@ def start(recipe: Recipe) -> Accelerator:
         )
     accelerator = Accelerator(
         mixed_precision=precision,
+        log_with=[*trackers] or None,
         # ranks wait at barriers for as long as another one trains heads; `heartbeat` finds a rank that hangs
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))],
     )

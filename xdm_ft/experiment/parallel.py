@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
@@ -21,15 +21,18 @@ from xdm_ft.terminal import complain
 SECONDS_TO_SAVE = 10.0  # after one process has failed, the time for the others to save and exit
 
 
-def run_forked(work: Callable[[int], None], processes: int) -> None:
-    """Runs work(0) here and work(1) … work(processes − 1) in forked processes, and waits for all.
+def run_forked(
+    work: Callable[[int], None], processes: int, watched: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> None:
+    """Runs work(0) here and work(1) … work(processes − 1) in forked processes, and waits for all. Work and wait are
+    inside the context `watched`, which begins after the forks.
 
     Each process has one thread, so results do not depend on the number of processes. A fork shares the features in
     memory with this process, and dies with it. If a process raises, the others are stopped and this raises `UserError`,
     `Interrupted` or `RuntimeError`.
     """
     if processes == 1:
-        with _one_thread():
+        with one_thread():
             work(0)
         return
     context, children = multiprocessing.get_context("fork"), list[tuple[BaseProcess, Connection]]()
@@ -42,7 +45,7 @@ def run_forked(work: Callable[[int], None], processes: int) -> None:
         writer.close()  # only the child keeps this end, so that `recv` raises EOFError when the child has ended
         children.append((child, reader))
     try:
-        with _one_thread(), before_exit(lambda: _stop(children)):
+        with one_thread(), before_exit(lambda: _stop(children)), watched():
             work(0)
             for process, reader in children:
                 process.join()
@@ -94,7 +97,8 @@ def _in_child(work: Callable[[int], None], number: int, parent: int, writer: Con
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Context in which torch uses one thread, as in a process that trains heads beside others."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

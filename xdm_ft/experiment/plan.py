@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.errors import UserError, did_you_mean, plural
 from xdm_ft.protocol.derived_splits import LEFT_OUT, all_domains, also_measuring, without
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.splits import Split, rules_of, splits
@@ -234,36 +234,66 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
         )
 
 
-def describe(plan: Plan) -> str:
-    """Returns the plan as text: the number of models, and the cost of training them."""
-    recipe = plan.recipe
-    trained: list[PlannedModel | ExtraModel] = []
+@dataclass(frozen=True)
+class Costs:
+    """The number of models, and what training them costs."""
+
+    images: int
+    classes: int
+    domains: tuple[str, ...]
+    models: int  # methods × held-out domains × seeds × trials
+    trials: int  # at most, per method
+    skipped_models: int
+    extra_models: int  # of `cross_domain`
+    steps: int
+    gradient_evaluations: int
+    feature_passes: int  # of the encoder over all images, unless their features are cached
+    trained_images: int  # that pass forward and backward through the encoder, without evaluations
+
+
+def costs(plan: Plan) -> Costs:
+    recipe, trained = plan.recipe, list[PlannedModel | ExtraModel]()
     trained += [model for model in plan.models if not model.skipped and not model.item.is_solver]
     trained += [model for model in plan.extra if not model.item.is_solver]
-    passes = sum(model.steps * (2 if model.item.sharpness else 1) for model in trained)
-    gradients = sum(m.item.gradient_evaluations(m.steps, len(m.split.train_domains)) for m in trained)
-    images, skipped = len(plan.dataset), sum(model.skipped is not None for model in plan.models)
-    lines = [
-        f"data: {images} images, {len(plan.dataset.class_names)} classes",
-        f"domains: {', '.join(plan.dataset.domain_names)}",
-        f"models: {len(plan.models)} = methods × held-out domains × seeds"
-        + (f" × up to {recipe.search.trials} trials" if recipe.search.trials > 1 else "")
-        + (f", {skipped} of them skipped" if skipped else ""),
-        *([extra_models(plan)] if plan.extra else []),
-        f"steps: {sum(model.steps for model in trained)}, gradient evaluations: {gradients}",
-    ]
-    if recipe.needs_features:
-        lines.append(f"encoder: {_passes(recipe.features.views)} over {images} images unless their features are cached")
+    trained_images = 0
     if recipe.trainable and trained:
-        domains = max(len(model.split.train) for model in trained)
-        batch = recipe.training.images_per_step(domains)
-        lines.append(f"encoder: {passes * batch} images forward and backward, without evaluations")
+        passes = sum(model.steps * (2 if model.item.sharpness else 1) for model in trained)
+        trained_images = passes * recipe.training.images_per_step(max(len(model.split.train) for model in trained))
+    return Costs(
+        images=len(plan.dataset),
+        classes=len(plan.dataset.class_names),
+        domains=tuple(plan.dataset.domain_names),
+        models=len(plan.models),
+        trials=recipe.search.trials,
+        skipped_models=sum(model.skipped is not None for model in plan.models),
+        extra_models=len(plan.extra),
+        steps=sum(model.steps for model in trained),
+        gradient_evaluations=sum(m.item.gradient_evaluations(m.steps, len(m.split.train_domains)) for m in trained),
+        # all images, also those that never train: the cache must not depend on the split
+        feature_passes=1 + recipe.features.views if recipe.needs_features else 0,
+        trained_images=trained_images,
+    )
+
+
+def describe(plan: Plan) -> str:
+    """Returns the plan as text: the number of models, and the cost of training them."""
+    cost = costs(plan)
+    lines = [
+        f"data: {plural(cost.images, 'image')}, {plural(cost.classes, 'class')}",
+        f"domains: {', '.join(cost.domains)}",
+        f"models: {cost.models} = methods × held-out domains × seeds"
+        + (f" × up to {cost.trials} trials" if cost.trials > 1 else "")
+        + (f", {cost.skipped_models} of them skipped" if cost.skipped_models else ""),
+        *([extra_models(plan)] if plan.extra else []),
+        f"steps: {cost.steps}, gradient evaluations: {cost.gradient_evaluations}",
+    ]
+    if cost.feature_passes:
+        several = f"{cost.feature_passes} passes (1 plain, {cost.feature_passes - 1} augmented)"
+        passes = several if cost.feature_passes > 1 else "one pass"
+        lines.append(f"encoder: {passes} over {cost.images} images unless their features are cached")
+    if cost.trained_images:
+        lines.append(f"encoder: {cost.trained_images} images forward and backward, without evaluations")
     return "\n".join(lines)
-
-
-def _passes(views: int) -> str:
-    # all images, also those that never train: the cache must not depend on the split
-    return f"{1 + views} passes (1 plain, {views} augmented)" if views else "one pass"
 
 
 def extra_models(plan: Plan) -> str:

@@ -52,6 +52,12 @@ def build_encoder(recipe: Recipe, seed: int) -> Encoder:
     return encoder
 
 
+def log_encoder(encoder: Encoder) -> None:
+    identity = encoder.identity()
+    named = " ".join(str(identity[key]) for key in ("component", "model") if key in identity)
+    logger.info("encoder: %s, %s, %d features", named, encoder.pretraining, encoder.width)
+
+
 def prepare(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator: Accelerator) -> Prepared:
     """Reads features from the cache, extracts the missing ones, and computes the class embeddings.
 
@@ -59,6 +65,8 @@ def prepare(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator
     """
     features = None
     on_bad_image = recipe.data_common.on_bad_image
+    if accelerator.is_main_process:
+        log_encoder(encoder)
     hashes = hash_files(dataset, index_folder(recipe), accelerator.is_main_process)
     if recipe.needs_features:
         features = extract(

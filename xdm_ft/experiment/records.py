@@ -6,34 +6,40 @@ import dataclasses
 import json
 import logging
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping
+import textwrap
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
+from xdm_ft.data import ImageDataset
+from xdm_ft.evaluation.calibration import temperature
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import Identity, Pick, Record
 from xdm_ft.experiment.cross_domain import cross_domain_values
 from xdm_ft.experiment.description import weights_metadata
-from xdm_ft.experiment.engines import Engines, Model, Request
+from xdm_ft.experiment.engines import Engines, Model, Request, cost
 from xdm_ft.experiment.jobs import Known, make_job
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.resume import RECORDS
-from xdm_ft.experiment.train import train
+from xdm_ft.experiment.train import NOTHING, DoneModels, train
+from xdm_ft.experiment.training_features import keep_references, own_reference
+from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.search import at_the_edge
+from xdm_ft.storage.events import sub_run
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.tensors import Score
 from xdm_ft.training import Job, Selected, Trained
-from xdm_ft.training.rule_images import RuleImages, rule_images
+from xdm_ft.training.rule_images import BY_DOMAIN, RuleImages, rule_images
 from xdm_ft.training.selection import best_finish, split_of
 
 logger = logging.getLogger("xdm_ft")
+WARNING_LENGTH = 160  # characters of a failure, at most: it may list the rows of a batch
 LARGEST = 16_000_000  # bytes of a model's probabilities: thousands of heads on DomainNet would fill the disk
 
 
@@ -45,28 +51,31 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
             if model.skipped:
                 record = Record(*model.key, hparams(plan.recipe, model.item, model.training), "skipped", model.skipped)
                 results.save(Outcome(RECORDS, record), engines.directory)
-        keep_test_images(plan, engines.directory)
+        keep_test_images(plan.dataset, plan.splits, engines.directory)
+        keep_references(plan, engines.prepared, plan.splits, engines.directory)
     planned = {model.key: model for model in plan.models if not model.skipped}
     wanted = planned.keys() - results.records.keys()
     if not wanted:
         return
     if accelerator.is_main_process:
         folders = sorted({RunDirectory.model_folder(*key) for key in wanted})
+        folders += sorted({f"events/{sub_run(*key).rpartition('/')[0]}" for key in wanted})
         engines.directory.require_writable(["state", *folders])
-    count = Counter(key[0] for key in planned if key in wanted)
-    # of these methods all models, as the wanted ones may share a chunk of heads with the others
-    known = cross_domain_values(engines, {key for key in planned if key[0] in count}, results)
-    logger.info("%s", ", ".join(f"{label}: {n} models" for label, n in count.items()))
-    train_planned(engines, planned, known, wanted, results)
+    # also the models that may share a chunk of heads with a wanted one
+    groups = {results.chunk_group(key) for key in wanted}
+    known = cross_domain_values(engines, {key for key in planned if results.chunk_group(key) in groups}, results)
+    done = [model for key, model in planned.items() if key not in wanted]
+    costs = (cost(one.item, one.training, one.split, one.steps, plan.recipe.trainable) for one in done)
+    train_planned(engines, planned, known, wanted, results, DoneModels(len(done), sum(costs)))
 
 
-def keep_test_images(plan: Plan, directory: RunDirectory) -> None:
+def keep_test_images(dataset: ImageDataset, splits: Iterable[Split], directory: RunDirectory) -> None:
     """Writes the test images that predictions refer to, once for all models with the same test domains."""
-    for split in plan.splits:
+    for split in splits:
         file = directory.test_images_file(split.test_domains)
         if not directory.is_intact(file, "it will be written again"):
-            arrays = test_images(plan.dataset, split.evaluation["test"].numpy())
-            directory.write_test_images(file, arrays, {"class_names": json.dumps(plan.dataset.class_names)})
+            arrays = test_images(dataset, split.evaluation["test"].numpy())
+            directory.write_test_images(file, arrays, {"class_names": json.dumps(dataset.class_names)})
 
 
 def train_planned(
@@ -75,13 +84,17 @@ def train_planned(
     known: Mapping[Identity, Known],
     wanted: Collection[Identity],
     results: ResultsFile,
+    done: DoneModels = NOTHING,
 ) -> None:
-    """Trains the wanted models and saves their records. All planned models determine the chunks of heads."""
-    of_method: dict[str, list[PlannedModel]] = {}
+    """Trains the wanted models and saves their records. All planned models determine the chunks of heads.
+
+    `done` are the models of the run that need no training now: its bar counts them.
+    """
+    groups: dict[tuple[str, int], list[PlannedModel]] = {}
     for model in planned.values():
-        of_method.setdefault(model.item.label, []).append(model)
+        groups.setdefault(results.chunk_group(model.key), []).append(model)
     requests = []
-    for models in of_method.values():
+    for models in groups.values():
         if any(model.key in wanted for model in models):
             jobs = [make_job(engines.plan, engines.prepared, model, known.get(model.key, {})) for model in models]
             requests.append(Request(models[0].item, jobs, engines.plan.criteria, wanted))
@@ -89,7 +102,7 @@ def train_planned(
     def measured(model: Model) -> Outcome:
         return measure(engines.plan, engines.prepared, planned[model.trained.job.key], model)
 
-    train(engines, requests, measured, results)
+    train(engines, requests, measured, results, what="training", done=done)
 
 
 def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model) -> Outcome:
@@ -98,7 +111,8 @@ def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model)
     record = _unmeasured(plan, planned, trained)
     if trained.failure is not None:
         held_out = ", ".join(job.test_domains)
-        logger.warning("%s, %s held out, seed %d: %s", job.method, held_out, job.seed, trained.failure)
+        short = textwrap.shorten(trained.failure, WARNING_LENGTH, placeholder=" … (the rest is in results.json)")
+        logger.warning("%s, %s held out, seed %d: %s", job.method, held_out, job.seed, short)
         return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=trained.failure))
     folder = RunDirectory.model_folder(*planned.key)
     weights, predictions, picks = {}, [], {}
@@ -112,13 +126,20 @@ def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model)
                 return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=reason))
             file = f"{folder}/{rule}.safetensors"
             pick = _pick(plan, planned, selected, logits, file)
+            if selected.state is trained.selected[plan.rules[0]].state:  # other rules are for comparison
+                pick = dataclasses.replace(pick, temperature=_temperature(plan, planned, logits))
             measured = {"metrics": pick.to_json()["metrics"]}
-            weights[file] = selected.state, weights_metadata(plan, prepared, planned, rule, selected, measured)
+            metadata = weights_metadata(plan, prepared, planned, rule, selected, measured, pick.temperature)
+            weights[file] = selected.state, metadata
             found[id(selected.state)] = logits, pick
         logits, pick = found[id(selected.state)]
         picks[rule] = dataclasses.replace(pick, value=_value(plan, job, rule, selected, logits))
         predictions.append(_prediction(plan, planned, rule, logits["test"]))
-    return Outcome(RECORDS, dataclasses.replace(record, selected=picks), weights, {folder: arrays_of(predictions)})
+    done, rule = dataclasses.replace(record, selected=picks), plan.rules[0]
+    references = {}
+    if rule in picks:
+        references = own_reference(plan, job.split, model, trained.selected[rule], picks[rule].weights)
+    return Outcome(RECORDS, done, weights, {folder: arrays_of(predictions)}, references)
 
 
 def _finished(plan: Plan, planned: PlannedModel, model: Model) -> Trained:
@@ -179,6 +200,12 @@ def _pick(plan: Plan, planned: PlannedModel, selected: Selected, logits: Mapping
 def _score(plan: Plan, rows: Tensor, logits: Tensor) -> Score:
     about, names = plan.annotations, (plan.dataset.class_names, plan.dataset.domain_names)
     return score(logits, about.labels[rows], about.domains[rows], *names, worst_of=about.worst_of[rows])
+
+
+def _temperature(plan: Plan, planned: PlannedModel, logits: Mapping[str, Tensor]) -> float | None:
+    """Returns the temperature on the validation images of the training domains; None without such images."""
+    rows = planned.split.evaluation.get(BY_DOMAIN)
+    return None if rows is None else temperature(logits[BY_DOMAIN], plan.annotations.labels[rows])
 
 
 def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.records import Identity, Record, SummaryRow
+from xdm_ft.experiment.data_faults import images_of
 from xdm_ft.experiment.findings import Finding
+from xdm_ft.experiment.growing import GROWN_FROM, comparable, generation
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.experiment.resume import Earlier
 from xdm_ft.recipe.read import Recipe
+from xdm_ft.report.finished import Run
 from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory
@@ -46,6 +49,12 @@ class Results:
         final = self.final_fit is not None and self.final_fit["status"] == "failed"
         return final or any(record.status == "failed" for record in self.records)
 
+    @property
+    def as_read(self) -> Run:
+        """These results as reports read them from the run directory."""
+        trained = [record for record in self.records if record.status == "ok"]
+        return Run(self.path, self.document, trained, self.rows)
+
     def table(self) -> list[dict[str, Any]]:
         """Returns the rows as flat dicts: `pandas.DataFrame(results.table())`."""
         return [row.flat() for row in self.rows]
@@ -61,6 +70,8 @@ class Outcome:
     """{file, relative to the run directory: (weights, metadata)}"""
     predictions: Mapping[str, Arrays] = field(default_factory=dict)
     """{folder of the model: predictions}"""
+    references: Mapping[str, Arrays] = field(default_factory=dict)
+    """{file, relative to the run directory: the reference for distances of a model with an encoder of its own}"""
 
 
 class ResultsFile:
@@ -77,9 +88,16 @@ class ResultsFile:
         self.recipe, self.directory, self.environment, self.about = recipe, directory, environment, about
         self.records: dict[Identity, Record] = dict(before.records)
         self.rows: list[SummaryRow] = []
-        self.final_fit = before.final_fit
-        if directory.main and before.environment is None:
-            self.write()  # before training: `cache prune --unreferenced` reads from it which features are in use
+        self.final_fit, self.generations = before.final_fit, before.generations
+        same = before.recipe is not None and comparable(before.recipe) == comparable(recipe.resolved())
+        if directory.main and not same:
+            # before training: `cache prune --unreferenced` reads from it which features are in use, and a run that
+            # grows again reads from it which models this recipe has planned
+            self.write()
+
+    def chunk_group(self, key: Identity) -> tuple[str, int]:
+        """Returns method and generation of a model. Only models with equal ones share chunks of heads."""
+        return key[0], generation(key, self.generations)
 
     def save(self, outcome: Outcome, directory: RunDirectory) -> None:
         """Writes the files of an outcome, then its line, so that a line never refers to a missing file.
@@ -91,6 +109,8 @@ class ResultsFile:
             directory.write_weights(file, state, metadata)
         for folder, arrays in outcome.predictions.items():
             directory.write_predictions(folder, arrays)
+        for file, arrays in outcome.references.items():
+            directory.write_reference(file, arrays, {})
         if not isinstance(outcome.line, Record):
             directory.append(outcome.kind, outcome.line)
             return
@@ -111,6 +131,7 @@ class ResultsFile:
             "recipe": self.recipe.resolved(),
             "environment": self.environment,
             **self.about,
+            **({GROWN_FROM: [one.to_json() for one in self.generations]} if self.generations else {}),
             "runs": [record.to_json() for record in self.records.values()],
             "summary": [row.to_json() for row in self.rows],
             **({} if self.final_fit is None else {"final_fit": self.final_fit}),
@@ -144,8 +165,16 @@ def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
 
 
 def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:
-    """Returns the other facts on the data in results.json: whether test domains are unseen, and the faults found."""
-    return {"tested_on": plan.splits[0].tested_on, "findings": [finding.line for finding in faults]}
+    """Returns the other facts on the data in results.json: its size, whether test domains are unseen, its faults."""
+    dataset = plan.dataset
+    counts = dict(zip(dataset.domain_names, images_of(dataset).T.tolist(), strict=True))
+    groups = {} if dataset.groups is None else {"groups": len(np.unique(dataset.groups))}
+    data = {"classes": list(dataset.class_names), "images": counts, **groups}
+    return {
+        "data": data,
+        "tested_on": plan.splits[0].tested_on,
+        "findings": [finding.line for finding in faults],
+    }
 
 
 def in_order(plan: Plan, records: Iterable[Record]) -> dict[Identity, Record]:

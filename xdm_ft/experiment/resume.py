@@ -1,25 +1,33 @@
-"""Resuming: opens the run directory, reads what the interrupted run finished, and refuses another recipe or data."""
+"""Resuming: opens the run directory, reads what earlier runs in it finished, and refuses another recipe or data.
+
+A recipe that grows the earlier one is accepted (`growing`). results.json says which recipe the run directory holds: it
+is written after recipe.yaml, so that after a kill between the two the next start grows the run again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.errors import UserError
-from xdm_ft.evaluation.records import Identity, Record
+from xdm_ft.evaluation.records import Identity, Record, records_in
+from xdm_ft.experiment.growing import FINAL_FITS, Generation, comparable, grown_from, refused_changes
 from xdm_ft.experiment.heartbeat import wait_for_everyone
+from xdm_ft.progress import progress
 from xdm_ft.recipe.read import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.storage.checkpoint import differences
-from xdm_ft.storage.checksummed import INPUTS
+from xdm_ft.storage.checksummed import INPUTS, Damaged, read_results
 from xdm_ft.storage.run_directory import PREDICTIONS, RunDirectory
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+NEW_DIRECTORY = "set name or output.dir, or delete the directory"
 RECORDS = "records"  # kind of the lines that hold records of models
 INPUT_WORDS = {
     "data.content": "images",
@@ -38,33 +46,48 @@ def opened(recipe: Recipe, accelerator: Accelerator) -> Iterator[RunDirectory]:
     with RunDirectory(path, str(accelerator.process_index), main) as directory:
         if main:
             directory.lock()
-            if directory.is_begun:
-                _refuse_other_recipe(directory, recipe)
-            else:
+            if not directory.is_begun or _grows(directory, recipe):
                 directory.write_text("recipe.yaml", recipe.as_yaml())
         wait_for_everyone(accelerator)
         directory.begin()
         if main:
-            directory.require_writable(["events", "models", "test_images"])
+            directory.require_writable(["events", "models", "test_images", "training_features"])
         yield directory
 
 
-def _refuse_other_recipe(directory: RunDirectory, recipe: Recipe) -> None:
-    """Raises `UserError` if the run was started with another recipe, or if its recipe.yaml is not what it wrote."""
-    given, results = comparable(recipe.resolved()), directory.results()
-    written = written_recipe(directory.path, results)
-    changed = differences(comparable(written.values), given)
+def keeping_final_fit(recipe: Recipe) -> Recipe:
+    """Returns the recipe with the final fit that the run in its directory has: `xdm-ft export` may have added it."""
+    try:
+        results = read_results(Path(recipe.output.dir) / recipe.name / "results.json")
+        before = results["recipe"]["protocol"]["final_fit"]
+        more = FINAL_FITS.index(before) > FINAL_FITS.index(recipe.protocol.final_fit)
+    except (Damaged, KeyError, TypeError, ValueError):  # `opened` reports what is wrong with it
+        return recipe
+    protocol = recipe.protocol.model_copy(update={"final_fit": before})
+    return dataclasses.replace(recipe, protocol=protocol) if more else recipe
+
+
+def _grows(directory: RunDirectory, recipe: Recipe) -> bool:
+    """Returns whether the recipe differs from recipe.yaml in more than what changes no number.
+
+    Raises `UserError` if it does not grow the recipe of the run, or if recipe.yaml is not what a run wrote.
+    """
+    given, results = recipe.resolved(), directory.results()
+    written = written_recipe(directory.path, results).values
+    changed = refused_changes(written if results is None else results["recipe"], given)
     if changed:
         raise UserError(
             f"{directory.path}: holds the run of another recipe (differs in {', '.join(changed[:5])}); "
             "set name or output.dir, or delete the directory"
         )
+    return comparable(written) != comparable(given)
 
 
 def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
     """Returns the recipe.yaml of a run directory, checked against the recipe in its results.json, if there is one.
 
-    Raises `UserError` if it is missing, damaged or was edited.
+    It may grow that recipe: a run that has begun to grow may have been killed before it wrote results.json. Raises
+    `UserError` if it is missing, damaged or was edited.
     """
     path, remedy = run / "recipe.yaml", "delete the run directory, or set output.dir"
     if not path.exists():
@@ -75,7 +98,7 @@ def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
         written = parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, ValueError, UserError) as error:
         raise UserError(f"{path}: is damaged ({error}); {remedy}") from error
-    changed = [] if results is None else differences(comparable(results["recipe"]), comparable(written.values))
+    changed = [] if results is None else refused_changes(results["recipe"], written.values)
     if changed:
         raise UserError(
             f"{path}: was edited or is damaged: it differs from the recipe in results.json "
@@ -84,63 +107,55 @@ def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
     return written
 
 
-def comparable(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Returns the recipe without the keys that change no number: output, and features except precision and views."""
-    kept = {key: value for key, value in recipe.items() if key != "output"}
-    features = recipe.get("features")
-    if isinstance(features, dict):
-        kept["features"] = {"precision": features.get("precision"), "views": features.get("views", 0)}
-    return kept
-
-
 @dataclass(frozen=True)
 class Earlier:
-    """What the interrupted run finished."""
+    """What earlier runs in the directory finished."""
 
     records: dict[Identity, Record] = field(default_factory=dict)  # of models whose files are intact
     final_fit: dict[str, Any] | None = None
     environment: dict[str, Any] | None = None  # None: results.json was not written yet
+    recipe: dict[str, Any] | None = None  # of results.json
+    generations: tuple[Generation, ...] = ()  # of the recipes before the present one
 
-    def refuse_other_inputs(self, path: Path, inputs: dict[str, Any]) -> None:
+    def refuse_other_inputs(self, path: Path, inputs: dict[str, Any], remedy: str = NEW_DIRECTORY) -> None:
         """Raises `UserError` if models of the run directory `path` were trained on other inputs than `inputs`."""
         if self.environment is None:
             return
-        changed = differences({key: self.environment[key] for key in INPUTS if key in self.environment}, inputs)
+        before = {key: self.environment[key] for key in INPUTS if key in self.environment}
+        # a run end to end that grows by a solver reads features for the first time
+        changed = differences(before, {key: value for key, value in inputs.items() if key in before})
         if changed:
             named = [what for key, what in INPUT_WORDS.items() if any(one.startswith(key) for one in changed)]
             if len(named) > 1 and any(one.startswith("encoder") for one in changed):
                 named.remove(INPUT_WORDS["features"])  # they follow from the weights
             raise UserError(
-                f"{path}: {' and '.join(named)} have changed since this run started ({', '.join(changed)}); "
-                "set name or output.dir, or delete the directory"
+                f"{path}: {' and '.join(named)} have changed since this run started ({', '.join(changed)}); {remedy}"
             )
 
 
-def earlier(directory: RunDirectory, accelerator: Accelerator) -> Earlier:
-    """Reads what the interrupted run finished. Models that failed or whose files are damaged are left out, so that they
-    are trained again. Raises `UserError` if results.json is damaged, or an earlier version wrote it."""
-    results = directory.results() or {"runs": []}
+def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -> Earlier:
+    """Reads what earlier runs in the directory finished, for a run of `recipe`.
+
+    Models that failed or whose files are damaged are left out, so that they are trained again. Raises `UserError` if
+    results.json is damaged, or an earlier version wrote it.
+    """
+    found = directory.results()
+    results = {"runs": []} if found is None else found
     # lines are written for every model, results.json only now and then
     path = directory.path / "results.json"
     known = {record.key: record for record in records_in(path, results["runs"])} | recorded(directory)
-    whole = {key: record for key, record in known.items() if _is_whole(record, directory)}
+    whole = {}
+    with progress("checking", len(known), "models", bool(accelerator.is_main_process)) as bar:
+        for key, record in known.items():
+            if _is_whole(record, directory):
+                whole[key] = record
+            bar.advance()
     final = results.get("final_fit")
     if final is not None and not ("weights" in final and directory.is_intact(final["weights"])):
         final = None
     wait_for_everyone(accelerator)  # all processes must have read before the main one writes
-    return Earlier(whole, final, results.get("environment"))
-
-
-def records_in(path: Path, entries: Iterable[Any]) -> Iterator[Record]:
-    """Yields the records of JSON values that were read from `path`. Raises `UserError` if one is not a record."""
-    for entry in entries:
-        try:
-            yield Record.from_json(entry)
-        except (KeyError, TypeError, AttributeError) as error:
-            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise UserError(
-                f"{path}: holds a record of another version ({what}); set another name or output.dir"
-            ) from error
+    generations = () if found is None else grown_from(found, recipe.resolved())
+    return Earlier(whole, final, results.get("environment"), results.get("recipe"), generations)
 
 
 def recorded(directory: RunDirectory) -> dict[Identity, Record]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from xdm_ft.errors import plural
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.evaluation.summary import protocol_line, summarise
@@ -110,10 +111,10 @@ def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
     notes = [*plan.notes, f"encoder {prepared.pretraining}, {'trained end to end' if recipe.trainable else 'frozen'}"]
     notes.append(f"training loss averaged by {recipe.training.loss_average}")
     if prepared.unreadable:
-        notes.append(f"{len(prepared.unreadable)} unreadable images left out")
+        notes.append(f"{plural(len(prepared.unreadable), 'unreadable image')} left out")
     return protocol_line(
-        data=f"{recipe.data.name}, {len(dataset)} images, {len(dataset.class_names)} classes, "
-        f"{len(dataset.domain_names)} domains",
+        data=f"{recipe.data.name}, {plural(len(dataset), 'image')}, {plural(len(dataset.class_names), 'class')}, "
+        f"{plural(len(dataset.domain_names), 'domain')}",
         split=split,
         notes=notes,
         selection=rule,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xdm_ft.data import Augmentation, ImageDataset
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, plural
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_parts
 from xdm_ft.features.file_hashes import FileHashes
@@ -234,7 +234,7 @@ def _require_writable(views: Sequence[CachedView], missing: int) -> None:
     plain = views[0].store
     if not is_writable(plain.cache):
         raise UserError(
-            f"features.dir: {plain.cache} can not be written, and {missing} images are not cached there; set "
+            f"features.dir: {plain.cache} can not be written, and lacks features of {plural(missing, 'image')}; set "
             "features.dir to a folder of your own"
         )
     plain.require_space(sum(store.bytes_needed for _, store in views[1:]))
@@ -245,8 +245,8 @@ def _mention_outdated(store: Store) -> None:
     outdated = [] if store.folder.exists() else [cached for cached in stores(store.cache) if cached.is_outdated]
     if outdated:
         logger.info(
-            "%s: %d sets of features of an earlier version can not be read; `xdm-ft cache ls` lists them, and "
-            "`xdm-ft cache prune` can delete them", store.cache, len(outdated),
+            "%s: %s of features of an earlier version can not be read; `xdm-ft cache ls` lists them, and "
+            "`xdm-ft cache prune` can delete them", store.cache, plural(len(outdated), "set"),
         )  # fmt: skip
 
 
@@ -266,7 +266,7 @@ def _compute_missing(extraction: Extraction, show: bool) -> int:
                 bar.advance(by_others, "another process helps")
             elif still_missing and not computed:
                 if not wait_logged:
-                    logger.info("features: waiting for another process to compute %d images", still_missing)
+                    logger.info("features: waiting for another process to compute %s", plural(still_missing, "image"))
                 wait_logged = True
                 with pulse.waiting():
                     time.sleep(WAIT_SECONDS)

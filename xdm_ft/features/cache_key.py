@@ -14,6 +14,7 @@ import PIL
 import torch
 from torch import Tensor, nn
 
+from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import Precision
 from xdm_ft.storage.digests import digest
@@ -27,11 +28,23 @@ def key_parts(encoder: Encoder, decoder: str, precision: Precision, device: torc
 
     `decoder`: as `ImageDataset.decoder`.
     """
+    return key_parts_of(encoder.identity(), weights_digest(encoder), encoder.preprocessing, decoder, precision, device)
+
+
+def key_parts_of(
+    identity: Mapping[str, object],
+    weights: str,
+    preprocessing: Preprocessing,
+    decoder: str,
+    precision: Precision,
+    device: torch.device,
+) -> dict[str, object]:
+    """`key_parts` of an encoder with this `identity()` and this digest of its weights."""
     return {
         "schema": SCHEMA,
-        "encoder": encoder.identity(),
-        "weights": weights_digest(encoder),
-        "preprocessing": encoder.preprocessing.model_dump(mode="json"),
+        "encoder": dict(identity),
+        "weights": weights,
+        "preprocessing": preprocessing.model_dump(mode="json"),
         "precision": precision,
         "device": {"type": device.type, **_float32_arithmetic(device)},
         "decoder": decoder,

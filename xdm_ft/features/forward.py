@@ -19,7 +19,7 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import UnreadableImage, memory_of, unreadable_message
 from xdm_ft.data._loading import image_loader, loaded
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, plural
 from xdm_ft.features import FeatureSettings, Precision
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.store import Store
@@ -57,7 +57,7 @@ class EncoderInputs(Dataset[ImageBatch]):
         unreadable = {}
         for position, row in enumerate(rows):
             try:
-                with memory_of(self.dataset, row):
+                with memory_of(self.dataset.name(row)):
                     pixels[position] = self.transform(self.dataset.image(row), self.digests[row])
             except UnreadableImage as error:
                 unreadable[row] = error.reason
@@ -116,7 +116,7 @@ class Extraction:
             return 0  # no workers are started for nothing
         computed = 0
         try:
-            for numbers, features, unreadable in self._computed_shards(self._images_per_shard(free)):
+            for numbers, features, unreadable in self._computed_shards(self._images_per_shard(free), bar):
                 changed = self.hashes.changed_file(self.rows[numbers].tolist())
                 if changed is not None:
                     raise UserError(
@@ -124,11 +124,10 @@ class Extraction:
                     )
                 self.store.write(numbers, features, unreadable)
                 computed += len(numbers)
-                bar.advance(len(numbers))
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"features.batch_size: {self.settings.batch_size} images do not fit the memory of {self.device}; "
-                "set a smaller one"
+                f"features.batch_size: a batch of {plural(self.settings.batch_size, 'image')} needs more memory than "
+                f"{self.device} has; set a smaller one"
             ) from error
         finally:
             self.store.release()
@@ -139,15 +138,16 @@ class Extraction:
         batch = self.settings.batch_size
         return batch * math.ceil(max(IMAGES_PER_SHARD, images / MAX_SHARDS) / batch)
 
-    def _computed_shards(self, size: int) -> Iterator[tuple[np.ndarray, Tensor, dict[int, str]]]:
+    def _computed_shards(self, size: int, bar: Progress) -> Iterator[tuple[np.ndarray, Tensor, dict[int, str]]]:
         """Yields shards: (numbers of the images, features [n,K] in the stored precision, row of the shard → why its
-        image does not decode)."""
+        image does not decode). The bar advances with every batch."""
         claimed = deque[np.ndarray]()  # the shards of the batches that were requested
         parts: list[Tensor] = []
         unreadable: dict[int, str] = {}
         for images in self._load_images(self._batches(size, claimed)):
             first = sum(map(len, parts))
             parts.append(self._features(images))
+            bar.advance(len(images.rows))
             unreadable |= {first + images.rows.index(row): reason for row, reason in images.unreadable.items()}
             if first + len(images.rows) == len(claimed[0]):
                 yield claimed.popleft(), torch.cat(parts), unreadable

@@ -54,8 +54,7 @@ def cache_folder(settings: FeatureSettings) -> Path:
 
     Raises `UserError` if it can not be created or read. A folder that can only be read serves what is cached there.
     """
-    default = os.environ.get("XDM_FT_CACHE") or "~/.cache/xdm_ft/features"
-    folder = expanded(settings.dir or default, "features.dir").absolute()
+    folder = cache_path(settings)
     remedy = "set features.dir or XDM_FT_CACHE to a folder of your own"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -65,6 +64,12 @@ def cache_folder(settings: FeatureSettings) -> Path:
     if not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
         raise UserError(f"features.dir: {folder} can not be read; {remedy}")
     return folder
+
+
+def cache_path(settings: FeatureSettings) -> Path:
+    """Returns the path of the cache's folder, which may not exist."""
+    default = os.environ.get("XDM_FT_CACHE") or "~/.cache/xdm_ft/features"
+    return expanded(settings.dir or default, "features.dir").absolute()
 
 
 def is_writable(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Splits of the additional models: those of the rule `cross_domain`, and the one that `final_fit` ships."""
+"""Splits that are made of others: of the rule `cross_domain`, of `final_fit`, and with validation images for all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.protocol.splits import Split, check_classes
+from xdm_ft.protocol.splits import Split, check_classes, stratified_part
 
 LEFT_OUT = ("left_out_0", "left_out_1")
 """Names of the evaluation splits of a `cross_domain` model: its two held-out domains."""
@@ -69,6 +69,18 @@ def all_domains(dataset: ImageDataset, unreadable: Collection[int] = ()) -> Spli
         evaluation={},
         domain_of=torch.from_numpy(domain_of),
     )
+
+
+def with_validation(dataset: ImageDataset, split: Split, fraction: float, seed: int) -> Split:
+    """Returns `split`, whose part `train_val` is drawn from its training images if it has none of its own.
+
+    It is drawn as validation parts are: stratified by domain and class, without dividing a group; it may be empty.
+    """
+    if "train_val" in split.evaluation:
+        return split
+    part = torch.from_numpy(stratified_part(dataset, torch.cat(split.train).sort().values.numpy(), fraction, seed))
+    train = tuple(rows[~torch.isin(rows, part)] for rows in split.train)
+    return dataclasses.replace(split, train=train, evaluation={**split.evaluation, "train_val": part})
 
 
 def mean_course(courses: Iterable[Mapping[int, float]]) -> dict[int, float]:

@@ -67,10 +67,11 @@ class Protocol(Block):
         2,
     )
     final_fit: Annotated[
-        bool,
+        Literal[False, True, "all_seeds"],
         Field(
             description="true: afterwards trains the method with the best selection value on all labelled images of "
-            "all domains, up to the median selected step. This is the model to ship; its estimate is in the table"
+            "all domains, up to the median selected step. This is the model to ship; its estimate is in the table. "
+            "all_seeds: one such model under each of the seeds, for an ensemble"
         ),
     ] = False
 
@@ -83,6 +84,8 @@ class Protocol(Block):
             if value > MOST_SEEDS:
                 raise ValueError(f"{value} seeds; at most {MOST_SEEDS} are allowed")
             return tuple(range(value))
+        if not isinstance(value, list | tuple):
+            raise ValueError("must be a number of seeds or a list of them")
         return value
 
 
@@ -190,8 +193,7 @@ def _validation(
         return own, ["validation parts as they come with the data"]
     else:
         rows = [
-            _validation_part(dataset, np.flatnonzero(part), protocol.val_fraction, seed)
-            for part in (is_source, is_test)
+            stratified_part(dataset, np.flatnonzero(part), protocol.val_fraction, seed) for part in (is_source, is_test)
         ]
         how = [] if dataset.splits is None else ["the data's own split is not used, all labelled images take part"]
     is_val = np.zeros(len(dataset), dtype=bool)
@@ -243,7 +245,7 @@ def official(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: C
         "train_val": np.flatnonzero(is_train_val | (is_val & of_training_domain)),
         "val_domain": np.flatnonzero(is_val_domain | (is_val & ~of_training_domain)),
         "test": test,
-        "test_val": _validation_part(dataset, test, protocol.val_fraction, seed),
+        "test_val": stratified_part(dataset, test, protocol.val_fraction, seed),
     }
     names = np.array(dataset.domain_names)
     test_domains = tuple(names[np.unique(dataset.domains[test])].tolist())
@@ -338,7 +340,7 @@ def _gaps(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.nda
     return notes
 
 
-def _validation_part(dataset: ImageDataset, rows: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+def stratified_part(dataset: ImageDataset, rows: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     """Returns about `fraction` of `rows`, stratified by domain and class, without dividing a group."""
     stratum = dataset.domains[rows] * len(dataset.class_names) + dataset.labels[rows]
     group = None if dataset.groups is None else dataset.groups[rows]

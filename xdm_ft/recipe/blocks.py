@@ -15,6 +15,7 @@ from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import Protocol
 from xdm_ft.recipe.search import TRAINING_KEYS, Search, Value, settings_of
 from xdm_ft.recipe.text import Key, as_text
+from xdm_ft.report import ReportSettings
 from xdm_ft.settings import Block
 from xdm_ft.training import Training
 
@@ -178,7 +179,9 @@ class Recipe:
     methods: tuple[MethodItem, ...]
     training: Training
     search: Search
+    report: ReportSettings
     output: Output
+    analyse: bool = False  # measure the models at the end of the run, as `xdm-ft analyse` does
 
     @property
     def trainable(self) -> bool:
@@ -215,6 +218,7 @@ class Recipe:
             "features": self.features,
             "training": self.training,
             "search": self.search,
+            "report": self.report,
             "output": self.output,
         }
 
@@ -222,7 +226,7 @@ class Recipe:
         """Returns the recipe as plain values, including every default."""
         plain = {name: block.model_dump(mode="json") for name, block in self.blocks.items()}
         methods = [item.block.model_dump(mode="json") for item in self.methods]
-        return {"name": self.name, **plain, "methods": methods}
+        return {"name": self.name, **plain, "analyse": self.analyse, "methods": methods}
 
     def as_yaml(self) -> str:
         return as_text(self.resolved())
@@ -279,7 +283,7 @@ def text_faults(item: MethodItem, has_text: bool, normalized: bool) -> Iterator[
     """
     needs_text, head = item.algorithm.cls.needs_text, item.head.cls
     if needs_text and not has_text:
-        yield (), f"{item.label} needs an encoder with a text side; use encoder.name: open_clip"
+        yield (), f"{item.label} needs an encoder with a text side; leave it out, or use encoder.name: open_clip"
     elif item.head_init == "random" and needs_text and not item.is_solver:
         yield ("head_init",), f"{item.label} starts from the class embeddings; leave head_init out"
     elif item.head_init == "zero_shot":

@@ -12,7 +12,7 @@ from xdm_ft.encoders import TextEncoder
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.recipe.blocks import MethodItem, Recipe, drawn_item, drawn_training, text_faults, unfreeze_problem
 from xdm_ft.recipe.search import TRAINING_KEYS
-from xdm_ft.recipe.text import Key, RecipeText, dotted
+from xdm_ft.recipe.text import Key, RecipeText
 from xdm_ft.tensors import Task
 
 # keys that other blocks depend on
@@ -36,7 +36,7 @@ class Faults:
         """Adds a fault of `key`. Its place is the command line if an override sets one of `causes`."""
         overridden = any(self.text.is_overridden(cause) for cause in causes)
         place = self.text.overrides if overridden else self.text.where(key)
-        self.found[f"{place}: {dotted(key)}: {problem}"] = None
+        self.found[f"{place}: {self.text.name(key)}: {problem}"] = None
 
     def raise_if_any(self) -> None:
         if self.found:
@@ -135,6 +135,10 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
     if search.preset != "none" and search.trials == 1:
         problem = f"1 uses no value of the preset {search.preset}, as the first trial draws none; raise it"
         faults.add(("search", "trials"), problem, ("search", "preset"))
+    if search.trials > 1 and not search.distributions:
+        problem = f"{search.trials} would train each model {search.trials} times with the same settings"
+        remedy = "set search.preset (frozen or domainbed), or ranges in search.space"
+        faults.add(("search", "trials"), f"{problem}; {remedy}", ("search", "preset"), SPACE)
     for trial in range(search.trials):
         try:
             drawn_training(recipe.training, search.drawn(trial))

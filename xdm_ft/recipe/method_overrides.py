@@ -30,7 +30,7 @@ def with_method_overrides(faults: Faults, blocks: Collection[str]) -> dict[str, 
     assigned = sorted({str(k[0]) for k in text.overridden if k[0] not in blocks and k[:1] not in text.lines})
     written = [name for item in items for key in ("name", "label") if (name := _text(item, key))]
     names = list(dict.fromkeys([*components.method_parts(), *written]))
-    changes: list[tuple[int, int, str, Any]] = []  # rank, index in `items`, key of the item, value
+    changes: list[tuple[int, int, str, str, Any]] = []  # rank, index in `items`, key of the item, override, value
     for override, value in (leaf for first in assigned for leaf in leaves(first, text.values[first])):
         key, first = tuple(override.split(".")), override.partition(".")[0]
         named = [name for name in names if f"{override}.".startswith(f"{name}.")]  # labels may contain dots
@@ -46,10 +46,11 @@ def with_method_overrides(faults: Faults, blocks: Collection[str]) -> dict[str, 
             places, problem = _places(items, named[0], override.removeprefix(f"{named[0]}."))
             if problem:
                 faults.add(key, problem)
-            changes += [(rank, i, own, value) for rank, i, own in places]
-    for _, i, own, value in sorted(changes, key=lambda change: change[0]):
+            changes += [(rank, i, own, override, value) for rank, i, own in places]
+    for _, i, own, override, value in sorted(changes, key=lambda change: change[0]):
         items[i] = {**items[i], own: value}
         text.mark_overridden(("methods", i, own))
+        text.written_as["methods", i, own] = override
     values = {key: value for key, value in text.values.items() if key not in assigned}
     return values | {"methods": items} if items else values
 

@@ -26,6 +26,7 @@ from xdm_ft.recipe.faults import Faults, check_together
 from xdm_ft.recipe.method_overrides import split_name, with_method_overrides
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import Key, RecipeText, dotted, read_recipe
+from xdm_ft.report import ReportSettings
 from xdm_ft.settings import Block
 from xdm_ft.training import Training
 
@@ -39,10 +40,11 @@ BLOCKS: dict[str, type[Block]] = {
     "features": FeatureSettings,
     "training": Training,
     "search": Search,
+    "report": ReportSettings,
     "output": Output,
 }
 COMPONENTS: dict[str, tuple[str, type[Block]]] = {"data": ("data", DataCommon), "encoder": ("encoders", EncoderCommon)}
-KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "search", "output"]
+KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "search", "report", "output", "analyse"]
 
 
 def load(name: str, overrides: list[str] | None = None) -> Recipe:
@@ -66,6 +68,9 @@ def check(text: RecipeText) -> Recipe:
     for block, model in BLOCKS.items():
         found[block] = _block(faults, (block,), model, values.get(block, {}))
     found["methods"] = _methods(faults, values.get("methods"))
+    found["analyse"] = values.get("analyse", False)
+    if not isinstance(found["analyse"], bool):
+        faults.add(("analyse",), f"must be true or false, given {_shown(found['analyse'])}")
     faults.raise_if_any()  # the checks across blocks need valid blocks
     found["search"] = found["search"].for_data(found["data"].name)
     recipe = Recipe(name=str(name), **found)
@@ -109,8 +114,12 @@ def _problem(fault: dict[str, Any], place: Key, known: list[str]) -> str:
     if fault["type"] == "missing":
         return "is needed"
     message = fault["msg"].removeprefix("Value error, ")
-    given = repr(fault["input"])
-    return f"{message[0].lower()}{message[1:]}, given {given if len(given) <= LONGEST else f'{given[:LONGEST]}…'}"
+    return f"{message[0].lower()}{message[1:]}, given {_shown(fault['input'])}"
+
+
+def _shown(value: Any) -> str:
+    given = repr(value)
+    return given if len(given) <= LONGEST else f"{given[:LONGEST]}…"
 
 
 def _find(faults: Faults, key: Key, folder: str, name: Any) -> type[Any] | None:

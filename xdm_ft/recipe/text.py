@@ -6,13 +6,13 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from xdm_ft.errors import UserError, printable
+from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.recipe import components
 
 DEEPEST = 50  # nested brackets; PyYAML's time grows with the square of their number
@@ -57,6 +57,7 @@ class RecipeText:
     lines: dict[Key, int]
     overridden: set[Key]
     overrides: str = "command line"  # the origin of overrides, for messages
+    written_as: dict[Key, str] = field(default_factory=dict)  # of a key that an override METHOD.KEY sets
 
     def where(self, key: Key) -> str:
         """Returns the place of a key, or of the nearest block around it: `file:line` or `command line`."""
@@ -68,6 +69,13 @@ class RecipeText:
             if key[:end] in self.lines:
                 return f"{self.origin}:{self.lines[key[:end]]}"
         return self.origin
+
+    def name(self, key: Key) -> str:
+        """Returns the dotted key, as the user wrote it: methods.4.sam.rho may be xdomainmix+sam.rho."""
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.written_as:
+                return dotted((self.written_as[key[:end]], *key[end:]))
+        return dotted(key)
 
     def is_overridden(self, key: Key) -> bool:
         """Returns whether an override sets the key, a block around it, or a key inside it."""
@@ -94,7 +102,8 @@ def find_recipe(name: str) -> Path:
     packaged = recipe_folder() / f"{path.name.removesuffix('.yaml')}.yaml"
     if path.parent in (Path("."), Path("recipes")) and os.path.isfile(packaged):
         return packaged
-    raise UserError(f"{printable(name)}: no such recipe; `xdm-ft ls recipes` lists the packaged recipes")
+    known = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
+    raise UserError(f"{printable(name)}: no such recipe{did_you_mean(path.name.removesuffix('.yaml'), known)}")
 
 
 def read_recipe(name: str, overrides: list[str]) -> RecipeText:

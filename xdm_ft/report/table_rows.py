@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xdm_ft.report.finished import ORACLE
+
 Results = Mapping[str, Any]
 Summary = Mapping[str, Any]
 
 EMPTY = "–"
-ORACLE = "oracle"
 VERSUS = [
     "versus erm",
     "95% over domains (unadjusted)",
@@ -22,7 +23,9 @@ VERSUS = [
     "p (Holm)",
     "verdict",
 ]
-IN_PERCENT = ("accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "ece")
+IN_PERCENT = (
+    "accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "worst_class_recall", "ece",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class ResultTable:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[tuple[str, str], ...] = ()  # lines below the table: (methods, note on their rows)
+    level: int = 2  # of its heading in a document: 3 belongs to the table before
+    labels: int = 1  # number of columns, the first ones, that say what a row is
 
 
 def groups(results: Results) -> list[list[Summary]]:
@@ -61,7 +66,7 @@ def result_table(rows: Sequence[Summary], results: Results) -> ResultTable:
     budgeted = any("budget" in row for row in rows)
     mixed = _mixed_steps(results["runs"])
     mixing = any(row["method"] in mixed for row in rows)
-    mark = f" ({ORACLE})" if rows[0]["selection"] == ORACLE else ""
+    mark = oracle_mark(rows[0]["selection"])
     header = [f"method{mark}", *domains, f"mean ± stderr{mark}", "seeds"]
     header += ["draws × gradients"] if budgeted else []
     header += VERSUS if compared else []
@@ -71,12 +76,17 @@ def result_table(rows: Sequence[Summary], results: Results) -> ResultTable:
         metric, per_domain = row["metric"], row["per_test_domain"]
         line = [row["method"], *(number(per_domain.get(d, {}).get("mean"), metric) for d in domains)]
         line += [with_spread(row, row["stderr"]), str(row["n"])]
-        line += [_budget(row)] if budgeted else []
+        line += [budget_text(row)] if budgeted else []
         line += _versus(row) if compared else []
         line += [mixed.get(row["method"], EMPTY)] if mixing else []
         cells.append(tuple(line))
     about = (("Protocol", rows[0]["protocol"]),)
-    return ResultTable(_heading(rows[0]["selection"], results), about, tuple(header), tuple(cells), _notes(rows))
+    return ResultTable(_heading(rows[0]["selection"], results), about, tuple(header), tuple(cells), notes_of(rows))
+
+
+def oracle_mark(rule: str) -> str:
+    """What follows the names of columns, if the numbers below are no result."""
+    return f" ({ORACLE})" if rule == ORACLE else ""
 
 
 def _heading(rule: str, results: Results) -> str:
@@ -107,12 +117,27 @@ def _range(low: int, high: int) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def _budget(row: Summary) -> str:
+def budget_text(row: Summary) -> str:
     """Draws × gradient evaluations per model."""
     budget = row.get("budget")
     if budget is None or budget["gradient_evaluations"] is None:
         return EMPTY
     return f"{budget['draws']} × {_range(**budget['gradient_evaluations'])}"
+
+
+def metric_words(metric: str) -> str:
+    """The name of a metric as a reader knows it."""
+    named = {"auroc": "AUROC", "nll": "NLL", "ece": "ECE", "macro_f1": "macro F1"}
+    return named.get(metric, metric.replace("_", " "))
+
+
+def in_unit(metric: str) -> str:
+    """The name of a metric with the unit of its numbers in tables."""
+    return metric_words(metric) + (" in %" if metric in IN_PERCENT else "")
+
+
+def with_unit(metric: str, value: float) -> str:
+    return scaled(value, metric) + ("%" if metric in IN_PERCENT else "")
 
 
 def scaled(value: float, metric: str, signed: bool = False) -> str:
@@ -139,27 +164,36 @@ def _versus(row: Summary) -> list[str]:
         f"{scaled(i['low'], metric, True)} to {scaled(i['high'], metric, True)}" if i else "not estimated"
         for i in (versus["domains"], versus["seeds_and_images"])
     ]
-    p_values = [_p_value(versus["p"]), _p_value(versus["p_holm"])]
+    p_values = [p_value(versus["p"]), p_value(versus["p_holm"])]
     return [scaled(versus["difference"], metric, True), *intervals, *p_values, versus["verdict"]]
 
 
-def _p_value(p: float | None) -> str:
+def p_value(p: float | None) -> str:
     if p is None:
         return EMPTY
     return f"{p:.3f}" if p >= 0.0005 else "<0.001"
 
 
-def _notes(rows: Iterable[Summary]) -> tuple[tuple[str, str], ...]:
-    """Each note once, with all methods that have it."""
+def notes_of(rows: Iterable[Summary]) -> tuple[tuple[str, str], ...]:
+    """Each note on the rows once, with all methods that have it."""
+
+    def found() -> Iterator[tuple[str, str]]:
+        for row in rows:
+            notes = [row["reason"]] if "reason" in row else []
+            versus = row["versus_erm"]
+            compared = [f"versus erm: {versus['note']}"] if versus and versus["note"] else []
+            yield from ((row["method"], note) for note in (*notes, *row.get("flags", ()), *compared))
+
+    return (*each_once(found()), *_unequal_budgets(rows))
+
+
+def each_once(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Returns (methods, note) for each note of the pairs (method, note); an empty note is none."""
     found: dict[str, list[str]] = {}
-    for row in rows:
-        if "reason" in row:
-            found.setdefault(row["reason"], []).append(row["method"])
-        for flag in row.get("flags", ()):
-            found.setdefault(flag, []).append(row["method"])
-        if row["versus_erm"] and row["versus_erm"]["note"]:
-            found.setdefault(f"versus erm: {row['versus_erm']['note']}", []).append(row["method"])
-    return (*((", ".join(methods), note) for note, methods in found.items()), *_unequal_budgets(rows))
+    for method, note in pairs:
+        if note:
+            found.setdefault(note, []).append(method)
+    return [(", ".join(methods), note) for note, methods in found.items()]
 
 
 def _unequal_budgets(rows: Iterable[Summary]) -> Iterator[tuple[str, str]]:
@@ -168,6 +202,6 @@ def _unequal_budgets(rows: Iterable[Summary]) -> Iterator[tuple[str, str]]:
     for row in rows:
         evaluations = row.get("budget", {}).get("gradient_evaluations")
         if evaluations and evaluations["high"] > 0:
-            found.setdefault(_budget(row), []).append(row["method"])
+            found.setdefault(budget_text(row), []).append(row["method"])
     if len(found) > 1:
         yield "unequal budgets", "; ".join(f"{budget}: {', '.join(methods)}" for budget, methods in found.items())

@@ -29,7 +29,7 @@ def replace_file(path: Path, write: Callable[[Path], None], size: int | None = N
         temporary = Path(name)
         try:
             write(temporary)
-            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp lets only the owner read the file
+            os.chmod(temporary, 0o666 & ~umask())  # mkstemp lets only the owner read the file
             sync(temporary)  # before the rename, or a crash could leave an empty file under the final name
             os.replace(temporary, path)
         finally:
@@ -79,7 +79,8 @@ def replace_text(path: Path, text: str) -> None:
     replace_file(path, write)
 
 
-def _umask() -> int:
+def umask() -> int:
+    """Returns the file mode bits that this process clears in new files."""
     # reading the umask is possible only by setting it
     mask = os.umask(0o077)
     os.umask(mask)

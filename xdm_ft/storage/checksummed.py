@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -58,13 +58,27 @@ def read_results(path: Path) -> dict[str, Any]:
     return results
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object of a file. Raises `Damaged`, also if it has a checksum that differs."""
+    found = json_object(_content(path))
+    if "checksum" in found and found["checksum"] != with_checksum(found)["checksum"]:
+        raise Damaged("its checksum differs")
+    return found
+
+
+def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a JSON object with the key `checksum`, of all other keys."""
+    rest = {name: inner for name, inner in value.items() if name != "checksum"}
+    return {**rest, "checksum": json_digest(rest)}
+
+
 def append_line(path: Path, value: Any) -> None:
     """Appends a JSON value to a file of lines, and returns when it is on the disk.
 
     No other process may write the file. An incomplete last line, left by a killed process, is cut off first. Raises
     `UserError` if the file can not be written.
     """
-    line = json.dumps({"value": value, "xxh3": json_digest(value)}, ensure_ascii=False, allow_nan=False) + "\n"
+    line = json.dumps({"value": value, "xxh3": json_digest(value)}, allow_nan=False) + "\n"
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         created = not path.exists()
@@ -93,25 +107,35 @@ def _end_of_last_line(path: Path) -> int:
 
 def read_lines(path: Path) -> Iterator[Any]:
     """Yields the values of a file of lines, in order; an incomplete last line is ignored. Raises `Damaged`."""
-    *lines, _ = _content(path).split(b"\n")  # behind the last newline is nothing, or a line that a kill cut short
-    for number, line in enumerate(lines, start=1):
-        try:
-            kept = json_object(line)
-            if "value" not in kept or kept.get("xxh3") != json_digest(kept["value"]):
-                raise Damaged("its checksum differs")
-        except Damaged as error:
-            raise Damaged(f"line {number}: {error}") from error
-        except RecursionError as error:
-            raise Damaged(f"line {number}: {TOO_DEEP}") from error
-        yield kept["value"]
+    with _file(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):  # a kill cut it short
+                return
+            try:
+                kept = json_object(line)
+                if "value" not in kept or kept.get("xxh3") != json_digest(kept["value"]):
+                    raise Damaged("its checksum differs")
+            except Damaged as error:
+                raise Damaged(f"line {number}: {error}") from error
+            except RecursionError as error:
+                raise Damaged(f"line {number}: {TOO_DEEP}") from error
+            yield kept["value"]
 
 
 def _content(path: Path) -> bytes:
-    """Returns the bytes of a file. Raises `Damaged`, also for what is no file, as reading a pipe may never end."""
+    """Returns the bytes of a file. Raises `Damaged`."""
+    with _file(path) as file:
+        return file.read()
+
+
+@contextmanager
+def _file(path: Path) -> Iterator[BinaryIO]:
+    """Yields an open file. Raises `Damaged`, also for what is no file, as reading a pipe may never end."""
     if not path.is_file():
         raise Damaged("it is a folder" if path.is_dir() else "it is no file")
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
         raise Damaged(_reason(error)) from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import shutil
 import tempfile
@@ -31,20 +32,27 @@ from xdm_ft.storage.checksummed import (
     append_line,
     read_checked,
     read_lines,
+    read_object,
     read_results,
     results_digest,
+    with_checksum,
     write_arrays,
     write_checked,
 )
 from xdm_ft.storage.events import EventFile
 from xdm_ft.storage.names import file_name
+from xdm_ft.storage.sessions import Session, write_session
 
 logger = logging.getLogger("xdm_ft")
 PREDICTIONS = "predictions.safetensors"  # a model's predictions on its test images
+SHARED = "shared"  # folder of `state/`, with memory that the launched processes of this run share
 TAKEN = "taken"  # folder of `state/`, with one empty file per training that a process of this run has taken
 LOCK = "run.lock"
-WRITTEN = ("recipe.yaml", "results.json", "results.md")  # files that exist once per run
-FILE_KEY = "file"  # key of the metadata of weights, predictions and test images: their path in the run directory
+ANALYSIS = "analysis.json"
+FINAL_FIT_REFERENCE = "+final_fit"  # no domain has this file name, as + would be percent-encoded
+RESULTS, MARKDOWN, TABLE, PAGE = "results.json", "results.md", "results.csv", "report.html"
+WRITTEN = ("recipe.yaml", RESULTS, MARKDOWN, TABLE, PAGE)  # files that exist once per run
+FILE_KEY = "file"  # key of the metadata of weights, predictions and other tensors: their path in the run directory
 WRITING_SHARE = 0.01  # largest share of the training time for writing results.json
 
 
@@ -58,7 +66,7 @@ class RunDirectory:
         self.path, self.process, self.main = path, process, main
         self._lock, self._pace = FileLock(path / LOCK), Pace()
         self._next_write = 0.0  # time.monotonic() from which results.json may be written again
-        self._events: EventFile | None = None
+        self._events: dict[str, EventFile] = {}  # by sub-run
         self._locked: tuple[int, int] | None = None  # the lock file, as `begin` found it
 
     def __enter__(self) -> RunDirectory:
@@ -67,11 +75,7 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if self._events is not None:
-                self._events.close()
-        finally:
-            self._lock.release()
+        self._lock.release()
 
     def lock(self) -> None:
         """Creates the directory and locks it until the end of the run. Raises `UserError` if another run writes it."""
@@ -83,7 +87,8 @@ class RunDirectory:
             raise UserError(f"{self.path}: another run is writing here; wait for it, or set output.dir") from error
         except OSError as error:
             raise UserError(f"{self.path}: can not be used as a run directory: {error.strerror}") from error
-        shutil.rmtree(self.path / "state" / TAKEN, ignore_errors=True)  # those of the interrupted run
+        for kind in (TAKEN, SHARED):  # those of the interrupted run
+            shutil.rmtree(self.path / "state" / kind, ignore_errors=True)
 
     def begin(self) -> None:
         """Remembers the directory that is locked now, so that a deleted one is not created again by the next write."""
@@ -152,6 +157,21 @@ class RunDirectory:
                 return False
         return True
 
+    def shared_memory(self, name: str, size: int) -> mmap.mmap:
+        """Returns `size` bytes, zeros at first, that all launched processes share under this name.
+
+        They have their room on the disk, so that writing to them can not fail.
+        """
+        file = self._checked(f"state/{SHARED}/{name}")
+        with disk_errors(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+                return mmap.mmap(descriptor, size)
+            finally:
+                os.close(descriptor)
+
     def checkpoint(self, name: str, about: Mapping[str, Any], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of the training `name`; `about` and `writes` as for `Checkpoint`."""
         file = self.path / "state" / "checkpoints" / f"{name}.safetensors"
@@ -189,8 +209,22 @@ class RunDirectory:
     def write_test_images(self, relative: str, arrays: Arrays, metadata: Mapping[str, str]) -> None:
         write_arrays(self._checked(relative), arrays, {**metadata, FILE_KEY: relative})
 
+    @staticmethod
+    def reference_file(test_domains: tuple[str, ...]) -> str:
+        """Returns the file for the distances of models with these test domains. (): of the final fit."""
+        name = file_name(*test_domains, safe=" ") if test_domains else FINAL_FIT_REFERENCE
+        return f"training_features/{name}.safetensors"
+
+    @staticmethod
+    def reference_beside(weights: str) -> str:
+        """Returns the file for the distances of a model that has trained its encoder, given its weights file."""
+        return weights.removesuffix(".safetensors") + ".reference.safetensors"
+
+    def write_reference(self, relative: str, arrays: Arrays, metadata: Mapping[str, str]) -> None:
+        write_arrays(self._checked(relative), arrays, {**metadata, FILE_KEY: relative})
+
     def tensors(self, relative: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns the checked tensors and metadata of a file of weights, predictions or test images.
+        """Returns the checked tensors and metadata of a file of tensors.
 
         Raises `Damaged`, also for a file of another model, or `FileNotFoundError`.
         """
@@ -233,11 +267,16 @@ class RunDirectory:
             return False
         return True
 
-    def write_scalars(self, tag: str, step: int, values: Mapping[str, float]) -> None:
-        """Writes the TensorBoard scalars `<tag>/<name>`."""
-        if self._events is None:
-            self._events = EventFile(self._checked("events"), self.process)  # each process has a file of its own
-        self._events.write(tag, step, values)
+    def write_scalars(self, sub_run: str, step: int, values: Mapping[str, float]) -> None:
+        """Writes TensorBoard's scalars {tag: value} of a sub-run after `step` steps (`storage.events`)."""
+        folder = self._checked("events") / sub_run
+        if sub_run not in self._events:
+            self._events[sub_run] = EventFile(folder, self.process)  # each process has a file of its own
+        self._events[sub_run].write(step, values)
+
+    def write_session(self, sub_run: str, session: Session) -> None:
+        """Writes the row of a sub-run in TensorBoard's table of hyper-parameters."""
+        write_session(self._checked("events") / sub_run, session)
 
     def results(self) -> dict[str, Any] | None:
         """Returns results.json as an earlier run wrote it, or None without a file. Raises `UserError` if damaged."""
@@ -255,17 +294,33 @@ class RunDirectory:
         return self.main and time.monotonic() >= self._next_write
 
     def write_results(self, results: Mapping[str, Any]) -> None:
+        """Writes results.json, unless it holds these results already: then it is no younger than its reports."""
         started = time.monotonic()
         whole = {**results, "checksum": results_digest(results)}
         text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        replace_text(self._checked("results.json"), text)
+        path = self._checked(RESULTS)
+        if not (path.is_file() and path.read_bytes() == text.encode()):
+            replace_text(path, text)
         ended = time.monotonic()
         self._next_write = ended + (ended - started) / WRITING_SHARE  # the more models, the longer a write takes
+
+    def analysis(self) -> dict[str, Any] | None:
+        """Returns analysis.json as an earlier analysis wrote it, or None without a file. Raises `Damaged`."""
+        path = self.path / ANALYSIS
+        return read_object(path) if path.exists() else None
+
+    def write_analysis(self, found: Mapping[str, Any]) -> None:
+        """Writes analysis.json, unless it has this content: reports that are made from it would be made again."""
+        text, path = (
+            json.dumps(with_checksum(found), ensure_ascii=False, allow_nan=False) + "\n",
+            self._checked(ANALYSIS),
+        )
+        if not path.is_file() or path.read_bytes() != text.encode():
+            replace_text(path, text)
 
     def write_text(self, name: str, text: str) -> None:
         replace_text(self._checked(name), text)
 
-    def complete(self, table: str) -> None:
-        """Ends the run: writes results.md and removes `state/`, as nothing is left to resume."""
-        self.write_text("results.md", table)
+    def complete(self) -> None:
+        """Ends the run: removes `state/`, as nothing is left to resume."""
         shutil.rmtree(self.path / "state", ignore_errors=True)

@@ -122,6 +122,10 @@ class Job:
         return sampler(training.sampler, self.split.train, training.batch_size, self.seed, labels)
 
 
+Record = Callable[[int, list[tuple[Job, dict[str, float]]]], None]
+"""Receives, at each evaluation, the number of steps taken and {scalar: value} of each model that was evaluated."""
+
+
 @dataclass(frozen=True)
 class Selected:
     """The step that one selection rule picked, and the weights after it."""

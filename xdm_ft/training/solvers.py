@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Solver
-from xdm_ft.progress import pulse
+from xdm_ft.errors import plural
+from xdm_ft.progress import Progress, unseen
 from xdm_ft.tensors import Annotations, Batch, Criteria
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.bank.cached_data import cached_logits
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
 
 
-def solve(job: Job, features: Features, annotations: Annotations, criteria: Criteria) -> Trained:
+def solve(
+    job: Job, features: Features, annotations: Annotations, criteria: Criteria, bar: Progress | None = None
+) -> Trained:
     """Returns the candidates that the selection rules pick, offered in the solver's order. Deterministic on a CPU.
 
     `features` must be L2-normalised if the solver is `normalized`. `Selected.step` is the candidate's index in the
-    path, `Selected.hparams` the hyper-parameters that the solver varied.
+    path, `Selected.hparams` the hyper-parameters that the solver varied. `bar` counts the candidates.
     """
-    started = time.perf_counter()
+    started, bar = time.perf_counter(), bar or unseen()
     solver = job.make(job.setup)
     assert isinstance(solver, Solver)
     solver.eval()
@@ -40,7 +43,7 @@ def solve(job: Job, features: Features, annotations: Annotations, criteria: Crit
     batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
     broken = rows[~torch.isfinite(batch.x).all(1).cpu()].tolist()
     if broken:
-        why = f"the features of {len(broken)} training image(s) are not finite; the first is row {broken[0]}"
+        why = f"features of {plural(len(broken), 'training image')} hold NaN or ∞; the first is row {broken[0]}"
         return Trained(job, {}, None, time.perf_counter() - started, why)
     for candidate in solver.solve(batch.x, batch):
         state = candidate.state
@@ -53,7 +56,7 @@ def solve(job: Job, features: Features, annotations: Annotations, criteria: Crit
         }
         values |= known_values(job, candidate.step)
         selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
-        pulse.beat()
+        bar.advance()
     failure = selector.nothing_selected()
     return Trained(
         job, {} if failure else selector.selected, None, time.perf_counter() - started, failure, selector.course

@@ -33,7 +33,12 @@ class Counting(Algorithm):
 
 def recorded(jobs: list[Job], training: Training, **arguments: object) -> Records:
     records: Records = []
-    train(jobs, training, record=lambda job, step, values: records.append((job, step, values)), **arguments)
+    train(
+        jobs,
+        training,
+        record=lambda step, heads: records.extend((job, step, values) for job, values in heads),
+        **arguments,
+    )
     return records
 
 
@@ -67,7 +72,7 @@ def test_the_selected_state_has_the_best_recorded_metric(name: str) -> None:
         Training(batch_size=8, evaluate_every=3),
         rules=["train_val", "oracle"],
         metric=name,
-        record=lambda job, step, values: records.append((job, step, values)),
+        record=lambda step, heads: records.extend((job, step, values) for job, values in heads),
     )
     data = digits()
     for job, trained in zip(jobs, results, strict=True):

@@ -162,8 +162,8 @@ def test_learns_and_records(accelerator: Accelerator) -> None:
     recorded: dict[int, dict[str, float]] = {}
     job, training = make_job(WithDomainHead, steps=60), Training(batch_size=16, encoder_lr=0.01, evaluate_every=15)
 
-    def record(job: Job, step: int, values: dict[str, float]) -> None:
-        recorded[step] = values
+    def record(step: int, models: list[tuple[Job, dict[str, float]]]) -> None:
+        ((_, recorded[step]),) = models
 
     trained = train(job, SmallCNN(), training, accelerator, rules=("train_val", "oracle"), record=record)
     assert list(recorded) == [15, 30, 45, 60]

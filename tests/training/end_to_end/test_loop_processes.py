@@ -52,7 +52,7 @@ def work(folder: Path, case: Case) -> None:
     job = make_job(case.method, sharpness=case.sharpness, head=case.head)
     trained = train(
         job, encoder, case.training, accelerator, batch_norm=case.batch_norm, augmentation=case.augmentation,
-        record=lambda job, step, values: recorded.append(values["loss"]),
+        record=lambda step, models: recorded.append(models[0][1]["loss"]),
     )  # fmt: skip
     state = final_state(trained)
     state["logits"] = predict(job, encoder, state, digits(), split().evaluation["test"][:21], accelerator, batch_size=4)

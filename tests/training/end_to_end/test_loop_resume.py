@@ -88,7 +88,7 @@ def test_killed_after_any_step_and_begun_again(accelerator: Accelerator, tmp_pat
         torch.rand(3)
         got = train(
             job, SmallCNN(dropout=0.3), training, accelerator, checkpoint=Cut(path), **arguments,
-            record=lambda job, step, values, taken=taken: taken.append(step),
+            record=lambda step, models, taken=taken: taken.append(step),
         )  # fmt: skip
         assert all(step > lives for step in taken), "nothing is done twice"
         assert_same(got, expected)

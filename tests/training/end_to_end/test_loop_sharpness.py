@@ -171,7 +171,7 @@ def test_xdomainmix_with_sam_trains_a_timm_model(accelerator: Accelerator) -> No
     )
     training = Training(batch_size=16, encoder_lr=0.003, evaluate_every=10)
     trained = train(
-        job, encoder, training, accelerator, record=lambda job, step, values: recorded.update({step: values})
+        job, encoder, training, accelerator, record=lambda step, models: recorded.update({step: models[0][1]})
     )
     assert trained.failure is None and trained.mixed_steps == 30
     assert trained.selected["train_val"].step > 10

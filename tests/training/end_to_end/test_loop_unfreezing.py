@@ -116,7 +116,7 @@ def test_steps_of_the_head_alone_are_not_selected(accelerator: Accelerator) -> N
     training, recorded = TRAINING.model_copy(update={"evaluate_every": 10}), {}
     trained = train(
         make_job(Worsens, steps=40), SmallCNN(), training, accelerator, unfreeze_at=20,
-        record=lambda job, step, values: recorded.update({step: values["train_val/accuracy"]}),
+        record=lambda step, models: recorded.update({step: models[0][1]["train_val/accuracy"]}),
     )  # fmt: skip
     assert max(recorded, key=lambda step: recorded[step]) <= 20
     assert trained.selected["train_val"].step > 20

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from xdm_ft.errors import plural
 from xdm_ft.interrupt import Interrupted
 from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.storage.digests import tensors_digest
@@ -110,7 +111,7 @@ class ChunkState:
 
     @property
     def _name(self) -> str:
-        return f"{self.jobs[0].method}, {len(self.jobs)} models together"
+        return f"{self.jobs[0].method}, {plural(len(self.jobs), 'model')} together"
 
     def results(self, rules: Sequence[str]) -> list[Trained]:
         """Returns one result per head. `seconds` is the chunk's time divided by its number of heads."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.interrupt import deferred, stop_requested
-from xdm_ft.progress import Progress, progress
+from xdm_ft.progress import Progress, unseen
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.tensors import Annotations, Criteria
-from xdm_ft.training import Job, Trained
+from xdm_ft.training import Job, Record, Trained
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.bank.stacked import Bank, algorithm_of, settings_of, stack, step
@@ -34,8 +34,6 @@ CHUNK_BYTES = 32 << 20
 STACKED = {"lr", "encoder_lr", "weight_decay", "momentum"}
 """Keys of `training` in which the heads of a chunk may differ; heads do not use encoder_lr."""
 
-Record = Callable[[Job, int, dict[str, float]], None]
-
 
 def train_bank(
     jobs: Sequence[Job],
@@ -44,31 +42,29 @@ def train_bank(
     criteria: Criteria,
     *,
     record: Record,
-    show: bool,
-    queue_position: str = "",
+    bar: Progress | None = None,
     checkpoint: Callable[[Sequence[Job]], Checkpoint] | None = None,
 ) -> Iterator[Trained]:
     """Trains the jobs chunk by chunk; yields results in the order of `chunks`.
 
     If `checkpoint` is given, it returns the checkpoint of a chunk, and an interrupted chunk resumes from it; on a CPU
     the result is bit for bit that of a chunk without interruption. A signal to stop raises `Interrupted` after the
-    current step. `queue_position` is appended to the method in the progress line, such as " (2 of 5)".
+    current step. `bar` counts one unit for each step of each head.
 
-    At each evaluation `record(job, number of steps taken, values)` receives the means since the last evaluation of
-    `loss`, `auxiliary_loss` and the algorithm's logs, the learning rate `lr`, and `<rule>/<metric>` for each selection
-    rule.
+    At each evaluation `record(number of steps taken, [(job, values), …])` receives, for each head that was evaluated,
+    the means since the last evaluation of `loss`, `auxiliary_loss` and the algorithm's logs, the learning rate `lr`,
+    and `<rule>/<metric>` for each selection rule.
 
     If a model's loss or logits are not finite, or the first rule could select nothing, its result has a `failure` and
     no weights; the other heads are not affected.
     """
     keep_freed_memory()
     data = CachedData(features, annotations.to(features.device))
-    with progress(f"{jobs[0].method}{queue_position}", sum(job.setup.steps for job in jobs), "head-steps", show) as bar:
-        for chunk in chunks(jobs):
-            kept = checkpoint(chunk) if checkpoint is not None else None
-            yield from _train_chunk(chunk, data, criteria, record, bar, kept)
-            if kept is not None:
-                kept.remove()  # the caller has stored a chunk's results when it continues
+    for chunk in chunks(jobs):
+        kept = checkpoint(chunk) if checkpoint is not None else None
+        yield from _train_chunk(chunk, data, criteria, record, bar or unseen(), kept)
+        if kept is not None:
+            kept.remove()  # the caller has stored a chunk's results when it continues
 
 
 def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
@@ -148,6 +144,7 @@ def _evaluate(state: ChunkState, data: CachedData, validation: BankValidation, t
     bank, jobs, failures, metric = state.bank, state.jobs, state.failures, validation.metric
     means, broken_at = state.means.take()
     lr = bank.lr * learning_rate_factor(taken - 1, bank.steps, bank.schedule)
+    evaluated = list[tuple[Job, dict[str, float]]]()
     for head, values in enumerate(validation.values(bank.template, bank.main)):
         if failures[head] is not None or state.selectors[head].stopped_at is not None:
             continue
@@ -156,7 +153,9 @@ def _evaluate(state: ChunkState, data: CachedData, validation: BankValidation, t
             values |= known_values(jobs[head], taken)
             state.selectors[head].offer(taken, values, lambda head=head: bank.state(head))  # type: ignore[misc]
             scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": float(lr[head])}
-            record(jobs[head], taken, scalars | {f"{rule}/{metric}": v for rule, v in values.items()})
+            evaluated.append((jobs[head], scalars | {f"{rule}/{metric}": v for rule, v in values.items()}))
+    if evaluated:
+        record(taken, evaluated)
 
 
 def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages | None, BankValidation | None]:

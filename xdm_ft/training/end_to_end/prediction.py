@@ -1,10 +1,10 @@
-"""Computes the logits of images with a model that was trained end to end."""
+"""Computes the logits or features of images with a model that was trained end to end."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -51,29 +51,34 @@ class EvaluationImages:
             persistent_workers=persistent and workers > 0,
         )
 
-    @torch.no_grad()
     def logits(self, encoder: Encoder, algorithm: Algorithm, precision: Precision) -> Tensor:
         """Returns logits float32 [n,C] on the CPU, the same in every process.
 
         Both modules must be on the accelerator's device and in eval mode. If one process has received a signal to stop,
         `Interrupted` is raised in all of them.
         """
+        return self._outputs(encoder, algorithm.logits, algorithm.task.num_classes, precision)
+
+    def features(self, encoder: Encoder, precision: Precision) -> Tensor:
+        """Returns features float32 [n,K], as `logits` does."""
+        return self._outputs(encoder, lambda z: z, encoder.width, precision)
+
+    @torch.no_grad()
+    def _outputs(self, encoder: Encoder, head: Callable[[Tensor], Tensor], width: int, precision: Precision) -> Tensor:
         device = self.accelerator.device
-        logits = torch.zeros(
-            self.rows_per_process, algorithm.task.num_classes, device=device
-        )  # the last processes' shares may be smaller
+        outputs = torch.zeros(self.rows_per_process, width, device=device)  # the last processes' shares may be smaller
         done = 0
         for x, _ in loaded(self.loader, *WORKERS_DIED):
             if stop_requested():
                 break
             with torch.autocast(device.type, dtype=DTYPES.get(precision), enabled=precision != "no"):
                 z = encoder(x.to(device, non_blocking=True))  # [b,K]
-            logits[done : done + len(x)] = algorithm.logits(z.float())
+            outputs[done : done + len(x)] = head(z.float())
             done += len(x)
             pulse.beat()
         if self.accelerator.reduce(torch.tensor(float(stop_requested()), device=device), "sum") > 0:
             raise Interrupted
-        gathered: Tensor = self.accelerator.gather(logits)
+        gathered: Tensor = self.accelerator.gather(outputs)
         return gathered[: self.n].cpu()
 
 
@@ -86,8 +91,11 @@ def predict(
     accelerator: Accelerator,
     batch_size: int,
     precision: Precision | None = None,
+    of: Literal["logits", "features"] = "logits",
 ) -> Tensor:
     """Returns logits float32 [n,C] for the images `rows` (int64 [n]), on the CPU, the same in every process.
+
+    `of` "features": those of the trained encoder, float32 [n,K], instead.
 
     `state` is a `Selected.state` that `train_model` returned for the `job`. `encoder` provides architecture and
     preprocessing and is not changed. `precision` None: the accelerator's mixed precision, as in training. Raises
@@ -99,7 +107,10 @@ def predict(
     model.load_weights(state)
     images = ImageRows(dataset, evaluation_transform(encoder.preprocessing))
     evaluation = EvaluationImages(images, rows, batch_size, accelerator)
-    return evaluation.logits(model.encoder, algorithm, precision or precision_of(accelerator))
+    precision = precision or precision_of(accelerator)
+    if of == "features":
+        return evaluation.features(model.encoder, precision)
+    return evaluation.logits(model.encoder, algorithm, precision)
 
 
 def precision_of(accelerator: Accelerator) -> Precision:

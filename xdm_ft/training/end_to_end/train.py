@@ -12,7 +12,7 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -29,12 +29,12 @@ from xdm_ft.data._transforms import evaluation_transform, training_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.interrupt import Interrupted, deferred, stop_requested
-from xdm_ft.progress import Progress, progress
+from xdm_ft.progress import Progress, unseen
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.tensors import Annotations, Criteria
-from xdm_ft.training import Job, Trained, Training
+from xdm_ft.training import Job, Record, Trained, Training
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 __all__ = ["predict", "shut_down", "train_model"]
 
-Record = Callable[[Job, int, dict[str, float]], None]
 logger = logging.getLogger("xdm_ft")
 BROKEN_LOGITS = "logits on validation images are not finite"
 STATISTICS_BATCHES = 500  # training batches that determine the batch-norm statistics of averaged weights
@@ -69,7 +68,7 @@ def train_model(
     *,
     batch_norm: BatchNorm,
     record: Record,
-    show: bool,
+    bar: Progress | None = None,
     unfreeze_at: int = 0,
     augmentation: Augmentation = "none",
     checkpoint: Checkpoint | None = None,
@@ -77,7 +76,7 @@ def train_model(
     """Trains a copy of `encoder`, from its present weights, with the job's method for `job.setup.steps` steps.
 
     Images have the encoder's own preprocessing, in training with the `augmentation`. At each evaluation the main
-    process calls `record(job, number of steps taken, values)` with the means since the last evaluation of `loss`,
+    process calls `record(number of steps taken, [(job, values)])` with the means since the last evaluation of `loss`,
     `auxiliary_loss` and the algorithm's logs, the heads' learning rate `lr`, and `<rule>/<metric>` for each selection
     rule.
 
@@ -112,7 +111,7 @@ def train_model(
     state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
     run = _Run(job, batches, validation, record, checkpoint)
     _resume(run, state, annotations)
-    failure = _train(run, state, unfreeze_at, show)
+    failure = _train(run, state, unfreeze_at, bar or unseen())
     selected = selector.selected
     if averages is None:
         failure = failure or selector.nothing_selected()
@@ -168,11 +167,11 @@ def _resume(run: _Run, state: LoopState, annotations: Annotations) -> None:
         )
 
 
-def _train(run: _Run, state: LoopState, unfreeze_at: int, show: bool) -> str | None:
+def _train(run: _Run, state: LoopState, unfreeze_at: int, bar: Progress) -> str | None:
     """Takes the remaining steps. Returns why the training failed; None if it did not."""
     steps = run.job.setup.steps
     batches = run.batches.begin(state.taken)
-    with deferred(), progress(run.name, steps, "steps", show) as bar:
+    with deferred():
         bar.skip(state.taken)
         if not state.evaluated and not _evaluate(run, state):
             return _failure(BROKEN_LOGITS, run, state.taken)
@@ -252,7 +251,7 @@ def _evaluate(run: _Run, state: LoopState) -> bool:
         factor = learning_rate_factor(taken - 1, run.job.setup.steps, training.schedule)
         means = {name: float(mean) for name, mean in state.means.take()[0].items()}
         scores = {f"{rule}/{run.validation.metric}": value for rule, value in values.items()}
-        run.record(run.job, taken, {**means, "lr": training.lr * factor, **scores})
+        run.record(taken, [(run.job, {**means, "lr": training.lr * factor, **scores})])
     state.evaluated = True
     return True
 

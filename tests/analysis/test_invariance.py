@@ -1,0 +1,152 @@
+"""Distances of covariances and the variance of risks: recorded numbers, a plain reading of the formulas, properties."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from xdm_ft.analysis.invariance import Invariance, covariance_distance, risk_variance
+
+
+def golden(file: str) -> dict[str, Tensor]:
+    with np.load(Path(__file__).resolve().parents[1] / "golden" / file) as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def of_domains(features: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Features [n,K] of all domains, and the domains."""
+    return torch.cat(features), torch.arange(len(features)).repeat_interleave(torch.tensor([len(z) for z in features]))
+
+
+def drawn(seed: int, n: int = 60, width: int = 4, offset: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, three classes, three domains; the covariance depends on both."""
+    source = torch.Generator().manual_seed(seed)
+    place = torch.randperm(n, generator=source)
+    y, domain = place % 3, place // 3 % 3
+    z = torch.randn(n, width, generator=source) * (1 + y + 2 * domain)[:, None] + offset
+    return z, y, domain
+
+
+def by_the_book(z: Tensor, y: Tensor, domain: Tensor) -> tuple[float, float]:
+    """Both distances as the formulas say, in numpy, where every cell has images."""
+    paper, published = 0.0, []
+    for c in range(3):
+        cells = [z[(y == c) & (domain == i)].double().numpy() for i in range(3)]
+        covariances = [np.cov(cell, rowvar=False) for cell in cells]
+        paper += sum(float(((a - b) ** 2).sum()) for a in covariances for b in covariances)
+        published.append(
+            np.mean([
+                np.mean((cells[a].mean(0) - cells[b].mean(0)) ** 2) + np.mean((covariances[a] - covariances[b]) ** 2)
+                for a in range(3)
+                for b in range(a + 1, 3)
+            ])
+        )  # fmt: skip
+    return paper / 9, float(np.mean(published))
+
+
+def test_the_recorded_distance_is_the_published_variant() -> None:
+    g = golden("invariance.npz")
+    z, domain = of_domains([g[f"X{i}"] for i in range(3)])
+    y = torch.cat([g[f"y{i}"] for i in range(3)])
+    found = covariance_distance(z, y, domain, 3, 3)
+    assert found.published_code == pytest.approx(float(g["cov_distance"]), abs=1e-6)
+    assert found.paper == pytest.approx(by_the_book(z, y, domain)[0], rel=1e-9)
+    assert (found.classes, found.domains) == (3, 3)
+
+
+def test_two_samples_and_three_domains_have_the_recorded_distances() -> None:
+    g = golden("mmd_cov.npz")
+    for names, key in ((["a", "b"], "meancov"), (["dom0", "dom1", "dom2"], "meancov_all_domains")):
+        z, domain = of_domains([g[name] for name in names])
+        found = covariance_distance(z, torch.zeros_like(domain), domain, 1, len(names))
+        assert found.published_code == pytest.approx(float(g[key]), abs=1e-6)
+
+
+def test_the_recorded_risk_variance_is_over_means_of_batches() -> None:
+    g = golden("invariance.npz")
+    losses, domain = [], []
+    for i in range(3):
+        per_image = cross_entropy(g[f"X{i}"] @ g["W"].T, g[f"y{i}"], reduction="none")
+        batches = per_image.split([int(size) for size in g["batch_sizes"][i]])
+        losses += [batch.mean() for batch in batches]
+        domain += [i] * len(batches)
+    found = risk_variance(torch.stack(losses), torch.tensor(domain), 3)
+    assert found.variance == pytest.approx(float(g["risk_variance"]), abs=1e-6)
+
+
+def test_risks_by_hand() -> None:
+    losses, domain = torch.tensor([1.0, 3.0, 5.0, 4.0]), torch.tensor([0, 0, 2, 0])
+    found = risk_variance(losses, domain, 4)
+    assert found.risks == [pytest.approx(8 / 3), None, 5.0, None]
+    assert found.variance == pytest.approx((5 - 8 / 3) ** 2 / 2)  # two values: half of the squared difference
+
+
+@pytest.mark.parametrize("domain", [[0, 0], [3, 3]])
+def test_one_domain_has_no_variance_of_risks(domain: list[int]) -> None:
+    found = risk_variance(torch.ones(2), torch.tensor(domain), 2)
+    assert found.variance is None
+    assert found.risks == [1.0 if 0 in domain else None, None]
+
+
+def test_equal_domains_have_distance_0() -> None:
+    z = torch.randn(20, 5, generator=torch.Generator().manual_seed(0)) + 1000
+    found = covariance_distance(z.repeat(4, 1), torch.arange(80) % 2, torch.arange(4).repeat_interleave(20), 2, 4)
+    assert found[:4] == (0.0, 0.0, 2, 4)
+
+
+def test_far_features_lose_no_digits() -> None:
+    near, far = (covariance_distance(*drawn(1, offset=offset), 3, 3) for offset in (0.0, 4096.0))
+    assert far.paper == pytest.approx(near.paper, rel=1e-3)  # float32 features at 4096 are exact to 2⁻¹¹
+
+
+def test_cells_of_one_image_and_classes_of_one_domain_do_not_count() -> None:
+    z, y, domain = drawn(2)
+    two = (y == 0) & (domain < 2)  # class 0 in two domains
+    one = (y == 1) & (domain == 2)  # class 1 in one domain
+    lonely = ((y == 2) & (domain == 0)).nonzero()[:1, 0]
+    rows = torch.cat([two.nonzero()[:, 0], one.nonzero()[:, 0], lonely])
+    found = covariance_distance(z[rows], y[rows], domain[rows], 3, 3)
+    only = covariance_distance(z[two], torch.zeros_like(y[two]), domain[two], 1, 2)
+    assert found == only
+    assert (found.classes, found.domains) == (1, 2)
+
+
+@pytest.mark.parametrize(("sizes", "off"), [((30, 30), 0.1), ((12, 40, 90), 0.15)])
+def test_the_noise_is_what_equal_distributions_have(sizes: tuple[int, ...], off: float) -> None:
+    """Skewed, dependent features of one distribution in all domains: the mean distance is the mean noise."""
+    source, found = torch.Generator().manual_seed(0), []
+    mixing = torch.randn(5, 5, generator=source)
+    for _ in range(300):
+        z, domain = of_domains([torch.randn(n, 5, generator=source).exp().clamp(max=4) @ mixing for n in sizes])
+        found.append(covariance_distance(z, torch.zeros_like(domain), domain, 1, len(sizes)))
+    paper, published, _, _, *noise = (sum(column) / len(found) for column in zip(*found, strict=True))
+    assert noise == [pytest.approx(paper, rel=off), pytest.approx(published, rel=off)]
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_without_pairs_there_is_no_distance(rows: int) -> None:
+    z, y, domain = (part[:rows] for part in drawn(0))
+    assert covariance_distance(z, y, domain, 3, 3) == Invariance(None, None, 0, 0, None, None)
+
+
+@given(seed=st.integers(0, 10**6))
+def test_properties(seed: int) -> None:
+    z, y, domain = drawn(seed)
+    found = covariance_distance(z, y, domain, 3, 3)
+    paper, published = by_the_book(z, y, domain)
+    assert found[:2] == (pytest.approx(paper, rel=1e-9), pytest.approx(published, rel=1e-9))
+    order = torch.randperm(len(z), generator=torch.Generator().manual_seed(seed))
+    permuted = covariance_distance(z[order], y[order], 2 - domain[order], 3, 3)
+    assert permuted[:2] == (pytest.approx(paper, rel=1e-9), pytest.approx(published, rel=1e-9))
+    rotation = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)).double()).Q
+    rotated = covariance_distance(z.double() @ rotation, y, domain, 3, 3)
+    assert rotated[:2] == (pytest.approx(paper, rel=1e-9), pytest.approx(published, rel=1e-9))
+    scaled = covariance_distance(3 * z, y, domain, 3, 3)
+    assert scaled.paper == pytest.approx(81 * paper, rel=1e-5)  # of fourth order: no measure between encoders

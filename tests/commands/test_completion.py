@@ -1,0 +1,112 @@
+"""What the Tab key offers: for real in bash, in less than a second, and all keys that the recipes' classes have."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import UnionType
+from typing import Union, get_args, get_origin
+
+import pytest
+
+from xdm_ft.commands.recipe_keys import COMPONENTS, component_keys, override_keys
+from xdm_ft.recipe import components, read
+from xdm_ft.settings import Block
+
+PROGRAMS = Path(sys.executable).parent
+COMPLETE = """
+eval "$(register-python-argcomplete xdm-ft)"
+complete -p xdm-ft >/dev/null || exit 9
+COMP_LINE="$1" COMP_POINT=${#1} COMP_TYPE=9 COMP_KEY=9
+read -ra COMP_WORDS <<<"$1"
+[[ "$1" == *" " ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_python_argcomplete xdm-ft "${COMP_WORDS[COMP_CWORD]}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def offered(line: str, folder: Path) -> list[str]:
+    """What bash offers after a line, for the command that argcomplete has registered."""
+    command = folder / "bin" / "xdm-ft"
+    if not command.exists():  # as pip would install it, for this tree
+        command.parent.mkdir()
+        start = "import sys; from xdm_ft.__main__ import main; sys.exit(main())"
+        command.write_text(f"#!{sys.executable}\n{start}\n")
+        command.chmod(0o755)
+    path = os.pathsep.join([str(command.parent), str(PROGRAMS), os.environ["PATH"]])
+    there = os.environ | {"PATH": path, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(["bash", "-c", COMPLETE, "bash", line], cwd=folder, env=there, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.fixture
+def bash(tmp_path):
+    if shutil.which("bash") is None or not (PROGRAMS / "register-python-argcomplete").exists():
+        pytest.skip("needs bash, and argcomplete beside this Python")
+    (tmp_path / "mine.yaml").write_text("name: mine\n")
+    (tmp_path / "notes.txt").write_text("")
+    runs = [
+        {"method": "erm", "test_domains": ["ink", "chalk"], "seed": 3, "trial": 0, "status": "ok"},
+        {"method": "xdomainmix+sam", "test_domains": ["ink"], "seed": 4, "trial": 2, "status": "ok"},
+        {"method": "mixup", "test_domains": ["ink"], "seed": 0, "trial": 0, "status": "failed"},
+    ]
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "results.json").write_text(json.dumps({"runs": runs}))
+    return lambda line: offered(line, tmp_path)
+
+
+def test_bash_completes(bash):
+    assert bash("xdm-ft va") == ["validate"]
+    assert {"clip_folder", "clip_pacs"} <= {*bash("xdm-ft run clip_")}
+    assert bash("xdm-ft run mi") == ["mine.yaml"] and "notes.txt" not in bash("xdm-ft doctor ")
+    assert bash("xdm-ft run demo training.steps=3 --qu") == ["--quiet"]
+    assert sorted(bash("xdm-ft run demo --json training.l")) == ["training.loss_average=", "training.lr="]
+    assert "xdomainmix.warmup_steps=" in bash("xdm-ft run demo xdomainmix.w")
+    assert "erm" in bash("xdm-ft retrain done ") and "mixup" not in bash("xdm-ft retrain done ")
+    assert bash("xdm-ft retrain done xdomainmix+sam i") == ["ink"]
+    assert "4" in bash("xdm-ft retrain done xdomainmix+sam ink ")
+    assert {"ls", "verify", "prune"} <= {*bash("xdm-ft cache ")}
+
+
+def test_an_answer_takes_less_than_a_second(bash):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert bash("xdm-ft run demo training.lr") == ["training.lr="]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # not the clock: other processes may want the cores too
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def leaves(model: type[Block], prefix: str = "") -> set[str]:
+    found = set()
+    for key, field in model.model_fields.items():
+        is_union = get_origin(field.annotation) in (Union, UnionType)  # T | None
+        kinds = get_args(field.annotation) if is_union else (field.annotation,)
+        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Block)]
+        found |= leaves(inner[0], f"{prefix}{key}.") if inner else {f"{prefix}{key}"}
+    return found
+
+
+def test_the_keys_are_those_of_the_classes():
+    found = {*override_keys({"data": {"name": "folder"}, "encoder": {"name": "timm"}, "methods": ["erm+sam"]})}
+    for block, model in read.BLOCKS.items():
+        assert {key for key in found if key.startswith(f"{block}.")} == leaves(model, f"{block}.")
+    for block, (folder, common) in read.COMPONENTS.items():
+        name = {"data": "folder", "encoder": "timm"}[block]
+        model = components.settings_model(components.find(folder, name), common)
+        assert {key for key in found if key.startswith(f"{block}.")} == leaves(model, f"{block}.")
+    of_method = {key.partition(".")[2] for key in found if key.startswith("erm.")}
+    assert of_method == {*read.MethodCommon.model_fields} - {"name"}
+    assert {*COMPONENTS} == {*read.COMPONENTS}
+    assert {key.partition(".")[0] for key in found} - {"erm", "sam"} == {*read.KEYS}
+
+
+@pytest.mark.parametrize("folder", components.FOLDERS.values())
+def test_the_keys_of_each_component(folder):
+    names = components.names(folder)
+    assert names
+    for name in names:
+        assert {*component_keys(folder, name)} == leaves(components.settings_model(components.find(folder, name)))

@@ -1,0 +1,152 @@
+"""`xdm-ft report`, on run directories that hold results alone."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_runs import results_of
+from filelock import FileLock
+from test_more_tables import two_sets
+
+from xdm_ft.cli import main
+from xdm_ft.report import written
+from xdm_ft.report.csv_rows import COLUMNS
+from xdm_ft.report.finished import Run
+from xdm_ft.storage.run_directory import RunDirectory
+
+NAME = "a|<script>\n\x1b[31m=1\u202e"
+
+
+def made(path: Path, **recipe: Any) -> None:
+    runs = [run | {"method": NAME if run["method"] != "erm" else "erm"} for run in two_sets()]
+    RunDirectory(path).write_results(results_of(runs, **{"name": path.name} | recipe))
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """Two runs in the current folder, `one` and `two`; the settings of the pages that were drawn."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        made(Path(name))
+    settings: list[dict[str, Any]] = []
+
+    def draw(run: Run) -> None:
+        (run.path / "report.html").write_text("page")
+        settings.append(run.results["recipe"].get("report", {}))
+
+    monkeypatch.setattr(written, "write_page", draw)
+    return settings
+
+
+def test_one_run(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "one"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(
+        "On a domain never seen, expect 55.0% accuracy with erm, chosen on validation images; a|<script>\\n\\x1b"
+    )
+    assert all(word in out for word in ("selection: train_val", "65.0 ± 0.0", "Other metrics", "worst domain"))
+    assert all(line.isprintable() for line in f"{out}{err}".splitlines())
+    assert err == "wrote one/results.md, one/results.csv, one/report.html\n" and pages == [{}]
+    before = {path: path.stat().st_mtime_ns for path in Path("one").iterdir()}
+    assert main(["report", "one", "--images", "--quiet"]) == 0
+    assert capsys.readouterr().err == "" and pages[1] == {"images": True}
+    assert all(path.stat().st_mtime_ns > before[path] for path in map(Path, ("one/results.md", "one/report.html")))
+    assert Path("one/results.json").stat().st_mtime_ns == before[Path("one/results.json")]
+
+
+@pytest.mark.usefixtures("pages")
+def test_each_format(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = {}
+    for name in ("text", "markdown", "latex", "csv"):
+        assert main(["report", "one", "--format", name, "--quiet"]) == 0
+        printed[name] = capsys.readouterr().out
+    assert printed["markdown"] == Path("one/results.md").read_text()
+    assert printed["csv"] == Path("one/results.csv").read_bytes().decode()
+    rows = list(csv.DictReader(io.StringIO(printed["csv"], newline="")))
+    assert [row["method"] for row in rows] == ["erm"] * 3 + [NAME] * 3, "a name is what it is in the data"
+    assert r"a\textbar{}\textless{}script\textgreater{}" in printed["latex"] and "\\toprule" in printed["latex"]
+    for suffix, name in (("md", "markdown"), ("tex", "latex"), ("CSV", "csv")):
+        assert main(["report", "one", "--out", f"out.{suffix}", "--quiet"]) == 0
+        assert capsys.readouterr().out.startswith(f"wrote out.{suffix}: ")
+        assert Path(f"out.{suffix}").read_bytes().decode() == printed[name]
+    assert main(["report", "one", "--format", "latex", "--out", "out.txt"]) == 0
+    assert Path("out.txt").read_text() == printed["latex"]
+    assert main(["report", "one", "--out", "out.txt"]) == 0
+    assert Path("out.txt").read_text() in printed["text"]  # without the sentence above the tables
+
+
+def test_several_runs(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(Path().rglob("*"))
+    assert main(["report", "one", "two"]) == 0
+    out, err = capsys.readouterr()
+    assert "2 runs side by side" in out and out.count("65.0 ± 0.0") == 2 and err == ""
+    assert all(line.isprintable() for line in out.splitlines())
+    assert main(["report", "one", "two", "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out, newline="")))
+    assert [row["run"] for row in rows] == ["one"] * 6 + ["two"] * 6
+    assert sorted(Path().rglob("*")) == before and pages == [], "their own reports stay as they are"
+
+
+@pytest.mark.usefixtures("pages")
+def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "one", "--json", "--out", "t.tex"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["runs"] == ["one"] and document["out"] == "t.tex"
+    assert document["written"] == ["one/results.md", "one/results.csv", "one/report.html"]
+    assert all(tuple(row) == COLUMNS for row in document["rows"]) and len(document["rows"]) == 6
+    mean = document["rows"][3]
+    assert mean["method"] == NAME and mean["mean"] == pytest.approx(0.65) and mean["verdict"] == "no verdict"
+    assert main(["report", "one", "two", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["runs"] == ["one", "two"] and document["written"] == [] and document["out"] is None
+
+
+@pytest.mark.usefixtures("pages")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["none"], "none/results.json: can not be read as the results of a run"),
+        (["one", "seeds"], "one and seeds: their protocols differ in protocol.seeds ([0, 1] and [0, 7])"),
+        (["one", "two", "./one"], "one: is named twice"),
+        (["one", "two", "--images"], "--images: is about the page of one run"),
+        (["one", "--out", "one/results.json"], "--out one/results.json: its name must end in .txt, .md, .tex, .csv"),
+        (["one", "--out", "one/results.json/x.md"], "x.md: can not be written"),
+        (["unfinished"], "unfinished: has no table, as its run is not finished; run the same command to finish it"),
+        (["one", "unfinished"], "unfinished: has no table"),
+        (["damaged"], "damaged/results.json: can not be read as the results of a run"),
+    ],
+)
+def test_faults_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = results_of(two_sets())["recipe"]["protocol"] | {"seeds": [0, 7]}
+    made(Path("seeds"), protocol=seeds)
+    RunDirectory(Path("unfinished")).write_results(results_of(two_sets()) | {"summary": []})
+    made(Path("damaged"))
+    text = Path("damaged/results.json").read_text()
+    Path("damaged/results.json").write_text(text.replace("0.95", "0.96", 1))
+    assert main(["report", *arguments, "--quiet"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("xdm-ft: ") and err.count("\n") == 1 and said in err
+    assert not Path("none").exists()
+
+
+@pytest.mark.usefixtures("pages")
+def test_a_run_that_is_being_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with FileLock("one/run.lock"):
+        assert main(["report", "one"]) == 2
+        assert "one: another run is writing here" in capsys.readouterr().err
+        assert main(["report", "one", "two"]) == 0, "which writes nothing"
+
+
+def test_a_folder_that_may_not_be_written(
+    pages: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert main(["report", "one"]) == 0
+    out, err = capsys.readouterr()
+    assert "65.0 ± 0.0" in out and err == "one: is read-only, so its reports stay as they are\n" and pages == []

@@ -1,0 +1,145 @@
+"""Temperature scaling: against scikit-learn's own and a plain minimisation, and what must hold for any logits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.calibration import CalibratedClassifierCV
+from torch import Tensor
+
+from xdm_ft.evaluation import calibration
+from xdm_ft.evaluation.calibration import HIGHEST, LOWEST, temperature
+from xdm_ft.evaluation.metrics import expected_calibration_error, per_image_nll
+
+
+def drawn(n: int, classes: int, true_temperature: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Logits [n,C] and labels [n] drawn from the probabilities at the true temperature."""
+    source = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(n, classes, generator=source)
+    return logits, torch.multinomial((logits / true_temperature).softmax(1), 1, generator=source)[:, 0]
+
+
+def nll(logits: Tensor, labels: Tensor, at: float) -> float:
+    return float(per_image_nll(logits.double() / at, labels).mean())
+
+
+class Given(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A classifier whose decisions are its inputs."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        self.num_classes, self.classes_ = num_classes, np.arange(num_classes)
+
+    def fit(self, x: np.ndarray, y: np.ndarray) -> Given:
+        return self
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        return x.argmax(1)
+
+    def decision_function(self, x: np.ndarray) -> np.ndarray:
+        return x[:, 0] if self.num_classes == 2 else x
+
+
+@pytest.mark.parametrize("classes", [2, 3, 7])
+@pytest.mark.parametrize("true", [0.5, 1.0, 3.0])
+def test_it_is_the_minimum_that_scikit_learn_and_a_plain_search_find(classes: int, true: float) -> None:
+    logits, labels = drawn(300, classes, true)
+    found = temperature(logits, labels)
+    plain = minimize_scalar(lambda t: nll(logits, labels, t), bounds=(0.02, 50), method="bounded")
+    assert found == pytest.approx(plain.x, rel=1e-3)
+    z, every = logits.double().numpy(), np.arange(300)
+    if classes == 2:
+        z = (z[:, 1:] - z[:, :1]) / 2  # scikit-learn makes the two logits −x and x of it
+    theirs = CalibratedClassifierCV(Given(classes), method="temperature", ensemble=False, cv=[(every, every)])
+    theirs.fit(z, labels.numpy())
+    assert found == pytest.approx(1 / theirs.calibrated_classifiers_[0].calibrators[0].beta_, rel=1e-5)
+
+
+@pytest.mark.parametrize("classes", [2, 7, 100])
+@pytest.mark.parametrize("true", [0.3, 1.0, 4.0])
+def test_a_known_temperature_is_recovered_and_calibrates(classes: int, true: float) -> None:
+    logits, labels = drawn(8000, classes, true)
+    found = temperature(logits, labels)
+    assert found is not None and found == pytest.approx(true, rel=0.06)
+    right = (logits.argmax(1) == labels).numpy()
+    confidence = (logits / found).softmax(1).amax(1).double().numpy()
+    assert expected_calibration_error(confidence, right) < 0.03
+
+
+@given(
+    st.integers(2, 6).flatmap(
+        lambda classes: st.lists(
+            st.tuples(st.lists(st.floats(-60, 60, width=16), min_size=classes, max_size=classes), st.integers(0, 1)),
+            min_size=1,
+            max_size=12,
+        )
+    )
+)
+def test_it_never_raises_the_loss_and_changes_no_prediction(images: list[tuple[list[float], int]]) -> None:
+    logits, labels = torch.tensor([one for one, _ in images]), torch.tensor([label for _, label in images])
+    found = temperature(logits, labels)
+    if found is None:
+        assert (logits == logits[:, :1]).all() or nll_at_a_bound(logits, labels) <= least_nll(logits, labels) + 1e-12
+        return
+    assert LOWEST <= found <= HIGHEST
+    assert nll(logits, labels, found) <= nll(logits, labels, 1.0) * (1 + 1e-9) + 1e-12
+    assert torch.equal((logits.double() / found).argmax(1), logits.argmax(1))
+    if LOWEST < 2 * found < HIGHEST:
+        assert temperature(logits * 2, labels) == pytest.approx(2 * found)
+
+
+def nll_at_a_bound(logits: Tensor, labels: Tensor) -> float:
+    return min(nll(logits, labels, LOWEST), nll(logits, labels, HIGHEST))
+
+
+def least_nll(logits: Tensor, labels: Tensor) -> float:
+    """The smallest loss on a grid between the bounds, which may be flat to rounding over a stretch of T."""
+    return min(nll(logits, labels, float(t)) for t in np.geomspace(LOWEST, HIGHEST, 400))
+
+
+def test_logits_without_a_finite_minimum_get_none() -> None:
+    labels = torch.arange(49) % 7
+    perfect = 10 * torch.eye(7)[labels]
+    assert temperature(perfect, labels) is None and temperature(-perfect, labels) is None
+    assert temperature(perfect[:1], labels[:1]) is None, "one image"
+    same = torch.full((49,), 3)
+    assert temperature(perfect, same) is None, "one class, mostly not predicted"
+    assert temperature(perfect[same], same) is None, "one class, always predicted"
+
+
+def test_without_information_there_is_none() -> None:
+    labels = torch.arange(10) % 3
+    assert temperature(torch.randn(10, 1).expand(10, 3), labels) is None
+    assert temperature(torch.empty(0, 3), labels[:0]) is None
+
+
+def test_classes_that_no_image_has_stay_in_the_softmax() -> None:
+    logits, labels = drawn(4000, 7, 2.0)
+    two = (labels == 2) | (labels == 5)
+    plain = minimize_scalar(lambda t: nll(logits[two], labels[two], t), bounds=(0.02, 50), method="bounded")
+    assert temperature(logits[two], labels[two]) == pytest.approx(plain.x, rel=1e-3)
+
+
+def test_logits_that_look_like_probabilities_are_logits() -> None:
+    logits = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
+    labels = torch.tensor([0, 1, 1])
+    plain = minimize_scalar(lambda t: nll(logits, labels, t), bounds=(0.02, 50), method="bounded")
+    assert temperature(logits, labels) == pytest.approx(plain.x, rel=1e-3)
+
+
+def test_extreme_logits_overflow_nowhere() -> None:
+    logits = torch.tensor([[1e30, 0.0], [0.0, 1e30], [1e30, 0.0]])
+    assert temperature(logits, torch.tensor([0, 1, 1])) is None
+
+
+def test_many_images_are_sampled_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = drawn(6000, 5, 2.0)
+    whole = temperature(logits, labels)
+    monkeypatch.setattr(calibration, "MOST_LOGITS", 5 * 3000)
+    sampled = temperature(logits, labels)
+    assert whole != sampled == pytest.approx(whole, rel=0.06) and sampled == temperature(logits, labels)
+    assert temperature(logits[:3000], labels[:3000]) == pytest.approx(whole, rel=0.06), "as many as allowed: all"

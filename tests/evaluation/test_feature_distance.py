@@ -1,0 +1,167 @@
+"""Distances to training features: against naive loops and scikit-learn, and what must hold for any features."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.covariance import ledoit_wolf
+
+from xdm_ft.evaluation.feature_distance import Blocks, Reference, class_means, fit, within_class_covariance
+
+SEEDS = st.integers(0, 2**31)
+
+
+def drawn(n: int, width: int, classes: int = 3, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Features float32 [n,K] of classes with different means and one covariance, and labels [n] with every class."""
+    source = np.random.default_rng(seed)
+    labels = np.concatenate([np.arange(classes), source.integers(0, classes, n - classes)])
+    shape = source.normal(size=(width, width)) + 3 * np.eye(width)
+    means = 3 * source.normal(size=(classes, width))
+    return (means[labels] + source.normal(size=(n, width)) @ shape).astype(np.float32), labels
+
+
+def blocks(z: np.ndarray, labels: np.ndarray, size: int = 1000) -> Blocks:
+    return lambda: ((z[i : i + size], labels[i : i + size]) for i in range(0, len(z), size))
+
+
+def fitted(z: np.ndarray, labels: np.ndarray, unseen: np.ndarray | None = None, classes: int = 3) -> Reference:
+    unseen = z if unseen is None else unseen
+    return fit(blocks(z, labels), blocks(unseen, np.zeros(len(unseen), np.int64)), classes)
+
+
+def naive(z: np.ndarray, labels: np.ndarray, new: np.ndarray) -> np.ndarray:
+    means = {c: z[labels == c].mean(0, dtype=np.float64) for c in set(labels.tolist())}
+    centred = np.stack([one - means[c] for one, c in zip(z.astype(np.float64), labels, strict=True)])
+    precision = np.linalg.inv(ledoit_wolf(centred, assume_centered=True)[0])
+    return np.array([min(np.sqrt((one - m) @ precision @ (one - m)) for m in means.values()) for one in new])
+
+
+@pytest.mark.parametrize(("n", "width"), [(200, 5), (30, 40), (4, 12)])
+def test_distances_are_those_of_a_naive_computation(n: int, width: int) -> None:
+    z, labels = drawn(n, width)
+    new = np.concatenate([z[:5], drawn(20, width, seed=1)[0]])
+    found = fitted(z, labels).distance(new)
+    assert found.dtype == np.float32 and found.shape == (len(new),)
+    np.testing.assert_allclose(found, naive(z, labels, new), rtol=1e-4, atol=1e-5)
+
+
+@settings(max_examples=40)
+@given(SEEDS, st.integers(2, 40), st.integers(1, 12), st.integers(1, 50))
+def test_the_covariance_is_scikit_learns_in_any_blocks(seed: int, n: int, width: int, size: int) -> None:
+    x = np.random.default_rng(seed).normal(size=(n, width))
+    found = within_class_covariance(blocks(x, np.zeros(n, np.int64), size), np.zeros((1, width)))
+    np.testing.assert_allclose(found, ledoit_wolf(x, assume_centered=True)[0], rtol=1e-7, atol=1e-9)
+
+
+def test_class_means_are_those_of_any_blocks() -> None:
+    z, labels = drawn(50, 4)
+    for size in (1, 7, 50):
+        counts, means = class_means(blocks(z, labels, size), 4)
+        np.testing.assert_array_equal(counts, np.bincount(labels, minlength=4))
+        for c in range(3):
+            np.testing.assert_allclose(means[c], z[labels == c].mean(0), rtol=1e-5)
+        assert not means[3].any()
+
+
+@settings(max_examples=40)
+@given(SEEDS)
+def test_scaling_and_shifting_all_features_changes_nothing(seed: int) -> None:
+    z, labels = drawn(40, 6, seed=seed)
+    new = drawn(10, 6, seed=seed + 1)[0]
+    source = np.random.default_rng(seed)
+    scale, shift = np.exp(source.uniform(-5, 5)), source.normal(size=6)
+
+    def moved(x: np.ndarray) -> np.ndarray:
+        return (scale * (x + shift)).astype(np.float32)
+
+    found = fitted(moved(z), labels).distance(moved(new))
+    np.testing.assert_allclose(found, fitted(z, labels).distance(new), rtol=2e-3, atol=1e-3)
+
+
+def test_any_invertible_map_changes_nothing_where_nothing_is_shrunk() -> None:
+    z, labels = drawn(60_000, 4)  # shrinkage, which sees the scale of each feature, vanishes with the images
+    new, turned = drawn(50, 4, seed=1)[0], np.random.default_rng(2).normal(size=(4, 4)) + 3 * np.eye(4)
+    found = fitted((z @ turned).astype(np.float32), labels).distance((new @ turned).astype(np.float32))
+    np.testing.assert_allclose(found, fitted(z, labels).distance(new), rtol=1e-2)
+
+
+@settings(max_examples=40)
+@given(SEEDS, st.integers(3, 20), st.integers(1, 8), st.floats(1e-6, 1e6))
+def test_distances_are_finite_and_at_least_0_and_those_of_means_are_0(
+    seed: int, n: int, width: int, scale: float
+) -> None:
+    z, labels = drawn(n, width, seed=seed)
+    reference = fitted(scale * z, labels)
+    found = reference.distance(np.concatenate([scale * z, -scale * z]))
+    assert np.isfinite(found).all() and (found >= 0).all()
+    assert reference.distance(reference.means).max() < 1e-2 * max(1.0, found.max())
+
+
+def test_a_class_without_training_images_has_no_mean() -> None:
+    z, labels = drawn(60, 4)
+    one_less = labels != 1
+    reference = fit(blocks(z[one_less], labels[one_less]), blocks(z, labels), classes=5)
+    assert reference.means.shape == (2, 4)
+    np.testing.assert_allclose(reference.distance(z), naive(z[one_less], labels[one_less], z), rtol=1e-4)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -1e-8, 3e7])
+def test_features_that_never_differ(value: float) -> None:
+    z, labels = np.full((7, 3), value, np.float32), np.array([0, 1, 2, 0, 1, 2, 0])
+    reference = fitted(z, labels)
+    assert not reference.percentile(reference.distance(z)).any()
+    far = reference.distance(z + max(1.0, 2 * abs(value)))
+    assert np.isfinite(far).all() and (reference.percentile(far) == 100).all()
+
+
+def test_a_feature_that_never_differs_in_training_is_far_when_it_does() -> None:
+    z, labels = drawn(500, 4)
+    z[:, 2] = 0
+    new = z[:50].copy()
+    reference, near = fitted(z, labels), np.median(fitted(z, labels).distance(z))
+    new[:, 2] = 100
+    assert reference.distance(new).min() > 10 * near
+
+
+def test_percentiles_are_shares_of_the_validation_images_that_are_nearer() -> None:
+    z, labels = drawn(300, 5)
+    unseen, new = drawn(1001, 5, seed=1)[0], drawn(400, 5, seed=2)[0] * 1.5
+    reference = fitted(z, labels, unseen)
+    of_unseen, found = reference.distance(unseen), reference.distance(new)
+    shares = np.array([100 * (of_unseen < one).mean() for one in found])
+    assert shares.min() < 40 and shares.max() == 100
+    np.testing.assert_allclose(reference.percentile(found), shares, atol=1)
+    assert reference.percentile(np.array([0.0, 1e9], np.float32)).tolist() == [0, 100]
+    assert np.abs(reference.percentile(of_unseen).mean() - 50) < 1
+
+
+def test_percentiles_where_distances_are_equal() -> None:
+    quantiles = np.array([1.0] * 51 + [2.0] * 50, np.float32)
+    reference = Reference(np.zeros((1, 1), np.float32), np.eye(1, dtype=np.float32), quantiles)
+    assert reference.percentile(np.array([0.5, 1.0, 1.5, 2.0, 2.5])).tolist() == [0, 0, 50.5, 51, 100]
+
+
+@given(SEEDS)
+def test_percentiles_increase_with_the_distance(seed: int) -> None:
+    source = np.random.default_rng(seed)
+    quantiles = np.sort(source.integers(0, 30, 101)).astype(np.float32)
+    reference = Reference(np.zeros((1, 1), np.float32), np.eye(1, dtype=np.float32), quantiles)
+    found = reference.percentile(np.sort(source.uniform(-1, 32, 200)))
+    assert (np.diff(found) >= 0).all() and found.min() >= 0 and found.max() <= 100
+
+
+def test_what_is_stored_gives_the_same_distances() -> None:
+    z, labels = drawn(40, 9)
+    reference = fitted(z, labels)
+    arrays = reference.arrays()
+    assert {name: (one.shape, one.dtype.name) for name, one in arrays.items()} == {
+        "means": ((3, 9), "float32"),
+        "whitening": ((45,), "float32"),
+        "quantiles": ((101,), "float32"),
+    }
+    again = Reference.from_arrays(arrays)
+    np.testing.assert_array_equal(again.distance(z), reference.distance(z))
+    with pytest.raises(ValueError, match="do not fit"):
+        Reference.from_arrays({**arrays, "means": arrays["means"][:, 1:]})

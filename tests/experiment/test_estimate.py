@@ -1,0 +1,123 @@
+"""The estimate of a run's time: nothing is changed by it, small runs are not measured, and problems are named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_runs import recipe
+
+from xdm_ft.experiment import estimate as module
+from xdm_ft.experiment import run
+from xdm_ft.experiment.estimate import Estimate, estimate, first_line
+from xdm_ft.experiment.plan import Plan, make_plan, read_data
+from xdm_ft.experiment.prepared import build_encoder
+from xdm_ft.features.lookup import cached_images
+
+pytestmark = pytest.mark.usefixtures("small_pacs")
+CPU: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=1, autocast=lambda: torch.enable_grad())
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "SMALL_SECONDS", 0.0)
+    monkeypatch.setattr(module, "MEASURING_SECONDS", 0.01)
+    yield
+
+
+def planned(*overrides: str) -> tuple[Plan, Any]:
+    made = recipe(*overrides)
+    return make_plan(made, read_data(made)), build_encoder(made, 0)
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    """The first line of a run, after warnings about its data."""
+    return next(record.getMessage() for record in caplog.records if record.levelno == logging.INFO)
+
+
+def files() -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in Path().rglob("*")}
+
+
+def test_small_runs_are_not_measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def measured(*_: Any) -> float:
+        raise AssertionError("it is small")
+
+    for name in ("features", "training"):
+        monkeypatch.setattr(module._Measured, name, measured)
+    plan, encoder = planned()
+    assert estimate(plan, encoder, CPU).text() == "less than a minute"
+    caplog.set_level(logging.INFO, "xdm_ft")
+    made = recipe("methods=[erm]", "protocol.test_domains=[sketch]")
+    run(made)
+    assert said(caplog).endswith("1 model to train, less than a minute")
+    assert said(caplog).startswith("cpu (")
+    caplog.clear()
+    run(made)
+    assert said(caplog).endswith(": nothing is left to train")
+    # of the cached images, all are found, and none under other settings
+    count = cached_images(encoder, plan.dataset.decoder, made.features, "none", CPU.device)
+    assert count == [len(plan.dataset)]
+    assert cached_images(encoder, "another decoder", made.features, "none", CPU.device) == [0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("methods=[erm,vrex]",),
+        ("encoder.trainable=true", "methods=[erm,linear_probe]", "search={trials: 2, preset: domainbed}"),
+    ],
+)
+def test_measuring_changes_nothing(measuring: None, overrides: tuple[str, ...]) -> None:
+    plan, encoder = planned(*overrides)
+    before, random = files(), torch.get_rng_state()
+    weights = {name: value.clone() for name, value in encoder.state_dict().items()}
+    threads = torch.get_num_threads()
+    found = estimate(plan, encoder, CPU)
+    assert found.problem is None, found.problem
+    assert found.seconds is not None and 0 < found.seconds < 600
+    assert (found.features or 0) > 0 and (found.training or 0) > 0
+    assert files() == before and torch.equal(torch.get_rng_state(), random) and torch.get_num_threads() == threads
+    assert all(torch.equal(value, weights[name]) for name, value in encoder.state_dict().items())
+    longer, _ = planned(*overrides, "training.steps=100000")
+    assert (estimate(longer, encoder, CPU).training or 0) > 3 * (found.training or 0)
+
+
+def test_what_can_not_be_measured_is_said_and_the_run_goes_on(
+    measuring: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(module, "timed", broken)
+    caplog.set_level(logging.INFO, "xdm_ft")
+    assert not run(recipe("methods=[erm]", "protocol.test_domains=[sketch]")).failed
+    assert said(caplog).endswith("to train, the time could not be measured (RuntimeError: no such kernel)")
+
+
+def test_the_parts_of_the_text() -> None:
+    assert Estimate("cpu", 3600.0, 7200.0).text() == "about 3.0 h (features 60 min, training 2.0 h)"
+    assert Estimate("cpu", 0.0, 41.0).text() == "about 40 s"
+    assert Estimate("cpu", 1.0, 86400.0 * 3).text() == "about 3 days"
+    document = Estimate("cpu").to_json()
+    assert document["seconds"] is None and document["problem"] is None and document["text"] == "less than a minute"
+
+
+def test_known_models_take_no_time(measuring: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, encoder = planned("methods=[erm]")
+    timed: list[int] = []
+    real: Callable[..., Any] = module.timed
+
+    def noted(jobs: Any, *rest: Any) -> Any:
+        timed.append(len(jobs))
+        return real(jobs, *rest)
+
+    monkeypatch.setattr(module, "timed", noted)
+    keys = [model.key for model in plan.models]
+    line = first_line(plan, encoder, CPU, keys[:-1])
+    assert f"1 of {len(keys)} models to train (erm: 1 model), about" in line and timed == [1]

@@ -1,0 +1,41 @@
+"""What the tests of exported models share."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import miniature
+import pytest
+from small_runs import recipe
+
+from xdm_ft.experiment import run
+from xdm_ft.export.export import export
+from xdm_ft.export.runs import Choice, read_parts
+from xdm_ft.report.finished import read_run
+
+
+@pytest.fixture
+def small_pacs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of its own, with miniature PACS under data/."""
+    monkeypatch.chdir(tmp_path)
+    miniature.domainbed(tmp_path / "data", "pacs")
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    """Miniature PACS in `data/`, a run on it in `run`, with its features in `cache`; the exported model in `model`."""
+    folder, before = tmp_path_factory.mktemp("small"), Path.cwd()
+    os.chdir(folder)
+    try:
+        miniature.domainbed(folder / "data", "pacs")
+        made = recipe(
+            "methods=[erm]", "encoder.normalize=true", "protocol.test_domains=sketch", "features.batch_size=8"
+        )
+        assert not run(made).failed
+        directory = folder / made.output.dir / made.name
+        export(read_parts(read_run(directory), Choice()), folder / "model", with_encoder=True)
+    finally:
+        os.chdir(before)
+    paths = SimpleNamespace(folder=folder, data=folder / "data", cache=folder / "cache", run=directory)
+    paths.model = folder / "model"
+    return paths

@@ -1,0 +1,45 @@
+"""Small runs and their models, for the tests of exported models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import small_runs
+from safetensors.torch import load_file
+
+from xdm_ft.commands.export import export_model
+from xdm_ft.export.model import Model, load
+from xdm_ft.export.runs import Choice
+
+RUN, DATA = Path("output/small"), Path("data/PACS")
+CLIP = "encoder={name: open_clip, model: demo, weights: demo, normalize: true}"
+END_TO_END = ("encoder.trainable=true", "training.steps=2")
+
+
+def run(*overrides: str) -> dict[str, Any]:
+    """results.json of a small run with photo held out."""
+    return small_runs.results("protocol.test_domains=[photo]", *overrides)
+
+
+def held_out() -> list[str]:
+    """The paths of the test images, in the order of stored predictions."""
+    images = load_file(RUN / "test_images/photo.safetensors")
+    return [str(DATA / name) for name in bytes(images["names"].tolist()).decode().split("\n")]
+
+
+def recorded(record: dict[str, Any]) -> np.ndarray:
+    """The probabilities that the run has stored, float32 [n,C]."""
+    weights = RUN / record["selected"]["train_val"]["weights"]
+    return load_file(weights.with_name("predictions.safetensors"))["train_val.probabilities"].numpy()
+
+
+def choice_of(record: dict[str, Any]) -> Choice:
+    return Choice(record["method"], tuple(record["test_domains"]), record["seed"], record["trial"])
+
+
+def exported(choice: Choice, target: str = "model", **how: Any) -> Model:
+    """The model after an export and a load."""
+    export_model(str(RUN), target, choice, **how)
+    return load(target)

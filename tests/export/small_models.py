@@ -1,0 +1,111 @@
+"""Models that no run has trained, with random heads, for tests of what is done with a model."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
+from xdm_ft.encoders import Encoder, Portable
+from xdm_ft.export.config import EncoderConfig, HeadConfig, ModelConfig
+from xdm_ft.export.parts import SINGLE, Parts
+from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.recipe.components import find
+
+CLASSES = ("cat", "dog", "éléphant", "giraffe")
+SMALL = PreprocessingOverrides(mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25), size=32, crop=0.875)
+
+
+class Tiny(Encoder):
+    """One convolution: exports in a second."""
+
+    stage_names = ("convolution",)
+    pretraining = "random weights, no pre-training"
+    normalize = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, stride=2)
+        self.preprocessing = SMALL.applied_to(Preprocessing(mean=(0, 0, 0), std=(1, 1, 1), size=1))
+        self.width = 8
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.convolution(images).relu().mean((2, 3))
+
+    def identity(self) -> dict[str, object]:
+        return {"component": "tiny"}
+
+    def portable(self) -> Portable:
+        return Portable({"model": "tiny", "kwargs": {}}, dict(self.state_dict()))
+
+
+def timm(model: str, **settings: object) -> tuple[Encoder, dict[str, object]]:
+    """A small encoder of timm, and the settings that build it."""
+    torch.manual_seed(0)
+    size = {"img_size": 32} if "vit" in model else {}
+    own = {"model": model, "kwargs": size, **settings}
+    return find("encoders", "timm")(**own, preprocessing=SMALL).eval(), own
+
+
+def demo_clip() -> tuple[Encoder, dict[str, object]]:
+    own = {"model": "demo", "weights": "demo"}
+    return find("encoders", "open_clip")(**own), {**own, "kwargs": {}}
+
+
+def parts(
+    encoder: Encoder,
+    settings: dict[str, object],
+    head: str = "linear",
+    *,
+    name: str = "timm",
+    normalize: bool = False,
+    members: int = 1,
+    temperature: float = 1.0,
+    description: str = "PACS, leave one domain out",
+    trained: bool = False,
+) -> Parts:
+    """A model; with several `members`, an ensemble (of linear heads too without their mean, which `heads` may lack)."""
+    of_head = find("heads", head)
+    heads = {seed: of_head(encoder.width, len(CLASSES), seed, 0).eval() for seed in range(members)}
+    config = ModelConfig(
+        xdm_ft="0.1.0",
+        class_names=CLASSES,
+        encoder=EncoderConfig(
+            name=name,
+            settings=settings,
+            seed=0,
+            file=None,
+            xxh3=weights_digest(encoder),
+            width=encoder.width,
+            trained=trained,
+            precision="fp32",
+            pretraining=encoder.pretraining,
+            identity=None,
+        ),
+        preprocessing=encoder.preprocessing,
+        normalize=normalize,
+        head=HeadConfig(name=head, settings={}),
+        members=tuple(heads) if members > 1 else (),
+        temperature=temperature,
+        method={"label": "erm", "train_domains": ["a", "b"], "test_domains": ["c"], "seed": 0},
+        protocol={"description": description},
+        step=1,
+        results={},
+        chosen="the only one",
+    )
+    named = {f"members.{seed}": one for seed, one in heads.items()} if members > 1 else {SINGLE: heads[0]}
+    return Parts(config, encoder, named)
+
+
+def photographs(folder: Path, count: int = 4) -> list[str]:
+    """Writes images of different sizes, and returns their paths."""
+    from PIL import Image
+
+    torch.manual_seed(1)
+    paths = []
+    for number in range(count):
+        pixels = torch.randint(0, 256, (40 + 9 * number, 60, 3), dtype=torch.uint8).numpy()
+        path = folder / f"{number}.png"
+        Image.fromarray(pixels).resize((90, 70 + number)).save(path)
+        paths.append(str(path))
+    return paths

@@ -1,0 +1,139 @@
+"""The model card: its front matter as the hub reads it, its text, and names that hold Markdown, HTML and paths."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCardData
+from huggingface_hub.repocard import metadata_load
+from markdown_it import MarkdownIt
+from test_promise import DOMAINS, METHOD, RULE, made_run
+
+import xdm_ft
+from xdm_ft.export.card import card, escaped, metadata
+from xdm_ft.export.directory import read_config
+from xdm_ft.export.export import export
+from xdm_ft.export.promise import promise
+from xdm_ft.export.runs import Choice, read_parts
+from xdm_ft.report.finished import read_run
+
+ODD = ("<script>alert(1)</script>", "a|b", "new\nline", "`tick`", "![x](http://y)", "_under_score_", "---", "&amp; <b>")
+
+
+def rendered(text):
+    """HTML of the card, as the hub renders it: tables and raw HTML are allowed."""
+    return MarkdownIt("commonmark", {"html": True}).enable("table").render(text.split("\n---\n", 1)[1])
+
+
+@pytest.fixture
+def config(small_model, tmp_path):
+    results, records, *_ = made_run(tmp_path, [(name,) for name in DOMAINS])
+    found, _ = read_config(small_model.model)
+    return found.model_copy(update={"expected": promise(tmp_path, results, records, RULE, METHOD)})
+
+
+def test_the_front_matter_is_what_the_hub_reads(config, tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text(card(config, {"model": "m", "weights": "hf-hub:timm/vit@main"}), encoding="utf-8")
+    front = metadata_load(file)
+    assert front == metadata(config, {"model": "m", "weights": "hf-hub:timm/vit@main"})
+    read = ModelCardData(**front)  # raises if results are not as the hub has them
+    assert (read.library_name, read.pipeline_tag, read.base_model) == ("xdm_ft", "image-classification", "timm/vit")
+    assert read.metrics == ["accuracy"] and read.license is None and "domain-generalization" in read.tags
+    values = [config.expected.mean, *(one.value for one in config.expected.held_out)]
+    assert [one.metric_value for one in read.eval_results] == pytest.approx(values, abs=1e-6)
+    assert [one.dataset_name for one in read.eval_results][:2] == [
+        "folder, mean over held-out domains", "folder, a held out"
+    ]  # fmt: skip
+    assert yaml.safe_load(read.to_yaml()) == front
+
+
+def test_the_text_has_the_numbers(config):
+    text, expected = card(config, {}), config.expected
+    low, high = expected.new_site
+    assert f"is expected in **{100 * low:.1f}% to {100 * high:.1f}%**" in text
+    assert "is like one more draw of the 4 held-out domains" in text.replace("\n", " ")
+    for one in expected.held_out:
+        start, end = one.interval
+        row = f"| {one.domains[0]} | {one.value:.1%} | {start:.1%} to {end:.1%} | {one.images} | {one.groups} |"
+        assert row in text
+    assert f"Worst: {expected.worst[0]}, accuracy {expected.worst[1]:.1%}." in text
+    assert f"nll) {expected.others['nll']:.3f}" in text and f"ECE) {expected.others['ece']:.1%}" in text
+    html = rendered(text)
+    assert html.count("<tr>") == 5 and html.count("<code") == 3 and "possibly seen" in html
+
+
+def test_what_was_not_tested_is_said(config):
+    assert "which was not tested itself" not in card(config, {})
+    changed = config.model_copy(update={"members": (0, 1), "temperature": 1.5})
+    said = "this model is an ensemble of 2 heads and calibrated by a temperature, which was not tested itself."
+    assert said in card(changed, {})
+    assert "(WiSE-FT), which was" in card(config.model_copy(update={"wise_ft": 0.5}), {})
+    assert "Unknown: the run has no test result" in card(config.model_copy(update={"expected": None}), {})
+    oracle = config.model_copy(update={"expected": config.expected.model_copy(update={"selection": "oracle"})})
+    assert "CHEATING" in card(oracle, {}) and "model-index" not in metadata(oracle, {})
+
+
+def test_names_stay_text(config):
+    site = config.expected.held_out[0].model_copy(update={"domains": ODD[:1]})
+    sites = [site, *(site.model_copy(update={"domains": (name,)}) for name in ODD[1:])]
+    expected = config.expected.model_copy(update={"held_out": tuple(sites), "worst": (ODD[1], 0.5)})
+    update = {"class_names": ODD, "expected": expected, "chosen": ODD[0], "method": {**config.method, "label": ODD[0]}}
+    text = card(config.model_copy(update=update), {})
+    assert "<script" not in text and "\nline" not in text
+    html = rendered(text)
+    assert html.count("<tr>") == 1 + len(ODD) and html.count("<td") == 5 * len(ODD)
+    assert not any(tag in html for tag in ("<script", "<img", "<em>", "<hr", "<a ")) and html.count("<code") == 3
+    for name in (
+        "&lt;script&gt;alert(1)&lt;/script&gt;",
+        "a|b",
+        "new\\nline",
+        "`tick`",
+        "_under_score_",
+        "&amp;amp; &lt;b",
+    ):
+        assert name in html, name
+    assert ModelCardData(**yaml.safe_load(text.split("---\n")[1])).eval_results
+    assert escaped("a\x1b[31m") == r"a\\x1b\[31m"
+
+
+@pytest.mark.slow
+def test_an_export_holds_no_path_no_image_and_no_name_of_a_weights_file(small_pacs, monkeypatch):
+    """With odd names of classes and domains; and the card of a directory is that of its config."""
+    import miniature
+    import timm
+    from safetensors.torch import save_file
+    from small_runs import recipe
+
+    from xdm_ft.experiment import run
+
+    data, weights = Path("private data"), Path("secret  weights.safetensors").absolute()
+    for domain in ("<b>north", "so|uth", "`east`"):
+        for number, name in enumerate(ODD[1:4]):
+            for i in range(4):
+                miniature.save(data / domain / name / f"patient-Smith-{i}.png", number, len(domain), i)
+    save_file(timm.create_model("test_vit", img_size=32, num_classes=0).state_dict(), weights)
+    made = recipe(
+        f"data={{name: folder, root: {data}, class_names: {{'a|b': pipe}}}}",
+        "methods=[erm]",
+        f"encoder.weights={weights}",
+    )
+    assert not run(made).failed
+    found = read_run(Path(made.output.dir) / made.name)
+    for with_encoder in (False, True):
+        target = Path(f"model{with_encoder}")
+        parts = read_parts(found, Choice())
+        export(parts, target, with_encoder)
+        for file in target.iterdir():
+            content = file.read_bytes()
+            for secret in (os.getcwd(), "private data", "Smith", "secret", "weights.safetensors"):
+                assert secret.encode() not in content, (file, secret)
+        written, _ = read_config(target)
+        assert (target / "README.md").read_text() == card(written, parts.config.encoder.settings)
+        assert written.renamed == {"a|b": "pipe"}
+        assert "weights from a file" in written.encoder.pretraining and written.expected.freedom == 2
+        assert "from the file secret" in parts.config.encoder.pretraining
+    shutil.rmtree(data)
+    assert xdm_ft.load("modelTrue").class_names == ("`tick`", "pipe", "new\\nline")

@@ -1,0 +1,366 @@
+"""What goes to the hub and what comes from it: only a model's files, and nothing that names this machine or images."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import small_models
+from huggingface_hub import errors
+from local_hub import local_hub
+from safetensors.torch import load_file, save_file
+from small_models import parts, photographs
+
+import xdm_ft
+from xdm_ft.errors import UserError
+from xdm_ft.export.directory import write_directory
+from xdm_ft.export.export import export
+from xdm_ft.export.hub import download, push
+from xdm_ft.export.leaks import leaks_in, leaks_of
+from xdm_ft.storage.digests import json_digest
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A model directory with an architecture of its own."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    encoder, settings = small_models.demo_clip()
+    export(parts(encoder, settings, "cosine", name="open_clip", normalize=True), folder, with_encoder=True)
+    return folder
+
+
+@pytest.fixture
+def model(exported, tmp_path):
+    return Path(shutil.copytree(exported, tmp_path / "model"))
+
+
+class FakeApi:
+    """Records the calls, and answers as the hub does."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, object]]] = []
+        self.uploaded: list[str] = []
+        self.is_private: bool | None = None  # of the repository; None: there is none
+        self.fault: Exception | None = None
+
+    def create_repo(self, repository: str, *, private: bool, exist_ok: bool) -> None:
+        self.calls.append(("create_repo", {"repository": repository, "private": private, "exist_ok": exist_ok}))
+        if self.fault:
+            raise self.fault
+        self.is_private = private if self.is_private is None else self.is_private
+
+    def model_info(self, repository: str) -> SimpleNamespace:
+        return SimpleNamespace(private=self.is_private)
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **others: object):
+        self.calls.append(("upload_folder", {"repo_id": repo_id, "allow_patterns": allow_patterns, **others}))
+        there = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        self.uploaded = sorted(name for name in there if any(fnmatch(name, pattern) for pattern in allow_patterns))
+        return SimpleNamespace(commit_url=f"https://hub.example/{repo_id}/commit/1")
+
+
+@pytest.fixture
+def api(monkeypatch):
+    fake = FakeApi()
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda **_: fake)
+    return fake
+
+
+WHOLE = ("config.json", "demo_clip.json", "encoder.safetensors", "example.py", "model.safetensors")
+
+
+def test_the_files_of_a_model_are_uploaded(model, api):
+    (model / "README.md").write_text("# A model\n\nSee https://huggingface.co/org/name and and/or <a></a>, 3 / 4.\n")
+    pushed = push(model, "org/name", private=True)
+    assert pushed.files == tuple(api.uploaded) == tuple(sorted([*WHOLE, "README.md"]))
+    assert pushed.private and pushed.repository == "org/name" and pushed.url.endswith("/commit/1")
+    (created, how), (uploaded, what) = api.calls
+    assert (created, how) == ("create_repo", {"repository": "org/name", "private": True, "exist_ok": True})
+    assert uploaded == "upload_folder" and what["repo_id"] == "org/name"
+    assert "model.onnx" in what["delete_patterns"], "that of an earlier model"
+
+
+@pytest.mark.parametrize("name", ["scan_017.png", "notes.txt", ".DS_Store", "events"])
+def test_any_other_file_is_refused_by_name(model, api, name):
+    (model / name).mkdir() if name == "events" else (model / name).write_text("x")
+    with pytest.raises(UserError, match=rf"model: {name}: no file of a model, and so not uploaded"):
+        push(model, "org/name", private=True)
+    assert not api.calls
+
+
+def test_a_link_is_refused(model, api, tmp_path):
+    (tmp_path / "secret").write_text("x")
+    (model / "README.md").unlink()
+    (model / "README.md").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"README\.md: no file of a model"):
+        push(model, "org/name", private=True)
+    assert not api.calls
+
+
+def edited_config(model: Path, **changes: object) -> None:
+    path = model / "config.json"
+    document = {key: value for key, value in json.loads(path.read_text()).items() if key != "checksum"} | changes
+    path.write_text(json.dumps({**document, "checksum": json_digest(document)}))
+
+
+def test_leaks_are_refused_with_their_place(model, api):
+    edited_config(model, protocol={"description": "table /data/site_1/labels.csv, 5 images"}, chosen="best on a.jpg")
+    (model / "README.md").write_text(f"# Model\n\nof {model.parent}\n")
+    head = load_file(model / "model.safetensors")
+    encoder = load_file(model / "encoder.safetensors")
+    save_file(encoder, model / "encoder.safetensors", {"format": "pt", "source": "file:///srv/weights/x"})
+    save_file(head, model / "model.safetensors", {"of": "IMG_17.TIF"})
+    with pytest.raises(UserError) as found:
+        push(model, "org/name", private=True)
+    lines = str(found.value).splitlines()
+    places = [line.removeprefix(f"{model}/").split(": a path of")[0] for line in lines]
+    assert places == [
+        f"README.md: line 3: {model.parent}",
+        "config.json: protocol.description: /data/site_1/labels.csv",
+        "config.json: chosen: a.jpg",
+        "encoder.safetensors: metadata source: file:///srv/weights/x",
+        "model.safetensors: metadata of: IMG_17.TIF",
+    ]
+    assert not api.calls
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["/home/ann/x", "in '/data/a'", "~/runs", r"C:\Users\ann", r"\\server\share\x", "root=/mnt/a", "patient_3.JPEG",
+     "file:/srv/a", "a*.png", "(/opt/models/x)", "*.jpg"],
+)  # fmt: skip
+def test_paths_and_image_names_are_leaks(text):
+    assert list(leaks_of(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["https://huggingface.co/org/name", "accuracy and/or nll", "a photo of a {}", "1 / 2", "<b>x</b>", "ViT-B/16",
+     "hf-hub:org/name", "model.safetensors", "v1.2.3", "class n/a", "jpg", "/nowhere_1", "http://a.b/c", "±/−", "C: x"],
+)  # fmt: skip
+def test_other_texts_are_none(text):
+    assert not list(leaks_of(text))
+
+
+def test_a_path_of_one_component_is_a_leak_where_it_exists():
+    assert list(leaks_of("/tmp")) == ["/tmp"]
+
+
+def test_an_onnx_file_is_searched(tmp_path):
+    onnx = pytest.importorskip("onnx", reason="pip install 'xdm_ft[onnx]'")
+    pytest.importorskip("onnxscript")
+    node = onnx.helper.make_node("Relu", ["a"], ["b"], name="relu")
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "ab"]
+    onnx_model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", ends[:1], ends[1:]))
+    onnx_model.graph.initializer.append(onnx.numpy_helper.from_array(np.frombuffer(b" /data/x.png    ", np.uint8), "t"))
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx_model, path)
+    assert not leaks_in(path), "values of tensors are no text"
+    onnx_model.graph.node[0].metadata_props.add(key="stack", value='File "/srv/code/a.py", line 1')
+    onnx.save(onnx_model, path)
+    assert leaks_in(path) == [("graph.node.metadata_props.value", "/srv/code/a.py")]
+    path.write_bytes(b"\xff" * 50)
+    with pytest.raises(UserError, match=r"model\.onnx: can not be read"):
+        leaks_in(path)
+
+
+def test_a_private_model_does_not_go_to_a_public_repository(model, api):
+    api.is_private = False
+    with pytest.raises(UserError, match="org/name: exists on the hub and is public"):
+        push(model, "org/name", private=True)
+    assert not api.uploaded
+
+
+def answered(status: int, kind: type[Exception] = errors.HfHubHTTPError) -> Exception:
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return kind("no", response=response)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (answered(401), r"needs a token with the right to write; run `hf auth login`, or set HF_TOKEN"),
+        (answered(403), r"the token has no right to write there"),
+        (errors.LocalTokenNotFoundError("none"), r"needs a token"),
+        (errors.OfflineModeIsEnabled("offline"), r"HF_HUB_OFFLINE is set, so nothing is uploaded; unset it"),
+        (ConnectionRefusedError("no route"), r"the upload failed \(ConnectionRefusedError\); check the network"),
+        (answered(500), r"the upload failed \(HfHubHTTPError\)"),
+    ],
+)
+def test_errors_of_the_hub_are_one_line_with_a_remedy(model, api, fault, message):
+    api.fault = fault
+    with pytest.raises(UserError, match=rf"^org/name: .*{message}") as found:
+        push(model, "org/name", private=True)
+    assert len(str(found.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["name", "a/b/c", "org/na me", "org/name@main", ""])
+def test_a_wrong_name_is_refused(model, api, name):
+    with pytest.raises(UserError, match="is no name of a repository; write ORGANISATION/NAME"):
+        push(model, name, private=True)
+    assert not api.calls
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path, api):
+    with pytest.raises(UserError, match=r"config\.json: can not be read"):
+        push(tmp_path, "org/name", private=True)
+    assert not api.calls
+
+
+def test_the_config_does_not_name_the_file_of_the_encoder(tmp_path):
+    """Its weights are known by their hash; the protocol's line has named the file too."""
+    encoder, settings = small_models.timm("test_vit")
+    weights = tmp_path / "st_mary_hospital.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in encoder.model.state_dict().items()}, weights)
+    encoder, settings = small_models.timm("test_vit", weights=str(weights))
+    assert "st_mary" in encoder.pretraining
+    line = f"PACS, encoder {encoder.pretraining}, frozen"
+    for with_encoder in (False, True):
+        folder = tmp_path / f"model_{with_encoder}"
+        folder.mkdir()
+        config = write_directory(parts(encoder, settings, description=line), folder, with_encoder)
+        assert config.encoder.pretraining == f"weights from a file (xxh3 {config.encoder.xxh3})"
+        assert config.protocol["description"] == f"PACS, encoder {config.encoder.pretraining}, frozen"
+        assert not [path for path in folder.iterdir() if b"st_mary" in path.read_bytes()]
+        assert xdm_ft.load(folder, encoder_weights=None if with_encoder else weights).config == config
+    trained = parts(encoder, settings, description=line, trained=True)
+    folder = tmp_path / "trained"
+    folder.mkdir()
+    assert write_directory(trained, folder, True).encoder.pretraining == "weights from a file"
+
+
+def test_the_config_does_not_name_the_folder_of_the_encoder(tmp_path):
+    encoder, _ = small_models.demo_clip()
+    encoder.pretraining = "weights local-dir:/srv/st_mary, pre-trained on a corpus not named"
+    settings = {"model": "local-dir:/srv/st_mary", "weights": "pretrained", "kwargs": {}}
+    of_folder = parts(encoder, settings, name="open_clip", description=f"encoder {encoder.pretraining}, frozen")
+    config = write_directory(of_folder, tmp_path, True)
+    assert config.protocol["description"] == "encoder weights a local folder, pre-trained on a corpus not named, frozen"
+    assert not [path for path in tmp_path.iterdir() if b"st_mary" in path.read_bytes()]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """`hub(folder)` puts a model directory into a temporary hub cache as org/name, as a download would."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+
+    def add(folder: Path) -> None:
+        repository = cache / "models--org--name"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("0" * 40)
+        shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
+
+    return add
+
+
+def test_a_model_of_the_hub_loads(model, hub, tmp_path):
+    hub(model)
+    images = photographs(tmp_path)
+    expected = xdm_ft.load(model, device="cpu").predict_proba(images)
+    for name in ("hf-hub:org/name", "hf-hub:org/name@main", f"hf-hub:org/name@{'0' * 40}"):
+        assert np.array_equal(xdm_ft.load(name, device="cpu").predict_proba(images), expected)
+
+
+def test_a_repository_is_never_read_as_a_run(model, hub, tmp_path):
+    (model / "results.json").write_text('{"runs": [], "checksum": "x"}')
+    hub(model)
+    assert xdm_ft.load("hf-hub:org/name", device="cpu").class_names == small_models.CLASSES
+    with pytest.raises(UserError, match="is no run directory, so method, test domain, seed and trial can not be"):
+        xdm_ft.load("hf-hub:org/name", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hf-hub:org/other", r"is not on this machine and did not download .*run `hf download org/other` on a machine"),
+        ("hf-hub:org/name@v2", r"is not on this machine .*run `hf download org/name` on"),
+        ("hf-hub:name", r"is no name of a model on the hub; write hf-hub:ORGANISATION/NAME"),
+        ("hf-hub:org/../etc", "is no name of a model on the hub"),
+    ],
+)
+def test_what_does_not_load_is_reported_in_one_line(model, hub, name, message):
+    hub(model)
+    with pytest.raises(UserError, match=f"^{name}: .*{message}") as found:
+        xdm_ft.load(name)
+    assert len(str(found.value).splitlines()) == 1
+
+
+def test_a_repository_without_a_model_is_refused(tmp_path, hub):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "README.md").write_text("x")
+    hub(tmp_path / "other")
+    with pytest.raises(UserError, match=r"hf-hub:org/name: holds no model of xdm_ft \(config\.json is missing\)"):
+        xdm_ft.load("hf-hub:org/name")
+
+
+def test_code_of_others_is_refused(model, hub):
+    architecture = json.loads((model / "demo_clip.json").read_text())
+    architecture["text_cfg"]["tokenizer_kwargs"] = {"trust_remote_code": True}
+    (model / "demo_clip.json").write_text(json.dumps(architecture))
+    hub(model)
+    with pytest.raises(UserError, match=r"demo_clip\.json asks for trust_remote_code: code of others is never run"):
+        download("hf-hub:org/name")
+
+
+def test_a_config_from_elsewhere_can_not_name_a_folder_here(model):
+    config = json.loads((model / "config.json").read_text())
+    encoder = config["encoder"] | {"settings": config["encoder"]["settings"] | {"model": "local-dir:/etc"}}
+    edited_config(model, encoder=encoder)
+    with pytest.raises(UserError, match=r"encoder\.settings\.model: a folder outside of this directory"):
+        xdm_ft.load(model)
+
+
+SCENARIO = """\
+import sys
+from pathlib import Path
+import numpy as np
+import xdm_ft
+from xdm_ft.export.hub import push
+
+folder, image = sys.argv[1:]
+card = Path(folder) / "README.md"
+card.write_text("---\\nlicense: none\\n---\\n")
+try:
+    push(Path(folder), "org/name", private=True)
+except xdm_ft.UserError as error:
+    print(error)
+card.write_text("# A model")
+push(Path(folder), "org/name", private=True)
+card.unlink()
+print(*push(Path(folder), "org/name", private=True).files)
+model = xdm_ft.load("hf-hub:org/name", device="cpu")
+assert np.array_equal(model.predict_proba([image]), xdm_ft.load(folder, device="cpu").predict_proba([image]))
+try:
+    xdm_ft.load("hf-hub:org/other")
+except xdm_ft.UserError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_huggingface_hub_itself_uploads_and_downloads(model, tmp_path):
+    """In a process of its own, as huggingface_hub reads the address of the hub when it is imported."""
+    [image] = photographs(tmp_path, 1)
+    with local_hub() as server:
+        changes = {"HF_ENDPOINT": server.url, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        environment = {**os.environ, **changes, "HF_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-c", SCENARIO, str(model), image]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    card, files, refused = ended.stdout.splitlines()
+    assert card.startswith("org/name: the hub refuses the metadata of README.md (") and "license" in card
+    assert files.split() == sorted(server.files) == list(WHOLE), "the README of the first push is removed"
+    assert all(content == (model / name).read_bytes() for name, content in server.files.items())
+    assert server.private and server.commits == 2
+    read = {path.rpartition("/")[2] for path in server.requests if "/resolve/" in path}
+    assert read == {"config.json", "demo_clip.json", "encoder.safetensors", "model.safetensors"}, "what loading needs"
+    assert refused.startswith("hf-hub:org/other: is not on the hub, or is private; check the name, or run `hf auth")

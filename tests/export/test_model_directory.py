@@ -1,0 +1,398 @@
+"""An exported model predicts what its run has recorded; a directory that is damaged or foreign is one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import miniature
+import numpy as np
+import pytest
+import torch
+from exported import CLIP, DATA, END_TO_END, RUN, choice_of, exported, held_out, recorded, run
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from small_models import CLASSES, parts, timm
+
+import xdm_ft
+from xdm_ft.commands.export import export_model
+from xdm_ft.errors import UserError
+from xdm_ft.export.export import export
+from xdm_ft.export.model import load
+from xdm_ft.export.runs import Choice
+from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.storage.digests import json_digest
+
+pytestmark = pytest.mark.usefixtures("small_pacs")
+HEADS = (
+    "methods=[linear_probe, erm, {name: erm, head: cosine, label: cosine}, "
+    "{name: erm, head: mlp, mlp.hidden_width: 8, label: mlp}, {name: erm, normalize: true, label: unit}]"
+)
+
+
+def check(results: dict[str, Any], **how: Any) -> None:
+    """Every model of the run, exported and loaded, gives the recorded probabilities."""
+    paths = held_out()
+    for number, record in enumerate(results["runs"]):
+        target = f"{'with' if how.get('with_encoder') else 'without'}-{number}"
+        model = exported(choice_of(record), target, **how)
+        np.testing.assert_allclose(model.predict_proba(paths), recorded(record), rtol=0, atol=1e-6)
+        assert model.predict(paths) == [model.class_names[n] for n in recorded(record).argmax(1)]
+        assert xdm_ft.load(RUN, method=record["method"]).predict(paths) == model.predict(paths)
+
+
+def test_a_head_with_and_without_the_encoder() -> None:
+    results = run("methods=[{name: erm, head: cosine, label: cosine}]")
+    check(results)
+    check(results, with_encoder=True)
+
+
+@pytest.mark.slow
+def test_every_head_with_and_without_the_encoder() -> None:
+    results = run(HEADS)
+    check(results)
+    check(results, with_encoder=True)
+    assert not Path("without-0/encoder.safetensors").exists() and Path("with-0/encoder.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_clip_with_and_without_the_encoder() -> None:
+    results = run(CLIP, "methods=[zero_shot, {name: erm, head_init: zero_shot, label: from text}]")
+    check(results)
+    check(results, with_encoder=True)
+
+
+@pytest.mark.slow
+def test_models_trained_end_to_end_bring_their_encoder() -> None:
+    check(run(*END_TO_END, "methods=[erm, linear_probe]"))
+    assert load("without-0").config.encoder.trained and not load("without-1").config.encoder.trained
+
+
+@pytest.mark.slow
+def test_clip_trained_end_to_end() -> None:
+    check(run(CLIP, *END_TO_END, "methods=[{name: erm, head_init: zero_shot}]"))
+
+
+def test_another_precision_is_near() -> None:
+    results = run("methods=[erm]", "features.precision=bf16")
+    export_model(str(RUN), "model", choice_of(results["runs"][0]))
+    paths = held_out()
+    assert load("model").module.precision == "bf16"
+    np.testing.assert_allclose(load("model").predict_proba(paths), recorded(results["runs"][0]), rtol=0, atol=1e-2)
+    whole = load("model", precision="fp32").predict_proba(paths)
+    np.testing.assert_allclose(whole, recorded(results["runs"][0]), rtol=0, atol=1e-2)
+    with pytest.raises(UserError, match="fp16 is not offered"):
+        load("model", precision="fp16")
+    with pytest.raises(UserError, match="precision: half is not known"):
+        load("model", precision="half")
+
+
+def test_all_kinds_of_images_give_the_same(tmp_path: Path) -> None:
+    run("methods=[erm]")
+    model = exported(Choice(method="erm"))
+    path = held_out()[0]
+    with Image.open(path) as image:
+        kinds = [path, Path(path), image.copy(), np.asarray(image)]
+    found = model.predict_proba(kinds)
+    assert found.shape == (4, len(model.class_names)) and np.ptp(found, axis=0).max() < 1e-6
+    assert model.encode(path).shape == (1, model.config.encoder.width)
+    assert model.predict([]) == [] and model.predict_proba([]).shape == (0, len(model.class_names))
+    pixels = torch.stack([model.transform(image)])
+    torch.testing.assert_close(model.module(pixels).softmax(1), torch.from_numpy(found[:1]))
+    grey = np.asarray(image)[..., 0]
+    assert np.array_equal(model.predict_proba(grey), model.predict_proba(np.stack([grey] * 3, 2)))
+    for wrong in (np.zeros((4, 4, 3), np.float32), np.zeros((4, 4, 4), np.uint8), "no such file", str(tmp_path)):
+        with pytest.raises(UserError):
+            model.predict(wrong)
+
+
+def test_a_fresh_process_runs_the_example() -> None:
+    run("methods=[erm]")
+    model = exported(Choice(method="erm"))
+    paths = held_out()[:2]
+    done = subprocess.run([sys.executable, "model/example.py", *paths], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.split(": ")[1].split(" (")[0] for line in lines] == model.predict(paths)
+    assert len(Path("model/example.py").read_text().splitlines()) == 10
+
+
+class TestWhichModel:
+    def test_the_final_fit_is_the_default_and_is_trained_once(self) -> None:
+        run("methods=[erm, linear_probe]")
+        assert "final_fit" not in json.loads((RUN / "results.json").read_text())
+        answer = export_model(str(RUN), "model", Choice())
+        assert answer.model.startswith("final fit: ") and load("model").config.method["test_domains"] == []
+        assert json.loads((RUN / "results.json").read_text())["recipe"]["output"] == {"dir": "output"}, "as before"
+        before = (RUN / "models/final_fit/model.safetensors").stat().st_mtime_ns
+        export_model(str(RUN), "again", Choice(), best=True)
+        assert (RUN / "models/final_fit/model.safetensors").stat().st_mtime_ns == before
+        assert Path("model/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
+        assert load(str(RUN)).config.chosen == answer.model
+
+    def test_the_run_goes_on_as_before_an_export_that_added_the_final_fit(self) -> None:
+        run("methods=[erm]", "protocol.seeds=2")
+        export_model(str(RUN), "model", Choice(), ensemble=True)
+        assert list(run("methods=[erm]", "protocol.seeds=2")["final_fit"]["seeds"]) == ["0", "1"]
+        grown = run("methods=[erm, linear_probe]", "protocol.seeds=3")
+        assert len(grown["runs"]) == 6 and grown["recipe"]["protocol"]["final_fit"] == "all_seeds"
+        assert list(run("methods=[erm, linear_probe]", "protocol.seeds=3")["final_fit"]["seeds"])
+
+    def test_no_test_result_chooses(self) -> None:
+        """The method and seed with the best validation accuracy is taken, though another is best on the test domain."""
+        results = run("methods=[erm, linear_probe]", "protocol.seeds=3", "protocol.final_fit=false")
+        path = RUN / "results.json"
+        from xdm_ft.storage.checksummed import results_digest
+
+        for record in results["runs"]:
+            picked = record["selected"]["train_val"]
+            picked["value"] = 0.9 if (record["method"], record["seed"]) == ("erm", 1) else 0.2
+            picked["metrics"]["test"]["accuracy"] = 0.0 if record["method"] == "erm" else 1.0
+        results["checksum"] = results_digest(results)
+        path.write_text(json.dumps(results))
+        model = xdm_ft.load(RUN)
+        assert (model.config.method["label"], model.config.method["seed"]) == ("erm", 1)
+        assert "no test result was read" in model.config.chosen
+        assert xdm_ft.load(RUN, seed=2).config.method["seed"] == 2
+
+    @pytest.mark.parametrize(
+        ("choice", "message"),
+        [
+            (Choice(method="ermm"), 'no model ermm; did you mean "erm"'),
+            (Choice(test_domains=("sketch",)), "--test-domain: no model sketch"),
+            (Choice(seed=7), "--seed: no model 7; known: 0"),
+            (Choice(trial=1), "--trial: no model 1"),
+        ],
+    )
+    def test_an_unknown_model_is_one_line(self, choice: Choice, message: str) -> None:
+        run("methods=[erm]")
+        with pytest.raises(UserError, match=message):
+            export_model(str(RUN), "model", choice)
+
+    def test_a_run_by_oracle_names_its_model(self) -> None:
+        run("methods=[erm]", "protocol.selection=oracle")
+        assert export_model(str(RUN), "model", Choice()).model == "erm, photo held out, seed 0, trial 0"
+
+
+class TestCombined:
+    @pytest.mark.slow
+    def test_an_ensemble_is_the_mean_of_its_logits(self) -> None:
+        run(HEADS, "protocol.seeds=3")
+        paths = held_out()
+        for label, has_mean in (("erm", True), ("cosine", False), ("mlp", False)):
+            model = exported(Choice(method=label), label, ensemble=True)
+            single = [xdm_ft.load(RUN, method=label, seed=seed) for seed in range(3)]
+            z = torch.from_numpy(model.encode(paths))
+            logits = torch.stack([one.module.logits(z) for one in single]).mean(0)
+            torch.testing.assert_close(model.module.logits(z), logits, rtol=0, atol=1e-5)
+            assert model.config.members == (0, 1, 2) and (model.module.head is not None) == has_mean
+            assert model.module.member_logits(z).shape == (3, len(paths), len(model.class_names))
+
+    def test_the_ensemble_of_the_final_fit_has_all_seeds(self) -> None:
+        run("methods=[erm]", "protocol.seeds=2")
+        assert exported(Choice(), ensemble=True).config.members == (0, 1)
+
+    def test_an_ensemble_of_linear_heads_is_their_mean(self) -> None:
+        run("methods=[erm]", "protocol.seeds=2")
+        model, paths = exported(Choice(method="erm"), ensemble=True), held_out()
+        states = [xdm_ft.load(RUN, seed=seed).module.head.state_dict() for seed in range(2)]
+        assert torch.equal(model.module.head.weight, torch.stack([one["weight"] for one in states]).mean(0))
+        z = torch.from_numpy(model.encode(paths))
+        torch.testing.assert_close(model.module.logits(z), model.module.member_logits(z).mean(0), rtol=0, atol=1e-5)
+
+    def test_one_seed_is_no_ensemble(self) -> None:
+        run("methods=[linear_probe]")
+        for choice in (Choice(), Choice(method="linear_probe")):
+            with pytest.raises(UserError, match="--ensemble needs models of several seeds, but there is one"):
+                exported(choice, ensemble=True)
+
+    def test_the_temperature_divides_the_logits(self) -> None:
+        results = run("methods=[erm]")
+        choice, paths = choice_of(results["runs"][0]), held_out()
+        plain, scaled = exported(choice, "plain"), exported(choice, "scaled", temperature=True)
+        fitted = results["runs"][0]["selected"]["train_val"]["temperature"]
+        assert scaled.config.temperature == fitted == plain.config.fitted_temperature != 1.0
+        z = torch.from_numpy(plain.encode(paths))
+        torch.testing.assert_close(scaled.module.logits(z) * fitted, plain.module.logits(z))
+
+    @pytest.mark.slow
+    def test_wise_ft_lies_between_zero_shot_and_the_trained_model(self) -> None:
+        results = run(CLIP, "methods=[zero_shot, {name: erm, head_init: zero_shot, label: tuned}]")
+        paths, tuned = held_out(), Choice(method="tuned")
+        ends = {record["method"]: recorded(record) for record in results["runs"]}
+        at = {alpha: exported(tuned, f"at-{alpha}", wise_ft=alpha).predict_proba(paths) for alpha in (0.0, 0.5, 1.0)}
+        np.testing.assert_allclose(at[0.0], ends["zero_shot"], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(at[1.0], ends["tuned"], rtol=0, atol=1e-6)
+        assert np.abs(at[0.5] - at[0.0]).max() > 1e-4 < np.abs(at[0.5] - at[1.0]).max()
+        for wrong, choice in ((1.5, tuned), (0.5, Choice(method="zero_shot"))):
+            with pytest.raises(UserError):
+                exported(choice, "wrong", wise_ft=wrong)
+
+    @pytest.mark.slow
+    def test_wise_ft_moves_an_encoder_that_was_trained(self) -> None:
+        run(CLIP, *END_TO_END, "training.lr=0.01", "methods=[{name: erm, head_init: zero_shot}]")
+        start, middle, end = (exported(Choice(method="erm"), f"m{a}", wise_ft=a) for a in (0.0, 0.5, 1.0))
+        name = "model.visual.conv1.weight"
+        a, b, c = (one.module.encoder.state_dict()[name] for one in (start, middle, end))
+        torch.testing.assert_close(b, (a + c) / 2)
+        assert not torch.equal(a, c)
+
+    def test_wise_ft_without_class_embeddings_is_refused(self) -> None:
+        run("methods=[erm]")
+        with pytest.raises(UserError, match="did not start from class embeddings"):
+            exported(Choice(method="erm"), wise_ft=0.5)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, a run of ERM, and its model with the encoder."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        miniature.domainbed(folder / "data", "pacs")
+        run("methods=[erm]")
+        export_model(str(RUN), "model", Choice(method="erm"), with_encoder=True)
+    return folder
+
+
+class TestFaults:
+    @pytest.fixture
+    def model(self, made: Path, tmp_path: Path) -> Path:
+        shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+        return Path("model")
+
+    def test_an_encoder_that_differs_by_one_weight_is_refused(self, model: Path) -> None:
+        file = model / "encoder.safetensors"
+        state = load_file(file)
+        name = next(iter(state))
+        state[name].view(-1)[0] += 1
+        save_file(state, file, {"format": "pt"})
+        with pytest.raises(UserError, match=r"encoder's weights .* are not those that the model was trained with"):
+            load(model)
+
+    def test_weights_from_a_file_are_asked_for_and_checked(self, model: Path) -> None:
+        (model / "encoder.safetensors").rename("mine.safetensors")
+        small = ("encoder.weights=mine.safetensors", "name=small")
+        run("methods=[erm]", *small, "output.dir=again", "features.dir=again/cache")
+        assert not export_model("again/small", "whole", Choice(method="erm")).needs_encoder_weights
+        assert load("whole").predict(held_out()[:1])
+        answer = export_model("again/small", "head", Choice(method="erm"), with_encoder=False)
+        assert answer.needs_encoder_weights and "--encoder-weights" in answer.text()
+        with pytest.raises(UserError, match=r"come from a file .* give that file"):
+            load("head")
+        assert load("head", encoder_weights="mine.safetensors").predict(held_out()[:1])
+        state = load_file("mine.safetensors")
+        next(iter(state.values())).view(-1)[0] += 1
+        save_file(state, "other.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match="not those that the model was trained with"):
+            load("head", encoder_weights="other.safetensors")
+        assert "mine.safetensors" not in Path("head/config.json").read_text()
+
+    def test_an_edited_config_is_refused(self, model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(path.read_text().replace('"temperature": 1.0', '"temperature": 2.0'))
+        with pytest.raises(UserError, match="its checksum differs"):
+            load(model)
+
+    @pytest.mark.parametrize("key", ["model", "weights"])
+    def test_a_config_that_names_files_elsewhere_is_refused(self, model: Path, key: str) -> None:
+        path = model / "config.json"
+        document = json.loads(path.read_text())
+        document["encoder"]["settings"][key] = "../elsewhere.json" if key == "model" else "/etc/passwd.pth"
+        document["encoder"]["file"] = None
+        del document["checksum"]
+        path.write_text(json.dumps({**document, "checksum": json_digest(document)}))
+        with pytest.raises(UserError, match="of this directory"):
+            load(model)
+
+    def test_the_head_of_another_model_is_refused(self, model: Path) -> None:
+        run("methods=[erm]", "training.lr=0.5", "name=small", "output.dir=other")
+        export_model("other/small", "second", Choice(method="erm"))
+        Path("second/model.safetensors").replace(model / "model.safetensors")
+        with pytest.raises(UserError, match="it is of another model"):
+            load(model)
+
+    @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "encoder.safetensors"])
+    @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "noise", "folder"])
+    def test_damage_is_one_line(self, model: Path, name: str, damage: str) -> None:
+        file = model / name
+        content = file.read_bytes()
+        file.unlink()
+        if damage == "folder":
+            file.mkdir()
+        elif damage != "missing":
+            file.write_bytes({"empty": b"", "cut": content[: len(content) // 2], "noise": b"\xff" * 999}[damage])
+        with pytest.raises(UserError) as caught:
+            load(model)
+        assert "\n" not in str(caught.value) and "model" in str(caught.value)
+
+    def test_foreign_directories_are_one_line(self, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "hf").mkdir()
+        (tmp_path / "hf/config.json").write_text('{"architectures": ["ViT"], "model_type": "vit"}')
+        (tmp_path / "a file").write_text("")
+        for name, what in (("empty", "neither"), ("hf", "not of xdm_ft"), ("a file", "is a file"), ("no", "not exist")):
+            with pytest.raises(UserError, match=what):
+                load(tmp_path / name)
+
+    def test_a_taken_directory_is_refused_and_kept(self, model: Path) -> None:
+        before = (model / "config.json").read_bytes()
+        with pytest.raises(UserError, match="exists already"):
+            export_model(str(RUN), "model", Choice(method="erm"))
+        assert (model / "config.json").read_bytes() == before
+        Path("new").mkdir()
+        export_model(str(RUN), "new", Choice(method="erm"))
+        assert sorted(p.name for p in Path.cwd().iterdir() if p.name.startswith(".")) == []
+
+
+def test_no_path_of_this_machine_is_in_a_model_directory(tmp_path: Path) -> None:
+    run("methods=[erm]")
+    exported(Choice(method="erm"), with_encoder=True)
+    for file in Path("model").iterdir():
+        content = file.read_bytes()
+        for private in (str(tmp_path), str(Path.home()), "data/PACS", ".png", str(DATA)):
+            assert private.encode() not in content, (file, private)
+
+
+def test_loading_leaves_the_generator_as_it_was() -> None:
+    run("methods=[erm]")
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    model = xdm_ft.load(RUN)
+    assert torch.equal(torch.rand(3), expected)
+    assert weights_digest(load_again := model.module.encoder) == weights_digest(load_again)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("temperature",), 0.0),
+        (("temperature",), -1.0),
+        (("class_names",), ["cat"] * len(CLASSES)),
+        (("encoder", "width"), 0),
+        (("encoder", "width"), -1),
+        (("encoder", "width"), 10**30),
+        (("encoder", "seed"), 2**70),
+        (("head", "settings"), {"hidden": 5}),
+        (("preprocessing", "size"), 0),
+        (("preprocessing", "std"), [0, 0, 0]),
+        (("preprocessing", "crop"), 1e-9),
+    ],
+)
+def test_values_that_no_model_has_are_one_line(place: tuple[str, ...], value: object, tmp_path: Path) -> None:
+    export(parts(*timm("test_vit")), tmp_path / "model", with_encoder=True)
+    path = tmp_path / "model/config.json"
+    document = json.loads(path.read_text())
+    *blocks, key = place
+    reduce(getitem, blocks, document)[key] = value
+    del document["checksum"]
+    path.write_text(json.dumps({**document, "checksum": json_digest(document)}))
+    with pytest.raises(UserError) as caught:
+        load(tmp_path / "model", device="cpu")
+    assert "\n" not in str(caught.value)

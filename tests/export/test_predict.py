@@ -1,0 +1,291 @@
+"""`xdm-ft predict`, in processes of its own: rows, formats, groups, faults; and what a kill leaves."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+from warm_processes import begin, xdm_ft
+
+import xdm_ft as library
+from xdm_ft.export import inference
+from xdm_ft.export.predictions import Columns, GroupMeans, entropy, spread_of
+from xdm_ft.export.unfinished import Unfinished, opened, unfinished_file
+
+MANY = 60  # times the images
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def images(small_model, tmp_path):
+    """Copies of images of two domains, in a folder `new`, with other bytes than those in the cache."""
+    found = sorted(small_model.data.rglob("*/photo/*/*"))[:6] + sorted(small_model.data.rglob("*/cartoon/*/*"))[:5]
+    assert len(found) == 11
+    for number, path in enumerate(found):
+        target = tmp_path / "new" / path.parts[-3] / f"patient_{number % 3}-{number:02}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        Image.open(path).rotate(90).save(target)
+    return sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "new").rglob("*.png"))
+
+
+def predict(small_model, tmp_path, *arguments, status=0):
+    done = xdm_ft("predict", small_model.model, *arguments, "--quiet", cwd=tmp_path)
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def read_the_list():
+    listed = os.open("list.txt", os.O_RDONLY)
+    os.dup2(listed, 0)
+    sys.stdin = os.fdopen(0)  # multiprocessing has replaced it
+
+
+def decode_slowly():
+    decode = inference.decode
+    inference.decode = lambda content, name: (time.sleep(0.01), decode(content, name))[1]
+
+
+def rows(text):
+    return list(csv.DictReader(text.splitlines()))
+
+
+@pytest.fixture
+def expected(small_model, images, tmp_path):
+    """(class names, probabilities [n,C]) by `Model.predict_proba`."""
+    model = library.load(small_model.model)
+    return model.class_names, model.predict_proba([tmp_path / path for path in images])
+
+
+def test_labels_and_probabilities_are_the_models(small_model, images, expected, tmp_path):
+    names, p = expected
+    found = rows(predict(small_model, tmp_path, "new").stdout)
+    assert [row["path"] for row in found] == images and list(found[0]) == ["path", "label", "probability"]
+    assert [row["label"] for row in found] == [names[i] for i in p.argmax(1)]
+    np.testing.assert_allclose([float(row["probability"]) for row in found], p.max(1), rtol=1e-5)
+    of_run = xdm_ft("predict", small_model.run, "new", "--method", "erm", "--seed", "0", cwd=tmp_path)
+    assert rows(of_run.stdout) == found and "erm, sketch held out" in of_run.stderr
+    (tmp_path / "list.txt").write_text("\n".join(images))
+    listed = xdm_ft("predict", small_model.model, "-", cwd=tmp_path, first=read_the_list)
+    assert rows(listed.stdout) == found, listed.stderr
+
+
+def test_all_columns_in_all_formats(small_model, images, expected, tmp_path):
+    names, p = expected
+    options = ["new", "--probabilities", "--entropy", "--top-k", "2", "--abstain-below", "0.3"]
+    for format_ in ("csv", "jsonl", "parquet"):
+        done = predict(small_model, tmp_path, *options, "--out", f"out.{format_}")
+        assert done.stdout == f"wrote out.{format_}: predictions of 11 images\n" and not done.stderr
+    of_csv = rows((tmp_path / "out.csv").read_text())
+    of_json = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    of_parquet = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert list(of_csv[0]) == list(of_json[0]) == list(of_parquet[0])
+    assert list(of_csv[0])[-len(names) :] == [f"p:{name}" for name in names]
+    for one, two, three in zip(of_csv, of_json, of_parquet, strict=True):
+        assert one == {
+            key: "" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for key, v in two.items()
+        }
+        assert two == {key: float(str(np.float32(v))) if isinstance(v, float) else v for key, v in three.items()}
+    found = np.array([[row[f"p:{name}"] for name in names] for row in of_json], np.float32)
+    np.testing.assert_allclose(found, p, rtol=1e-5)
+    order = np.argsort(-found, axis=1)
+    assert [row["label_1"] for row in of_json] == [names[i] for i in order[:, 0]]
+    assert [row["label_2"] for row in of_json] == [names[i] for i in order[:, 1]]
+    np.testing.assert_allclose([row["entropy"] for row in of_json], -(p * np.log(p)).sum(1), rtol=1e-4)
+    abstained = [row["abstained"] for row in of_json]
+    assert abstained == [row["probability"] < 0.3 for row in of_json]
+    assert [row["label"] is None for row in of_json] == abstained
+    assert not list(tmp_path.glob("*unfinished*")) + list(tmp_path.glob(".out*"))
+
+
+def test_groups_have_the_mean_of_their_images(small_model, images, expected, tmp_path):
+    names, p = expected
+    found = rows(predict(small_model, tmp_path, "new", "--group-by", r"patient_(\d)", "--probabilities").stdout)
+    groups = [re.search(r"patient_(\d)", path)[1] for path in images]
+    assert [row["group"] for row in found] == list(dict.fromkeys(groups))
+    for row in found:
+        own = p[[group == row["group"] for group in groups]]
+        np.testing.assert_allclose([float(row[f"p:{name}"]) for name in names], own.mean(0), rtol=1e-5)
+        assert row["label"] == names[own.mean(0).argmax()] and int(row["images"]) == len(own)
+    (tmp_path / "t.csv").write_text("\n".join(["path,slide", *(f"{path},{path[-5]}" for path in images)]))
+    predict(small_model, tmp_path, "t.csv", "--group-by", "slide", "--out", "groups.jsonl")
+    of_slides = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    assert sum(row["images"] for row in of_slides) == 11 and of_slides[0]["group"] == images[0][-5]
+
+
+def test_what_can_not_be_read_is_named_counted_and_skipped(small_model, images, tmp_path):
+    (tmp_path / "new" / "<img src=x onerror=alert(1)>.png").write_text("<html></html>")
+    odd = tmp_path / "new" / 'a\n"b", c\r\x1b[31m.png'
+    shutil.copy(tmp_path / images[0], odd)
+    shutil.copy(tmp_path / images[0], os.fsencode(tmp_path / "new") + b"/\xff.png")
+    (tmp_path / "new" / "z.png").mkdir()
+    done = predict(small_model, tmp_path, "new", "--out", "out.csv")
+    assert done.stderr.count("\n") == 1 and "1 image can not be read: new/<img src=x on" in done.stderr
+    with open(tmp_path / "out.csv", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        found = [row["path"] for row in csv.DictReader(file)]
+    extra = {str(odd.relative_to(tmp_path)), "new/\udcff.png"}
+    assert set(found) == {*images, *extra} and len(found) == 13
+    predict(small_model, tmp_path, "new", "--out", "out.parquet")
+    assert "new/\\xff.png" in pyarrow.parquet.read_table(tmp_path / "out.parquet")["path"].to_pylist()
+    lines = predict(small_model, tmp_path, "new", "--format", "jsonl").stdout.splitlines()
+    assert {json.loads(line)["path"] for line in lines} == set(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["nowhere"], "nowhere: does not exist"),
+        (["empty"], "empty: contains no image"),
+        (["bad.png"], "no image was predicted: 1 image can not be read: bad.png (not an image in"),
+        (["new", "--json"], "--json: prints a summary, so that"),
+        (["new", "--format", "parquet"], "--format parquet: needs a file; add --out FILE"),
+        (["new", "--resume"], "--resume: needs a file; add --out FILE"),
+        (["new", "--spread"], "--spread: the model has a single head"),
+        (["new", "--top-k", "99"], "--top-k: 99 is not in 2…"),
+        (["new", "--abstain-below", "1.5"], "--abstain-below: 1.5 is not a probability"),
+        (["new", "--batch-size", "0"], "--batch-size: 0 is not positive"),
+        (["new", "--out", "taken.csv"], "taken.csv: exists already"),
+        (["new", "--out", "bad.png/x.csv"], "bad.png/x.csv"),
+        (["new", "--device", "toaster"], "device: toaster can not be used"),
+        (["new", "--seed", "0"], "is no run directory"),
+    ],
+)
+def test_what_is_refused(small_model, images, tmp_path, arguments, line):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.png").write_text("no")
+    (tmp_path / "taken.csv").write_text("mine")
+    before = sorted(tmp_path.iterdir())
+    done = predict(small_model, tmp_path, *arguments, status=2)
+    assert line in done.stderr and done.stderr.count("\n") == 1 and "path," not in done.stdout
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "taken.csv").read_text() == "mine"
+
+
+def test_a_summary_as_json(small_model, images, tmp_path):
+    shutil.copy(sorted(small_model.data.rglob("*/photo/*/*"))[0], tmp_path / "known.png")
+    (tmp_path / "bad.png").write_text("no")
+    done = predict(small_model, tmp_path, "new", "known.png", "bad.png", "--out", "o.csv", "--json")
+    found = json.loads(done.stdout)
+    assert found.pop("unreadable_images") == {"bad.png": "not an image in a format that Pillow reads"}
+    assert found == {"out": "o.csv", "predicted": 12, "groups": None, "unreadable": 1, "computed": 12, "resumed": 0}
+    of_run = xdm_ft("predict", small_model.run, "known.png", "--out", "p.csv", "--json", cwd=small_model.folder)
+    assert of_run.returncode == 2  # no such file there
+    (small_model.folder / "known.png").write_bytes((tmp_path / "known.png").read_bytes())
+    of_run = xdm_ft(
+        "predict", small_model.run, "known.png", "--out", tmp_path / "p.csv", "--json", cwd=small_model.folder
+    )
+    assert json.loads(of_run.stdout)["computed"] == 0, "the cache of the run's recipe is used"
+
+
+@pytest.mark.slow
+def test_a_reader_that_ends_early(small_model, images, tmp_path):
+    command = [sys.executable, "-m", "xdm_ft", "predict", small_model.model, many(images, tmp_path, 1000), "--quiet"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, **piped)
+    assert process.stdout.readline() == b"path,label,probability\n"
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(60) == 141
+    process.stderr.close()
+
+
+def many(images, tmp_path, times=MANY):
+    """A table that lists the images many times."""
+    (tmp_path / "many.csv").write_text("\n".join(["path", *images * times]))
+    return "many.csv"
+
+
+def begun(small_model, tmp_path, images, *options):
+    """A process that has some predictions of many on the disk, and its children."""
+    table = many(images, tmp_path)
+    arguments = ["predict", str(small_model.model), table, "--batch-size", "4", "--out", "out.csv", *options]
+    process = begin(arguments, tmp_path, tmp_path / "log", tmp_path / "log", first=decode_slowly)
+    until = time.monotonic() + 60
+    while not (tmp_path / "out.csv.unfinished").exists() or len((tmp_path / "out.csv.unfinished").read_bytes()) < 2000:
+        assert time.monotonic() < until and process.is_alive(), (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--format", "parquet", "--group-by", "new/(.*)"]])
+def test_killed_and_resumed(small_model, images, tmp_path, options):
+    options = ["--batch-size", "4", "--probabilities", *options]
+    process, _ = begun(small_model, tmp_path, images, *options)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not (tmp_path / "out.csv").exists()
+    with open(tmp_path / "out.csv.unfinished", "ab") as file:
+        file.write(b'{"value": {"tal')  # as a kill may cut a line
+    common = ["many.csv", "--out", "out.csv"]
+    refused = predict(small_model, tmp_path, *common, *options, status=2)
+    assert "out.csv.unfinished: unfinished predictions of an earlier command; add --resume" in refused.stderr
+    other = predict(small_model, tmp_path, *common, *options, "--resume", "--entropy", status=2)
+    assert "out.csv.unfinished: entropy was False and is True now" in other.stderr
+    other = predict(small_model, tmp_path, images[1], *common, *options, "--resume", status=2)
+    assert "out.csv.unfinished: is of other images" in other.stderr
+    done = json.loads(predict(small_model, tmp_path, *common, *options, "--resume", "--json").stdout)
+    assert 0 < done["resumed"] < 11 * MANY == done["predicted"] == done["computed"] + done["resumed"]
+    predict(small_model, tmp_path, "many.csv", *options, "--out", "whole.csv")
+    assert (tmp_path / "out.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+    assert not list(tmp_path.glob("*unfinished*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals(small_model, images, tmp_path, number, status):
+    process, workers = begun(small_model, tmp_path, images, "--quiet")
+    os.killpg(process.pid, number)
+    process.join()
+    said = "xdm-ft: interrupted; finished work is kept; run the same command with --resume to resume\n"
+    assert process.exitcode == status and (tmp_path / "log").read_text() == said
+    assert workers and not psutil.wait_procs(workers, 5)[1]
+
+
+def test_only_one_command_writes(tmp_path):
+    with opened(tmp_path / "o.csv", {"a": 1}, resume=False) as found:
+        found.add([], {}, [])
+        with pytest.raises(library.UserError, match="another command is writing"), opened(tmp_path / "o.csv", {}, True):
+            pass
+    assert not unfinished_file(tmp_path / "o.csv").exists(), "nothing was predicted"
+    assert isinstance(found, Unfinished)
+
+
+def test_entropy_spread_and_columns():
+    p = np.array([[0.5, 0.5, 0], [1, 0, 0]], np.float32)
+    np.testing.assert_allclose(entropy(p), [np.log(2), 0], rtol=1e-6)
+    assert not np.signbit(entropy(p)).any()
+    members = torch.randn(4, 2, 3)
+    chosen = (members / 2.0).softmax(-1)[:, [0, 1], [0, 0]].numpy()
+    found = spread_of(members, torch.from_numpy(np.array([[0.6, 0.2, 0.2], [0.9, 0, 0.1]])), 2.0)
+    np.testing.assert_allclose(found.numpy(), chosen.std(0, ddof=1), rtol=1e-5)
+    columns = Columns(probabilities=True, spread=True, abstain_below=0.1)
+    assert list(columns.types(("path", "p:x"), False)) == [
+        "path", "label", "probability", "spread", "abstained", "p:path", "p:p:x"
+    ]  # fmt: skip
+    [row] = columns.rows(("a", "b"), ["x"], np.array([[0.1, 0.9]], np.float32), np.array([0.25], np.float32))
+    assert row == ["x", "b", 0.9, 0.25, False, 0.1, 0.9]
+
+
+def test_means_of_many_groups_are_those_of_numpy():
+    generator = np.random.default_rng(0)
+    p = generator.dirichlet(np.ones(3), 5000).astype(np.float32)
+    groups = generator.integers(0, 2000, 5000)
+    means = GroupMeans()
+    means.add_all([str(group), *map(float, own)] for group, own in zip(groups, p, strict=True))
+    found = {row[0]: row for row in means.rows(Columns(probabilities=True), ("a", "b", "c"))}
+    assert len(found) == len(means) == len(set(groups.tolist()))
+    for group in set(groups.tolist()):
+        own = p[groups == group].astype(np.float64)
+        np.testing.assert_allclose(found[str(group)][3:6], own.mean(0), rtol=1e-6)
+        assert found[str(group)][-1] == len(own)

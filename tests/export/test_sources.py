@@ -1,0 +1,153 @@
+"""Which images a path means, in which order, with which group, and what is refused before anything is read."""
+
+import io
+import os
+import sys
+from types import SimpleNamespace
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from xdm_ft.errors import UserError
+from xdm_ft.export.sources import Sources
+
+
+@pytest.fixture
+def scans(tmp_path, monkeypatch):
+    """Some empty files: a source knows images by their extension alone."""
+    monkeypatch.chdir(tmp_path)
+    for name in [
+        "b/2.png",
+        "b/1.JPG",
+        "a/x/deep.tif",
+        "b/notes.txt",
+        ".hidden/h.png",
+        "b/.h.png",
+        "top.png",
+        "c.png/i.bmp",
+    ]:
+        (tmp_path / "scans" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "scans" / name).touch()
+    return tmp_path / "scans"
+
+
+def paths(*given, **how):
+    sources = Sources(given, **how)
+    found = list(sources)
+    assert sources.count() == len(found)
+    assert all(os.path.lexists(item.content) for item in found)
+    return [item.path for item in found]
+
+
+def test_a_folder_is_read_in_order_at_any_depth(scans):
+    names = ["a/x/deep.tif", "b/1.JPG", "b/2.png", "c.png/i.bmp", "top.png"]
+    assert paths("scans") == [f"scans/{name}" for name in names]
+    assert paths("scans/") == [f"scans/{name}" for name in names]
+    assert paths(str(scans / "b"), "scans/top.png") == [f"{scans}/b/1.JPG", f"{scans}/b/2.png", "scans/top.png"]
+
+
+def test_links_are_followed_and_not_in_circles(scans):
+    (scans / "b" / "back").symlink_to(scans)
+    (scans / "link.png").symlink_to(scans / "top.png")
+    (scans / "self.png").symlink_to("self.png")
+    found = list(Sources(["scans"]))
+    assert [item.path for item in found].count("scans/b/2.png") == 1
+    assert {"scans/link.png", "scans/self.png"} <= {item.path for item in found}  # the latter does not decode
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("scans/*.png", ["top.png"]),
+        ("scans/**/*.png", ["b/2.png", "top.png"]),
+        ("scans/**", ["a/x/deep.tif", "b/1.JPG", "b/2.png", "c.png/i.bmp", "top.png"]),
+        ("scans/*/*", ["b/1.JPG", "b/2.png", "c.png/i.bmp"]),
+        ("scans/[ab]/**/*.???", ["a/x/deep.tif", "b/1.JPG", "b/2.png"]),
+        ("scans/**/x/**/deep.*", ["a/x/deep.tif"]),
+        ("s*/b/2.p?g", ["b/2.png"]),
+        ("./scans//b/*2*", ["b/2.png"]),
+    ],
+)
+def test_globs(scans, pattern, names):
+    found = paths(pattern)
+    assert [os.path.normpath(path) for path in found] == [f"scans/{name}" for name in names]
+    assert paths(f"{scans.parent}/{pattern}") == [os.path.join(f"{scans.parent}", path) for path in found]
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_a_file(scans):
+    (scans / "a[1]*.png").touch()
+    assert paths("scans/a[1]*.png") == ["scans/a[1]*.png"]
+
+
+def test_a_glob_reads_no_folder_that_it_can_not_match(scans, monkeypatch):
+    read, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder: (read.append(os.path.normpath(folder)), scandir(folder))[1])
+    assert paths("scans/b/*.png") == ["scans/b/2.png"]
+    assert set(read) == {"scans/b"}
+
+
+def test_tables(scans):
+    (scans / "t.csv").write_text('path, other\nb/2.png,1\n\n"b/1.JPG",2\nmissing.png,3\n')
+    found = list(Sources(["scans/t.csv"]))
+    assert [item.path for item in found] == ["b/2.png", "b/1.JPG", "missing.png"]
+    assert [item.content for item in found] == ["scans/b/2.png", "scans/b/1.JPG", "scans/missing.png"]
+    pyarrow.parquet.write_table(pyarrow.table({"n": [1, 2], "path": ["b/2.png", f"{scans}/top.png"]}), "t.parquet")
+    found = list(Sources(["t.parquet"]))
+    assert [item.content for item in found] == ["b/2.png", f"{scans}/top.png"]
+    assert Sources(["t.parquet", "scans/t.csv", "scans"]).count() == 10
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_groups_are_of_a_column_or_of_an_expression(scans, kind):
+    rows = {"path": ["b/2.png", "b/1.JPG"], "patient": ["p 1", " p2 "]}
+    if kind == "csv":
+        (scans / "t.csv").write_text("path,patient\nb/2.png,p 1\nb/1.JPG, p2 \n")
+    else:
+        pyarrow.parquet.write_table(pyarrow.table(rows), scans / "t.parquet")
+    assert [item.group for item in Sources([f"scans/t.{kind}"])] == ["", ""]
+    assert [item.group for item in Sources([f"scans/t.{kind}"], "patient")] == ["p 1", "p2"]
+    assert [item.group for item in Sources([f"scans/t.{kind}", "scans/b"], r"(.)/(\d)")] == ["b/2", "b/1", "b/1", "b/2"]
+    assert [item.group for item in Sources(["scans/b"], r"\d")] == ["1", "2"]
+
+
+def test_a_list_on_standard_input(scans, monkeypatch):
+    lines = b"scans/b/2.png\n\nmissing.png\r\nnot\xffutf8.png\nlast.png"
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+    sources = Sources(["scans/top.png", "-"])
+    assert sources.count() is None
+    found = [item.path for item in sources]
+    assert found == ["scans/top.png", "scans/b/2.png", "missing.png", "not\udcffutf8.png", "last.png"]
+
+
+@pytest.mark.parametrize(
+    ("given", "group_by", "line"),
+    [
+        (["scans", "scans/none.png"], None, "scans/none.png: does not exist; name"),
+        (["scans/empty"], None, "scans/empty: contains no image"),
+        (["scans/**/*.webp"], None, r"scans/**/*.webp: matches no image"),
+        (["nowhere/*.png"], None, "nowhere/*.png: matches no image"),
+        (["-", "-"], None, "is given twice"),
+        (["scans"], "(", "--group-by: ( is not a regular expression"),
+        (["scans"], "b/", "--group-by: b/ matches nothing in scans/a/x/deep.tif"),
+        (["scans/t.csv"], "slide", "slide is no column of scans/t.csv and matches nothing in b/2.png"),
+        (["scans/none.csv"], None, "scans/none.csv: the table has no rows"),
+        (["scans/other.csv"], None, "there is no column path; found: file"),
+        (["scans/cell.csv"], None, "row 3, column path: the cell is empty"),
+        (["scans/cell.csv"], "patient", "row 2, column patient: the cell is empty"),
+        (["scans/twice.csv"], None, "two columns have the name path"),
+        (["scans/bad.parquet"], None, "can not be read as Parquet"),
+        (["scans/a\nb*.png"], None, r"scans/a\nb*.png: matches"),
+    ],
+)
+def test_what_is_refused(scans, given, group_by, line):
+    (scans / "empty").mkdir()
+    (scans / "t.csv").write_text("path\nb/2.png\n")
+    (scans / "none.csv").write_text("path\n")
+    (scans / "other.csv").write_text("file\nx.png\n")
+    (scans / "cell.csv").write_text("path,patient\nb/2.png,\n,1\n")
+    (scans / "twice.csv").write_text("path,path\nb/2.png,\n")
+    (scans / "bad.parquet").write_text("no")
+    with pytest.raises(UserError) as error:
+        Sources(given, group_by).count()
+    assert line in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,78 @@
+"""Runs made of the content of results.json alone, for the tests of what is made from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from xdm_ft.evaluation.records import Record, SummaryRow
+from xdm_ft.evaluation.summary import summarise
+from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.report.finished import Run
+
+
+def run_of(results: dict[str, Any], path: Path = Path("example")) -> Run:
+    """A run with these results; what the example leaves out, and every run has, is filled in."""
+    protocol = {"selection": "train_val", "metric": "accuracy"} | results["recipe"].get("protocol", {})
+    runs = [{"hparams": {}, "selected": {}, "trial": 0} | run for run in results["runs"]]
+    whole = results | {"recipe": results["recipe"] | {"protocol": protocol}, "runs": runs}
+    records = [Record.from_json(run) for run in runs if run["status"] == "ok"]
+    rows = [SummaryRow.from_json({"budget": {"draws": 1, "gradient_evaluations": None}} | row) for row in
+            results["summary"]]  # fmt: skip
+    return Run(path, whole, records, rows)
+
+
+def model(
+    method: str,
+    held: tuple[str, ...],
+    seed: int,
+    accuracies: dict[str, float] | None = None,
+    trial: int = 0,
+    hparams: dict[str, Any] | None = None,
+    value: float = 0.5,
+    picked: dict[str, float] | None = None,
+    **metrics: Any,
+) -> dict[str, Any]:
+    """An entry of `runs`: a model that train_val picked at step 10. `accuracies`: of the domains; else `accuracy`."""
+    accuracy = metrics.get("accuracy", 0.5)
+    of_domains = accuracies or dict.fromkeys(held, accuracy)
+    score = {
+        "accuracy": accuracy, "balanced_accuracy": 0.4, "macro_f1": 0.3, "auroc": 0.8, "nll": 1.5, "ece": 0.1, "n": 20,
+        "worst_domain_accuracy": min(of_domains.values()),
+        "per_class_recall": {"cat": 0.2, "dog": 0.6, "elk": None},
+        "per_domain": {domain: {"accuracy": share, "n": 10} for domain, share in of_domains.items()},
+    }  # fmt: skip
+    pick = {"step": 10, "weights": "w", "metrics": {"test": score | metrics}, "value": value} | (picked or {})
+    identity = {"method": method, "test_domains": list(held), "seed": seed, "trial": trial, "hparams": hparams or {}}
+    return identity | {"status": "ok", "selected": {"train_val": pick}, "train_seconds": 1.0}
+
+
+def results_of(runs: list[dict[str, Any]], name: str = "made", **recipe: Any) -> dict[str, Any]:
+    """results.json with these `runs` and their summary, as a run would write it."""
+    methods = list(dict.fromkeys(run["method"] for run in runs))
+    protocol = {"name": "leave_one_domain_out", "split_rule": "stratified", "val_fraction": 0.2, "seeds": [0, 1],
+                "selection": "train_val", "metric": "accuracy"}  # fmt: skip
+    own = {"name": name, "protocol": protocol, "encoder": {"model": "tiny", "trainable": False}, "methods": methods}
+    records = [Record.from_json(run) for run in runs]
+    picked = picked_trials(records, "train_val", "accuracy")
+    rows = []
+    if picked:
+        rows = summarise(
+            picked,
+            [],
+            methods=methods,
+            rules=["train_val"],
+            metric="accuracy",
+            protocol_line=lambda rule: f"pets, 40 images; picked by {rule}",
+            references={method: "erm" for method in methods if method != "erm"} if "erm" in methods else {},
+        )
+    data = {"images": 40, "annotations": "a", "content": "c"}
+    return {
+        "schema": 1,
+        "recipe": own | recipe,
+        "environment": {"python": "3.11", "data": data},
+        "tested_on": "domains never trained on",
+        "findings": [],
+        "runs": runs,
+        "summary": [row.to_json() for row in rows],
+    }

@@ -1,0 +1,311 @@
+"""report.html: its structure, and its numbers read back."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_up_runs import CLASSES, DOMAINS, Named, write_run
+from parsed import Page
+
+from xdm_ft.errors import UserError, printable
+from xdm_ft.report.finished import Run
+from xdm_ft.report.page import write_page
+
+METHODS = ("zero_shot", "erm", "xdomainmix", "sam")
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "a|b\nc",
+    "\x1b[31mred\x1b[0m",
+    "\u202eעברית & \"quotes'",
+    "</style></svg><img src=x onerror=alert(1)>" + "long" * 40,
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    made = write_run(tmp_path_factory.mktemp("run"), methods=METHODS)
+    write_page(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def page(run: Run) -> Page:
+    return Page(run.path / "report.html")
+
+
+def check_structure(page: Page) -> None:
+    """What every page has to keep to."""
+    ids = [element.attributes["id"] for element in page.elements if "id" in element.attributes]
+    assert len(ids) > 5 and len(ids) == len(set(ids))
+    for element in page.elements:
+        for name in ("src", "href", "xlink:href", "action", "data", "poster", "srcset"):
+            if name in element.attributes:
+                value = element.attributes[name]
+                assert value.startswith("data:") or value.removeprefix("#") in ids, f"{element.tag} {name}={value}"
+        assert not [name for name in element.attributes if name.startswith("on")], element
+        for reference in ("aria-labelledby", "aria-describedby"):
+            assert element.attributes.get(reference, ids[0]) in ids, element
+    for inside in re.findall(r"url\(([^)]*)\)", page.text):
+        assert inside.removeprefix("#") in ids
+    for image in (*page.all("img"), *(e for e in page.all("svg"))):
+        name = image.attributes.get("alt") or image.attributes.get("aria-label")
+        assert name and image.attributes.get("role", "img") == "img"
+    levels = [int(e.tag[1]) for e in page.elements if re.fullmatch("h[1-6]", e.tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(later <= before + 1 for before, later in pairwise(levels))
+    assert [len(page.all(tag)) for tag in ("main", "nav", "html", "title", "script", "h1")] == [1] * 6
+    assert page.all("a")[0].attributes == {"class": "skip", "href": "#report"}
+    for table in page.tables:
+        assert table.caption and len({len(row) for row in table.rows}) == 1
+    assert all(e.attributes.get("scope") in ("col", "row") for e in page.all("th"))
+    scrolled = [e for e in page.elements if "scroll" in e.attributes.get("class", "").split()]
+    assert scrolled and all(e.attributes["tabindex"] == "0" for e in scrolled)
+    script = page.all("script")[0].text
+    [policy] = [e.attributes["content"] for e in page.all("meta") if "http-equiv" in e.attributes]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy and "http" not in policy
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202a-\u202e]", page.text)
+
+
+def test_structure(page: Page) -> None:
+    check_structure(page)
+    assert page.all("svg") and not page.all("img")
+
+
+def test_results_are_those_of_results_json(run: Run, page: Page) -> None:
+    rows = page.table("Selection: train_val").by_first()
+    assert list(rows) == list(METHODS)
+    for row in run.own_rows:
+        mean = f"{100 * (row.mean or 0):.1f}" + ("" if row.stderr is None else f" ± {100 * row.stderr:.1f}")
+        assert rows[row.method]["mean ±"] == mean
+        assert rows[row.method]["seeds"] == str(row.n)
+        for domain in DOMAINS:
+            assert rows[row.method][domain] == f"{100 * (row.per_test_domain[domain]['mean'] or 0):.1f}"
+    assert "CHEATING" in page.table("Selection: oracle").caption
+
+
+def test_differences_are_those_of_results_json(run: Run, page: Page) -> None:
+    rows = page.table("Differences to erm").by_first()
+    compared = [row for row in run.own_rows if row.versus_erm]
+    assert list(rows) == [row.method for row in compared] and len(rows) == 3
+    for row in compared:
+        versus = row.versus_erm or {}
+        assert rows[row.method]["difference"] == f"{100 * versus['difference']:+z.1f}"
+        assert rows[row.method]["verdict"] == versus["verdict"]
+        assert float(rows[row.method]["p (Holm)"].strip("<")) == pytest.approx(versus["p_holm"], abs=0.001)
+        ends = [100 * versus["domains"][end] for end in ("low", "high")]
+        assert [float(x) for x in rows[row.method]["95% over domains"].split(" to ")] == pytest.approx(ends, abs=0.051)
+
+
+def test_metrics_are_means_of_the_records(run: Run, page: Page) -> None:
+    rows = page.table("Every metric").by_first()
+    columns = {"AUROC": "auroc", "balanced accuracy": "balanced_accuracy", "ECE": "ece", "macro F1": "macro_f1"}
+    for method in METHODS:
+        own = [one.selected["train_val"].metrics["test"] for one in run.records if one.method == method]
+        for title, name in columns.items():
+            mean = 100 * np.mean([getattr(score, name) for score in own])
+            assert float(rows[method][title].split(" ± ")[0]) == pytest.approx(mean, abs=0.051)
+        assert float(rows[method]["NLL"].split(" ± ")[0]) == pytest.approx(np.mean([s.nll for s in own]), abs=0.00051)
+
+
+def test_confusion_and_calibration_agree_with_the_records(run: Run, page: Page) -> None:
+    method = run.chosen
+    table = page.table(f"The most frequent confusions of {method}")
+    assert table.rows[0][0] == "true class" and len(table.rows) > 3
+    for true, predicted, domain, share, images in table.rows[1:]:
+        read = [run.prediction(one) for one in run.records if one.key[:2] == (method, (domain,))]
+        label, other = CLASSES.index(true), CLASSES.index(predicted)
+        labels, taken = np.concatenate([p.labels for p in read]), np.concatenate([p.predicted for p in read])
+        count, of = ((labels == label) & (taken == other)).sum(), (labels == label).sum()
+        assert images == f"{count} of {of}" and share == f"{100 * count / of:.1f}" and label != other
+    ece = page.table("Expected calibration error").by_first()
+    for row in run.own_rows:
+        own = [one.selected["train_val"].metrics["test"].ece for one in run.records if one.method == row.method]
+        assert float(ece[row.method]["mean"]) == pytest.approx(100 * np.mean(own), abs=0.051)
+    names = [element.attributes["aria-label"] for element in page.all("svg")]
+    for domain in DOMAINS:
+        assert sum(f"Confusion matrix of {method}, {domain} held out" in name for name in names) == 1
+        assert sum(f"Reliability of {method}, {domain} held out" in name for name in names) == 1
+
+
+def test_coverage_as_a_loop_over_thresholds_finds_it(run: Run, page: Page) -> None:
+    rows = page.table("Share of the images").by_first()
+    for row in run.own_rows:
+        assert float(rows[row.method]["accuracy if all are answered"]) == pytest.approx(
+            100 * (row.mean or 0), abs=0.051
+        )
+        read = [run.prediction(one) for one in run.records if one.method == row.method]
+        sure = np.concatenate([p.probabilities.max(1) for p in read if p.probabilities is not None])
+        right = np.concatenate([p.predicted == p.labels for p in read])
+        best = 0.0
+        for threshold in np.unique(sure):  # all domains have equally many images here
+            answered = sure >= threshold
+            if right[answered].mean() >= 0.9:
+                best = max(best, answered.mean())
+        shown = rows[row.method]["90% right"]
+        assert (0.0 if shown == "none" else float(shown)) == pytest.approx(100 * best, abs=1.0)
+
+
+def test_headline_says_the_sentence_and_what_to_do_next(run: Run, page: Page) -> None:
+    from xdm_ft.report.sentence import sentence
+
+    assert sentence(run) in page.all("main")[0].text
+    commands = [element.text for element in page.all("code") if element.attributes.get("class") == "command"]
+    assert commands[0] == f"xdm-ft export {run.path.name} my_model"
+    assert str(run.path.parent) not in (run.path / "report.html").read_text(encoding="utf-8")  # who gets it learns it
+    assert [command.split()[1] for command in commands] == ["export", "predict", "evaluate", "analyse"]
+    assert "made up; step picked by train_val" in page.all("main")[0].text
+
+
+def test_data_summary(page: Page) -> None:
+    rows = page.table("Images per domain and class").by_first()
+    assert {domain: rows[domain]["all"] for domain in rows} == dict.fromkeys(DOMAINS, "36")
+    assert {rows[domain][name] for domain in DOMAINS for name in CLASSES} == {"12"}
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    data = Named(HOSTILE[:3], HOSTILE, each=6)
+    faults = ["images: folder/secret.png is twice in the data"]
+    made = write_run(tmp_path, data, ("erm", *HOSTILE[:3]), seeds=2, findings=faults)
+    made.results["recipe"]["name"] = HOSTILE[0]
+    write_page(made)
+    page = Page(tmp_path / "report.html")
+    check_structure(page)
+    assert page.all("h1")[0].text == HOSTILE[0] and not page.all("img")
+    assert list(page.table("Selection: train_val").by_first()) == ["erm", *map(printable, HOSTILE[:3])]
+    assert page.table("Images per domain and class").rows[0][2:] == [printable(name) for name in HOSTILE]
+    assert "secret" not in page.text and ".png" not in page.text, "names of images"
+    plots = sorted((tmp_path / "plots").glob("*.svg"))
+    assert len(plots) == len(page.all("svg")) > 5
+    for plot in plots:
+        tree = ElementTree.parse(plot)  # fails if it is not XML
+        assert not [e for e in tree.iter() if e.tag.rpartition("}")[2] in ("script", "img", "style", "metadata")]
+        assert "var(" not in plot.read_text(encoding="utf-8") and tree.getroot()[0].tag.endswith("title")
+    text = "".join(ElementTree.parse(tmp_path / "plots" / "results.svg").getroot().itertext())
+    assert "<script>" in text
+
+
+def test_figures_in_one_page_share_no_id_and_name_no_font(run: Run) -> None:
+    text = (run.path / "report.html").read_text(encoding="utf-8")
+    svg = text[text.index("<svg") :]
+    assert "figure_1" not in text and "axes_1" not in text and "DejaVu" not in svg and "#0101" not in svg
+    assert "var(--ink)" in svg and "var(--rule)" in svg
+
+
+@pytest.mark.slow
+def test_the_page_is_the_same_each_time_and_old_plots_go(run: Run) -> None:
+    before = {path.name: path.read_bytes() for path in (run.path / "plots").iterdir()}
+    text = (run.path / "report.html").read_bytes()
+    (run.path / "plots" / "of-an-earlier-page.svg").write_text("<svg/>")
+    (run.path / "plots" / "notes.txt").write_text("mine")
+    write_page(run)
+    assert (run.path / "report.html").read_bytes() == text
+    after = {path.name: path.read_bytes() for path in (run.path / "plots").iterdir()}
+    assert after == before | {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "panels", "lacking"),
+    [
+        ({"probabilities": "none"}, {"confusion"}, {"reliability", "risk-coverage"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({"probabilities": "predicted"}, {"confusion", "reliability", "risk-coverage"}, set()),
+                ({"methods": ["xdomainmix"], "seeds": 1}, {"results", "confusion"}, {"differences"}),
+                ({"metric": "nll"}, {"results", "differences"}, set()),
+                ({"together": True}, {"results", "confusion", "risk-coverage"}, set()),
+                ({"rules": ["oracle"], "selection": "oracle"}, {"results", "confusion"}, set()),
+            )
+        ),
+        ({"rules": ["oracle", "train_val"], "selection": "oracle"}, {"results", "confusion"}, set()),
+    ],
+)
+def test_panels_follow_from_what_the_run_has(tmp_path: Path, changes: dict, panels: set, lacking: set) -> None:
+    write_page(write_run(tmp_path, Named(("a", "b"), ("x", "y"), each=10), **{"methods": ("erm", "sam")} | changes))
+    page = Page(tmp_path / "report.html")
+    check_structure(page)
+    shown = {element.attributes["id"] for element in page.all("section") if "id" in element.attributes}
+    assert panels <= shown and not lacking & shown
+    linked = [element.attributes["href"] for element in page.all("a")]
+    assert {f"#{name}" for name in shown} <= set(linked)
+
+
+def test_a_run_without_a_model_has_a_page(tmp_path: Path) -> None:
+    made = write_run(tmp_path, methods=("erm",), seeds=1)
+    nothing = Run(tmp_path, made.results | {"runs": [], "summary": []}, [], [])
+    write_page(nothing)
+    page = Page(tmp_path / "report.html")
+    check_structure(page)
+    assert "No model has been trained yet." in page.text and not page.all("svg")
+    assert not (tmp_path / "plots").exists() or not list((tmp_path / "plots").iterdir())
+
+
+def test_an_interrupted_run_and_failed_models_have_a_page(tmp_path: Path) -> None:
+    made = write_run(tmp_path, Named(("a", "b"), ("x", "y"), each=5), ("erm", "sam"), 2, rules=["train_val"])
+    begun = Run(tmp_path, made.results | {"summary": []}, made.records[:3], [])
+    write_page(begun)
+    page = Page(tmp_path / "report.html")
+    check_structure(page)
+    assert not page.all("svg") and "3 trained models" in page.text
+    failed = [dict(run) for run in made.results["runs"]]
+    for run in failed:
+        if run["method"] == "sam":
+            run |= {"status": "failed", "selected": {}, "reason": "the loss is nan at step 7"}
+    erm, sam = made.rows
+    lost = {"mean": None, "std": None, "stderr": None, "n": 0, "per_test_domain": {}, "versus_erm": None}
+    why = {"failed": 4, "reason": "4 of 4 runs failed: the loss is nan at step 7"}
+    rows = [erm, dataclasses.replace(sam, **lost, **why)]
+    records = [record for record in made.records if record.method == "erm"]
+    write_page(Run(tmp_path, made.results | {"runs": failed}, records, rows))
+    page = Page(tmp_path / "report.html")
+    check_structure(page)
+    assert page.table("Selection: train_val").by_first()["sam"]["mean ±"] == "failed"
+    assert "sam: 4 of 4 runs failed: the loss is nan at step 7" in page.all("main")[0].text
+    assert "4 failed" in page.all("main")[0].text
+
+
+def test_damaged_predictions_are_one_line(tmp_path: Path) -> None:
+    made = write_run(tmp_path, Named(("a", "b"), ("x", "y"), each=2), methods=("erm",), seeds=1)
+    [file, _] = sorted(tmp_path.rglob("predictions.safetensors"))
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(UserError, match="is damaged"):
+        write_page(made)
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2's contrast ratio of two #rrggbb colours."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_text_can_be_read_in_both_modes() -> None:
+    style = files("xdm_ft.report.page").joinpath("page.css").read_text(encoding="utf-8")
+    modes = re.findall(r":root \{[^}]*--ink[^}]*\}", style)
+    assert len(modes) == 3  # light, dark, print
+    for mode in modes[:2]:
+        colours = dict(re.findall(r"(--\w+): (#[0-9a-f]{6});", mode))
+        for text in ("--ink", "--muted", "--accent"):
+            assert contrast(colours[text], colours["--paper"]) >= 4.5 <= contrast(colours[text], colours["--raised"])
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+
+
+def test_results_json_is_not_touched(run: Run) -> None:
+    whole = json.loads((run.path / "results.json").read_text(encoding="utf-8"))
+    assert whole == run.results

@@ -1,0 +1,161 @@
+"""`xdm-ft export`: writes a model of a run as a model directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from xdm_ft.commands.answer import Answer
+from xdm_ft.data._images import UnreadableImage
+from xdm_ft.errors import UserError, printable
+from xdm_ft.experiment import run as run_recipe
+from xdm_ft.experiment.plan import read_data
+from xdm_ft.experiment.resume import written_recipe
+from xdm_ft.export.config import Expected
+from xdm_ft.export.directory import read_config
+from xdm_ft.export.export import AsOnnx, export, refuse_taken
+from xdm_ft.export.hub import Pushed, check_name, push
+from xdm_ft.export.onnx import OnnxFile, check_installed
+from xdm_ft.export.runs import Choice, read_parts
+from xdm_ft.recipe.read import check
+from xdm_ft.recipe.text import apply_override
+from xdm_ft.report.finished import ORACLE, Run, read_run
+
+NAME_ONE = "name a model: --method, --test-domain, --seed"
+IMAGES = 8  # that ONNX Runtime and torch are compared on
+logger = logging.getLogger("xdm_ft")
+
+
+@dataclass(frozen=True)
+class Exported(Answer):
+    directory: Path
+    model: str  # one line: which model, and how it was chosen
+    files: dict[str, int]  # {name: bytes}
+    temperature: float  # by which the logits are divided
+    fitted_temperature: float | None
+    nll: tuple[float, float] | None  # of the run's models on held-out domains, without and with their temperatures
+    needs_encoder_weights: bool  # neither the directory nor a public name gives the encoder's weights
+    onnx: OnnxFile | None
+    pushed: Pushed | None  # to the Hugging Face hub
+
+    def _effect(self) -> str:
+        """What temperatures do to the negative log-likelihood on the held-out domains."""
+        if self.nll is None:
+            return ""
+        plain, scaled = self.nll
+        direction = "worse" if scaled > plain else "better"
+        return f"; on the held-out domains, temperatures made the nll {direction}: {plain:.3f} → {scaled:.3f}"
+
+    def text(self) -> str:
+        sizes = ", ".join(f"{name} ({size / 1e6:,.2f} MB)" for name, size in self.files.items())
+        lines = [f"model: {self.model}", f"wrote {self.directory}: {sizes}"]
+        if self.fitted_temperature is not None and self.temperature == 1.0:
+            fitted = f"a temperature of {self.fitted_temperature:.3g} was fitted (--temperature uses it)"
+            lines.append(fitted + self._effect())
+        if self.needs_encoder_weights:
+            lines.append(
+                "the encoder's weights come from a file that is not in the directory: loading needs it "
+                "(--encoder-weights FILE)"
+            )
+        if self.onnx is not None:
+            agrees = f"agrees with torch on {self.onnx.compared_on}: probabilities differ by {self.onnx.difference:.1e}"
+            lines.append(f"{self.onnx.path.name}: opset {self.onnx.opset}; {agrees}")
+        if self.pushed is not None:
+            lines.append(f"on the hub: {self.pushed.url}{' (private)' if self.pushed.private else ''}")
+        return "\n".join(map(printable, lines))
+
+
+def export_model(
+    run_dir: str,
+    target: str,
+    choice: Choice,
+    *,
+    best: bool = False,
+    with_encoder: bool | None = None,
+    wise_ft: float | None = None,
+    ensemble: bool = False,
+    temperature: bool = False,
+    onnx: bool = False,
+    onnx_preprocessing: bool = False,
+    push_to_hub: str | None = None,
+    private: bool = False,
+) -> Exported:
+    """Writes the chosen model of the run into a new directory.
+
+    `best`, or an empty choice: the final fit, trained now if the run has none; the protocol's choice if there can be
+    none. `push_to_hub`: a repository that the directory is uploaded to.
+
+    Raises `UserError` if there is no such model, if its files are damaged, or if the directory is taken.
+    """
+    if best and choice != Choice():
+        raise UserError("--best names a model, as --method, --test-domain, --seed and --trial do; leave one out")
+    if onnx or onnx_preprocessing:
+        check_installed()
+    if push_to_hub is not None:
+        check_name(push_to_hub)
+    run, folder = read_run(Path(run_dir).expanduser()), Path(target).expanduser()
+    refuse_taken(folder)  # before a training of hours
+    if choice == Choice():
+        run = _with_final_fit(run, ensemble)
+    parts = read_parts(run, choice, wise_ft=wise_ft, ensemble=ensemble, temperature=temperature)
+    as_onnx = AsOnnx(_images(run), onnx_preprocessing) if onnx or onnx_preprocessing else None
+    written = export(parts, folder, with_encoder, as_onnx)
+    config, _ = read_config(folder)
+    return Exported(
+        folder,
+        config.chosen,
+        {file.name: file.stat().st_size for file in sorted(folder.iterdir())},
+        config.temperature,
+        config.fitted_temperature,
+        _nll(config.expected),
+        config.encoder.file is None and "weights" not in config.encoder.settings,
+        written,
+        None if push_to_hub is None else push(folder, push_to_hub, private),
+    )
+
+
+def _nll(expected: Expected | None) -> tuple[float, float] | None:
+    if expected is None or expected.calibrated is None:
+        return None
+    plain = expected.mean if expected.metric == "nll" else expected.others.get("nll")
+    return None if plain is None else (plain, expected.calibrated["nll"])
+
+
+def _images(run: Run) -> list[Image.Image]:
+    """Returns some images of the run's data set; none if it can not be read here."""
+    try:
+        dataset = read_data(check(written_recipe(run.path, run.results)))
+        rows = dict.fromkeys(place * (len(dataset) - 1) // (IMAGES - 1) for place in range(IMAGES))
+        return [dataset.image(row) for row in rows]
+    except (UserError, UnreadableImage) as error:
+        logger.warning("the run's images can not be read (%s); ONNX is compared on random pixels", error)
+        return []
+
+
+def _with_final_fit(run: Run, ensemble: bool) -> Run:
+    """Returns the run with a final fit, which is trained now if the run has none and its selection allows one."""
+    final, protocol = run.results.get("final_fit"), run.results["recipe"]["protocol"]
+    if final is not None and final["status"] == "ok" and (not ensemble or "seeds" in final):
+        return run
+    if protocol["selection"] == ORACLE:
+        logger.warning("%s: no final fit, as oracle reads labels of the held-out domains", run.path)
+        return run
+    if (run.path / "state").exists():
+        raise UserError(f"{run.path}: the run is not finished; run its recipe again, or {NAME_ONE}")
+    text = written_recipe(run.path, run.results)
+    name = str(text.values["name"])
+    if name != run.path.resolve().name:
+        raise UserError(
+            f"{run.path}: the final fit is trained in a directory with the run's name, {name}; rename it, or {NAME_ONE}"
+        )
+    apply_override(text, f"protocol.final_fit={'all_seeds' if ensemble else 'true'}")
+    # as the user named it: the run's page repeats it, and is given to others
+    parent = run.path.parent if run.path.name == name else run.path.resolve().parent
+    apply_override(text, f"output.dir={json.dumps(str(parent))}")
+    logger.info("%s: trains the final fit; --method, --test-domain and --seed export a model of the table", run.path)
+    run_recipe(check(text))
+    return read_run(run.path)

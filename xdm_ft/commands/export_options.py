@@ -1,0 +1,51 @@
+"""The options of `xdm-ft export`. Nothing heavy is imported before the verb is called."""
+
+from __future__ import annotations
+
+import argparse
+
+from xdm_ft.commands.answer import Answer
+from xdm_ft.commands.model_choice import add_choice, choice_of
+
+
+def add(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("run_dir", metavar="RUN_DIR")
+    sub.add_argument("dir", metavar="DIR", help="a new directory")
+    best = "the final fit on all images, trained now if it was not; if there can be none, the protocol's choice"
+    sub.add_argument("--best", action="store_true", help=f"{best} (default)")
+    add_choice(sub)
+    encoder = sub.add_mutually_exclusive_group()
+    include = "include the weights of a frozen encoder (default: only if they came from a file)"
+    encoder.add_argument("--with-encoder", action="store_true", default=None, help=include)
+    leave_out = "leave the weights of a frozen encoder out; if they came from a file, loading needs that file"
+    encoder.add_argument("--without-encoder", action="store_false", dest="with_encoder", default=None, help=leave_out)
+    wise = "mean of trained (α) and zero-shot (1 − α) weights, of a method that started from class embeddings"
+    sub.add_argument("--wise-ft", type=float, metavar="α", help=wise)
+    sub.add_argument("--ensemble", action="store_true", help="the heads of all seeds, averaged")
+    fitted = "divide the logits by the temperature that was fitted on validation parts of the training domains"
+    sub.add_argument("--temperature", action="store_true", help=fitted)
+    sub.add_argument("--onnx", action="store_true", help="also write model.onnx, checked against torch")
+    inside = "like --onnx, for uint8 images that are resized already: normalisation is inside the file"
+    sub.add_argument("--onnx-preprocessing", action="store_true", help=inside)
+    sub.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload the directory to the Hugging Face hub")
+    sub.add_argument("--private", action="store_true", help="make a new repository of --push-to-hub private")
+
+
+def called(arguments: argparse.Namespace) -> Answer:
+    """Performs the verb. Raises `UserError`."""
+    from xdm_ft.commands.export import export_model
+
+    return export_model(
+        arguments.run_dir,
+        arguments.dir,
+        choice_of(arguments),
+        best=arguments.best,
+        with_encoder=arguments.with_encoder,
+        wise_ft=arguments.wise_ft,
+        ensemble=arguments.ensemble,
+        temperature=arguments.temperature,
+        onnx=arguments.onnx,
+        onnx_preprocessing=arguments.onnx_preprocessing,
+        push_to_hub=arguments.push_to_hub,
+        private=arguments.private,
+    )

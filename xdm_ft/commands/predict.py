@@ -1,0 +1,214 @@
+"""`xdm-ft predict`: classes and probabilities of images, as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xdm_ft import interrupt
+from xdm_ft.commands.answer import Answer
+from xdm_ft.errors import UserError, plural, printable
+from xdm_ft.export.inference import Batch, cache_of, stream
+from xdm_ft.export.model import Model, load
+from xdm_ft.export.predictions import Columns, GroupMeans, Row, group_rows, image_rows
+from xdm_ft.export.runs import Choice
+from xdm_ft.export.sources import Sources
+from xdm_ft.export.tables import Format, format_of, header_of, line_of, write_table
+from xdm_ft.export.unfinished import Tally, Unfinished, opened, refuse_taken
+from xdm_ft.features import FeatureSettings
+from xdm_ft.progress import Progress, progress
+from xdm_ft.storage.digests import digest, json_digest, tensors_digest
+from xdm_ft.storage.user_paths import expanded
+from xdm_ft.terminal import write_data
+from xdm_ft.version import __version__
+
+logger = logging.getLogger("xdm_ft")
+WITH_RESUME = "run the same command with --resume to resume"
+
+
+@dataclass(frozen=True)
+class Predicted(Answer):
+    out: Path | None  # None: the predictions were printed
+    predicted: int  # number of images
+    groups: int | None  # None: the rows are images
+    unreadable: int  # number of images that were skipped
+    unreadable_images: dict[str, str] = field(default_factory=dict)  # the first of them → why
+    computed: int = 0  # number of images that passed through the encoder now
+    resumed: int = 0  # number of images that an earlier command has done
+
+    @property
+    def error(self) -> UserError | None:
+        if self.predicted:
+            return None
+        return UserError(f"no image was predicted: {self.skipped() if self.unreadable else 'none is listed'}")
+
+    def skipped(self) -> str:
+        named = [f"{printable(path)} ({reason})" for path, reason in self.unreadable_images.items()]
+        more = self.unreadable - len(named)
+        return (
+            f"{plural(self.unreadable, 'image')} can not be read: {', '.join(named)}{f', {more} more' if more else ''}"
+        )
+
+    def text(self) -> str:
+        groups = "" if self.groups is None else f" in {plural(self.groups, 'group')}"
+        return printable(f"wrote {self.out}: predictions of {plural(self.predicted, 'image')}{groups}")
+
+    def show(self) -> None:
+        if self.out is not None:
+            super().show()
+
+
+@dataclass(frozen=True)
+class Output:
+    """What is written, and where."""
+
+    columns: Columns = field(default_factory=Columns)
+    group_by: str | None = None
+    out: Path | None = None  # None: standard output
+    format: Format = "csv"
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if self.out is None and (self.format == "parquet" or self.resume):
+            option = "--format parquet" if self.format == "parquet" else "--resume"
+            raise UserError(f"{option}: needs a file; add --out FILE")
+
+    @property
+    def grouped(self) -> bool:
+        return self.group_by is not None
+
+
+def output(out: str | None, format_: Format | None, json_is_wanted: bool, **others: Any) -> Output:
+    """Raises `UserError` for options that do not go together."""
+    if json_is_wanted and out is None:
+        raise UserError(
+            "--json: prints a summary, so that the predictions need --out FILE; to print them as JSON lines, use "
+            "--format jsonl instead"
+        )
+    path = None if out is None else expanded(out, "--out")
+    return Output(out=path, format=format_ or format_of(path), **others)
+
+
+def predict(
+    folder: str,
+    paths: list[str],
+    output: Output,
+    *,
+    choice: Choice,
+    encoder_weights: str | None = None,
+    device: str | None = None,
+    precision: str | None = None,
+    batch_size: int | None = None,
+) -> Predicted:
+    """Predicts the images of `paths`, see `Sources`, and writes their rows.
+
+    Raises `UserError` for a path that does not exist, a model that can not be loaded, or options that do not fit it.
+    """
+    sources = Sources(paths, output.group_by)
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"--batch-size: {batch_size} is not positive")
+    if output.out is not None:
+        refuse_taken(output.out, output.resume)
+    total = sources.count()
+    model = load(folder, device=device, precision=precision, encoder_weights=encoder_weights, choice=choice)
+    output.columns.refuse(model, output.grouped)
+    size = batch_size or FeatureSettings().batch_size
+    size = size if total is None else min(size, total)  # a batch is always whole, and may cost minutes
+    batches = partial(stream, model, batch_size=size, cache=cache_of(folder))
+    with progress("predicting", total, "images") as bar:
+        if output.out is None:
+            return _printed(_watched(batches(sources), bar), model, output)
+        about = {"xdm_ft": __version__, "model": _digest(model), **_options(model, output), "batch_size": size}
+        with opened(output.out, about, output.resume) as unfinished, interrupt.resumed_by(WITH_RESUME):
+            items, earlier = iter(sources), unfinished.earlier()
+            if earlier is not None:
+                unfinished.tally.passed(items, earlier, unfinished.file)
+                bar.skip(unfinished.tally.images)
+            return _written(_watched(batches(items), bar), model, output, unfinished)
+
+
+def _digest(model: Model) -> str:
+    """Returns a checksum of the model without its encoder's tensors, whose checksum is in the config."""
+    heads = {name: tensor for name, tensor in model.module.state_dict().items() if not name.startswith("encoder.")}
+    return digest(json_digest(model.config.model_dump(mode="json")), tensors_digest(heads))
+
+
+def _options(model: Model, output: Output) -> dict[str, Any]:
+    """What must not change when predictions are resumed."""
+    own = dataclasses.asdict(output.columns) | {"group_by": output.group_by}
+    return own | {"device": model.device.type, "precision": model.module.precision}
+
+
+def _watched(batches: Iterator[Batch], bar: Progress) -> Iterator[Batch]:
+    skipped = 0
+    for batch in batches:
+        yield batch
+        skipped += len(batch.unreadable)
+        bar.advance(len(batch.items), f"{skipped} unreadable" if skipped else "")
+
+
+def _rows(batch: Batch, model: Model, output: Output) -> Iterator[Row]:
+    """Yields the rows of the images that were predicted; with groups, what `GroupMeans` takes."""
+    kept = [place for place in range(len(batch.items)) if place not in batch.unreadable]
+    items, logits, encoded = [batch.items[place] for place in kept], batch.logits[kept], batch.encoded[kept]
+    if output.grouped:
+        yield from group_rows(output.columns, model, [item.group for item in items], logits, encoded)
+    else:
+        members = None if batch.members is None else batch.members[:, kept]
+        yield from image_rows(output.columns, model, [item.path for item in items], logits, members, encoded)
+
+
+def _printed(batches: Iterator[Batch], model: Model, output: Output) -> Predicted:
+    """Prints the rows of each batch, or at the end those of the groups."""
+    columns = output.columns.types(model.class_names, output.grouped)
+    tally, means, header, computed = Tally(), GroupMeans(), header_of(columns, output.format), 0
+
+    def show(rows: Iterator[Row]) -> None:
+        nonlocal header
+        lines = [line_of(columns, row, output.format) for row in rows]
+        if lines:
+            write_data(header + b"".join(lines))
+            header = b""
+
+    for batch in batches:
+        tally.add(batch.items, batch.unreadable)
+        computed += batch.computed
+        rows = _rows(batch, model, output)
+        if output.grouped:
+            means.add_all(rows)
+        else:
+            show(rows)
+    show(means.rows(output.columns, model.class_names))
+    return _answer(tally, None, len(means) if output.grouped else None, computed)
+
+
+def _written(batches: Iterator[Batch], model: Model, output: Output, unfinished: Unfinished) -> Predicted:
+    """Writes the rows to the unfinished file, and makes the table of it."""
+    resumed, computed, means = unfinished.tally.images, 0, GroupMeans()
+    for batch in batches:
+        unfinished.add(batch.items, batch.unreadable, _rows(batch, model, output))
+        computed += batch.computed
+    unfinished.flush()
+    rows = unfinished.rows()
+    if output.grouped:
+        means.add_all(rows)
+        rows = means.rows(output.columns, model.class_names)
+    if unfinished.tally.predicted:
+        columns = output.columns.types(model.class_names, output.grouped)
+        unfinished.complete(lambda path: write_table(path, columns, rows, output.format))
+    else:
+        unfinished.remove()
+    groups = len(means) if output.grouped else None
+    return _answer(unfinished.tally, output.out, groups, computed, resumed)
+
+
+def _answer(tally: Tally, out: Path | None, groups: int | None, computed: int, resumed: int = 0) -> Predicted:
+    answer = Predicted(out, tally.predicted, groups, tally.unreadable, tally.named, computed, resumed)
+    if tally.unreadable and tally.predicted:
+        logger.warning("%s", answer.skipped())
+    return answer

@@ -1,0 +1,54 @@
+"""Temperature scaling: the one number T by which logits are divided before the softmax, so that probabilities fit.
+
+Guo et al. 2017, "On Calibration of Modern Neural Networks", section 4.2: T minimises the negative log-likelihood of
+validation images. It changes no predicted class.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from xdm_ft.randomness import Stream, permutation
+
+LOWEST, HIGHEST = 0.01, 100.0
+"""There is no T outside: logits that separate all images perfectly would get T → 0, and certainty everywhere; logits
+that are wrong more often than chance would get T → ∞."""
+MOST_LOGITS = 1_000_000  # n·C; of more images a sample is taken, which bounds the time for each model
+
+
+def temperature(logits: Tensor, labels: Tensor) -> float | None:
+    """Returns the T in [LOWEST, HIGHEST] that minimises the mean of −log softmax(logits / T)[label] over the images.
+
+    `logits` are finite, float [n,C]; `labels` int64 [n], which need not hold every class. All images weigh the same.
+    Returns None without images, if the logits of each image are equal, as every T then gives equal probabilities, and
+    if the minimum is not inside. Of more than MOST_LOGITS / C images, a sample that depends on n and C only is used.
+    """
+    n, classes = logits.shape
+    if n > (most := max(1, MOST_LOGITS // classes)):
+        sample = permutation(0, 0, Stream.TEMPERATURE, n)[:most]
+        logits, labels = logits[sample], labels[sample]
+    # [C,n], as numpy is ten times as fast along the first axis
+    columns = logits.double().T.numpy(force=True).copy()
+    margins = columns - np.take_along_axis(columns, labels.numpy(force=True)[None], 0)  # 0 at the label
+    if not margins.any():
+        return None
+    columns -= columns.max(0)  # no exp overflows
+
+    # scikit-learn's temperature scaling (CalibratedClassifierCV) finds the same minimum, but it refuses labels that
+    # lack classes, and takes logits that look like probabilities for such.
+    from scipy.optimize import brentq
+
+    def slope(log_t: float) -> float:
+        # With β = 1/T the loss is convex, and its derivative in β is the mean over images of Σ_c p_c · margin_c.
+        powers = np.exp(columns * math.exp(-log_t))
+        return float(((powers * margins).sum(0) / powers.sum(0)).mean())
+
+    low, high = math.log(LOWEST), math.log(HIGHEST)
+    if slope(low) <= 0:  # the loss still falls at the largest β
+        return None
+    if slope(high) >= 0:
+        return None
+    return math.exp(brentq(slope, low, high, xtol=1e-9))

@@ -1,0 +1,340 @@
+"""How long a run will take on this machine: measured on a few steps of each method and a few images, times the plan.
+
+Heads are timed on made-up features of the right width, so that nothing has to be extracted. Nothing is written, no
+model is kept, and random numbers of the run stay as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xdm_ft.data._images import UnreadableImage
+from xdm_ft.data._transforms import evaluation_transform
+from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.errors import plural
+from xdm_ft.experiment.engines import SOLVER_PASSES
+from xdm_ft.experiment.jobs import make_job
+from xdm_ft.experiment.machine import cores, local_processes
+from xdm_ft.experiment.parallel import one_thread
+from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel
+from xdm_ft.experiment.prepared import Prepared
+from xdm_ft.features.cache import Features
+from xdm_ft.features.forward import MAX_WORKERS, frozen_copy
+from xdm_ft.features.lookup import cached_images
+from xdm_ft.progress import duration
+from xdm_ft.training import Identity
+from xdm_ft.training.bank.cached_data import CachedData
+from xdm_ft.training.bank.timing import seconds_of, timed
+from xdm_ft.training.bank.train import CHUNK_HEADS, chunks
+from xdm_ft.training.selection import evaluation_steps, split_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Models = Sequence[PlannedModel | ExtraModel]
+SMALL_SECONDS = 30.0  # a run that surely takes no longer is not measured
+MEASURING_SECONDS = 2.0  # for the heads of all methods together, and as much for the encoder
+SECONDS_PER_MODEL = 0.1  # to test a model and to write its files
+MADE_UP = 1024  # distinct made-up features
+NAMED = 5  # methods, at most, that the first line of a resumed run names
+FEW_IMAGES = 4  # that are decoded
+# a generous bound, for runs that need no measurement: seconds of the fixed cost of a head's step and of an image that
+# is decoded, operations per second
+STEP, IMAGE, SPEED = 2e-3, 5e-3, 1e10
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The time that extraction and training will take; None if it was not measured: too little work, or a problem."""
+
+    device: str  # and the number of cores or processes
+    features: float | None = None  # seconds of extraction
+    training: float | None = None  # seconds of training
+    problem: str | None = None  # why it could not be measured
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.features is None or self.training is None else self.features + self.training
+
+    def text(self) -> str:
+        if self.problem is not None:
+            return f"the time could not be measured ({self.problem})"
+        if self.seconds is None or self.features is None or self.training is None:
+            return "less than a minute"
+        parts = [("features", self.features), ("training", self.training)]
+        several = ", ".join(f"{what} {duration(rounded(s))}" for what, s in parts if s > 0.05 * self.seconds)
+        shown = "," in several and self.seconds > 100
+        return f"about {duration(rounded(self.seconds))}" + (f" ({several})" if shown else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds are null where they were not measured: because of `problem`, or as all takes less than a minute."""
+        seconds = {"seconds": self.seconds, "features_seconds": self.features, "training_seconds": self.training}
+        return {"device": self.device, **seconds, "problem": self.problem, "text": self.text()}
+
+
+def rounded(seconds: float) -> float:
+    """Tens of seconds, as an estimate is not better than that."""
+    return max(10.0, round(seconds, -1))
+
+
+def estimate(plan: Plan, encoder: Encoder, accelerator: Accelerator, known: Collection[Identity] = ()) -> Estimate:
+    """Returns the time for all models of the plan but those that are `known`. Takes a few seconds at most.
+
+    A problem that prevents the measurement does not end the run: the estimate names it.
+    """
+    where = machine(accelerator)
+    wanted: list[PlannedModel | ExtraModel] = []
+    wanted += [model for model in plan.models if not model.skipped and model.key not in known]
+    wanted += [model for model in plan.extra if any(key not in known for key in model.serves)]
+    measured = _Measured(plan, encoder, accelerator, wanted)
+    if measured.at_most < SMALL_SECONDS:
+        return Estimate(where)
+    try:
+        with torch.random.fork_rng():
+            return Estimate(where, measured.features(), measured.training())
+    except Exception as error:  # the run itself reports what is wrong, if it is wrong there too
+        return Estimate(where, problem=f"{type(error).__name__}: {error}")
+
+
+def machine(accelerator: Accelerator) -> str:
+    """Returns the device of a run, with the number of cores and of launched processes."""
+    device, ranks = accelerator.device, accelerator.num_processes
+    if device.type == "cpu":
+        name = f"cpu ({plural(cores(), 'core')})"
+    else:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return name + (f", {ranks} processes" if ranks > 1 else "")
+
+
+def first_line(plan: Plan, encoder: Encoder, accelerator: Accelerator, known: Collection[Identity]) -> str:
+    """Returns what a run says first: device, number of models and the time for those that are not `known`."""
+    planned = [model.key for model in plan.models if not model.skipped]
+    left = Counter(key[0] for key in planned if key not in known)
+    if not left:
+        return f"{machine(accelerator)}: nothing is left to train"
+    count, of_methods = plural(len(planned), "model"), ""
+    if left.total() < len(planned):
+        named = [f"{label}: {plural(n, 'model')}" for label, n in left.items()]
+        named[NAMED:] = [f"{len(named) - NAMED} more methods"] if len(named) > NAMED else []
+        count, of_methods = f"{left.total()} of {count}", f" ({', '.join(named)})"
+    found = estimate(plan, encoder, accelerator, known)
+    return f"{found.device}: {count} to train{of_methods}, {found.text()}"
+
+
+class _PerImage(NamedTuple):
+    """Seconds for one image through an encoder, in a batch."""
+
+    decode: float  # by one process
+    forward: float
+    train: float  # forward and backward
+
+
+@dataclass(frozen=True)
+class _Measured:
+    plan: Plan
+    encoder: Encoder
+    accelerator: Accelerator
+    models: Models
+
+    @property
+    def at_most(self) -> float:
+        """Seconds that the work takes at most, by its number of steps and images: a generous bound."""
+        classes, width = len(self.plan.dataset.class_names), self.encoder.width
+        seconds = 0.0
+        for model in self.models:
+            trains_encoder, rows = self._trains_encoder(model), sum(map(len, model.split.train))
+            images, steps = SOLVER_PASSES * rows, 1
+            if not model.item.is_solver:
+                images, steps = model.training.images_per_step(len(model.split.train)) * model.steps, 2 * model.steps
+            seconds += STEP * steps + 12 * images * width * classes / SPEED
+            if trains_encoder:
+                seconds += images * (IMAGE + 6 * self._operations / SPEED)
+        return seconds + self._missing * (IMAGE + self._operations / SPEED)
+
+    @property
+    def _operations(self) -> float:
+        """Of an image through the encoder, at most: a parameter is used at every fourth pixel of a row and column."""
+        parameters = sum(parameter.numel() for parameter in self.encoder.parameters())
+        return 2.0 * parameters * max(1, self.encoder.preprocessing.size // 4) ** 2
+
+    @property
+    def _missing(self) -> int:
+        """The number of features that are not in the cache. Equal images are taken for different ones."""
+        recipe, device = self.plan.recipe, self.accelerator.device
+        if not recipe.needs_features:
+            return 0
+        found = cached_images(
+            self.encoder, self.plan.dataset.decoder, recipe.features, recipe.train_augmentation, device
+        )
+        return sum(max(0, len(self.plan.dataset) - count) for count in found)
+
+    def _trains_encoder(self, model: PlannedModel | ExtraModel) -> bool:
+        return self.plan.recipe.trainable and not model.item.is_solver
+
+    def features(self) -> float:
+        missing = self._missing
+        if not missing:
+            return 0.0
+        settings = self.plan.recipe.features
+        model = frozen_copy(self.encoder, settings.precision, self.accelerator.device)
+        one = self._per_image(model, settings.batch_size, trains=False)
+        return missing * self._beside(one.decode, one.forward) / self.accelerator.num_processes
+
+    def training(self) -> float:
+        heads = [model for model in self.models if not self._trains_encoder(model)]
+        end_to_end = [model for model in self.models if self._trains_encoder(model)]
+        overhead = SECONDS_PER_MODEL * len(self.models)
+        return self._heads(heads) + (self._end_to_end(end_to_end) if end_to_end else 0.0) + overhead
+
+    def _beside(self, decode: float, encode: float) -> float:
+        """Seconds per image if worker processes decode: on a CPU, they and the encoder share the cores."""
+        mine = max(1, cores() // local_processes())
+        if self.accelerator.device.type == "cpu":
+            return encode + decode / mine
+        return max(encode, decode / min(MAX_WORKERS, mine))
+
+    def _per_image(self, encoder: Encoder, batch_size: int, trains: bool) -> _PerImage:
+        """Measures decoding on images of the data, and the encoder on pixels of its input size."""
+        decode, pixels = self._decoded(encoder)
+        stored = next((parameter.dtype for parameter in encoder.parameters()), torch.float32)
+
+        def batch(n: int) -> Tensor:
+            return pixels.repeat(-(-n // len(pixels)), 1, 1, 1)[:n].to(self.accelerator.device, stored)
+
+        def forward(n: int) -> float:
+            x = batch(n)
+            with torch.inference_mode(), self.accelerator.autocast():
+                encoder(x)  # the first call of a size allocates
+                return seconds_of(lambda: encoder(x), MEASURING_SECONDS / 8) / n
+
+        def train(n: int) -> float:
+            x = batch(n)
+
+            def step() -> None:
+                with self.accelerator.autocast():
+                    z = encoder(x)
+                z.float().square().mean().backward()
+
+            step()
+            return seconds_of(step, MEASURING_SECONDS / 8) / n
+
+        few = forward(min(2, batch_size))
+        n = max(1, min(batch_size, int(MEASURING_SECONDS / 4 / few)))
+        return _PerImage(decode, forward(n), train(max(2, n // 4)) if trains else 0.0)
+
+    def _decoded(self, encoder: Encoder) -> tuple[float, Tensor]:
+        """Returns the seconds to decode and transform an image, and a few images, float32 [n,3,S,S]."""
+        dataset, transform, found = self.plan.dataset, evaluation_transform(encoder.preprocessing), list[Tensor]()
+        quick = float("inf")
+        for row in np.linspace(0, len(dataset) - 1, 4 * FEW_IMAGES).astype(int).tolist():
+            if len(found) == FEW_IMAGES:
+                break
+            try:
+                quick = min(quick, seconds_of(lambda row=row: found.append(transform(dataset.image(row))), 0.0))  # type: ignore[misc]
+            except UnreadableImage:  # extraction reports it
+                continue
+        if not found:
+            raise ValueError("none of the images that were tried decodes")
+        return quick, torch.stack(found)
+
+    def _end_to_end(self, models: Models) -> float:
+        """All processes train each model together."""
+        recipe, rules = self.plan.recipe, self.plan.rules
+        encoder = copy.deepcopy(self.encoder).to(self.accelerator.device).train()
+        one = self._per_image(encoder, recipe.training.batch_size, trains=True)
+        step, look = self._beside(one.decode, one.train), self._beside(one.decode, one.forward)
+        seconds = 0.0
+        for model in models:
+            evaluation = model.split.evaluation
+            every = len(evaluation_steps(model.steps, model.training.evaluate_every))
+            looks = sum(len(evaluation.get(name, ())) for name in {split_of(rule) for rule in rules})
+            images = model.training.images_per_step(len(model.split.train)) * model.steps
+            seconds += images * (2 if model.item.sharpness else 1) * step
+            seconds += (every * looks + len(rules) * sum(map(len, evaluation.values()))) * look
+        return seconds / self.accelerator.num_processes
+
+    def _heads(self, models: Models) -> float:
+        """The queue of heads: processes take the longest chunk first."""
+        if not models:
+            return 0.0
+        device = self.accelerator.device
+        with one_thread():  # as in the forks that train them
+            pieces = [seconds for group in self._by_method(models) for seconds in self._pieces(group, len(models))]
+        forks = 1 if device.type != "cpu" else max(1, cores() // local_processes())
+        return max(sum(pieces) / (forks * self.accelerator.num_processes), max(pieces))
+
+    @staticmethod
+    def _by_method(models: Models) -> list[list[PlannedModel | ExtraModel]]:
+        found: dict[str, list[PlannedModel | ExtraModel]] = {}
+        for model in models:
+            found.setdefault(model.item.label, []).append(model)
+        return [*found.values()]
+
+    def _pieces(self, group: Models, models: int) -> list[float]:
+        """Seconds of the pieces of work of one method's models, all taken for as long as those that are measured."""
+        plan, some = self.plan, group[:CHUNK_HEADS]
+        prepared = self._made_up()
+        if group[0].item.is_solver:
+            return [self._solver(model) for model in group]
+        jobs = [make_job(plan, prepared, model, {}) for model in some]
+        largest = max(chunks(jobs), key=len)
+        assert prepared.features is not None
+        features = prepared.features.normalized() if largest[0].normalized else prepared.features
+        data = CachedData(features, plan.annotations.to(features.device))
+        methods = len({model.item.label for model in self.models})
+        took = timed(largest, data, plan.criteria, MEASURING_SECONDS / methods)
+        every = len(evaluation_steps(group[0].steps, group[0].training.evaluate_every))
+        mean_steps = sum(model.steps for model in group) / len(group)
+        number = -(-len(group) // len(largest))
+        whole = (mean_steps * took.step + every * took.evaluation) * len(group) / (number * len(largest))
+        return [whole] * number
+
+    def _solver(self, model: PlannedModel | ExtraModel) -> float:
+        """Of linear_probe: its passes over all images, and the matrices of its coordinates in float64."""
+        if model.item.algorithm.cls.needs_text:
+            return 0.0
+        rows, width = sum(map(len, model.split.train)), self.encoder.width
+        few = min(rows, MADE_UP)
+        x, head = torch.randn(few, width), torch.randn(len(self.plan.dataset.class_names), width)
+        wide = x.double()
+        one_pass = seconds_of(lambda: (head @ x.T).softmax(0) @ x, 0.0) / few
+        gram = seconds_of(lambda: wide.T @ wide, 0.0) / few
+        return SOLVER_PASSES * (STEP + rows * one_pass) + (rows + 5 * width) * gram
+
+    def _made_up(self) -> Prepared:
+        """What a job needs of the prepared inputs, with made-up features and class embeddings."""
+        plan, encoder = self.plan, self.encoder
+        classes = len(plan.dataset.class_names)
+        prompts = {item.block.prompts for item in plan.recipe.methods if item.reads_text}
+        assert not prompts or isinstance(encoder, TextEncoder), "checked with the recipe"
+        return Prepared(
+            pretraining="",
+            normalize=encoder.normalize,
+            preprocessing=encoder.preprocessing,
+            width=encoder.width,
+            features=_MadeUp(encoder.width, plan.recipe.features.views, self.accelerator.device),
+            text_weights={of: torch.randn(classes, encoder.width) for of in prompts},
+            unreadable={},
+            content="",
+            weights="",
+            identity={},
+        )
+
+
+class _MadeUp(Features):
+    """Random features of any number of rows, a few of them distinct."""
+
+    def __init__(self, width: int, views: int, device: torch.device) -> None:
+        super().__init__([torch.randn(MADE_UP, width)], device=device)
+        self.views = views
+
+    def _read(self, positions: Tensor, end: int) -> Tensor:
+        return super()._read(positions % MADE_UP, MADE_UP)

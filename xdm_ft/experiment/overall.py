@@ -1,0 +1,226 @@
+"""The progress of a run on all of its models: one bar, or a line now and then, whichever process trains a model.
+
+Every process counts in a slot of its own in memory that all of them share, so that no count is lost; the main process
+shows the sums. Work that an earlier run did, or that is not needed, counts as done, but not for the rate.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import shutil
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from xdm_ft.errors import printable
+from xdm_ft.progress import LOG_EVERY_SECONDS, Progress, duration, pulse, shows_bars
+from xdm_ft.terminal import with_bar
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from xdm_ft.storage.run_directory import RunDirectory
+
+logger = logging.getLogger("xdm_ft")
+PROCESSES = 1024  # slots of one rank: its forks, at most
+REFRESH_SECONDS = 0.2  # at least, between two looks at the counts
+
+
+class Counts(NamedTuple):
+    """Work and models of one process, or of all."""
+
+    done: float = 0.0  # cost of the work done now
+    spared: float = 0.0  # cost of work that an earlier run did, or that turned out not to be needed
+    models: int = 0  # that have been saved
+
+    def plus(self, other: Counts) -> Counts:
+        return Counts(self.done + other.done, self.spared + other.spared, self.models + other.models)
+
+
+SLOT = struct.Struct("<ddq")  # the fields of `Counts`
+
+
+class Display(Protocol):
+    def show(self, counts: Counts, note: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Overall:
+    """The work on `models` models, which costs `cost` in all (`engines.cost`)."""
+
+    def __init__(
+        self, what: str, cost: float, models: int, memory: mmap.mmap, first_slot: int, display: Display | None
+    ) -> None:
+        self.what, self.cost, self.models = what, cost, models
+        self._memory, self._first, self._display = memory, first_slot, display
+        self._slot, self._own, self._note, self._next = first_slot, Counts(), "", 0.0
+        self._lock = threading.Lock()
+
+    def in_process(self, number: int) -> None:
+        """Must be called in each fork (`number` 1, 2, …), which then counts in its own slot and shows nothing."""
+        if number:
+            self._slot, self._own, self._display = self._first + number % PROCESSES, Counts(), None
+
+    def add(self, done: float = 0.0, spared: float = 0.0, models: int = 0, note: str | None = None) -> None:
+        self._own = self._own.plus(Counts(done, spared, models))
+        SLOT.pack_into(self._memory, self._slot * SLOT.size, *self._own)
+        self._note = self._note if note is None else note
+        self._show()
+
+    @property
+    def counts(self) -> Counts:
+        """The sums over all processes."""
+        found = Counts()
+        for slot in range(len(self._memory) // SLOT.size):
+            found = found.plus(Counts(*SLOT.unpack_from(self._memory, slot * SLOT.size)))
+        return found
+
+    def _show(self) -> None:
+        if self._display is None or time.monotonic() < self._next:
+            return
+        with self._lock:  # the thread of `watched` shows too
+            self._next = time.monotonic() + REFRESH_SECONDS
+            self._display.show(self.counts, self._note)
+
+    @contextmanager
+    def share(self, note: str, cost: float, total: int) -> Iterator[Progress]:
+        """Context that yields the progress of one part: `total` units of its own, which cost `cost` together."""
+        part = _Share(self, note, cost, total)
+        self.add(note=note)
+        yield part
+        self.add(spared=(total - part.done) * part.worth)  # training ended early, or failed
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Context in which the main process shows the progress of all, also while it waits. It may not fork in it."""
+        if self._display is None:
+            yield
+            return
+        ended = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(ended,), daemon=True, name="progress")
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(REFRESH_SECONDS):
+            self._show()
+
+
+class _Share(Progress):
+    def __init__(self, overall: Overall, note: str, cost: float, total: int) -> None:
+        super().__init__(note, total, "")
+        self.overall, self.worth = overall, cost / max(1, total)
+
+    def skip(self, n: int) -> None:
+        super().skip(n)
+        self.overall.add(spared=n * self.worth)
+
+    def advance(self, n: int = 1, note: str = "") -> None:
+        pulse.beat()
+        self.done += n
+        self.overall.add(done=n * self.worth, note=f"{self.description}, {note}" if note else None)
+
+
+@contextmanager
+def overall(
+    what: str, cost: float, models: int, accelerator: Accelerator, directory: RunDirectory
+) -> Iterator[Overall]:
+    """Context for the work of all processes on these models. The main process shows it, and says how long it took.
+
+    Raises `UserError` if the disk is full: several launched processes share a small file in the run directory.
+    """
+    ranks, main = accelerator.num_processes, accelerator.is_main_process
+    size = SLOT.size * PROCESSES * ranks
+    # anonymous memory is shared with forks only
+    memory = mmap.mmap(-1, size) if ranks == 1 else directory.shared_memory(what.replace(" ", "_"), size)
+    started, display = time.monotonic(), _display(what, cost, models) if main else None
+    own = Overall(what, cost, models, memory, accelerator.process_index * PROCESSES, display)
+    try:
+        yield own
+    finally:
+        if display is not None:
+            display.close()
+    if main:
+        logger.info("%s: %s in %s", what, _of(own.counts.models, models), duration(time.monotonic() - started))
+
+
+def _of(done: int, models: int) -> str:
+    return f"{done} of {models} model{'' if models == 1 else 's'}"
+
+
+def _display(what: str, cost: float, models: int) -> Display:
+    return _Bar(what, cost, models) if shows_bars() else _Lines(what, cost, models)
+
+
+class _Lines:
+    """Writes a line to the log every 30 seconds."""
+
+    def __init__(self, what: str, cost: float, models: int) -> None:
+        self.what, self.cost, self.models = what, cost, models
+        self.started = self.last = time.monotonic()
+
+    def show(self, counts: Counts, note: str) -> None:
+        now = time.monotonic()
+        if now - self.last < LOG_EVERY_SECONDS:
+            return
+        self.last, share = now, min(1.0, (counts.done + counts.spared) / self.cost)
+        left = ""
+        if counts.done > 0:
+            seconds = (self.cost - counts.done - counts.spared) * (now - self.started) / counts.done
+            left = f", about {duration(max(0.0, seconds))} left"
+        logger.info("%s: %.0f%%, %s%s, now %s", self.what, 100 * share, _of(counts.models, self.models), left, note)
+
+    def close(self) -> None:
+        pass
+
+
+def _columns() -> int:
+    """The width of a bar: that of the terminal, but for what it prints at Ctrl-C, which would begin a second line."""
+    try:
+        width = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # a terminal that does not say
+        width = shutil.get_terminal_size().columns
+    return max(20, width - len("^C "))
+
+
+class _Bar:
+    """One bar on the terminal, with the time left at the mean rate since the start."""
+
+    def __init__(self, what: str, cost: float, models: int) -> None:
+        from tqdm import tqdm
+
+        self.models, self.counted = models, Counts()
+        self.bar = tqdm(
+            total=cost,
+            desc=what,
+            smoothing=0,  # methods differ in speed, and a piece in progress is not all that is left
+            leave=False,
+            ncols=_columns(),
+            file=sys.stderr,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {remaining} left{postfix}",
+        )
+        self.shown = with_bar(self.bar)
+        self.shown.__enter__()
+
+    def show(self, counts: Counts, note: str) -> None:
+        spared, done = counts.spared - self.counted.spared, counts.done - self.counted.done
+        self.counted = counts
+        self.bar.initial += spared  # tqdm takes the rate from n − initial
+        self.bar.n = min(self.bar.total, self.bar.n + spared + done)
+        self.bar.ncols = _columns()
+        self.bar.postfix = f"{_of(counts.models, self.models)}, {printable(note)}"
+        self.bar.refresh()
+
+    def close(self) -> None:
+        self.shown.__exit__(None, None, None)
+        self.bar.close()

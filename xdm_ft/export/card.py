@@ -1,0 +1,234 @@
+"""README.md of a model directory: a model card as the Hugging Face Hub reads it.
+
+The front matter has the hub's documented fields (https://huggingface.co/docs/hub/model-cards). It names no license: the
+owner of the weights and the data decides on one. No path, file name or image of the run is in the card.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from xdm_ft.errors import plural, printable
+from xdm_ft.export.config import AtHeldOut, Expected, ModelConfig
+
+HUB = "hf-hub:"
+HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "auroc": "roc_auc"}  # ours → id on the hub
+WORDS = {
+    "accuracy": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "macro_f1": "macro F1",
+    "auroc": "AUROC",
+    "worst_domain_accuracy": "worst-domain accuracy",
+    "nll": "negative log-likelihood (nll)",
+    "ece": "expected calibration error (ECE)",
+}
+CALIBRATION = ("nll", "ece")
+_ACTIVE = re.compile(r"([\\`*_{}\[\]#|~$!@^]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
+
+
+def escaped(name: object) -> str:
+    """Returns a name or text on one line, with nothing in it that Markdown or HTML would interpret."""
+    return _ACTIVE.sub(r"\\\1", html.escape(printable(name), quote=False))
+
+
+def shown(metric: str, value: float) -> str:
+    """A value of a metric for a reader: rates in percent."""
+    return f"{value:.3f}" if metric == "nll" else f"{100 * value:.1f}%"
+
+
+def interval(metric: str, ends: tuple[float, float] | None) -> str:
+    return "unknown" if ends is None else f"{shown(metric, ends[0])} to {shown(metric, ends[1])}"
+
+
+def card(config: ModelConfig, encoder: Mapping[str, Any]) -> str:
+    """Returns the model card. `encoder`: its settings in the run, which say if it comes from a hub repository."""
+    front = yaml.safe_dump(metadata(config, encoder), sort_keys=False, allow_unicode=True, width=float("inf"))
+    sections = [
+        ("Use", _use(config)),
+        ("Training", _training(config)),
+        ("What to expect at a new site", _expected(config)),
+        ("Calibration", _calibration(config)),
+        ("Limits", _limits(config)),
+        ("How to load it", _loading(config)),
+    ]
+    title = f"# {escaped(config.method['label'])}: {plural(len(config.class_names), 'class')} of images"
+    body = "\n\n".join(f"## {heading}\n\n" + "\n".join(lines) for heading, lines in sections)
+    return f"---\n{front}---\n\n{title}\n\n{body}\n"
+
+
+def metadata(config: ModelConfig, encoder: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the front matter."""
+    found: dict[str, Any] = {
+        "library_name": "xdm_ft",
+        "pipeline_tag": "image-classification",
+        "tags": ["xdm_ft", "domain-generalization", "image-classification", config.encoder.name],
+    }
+    sources = [str(encoder.get(key)) for key in ("weights", "model") if str(encoder.get(key)).startswith(HUB)]
+    if sources:
+        found["base_model"] = sources[0].removeprefix(HUB).split("@")[0]
+    expected = config.expected
+    if expected is None or expected.selection == "oracle":  # such numbers are no results
+        return found
+    if expected.metric in HUB_METRICS:
+        found["metrics"] = [HUB_METRICS[expected.metric]]
+    results = [_result(expected, f"{', '.join(one.domains)} held out", one.value) for one in expected.held_out]
+    if len(results) > 1:
+        results.insert(0, _result(expected, "mean over held-out domains", expected.mean))
+    return found | {"model-index": [{"name": html.escape(config.method["label"]), "results": results}]}
+
+
+def _result(expected: Expected, where: str, value: float) -> dict[str, Any]:
+    metric = {"type": HUB_METRICS.get(expected.metric, expected.metric), "name": WORDS[expected.metric]}
+    return {
+        "task": {"type": "image-classification", "name": "Image classification"},
+        # escaped, as a reader of the raw text may be a browser; the hub merges results whose type and config are equal
+        "dataset": {
+            "name": html.escape(f"{expected.data}, {where}"),
+            "type": html.escape(expected.data),
+            "config": html.escape(where),
+        },
+        "metrics": [metric | {"value": round(value, 6)}],
+    }
+
+
+def _use(config: ModelConfig) -> Iterator[str]:
+    yield f"Assigns one of these {plural(len(config.class_names), 'class')} to an image:"
+    yield ", ".join(escaped(name) for name in config.class_names) + "."
+    yield ""
+    yield "It is meant for images from sites (hospitals, regions, cameras, styles) that were not in its training data."
+    yield "Evaluate it on labelled images of your site before you rely on it (see the end of this page)."
+
+
+def _training(config: ModelConfig) -> Iterator[str]:
+    method, encoder, images = config.method, config.encoder, config.results.get("images")
+    is_text = config.prompts is not None and config.step == 0 and "alpha" not in method.get("hparams", {})
+    head = "class head from class embeddings, not trained" if is_text else "trained class head"
+    what = "encoder and head trained end to end" if encoder.trained else f"frozen encoder, {head}"
+    yield f"* Method: {escaped(method['label'])}; {what}."
+    yield f"* Encoder: {encoder.name} {escaped(encoder.settings['model'])}, {escaped(encoder.pretraining)}."
+    if images is not None:
+        counts = ", ".join(f"{escaped(name)} ({number})" for name, number in images.items())
+        total = sum(images.values())
+        yield f"* Data: {plural(total, 'image')} of {plural(len(images), 'domain')}: {counts}. None is held out."
+    else:
+        yield f"* Data: the domains {', '.join(map(escaped, method['train_domains']))};"
+        yield f"  {', '.join(map(escaped, method['test_domains']))} held out for testing."
+    yield f"* Protocol: {escaped(config.protocol['description'])}."
+    yield f"* How this model was chosen: {escaped(config.chosen)}."
+
+
+def _expected(config: ModelConfig) -> Iterator[str]:
+    expected = config.expected
+    if expected is None:
+        yield "Unknown: the run has no test result of this method."
+        return
+    metric = expected.metric
+    if expected.selection == "oracle":
+        yield "**CHEATING: steps and trials were picked by labels of the held-out domains (oracle). These numbers are"
+        yield "no results, and a new site will be worse.**"
+        yield ""
+    spread = "" if expected.stderr is None else f" ± {shown(metric, expected.stderr)} (standard error over seeds)"
+    seeds = f"{plural(expected.seeds, 'seed')}" if expected.seeds else "incomplete seeds"
+    kind = "the official test set" if expected.source == "official test" else "leaving one domain out"
+    yield f"Estimated by {kind}: {WORDS[metric]} **{shown(metric, expected.mean)}**{spread}, {seeds}."
+    yield ""
+    if expected.new_site is not None:
+        yield f"At one new site, {WORDS[metric]} is expected in **{interval(metric, expected.new_site)}** (95%"
+        yield f"prediction interval, t distribution, {expected.freedom} degrees of freedom). This assumes that the new"
+        yield f"site is like one more draw of the {len(expected.held_out)} held-out domains."
+        if expected.new_site == (0, 1):
+            yield "These are all values there can be: the held-out domains are too few, and differ too much, to promise"
+            yield "more. Their own values below say how much."
+    else:
+        yield "There is no interval for a new site: too few domains were held out to know how much sites differ."
+    yield ""
+    yield from _table(metric, expected.held_out)
+    yield ""
+    name, worst = expected.worst
+    of = "accuracy" if len(expected.held_out) == 1 and len(expected.held_out[0].domains) > 1 else WORDS[metric]
+    yield f"Worst: {escaped(name)}, {of} {shown('accuracy' if of == 'accuracy' else metric, worst)}. Intervals are 95%,"
+    yield f"over {'' if expected.seeds == 1 else 'seeds and '}groups of images."
+    others = [f"{WORDS[key]} {shown(key, value)}" for key, value in expected.others.items() if key not in CALIBRATION]
+    if others:
+        yield f"Other metrics (means): {', '.join(others)}."
+    yield from _not_of_this_model(config)
+
+
+def _table(metric: str, held_out: Sequence[AtHeldOut]) -> Iterator[str]:
+    yield f"| held out | {WORDS[metric]} | 95% interval | images | groups |"
+    yield "|---|---:|---:|---:|---:|"
+    for one in held_out:
+        groups = "unknown" if one.groups is None else str(one.groups)
+        name = escaped(", ".join(one.domains))
+        yield f"| {name} | {shown(metric, one.value)} | {interval(metric, one.interval)} | {one.images} | {groups} |"
+        if len(one.domains) > 1:
+            for domain, accuracy in one.accuracies.items():
+                yield f"| – {escaped(domain)} (accuracy) | {shown('accuracy', accuracy)} | | | |"
+
+
+def _not_of_this_model(config: ModelConfig) -> Iterator[str]:
+    yield ""
+    if "images" in config.results:
+        yield "These numbers are of models that were trained without the domain they were tested on. This model was"
+        yield "trained on all domains, so no images are left to test it on."
+    else:
+        yield "These numbers are means over the run's models of this method; this model is one of them."
+    made = [f"an ensemble of {len(config.members)} heads"] * bool(config.members)
+    made += ["interpolated with the zero-shot weights (WiSE-FT)"] * (config.wise_ft is not None)
+    made += ["calibrated by a temperature"] * (config.temperature != 1)
+    if made:
+        yield f"They are of single trained models, but this model is {' and '.join(made)}, which was not tested itself."
+
+
+def _calibration(config: ModelConfig) -> Iterator[str]:
+    expected = config.expected
+    known = {} if expected is None else {expected.metric: expected.mean} | expected.others
+    lines = [f"{WORDS[key]} {shown(key, known[key])}" for key in CALIBRATION if key in known]
+    if lines:
+        yield f"On the held-out domains, without a temperature: {', '.join(lines)}."
+    if expected is not None and expected.calibrated is not None:
+        lines = [f"{WORDS[key]} {shown(key, expected.calibrated[key])}" for key in CALIBRATION]
+        yield f"With a temperature, fitted on validation images of the training domains: {', '.join(lines)}."
+    if config.temperature != 1:
+        yield f"The logits of this model are divided by its temperature, {config.temperature:.4g}."
+    elif config.fitted_temperature is not None:
+        yield f"A temperature of {config.fitted_temperature:.4g} was fitted; this model's probabilities do not use it."
+    else:
+        yield "No temperature is known for this model."
+    yield "Probabilities are less reliable at a new site than on images like those of the training data."
+
+
+def _limits(config: ModelConfig) -> Iterator[str]:
+    expected = config.expected
+    if expected is not None:
+        domains = sum(len(one.domains) for one in expected.held_out)
+        yield f"* Few domains: {plural(domains, 'domain')} tested. Another kind of site can be worse than any of them."
+        yield from (f"* {escaped(note[0].upper() + note[1:])}." for note in expected.notes)
+    yield "* The classes are closed: an image of anything else gets one of them too, often with a high probability."
+    yield "* Domains are unseen in fine-tuning, but possibly seen in the encoder's pre-training."
+    yield "* Not for decisions on health, safety or rights of people without an evaluation for that purpose."
+
+
+def _loading(config: ModelConfig) -> Iterator[str]:
+    needs_file = config.encoder.file is None and "weights" not in config.encoder.settings
+    yield "```python"
+    yield "import xdm_ft"
+    yield ""
+    weights = ', encoder_weights="FILE"' if needs_file else ""
+    yield f'model = xdm_ft.load("DIRECTORY"{weights})  # that of this page'
+    yield 'print(model.predict(["IMAGE"]), model.predict_proba(["IMAGE"]))'
+    yield "```"
+    yield ""
+    if needs_file:
+        yield f"FILE has the encoder's weights, which are not in the directory (xxh3 {config.encoder.xxh3})."
+        yield ""
+    yield "Labelled images of a new site, in folders `<class>/<image>`, show whether it keeps what this page promises:"
+    yield ""
+    yield "```"
+    yield f"xdm-ft evaluate DIRECTORY SITE{' --encoder-weights FILE' if needs_file else ''}"
+    yield "```"

@@ -1,0 +1,184 @@
+"""The metrics of a model at a new site, and whether they keep what its card promises.
+
+The promise (export/promise.py) is the distribution m + spread · t(D − 1) of a metric at one more site, over D held-out
+sets. At the site it is measured on some images, with standard error SE (jackknife over their groups). Sampling is
+independent of which site it is, so the value lies in m ± t(D − 1)·√(spread² + SE²) for 95% of sites that are like the
+held-out ones. SE has its own degrees of freedom, Welch and Satterthwaite's number for the sum is never smaller than the
+smaller of the two: t(min(D, G) − 1) is used, G being the effective number of groups. spread² already holds the sampling
+error of the held-out images, so "within" is said in somewhat more than 95% where images vary as much as sites do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xdm_ft.evaluation.comparison import Estimate
+from xdm_ft.evaluation.description import interval_of
+from xdm_ft.evaluation.jackknife import effective_number, group_sizes
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, per_image, score
+from xdm_ft.evaluation.new_site import NewSite, within_bounds
+from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.reliability import Bin, reliability
+from xdm_ft.export.config import Expected
+from xdm_ft.export.promise import error_at
+
+Words = Literal["within what the card promises", "below", "above"]
+UNKNOWN = "can not be said"
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """n images with their labels and the model's answers."""
+
+    logits: Tensor  # float32 [n,C]
+    labels: np.ndarray  # int64 [n]
+    domains: np.ndarray  # int64 [n]
+    groups: np.ndarray | None  # int64 [n]; None: images assumed independent
+
+    def of_domain(self, number: int) -> Labelled:
+        rows = np.flatnonzero(self.domains == number)
+        groups = None if self.groups is None else self.groups[rows]
+        return Labelled(self.logits[torch.from_numpy(rows)], self.labels[rows], self.domains[rows], groups)
+
+
+@dataclass(frozen=True)
+class Measured:
+    value: float
+    interval: tuple[float, float] | None  # 95%, over groups of images; None: too few groups, or all alike
+
+
+@dataclass(frozen=True)
+class OfClass:
+    images: int
+    recall: float | None  # None without images
+
+
+@dataclass(frozen=True)
+class Versus:
+    """A metric at a site beside what the model's card promises."""
+
+    metric: str
+    value: float
+    promised: float  # the mean over held-out domains
+    interval: tuple[float, float] | None  # 95%, for a value that is measured on this many images; None: unknown
+    worst: tuple[str, float]  # the held-out domain with the worst value, and that value
+    verdict: str  # within what the card promises | below | above | can not be said (why)
+
+
+@dataclass(frozen=True)
+class AtSite:
+    """What was measured on the images of one domain, or of all."""
+
+    images: int
+    groups: int | None  # None: images assumed independent
+    metrics: dict[str, Measured]
+    classes: dict[str, OfClass]
+    reliability: list[Bin]
+    versus: Versus | None  # None: all of several domains, or a model without a promise
+
+
+def at_site(
+    images: Labelled,
+    class_names: Sequence[str],
+    domain_names: Sequence[str],
+    expected: Expected | None = None,
+    temperature: float = 1.0,
+) -> AtSite:
+    """Returns the metrics of labelled images, with intervals over their groups.
+
+    `expected` is given for one domain: a promise is about one site. `temperature` is that of the logits.
+    """
+    labels, domains = torch.from_numpy(images.labels), torch.from_numpy(images.domains)
+    found = score(images.logits, labels, domains, class_names, domain_names)
+    estimates, groups = dict[str, Estimate | None](), None
+    metrics = {}
+    for name in HIGHER_IS_BETTER:
+        value = getattr(found, name)
+        if value is None or (name == "worst_domain_accuracy" and len(found.per_domain) == 1):
+            continue
+        estimates[name], groups, effective = _estimate(name, value, images)
+        metrics[name] = Measured(value, interval_of(name, estimates[name], effective))
+    counts = np.bincount(images.labels, minlength=len(class_names))
+    recalls = found.per_class_recall
+    versus = None
+    if expected is not None:
+        # of a single domain the worst accuracy is its accuracy
+        own = "accuracy" if expected.metric == "worst_domain_accuracy" else expected.metric
+        versus = _versus(expected, metrics.get(own), estimates.get(own), temperature)
+    return AtSite(
+        images=found.n,
+        groups=groups,
+        metrics=metrics,
+        classes={name: OfClass(int(n), recalls[name]) for name, n in zip(class_names, counts, strict=True)},
+        reliability=reliability(images.logits, images.labels),
+        versus=versus,
+    )
+
+
+def _estimate(metric: str, value: float, images: Labelled) -> tuple[Estimate | None, int | None, float]:
+    """The metric with its error over groups of images (None: unknown), the number of groups (None: unknown), and the
+    effective number of groups, or of images."""
+    labels = torch.from_numpy(images.labels)
+    prediction = Prediction(
+        method="",
+        test_domains=(),
+        seed=0,
+        rule="",
+        rows=np.arange(len(images.labels)),
+        labels=images.labels,
+        predicted=images.logits.argmax(1).numpy(),
+        worst_of=images.domains,
+        groups=images.groups,
+        per_image=per_image(metric, images.logits, labels),
+    )
+    sizes = group_sizes(prediction)
+    effective = effective_number(sizes)
+    estimate = error_at(metric, np.array([value]), [prediction], effective)
+    return estimate, None if images.groups is None else len(sizes), effective
+
+
+def _versus(
+    expected: Expected, measured: Measured | None, estimate: Estimate | None, temperature: float
+) -> Versus | None:
+    if measured is None:  # the metric is not defined on these images
+        return None
+    interval, reason = None, ""
+    if expected.selection == "oracle":
+        reason = "picked by labels of the held-out domains"
+    elif expected.spread is None or expected.freedom is None:
+        sets = len(expected.held_out)
+        reason = "one held-out set" if sets == 1 else f"{sets} held-out sets"
+    elif temperature != 1 and expected.metric in ("nll", "ece"):
+        reason = "the promise is for probabilities without a temperature"
+    elif estimate is None:
+        reason = "too few images or groups"
+    else:
+        ends, verdict = judged(measured.value, estimate, expected.mean, expected.spread, expected.freedom)
+        interval = within_bounds(expected.metric, *ends)
+        if interval == within_bounds(expected.metric, -math.inf, math.inf):
+            reason = "the held-out domains differ so much that any value is possible"
+        told = f"{UNKNOWN} ({reason})" if reason else verdict
+        return Versus(expected.metric, measured.value, expected.mean, interval, expected.worst, told)
+    return Versus(expected.metric, measured.value, expected.mean, None, expected.worst, f"{UNKNOWN} ({reason})")
+
+
+def judged(
+    value: float, estimate: Estimate, mean: float, spread: float, freedom: int
+) -> tuple[tuple[float, float], Words]:
+    """Returns the 95% interval of the values that a site would have if it is like the held-out ones, and the verdict.
+
+    `estimate` has the standard error of `value` and its degrees of freedom; `mean`, `spread` and `freedom` are the
+    promise's.
+    """
+    half = NewSite(mean, spread, freedom).half_width(estimate.error, estimate.freedom)
+    ends = mean - half, mean + half
+    if value < ends[0]:
+        return ends, "below"
+    return ends, "above" if value > ends[1] else "within what the card promises"

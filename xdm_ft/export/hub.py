@@ -1,0 +1,172 @@
+"""Model directories on the Hugging Face hub. Only the files of a model go there, and only data are read from there."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xdm_ft.encoders._downloads import check_hub_cache, network_error
+from xdm_ft.errors import UserError, printable
+from xdm_ft.export.config import ModelConfig
+from xdm_ft.export.directory import CONFIG, ENCODER, WEIGHTS, read_config
+from xdm_ft.export.leaks import leaks_in
+from xdm_ft.export.onnx import ONNX
+from xdm_ft.export.reference import REFERENCE
+from xdm_ft.version import __version__
+
+PREFIX = "hf-hub:"
+NEEDED = (CONFIG, WEIGHTS)
+FILES = (*NEEDED, REFERENCE, ENCODER, ONNX, "README.md", "example.py")
+"""Files of a model directory, besides the architecture of an encoder that its library does not know."""
+READ = (*NEEDED, REFERENCE, ENCODER, "*.json")  # *.json: the architecture
+_REPOSITORY = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>\S+))?", re.ASCII)
+_REMOTE_CODE = "trust_remote_code"
+LOGIN = "run `hf auth login`, or set HF_TOKEN"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A model on the hub."""
+
+    repository: str  # ORG/NAME
+    url: str  # of the commit
+    private: bool
+    files: tuple[str, ...]
+
+
+def check_name(repository: str) -> None:
+    """Raises `UserError` unless the text is the name of a repository on the hub."""
+    if _REPOSITORY.fullmatch(repository) is None or "@" in repository:
+        raise UserError(f"{repository}: is no name of a repository; write ORGANISATION/NAME")
+
+
+def push(folder: Path, repository: str, private: bool) -> Pushed:
+    """Uploads a model directory in one commit, and creates the repository if there is none.
+
+    Files of an earlier model in the repository are removed. Raises `UserError`, before anything is uploaded, if the
+    folder holds other files, or files with paths of this machine or names of images; if `private` and the repository
+    is public; and for errors of the hub.
+    """
+    check_name(repository)
+    config, _ = read_config(folder)
+    files = _checked_files(folder, config)
+    from huggingface_hub import HfApi
+
+    api: Any = HfApi(library_name="xdm_ft", library_version=__version__)
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        is_private = bool(api.model_info(repository).private)
+        if private and not is_private:
+            raise UserError(f"{repository}: exists on the hub and is public; make it private there, or name another")
+        commit = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            allow_patterns=list(files),
+            delete_patterns=list(FILES),  # except those that are uploaded
+            commit_message=f"{config.method['label']} model of xdm_ft {__version__}",
+        )
+    except UserError:
+        raise
+    except Exception as error:
+        raise _hub_error(repository, error, writing=True) from error
+    return Pushed(repository, str(commit.commit_url), is_private, files)
+
+
+def _checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
+    """Returns the names of the files to upload. Raises `UserError` as `push` says."""
+    model = str(config.encoder.settings["model"])
+    architecture = {model} if model.endswith(".json") else set()
+    known = {*FILES, *architecture}
+    found = sorted(folder.iterdir())
+    # a link could lead to any file
+    others = [path.name for path in found if path.name not in known or path.is_symlink() or not path.is_file()]
+    if others:
+        names = ", ".join(printable(name) for name in others)
+        raise UserError(f"{folder}: {names}: no file of a model, and so not uploaded; move it elsewhere")
+    optional = {ENCODER: config.encoder.file, REFERENCE: config.reference_xxh3}
+    needed = {*NEEDED, *architecture, *(name for name, own in optional.items() if own is not None)}
+    missing = sorted(needed - {path.name for path in found})
+    if missing:
+        raise UserError(f"{folder}: lacks {', '.join(missing)}; export the model again")
+    refused = [
+        f"{path}: {leak.place}: {leak.text}: a path of this machine or the name of an image, which is not uploaded; "
+        "remove it, or export the model again without it"
+        for path in found
+        for leak in leaks_in(path)
+    ]
+    if refused:
+        raise UserError(*refused)
+    return tuple(path.name for path in found)
+
+
+def is_hub_name(path: str | os.PathLike[str]) -> bool:
+    return os.fspath(path).startswith(PREFIX)
+
+
+def download(name: str) -> Path:
+    """Returns the folder of the local cache with the model hf-hub:ORGANISATION/NAME[@REVISION].
+
+    Files that are there already are not downloaded again. Raises `UserError` if the name is wrong, or the model is
+    neither there nor reachable.
+    """
+    match = _REPOSITORY.fullmatch(name.removeprefix(PREFIX))
+    if match is None:
+        raise UserError(f"{name}: is no name of a model on the hub; write hf-hub:ORGANISATION/NAME or …@REVISION")
+    check_hub_cache()
+    from huggingface_hub import snapshot_download
+
+    repository, revision = match["repository"], match["revision"]
+    try:
+        found = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=list(READ),
+            library_name="xdm_ft",
+            library_version=__version__,
+        )
+    except Exception as error:
+        raise _hub_error(name, error, writing=False) from error
+    folder = Path(found)
+    if not (folder / CONFIG).is_file():
+        raise UserError(f"{name}: holds no model of xdm_ft ({CONFIG} is missing); check the name")
+    for path in folder.glob("*.json"):
+        if _REMOTE_CODE in path.read_text(encoding="utf-8", errors="replace"):  # a tokenizer's, in open_clip's configs
+            raise UserError(f"{name}: {path.name} asks for {_REMOTE_CODE}: code of others is never run")
+    return folder
+
+
+def _hub_error(name: str, error: Exception, writing: bool) -> UserError:
+    """Returns the error for the user. Raises `error` itself if it is not of the hub or the network."""
+    from huggingface_hub import errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.HFValidationError):
+        return UserError(f"{name}: is no name of a repository; write ORGANISATION/NAME")
+    if isinstance(error, errors.OfflineModeIsEnabled) and writing:
+        return UserError(f"{name}: HF_HUB_OFFLINE is set, so nothing is uploaded; unset it")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return UserError(f"{name}: the hub has no such revision; check the name behind @")
+    if isinstance(error, errors.GatedRepoError):
+        return UserError(f"{name}: access is restricted; ask for it on its page, then {LOGIN}")
+    if writing and (status in (401, 404) or isinstance(error, errors.LocalTokenNotFoundError)):
+        return UserError(f"{name}: the hub needs a token with the right to write; {LOGIN}")
+    if writing and status == 403:
+        return UserError(f"{name}: the token has no right to write there; use another name or token ({LOGIN})")
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+        return UserError(f"{name}: is not on the hub, or is private; check the name, or {LOGIN}")
+    if writing and isinstance(error, ValueError) and "README.md" in str(error):
+        reason = " ".join(str(error).split())[:160]
+        return UserError(f"{name}: the hub refuses the metadata of README.md ({reason}); correct its first lines")
+    cause = network_error(error)
+    if cause is None:
+        raise error
+    if writing:
+        return UserError(f"{name}: the upload failed ({type(cause).__name__}); check the network and try again")
+    repository = name.removeprefix(PREFIX).partition("@")[0]
+    return UserError(
+        f"{name}: is not on this machine and did not download ({type(cause).__name__}); run `hf download {repository}` "
+        "on a machine with a network, copy the folder that it prints here, and name that folder"
+    )

@@ -1,0 +1,140 @@
+"""The parts of a model, and the module that they make: pixels → logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
+from xdm_ft.encoders import Encoder
+from xdm_ft.errors import UserError
+from xdm_ft.evaluation.feature_distance import Reference
+from xdm_ft.export.config import HeadConfig, ModelConfig, ModelPrecision
+from xdm_ft.features import Precision
+from xdm_ft.features.forward import frozen_copy
+from xdm_ft.heads import Head
+from xdm_ft.recipe.components import find, settings_model
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SINGLE = "head"  # name of the head in a weights file; those of an ensemble are `members.<seed>`
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a model consists of."""
+
+    config: ModelConfig
+    encoder: Encoder  # float32, on the CPU
+    heads: Mapping[str, Head]
+    """`head`: the class head, of an ensemble of linear heads their mean; `members.<seed>`: the heads of an ensemble."""
+    reference: Reference | None = None  # of the encoder's features of training images; None: distances are not known
+
+
+class Classifier(nn.Module):
+    """Preprocessed pixels [B,3,H,W] → logits float32 [B,C], as one plain module in eval mode.
+
+    The logits of an ensemble are the mean of its heads' logits. All logits are divided by the temperature.
+    """
+
+    def __init__(
+        self, parts: Parts, precision: ModelPrecision | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        """`precision` None: that of the run. A frozen encoder is cast to it; one trained end to end runs in autocast.
+
+        Raises `UserError` for fp16 with a frozen encoder, for which runs do not offer it.
+        """
+        super().__init__()
+        config, device = parts.config, torch.device(device)
+        self.precision: ModelPrecision = config.encoder.precision if precision is None else precision
+        self.autocast = AUTOCAST.get(self.precision) if config.encoder.trained else None
+        if self.precision == "fp16" and not config.encoder.trained:
+            raise UserError("precision: fp16 is not offered for a frozen encoder; use fp32 or bf16")
+        in_weights: Precision = "bf16" if self.precision == "bf16" and not config.encoder.trained else "fp32"
+        self.encoder = frozen_copy(parts.encoder, in_weights, device)
+        heads = {name: head.to(device).eval().requires_grad_(False) for name, head in parts.heads.items()}
+        self.head = heads.pop(SINGLE, None)
+        self.members = nn.ModuleList(heads.values())
+        self.normalize, self.temperature = config.normalize, config.temperature
+        self.eval()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.logits(self.features(pixels))
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """float32 features z [B,K] as the head reads them."""
+        return self.as_read(self.encoded(pixels))
+
+    def encoded(self, pixels: Tensor) -> Tensor:
+        """float32 features z [B,K] of the encoder."""
+        with torch.autocast(pixels.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            z: Tensor = self.encoder(pixels)
+        return z.float()
+
+    def as_read(self, z: Tensor) -> Tensor:
+        """Features of the encoder, as the head reads them: L2-normalised or as they are."""
+        return F.normalize(z, dim=-1) if self.normalize else z
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Features z [B,K] as the head reads them → logits [B,C]."""
+        return self.of_mean(z) / self.temperature
+
+    def of_mean(self, z: Tensor) -> Tensor:
+        logits: Tensor = self.member_logits(z).mean(0) if self.head is None else self.head(z)
+        return logits
+
+    def member_logits(self, z: Tensor) -> Tensor:
+        """Logits [S,B,C] of the heads of an ensemble, before the temperature."""
+        return torch.stack([member(z) for member in self.members])
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """float32 [...,C], as runs compute them: in float64, since float32 rounds small ones."""
+    return logits.double().softmax(-1).float()
+
+
+def build_encoder(name: str, settings: Mapping[str, Any], preprocessing: Preprocessing, seed: int | None) -> Encoder:
+    """Builds an encoder from its settings in a file. Raises `UserError` if they are wrong or its weights are missing.
+
+    The global generator of torch is left as it was: random weights are drawn from `seed`.
+    """
+    cls = find("encoders", name)
+    try:
+        own = PreprocessingOverrides(**preprocessing.model_dump())
+        block = settings_model(cls).model_validate({**settings, "preprocessing": own})
+    except ValidationError as error:
+        raise UserError(f"encoder.settings: {first_fault(error)}") from error
+    keywords = {key: getattr(block, key) for key in type(block).model_fields}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0 if seed is None else seed)
+        encoder: Encoder = cls(**keywords)
+    return encoder
+
+
+def first_fault(error: ValidationError) -> str:
+    """Returns where a value is wrong, and why, on one line."""
+    fault = error.errors()[0]
+    return " ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}".split())
+
+
+def build_head(config: HeadConfig, width: int, classes: int, state: Mapping[str, Tensor]) -> Head:
+    """Builds a class head with these weights. Raises `ValueError` if they do not fit."""
+    with torch.random.fork_rng(devices=[]):  # torch's layers draw initial weights, which are replaced at once
+        make = find("heads", config.name)
+        try:
+            head: Head = make(width, classes, 0, 0, **config.settings)
+            head.load_state_dict(dict(state))
+        except (RuntimeError, TypeError) as error:  # TypeError: settings that the head does not have
+            raise ValueError(" ".join(str(error).split())) from error
+    return head
+
+
+def part_of(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Returns the tensors whose names begin with `prefix.`, without it."""
+    start = f"{prefix}."
+    return {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}

@@ -1,0 +1,289 @@
+"""A model of a run directory, as `Parts`: which one, and how its tensors are combined."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xdm_ft.algorithms.wise_ft import interpolate
+from xdm_ft.data._transforms import Preprocessing
+from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.evaluation.feature_distance import Reference
+from xdm_ft.evaluation.records import Record
+from xdm_ft.evaluation.trials import best, picked_model, picked_trials, selection_values
+from xdm_ft.experiment.final_fit import median
+from xdm_ft.export.config import EncoderConfig, HeadConfig, ModelConfig
+from xdm_ft.export.directory import check_encoder
+from xdm_ft.export.parts import SINGLE, Parts, build_encoder, build_head, part_of
+from xdm_ft.export.promise import promise
+from xdm_ft.export.reference import digest_of, of_run
+from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.heads import Head
+from xdm_ft.recipe.blocks import EncoderCommon
+from xdm_ft.report.finished import ORACLE, Run
+from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.version import __version__
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which model of a run: None leaves it to the protocol. All None: the final fit if there is one."""
+
+    method: str | None = None
+    test_domains: tuple[str, ...] | None = None
+    seed: int | None = None
+    trial: int | None = None
+
+    def fits(self, record: Record) -> bool:
+        wanted = (self.method, _joined(self.test_domains), self.seed, self.trial)
+        own = (record.method, _joined(record.test_domains), record.seed, record.trial)
+        return all(part is None or part == of_record for part, of_record in zip(wanted, own, strict=True))
+
+
+def _joined(domains: Sequence[str] | None) -> str | None:
+    """Domains as the command line has them, so that a domain whose name holds a comma can be named."""
+    return None if domains is None else ",".join(domains)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The weights files of a model (one per seed of an ensemble), and how it was chosen."""
+
+    files: Mapping[int, str]  # {seed: weights file, relative to the run directory}
+    how: str
+
+
+def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
+    """Returns which model of the run `choice` means: the final fit, or the protocol's choice among those that fit.
+
+    The protocol's choice is the method with the best mean selection value, and of its models the one with the best
+    value. No test result is read. Raises `UserError` if the run has no such model.
+    """
+    final = run.results.get("final_fit")
+    if choice == Choice() and final is not None and final["status"] == "ok":
+        seeds = final.get("seeds") or {str(final["seed"]): final["weights"]}
+        files = {int(seed): file for seed, file in seeds.items()} if ensemble else {final["seed"]: final["weights"]}
+        return Chosen(files, f"final fit: {final['how']}")
+    record, how = _best_record(run, choice)
+    if not ensemble:
+        return Chosen({record.seed: record.selected[run.rule].weights}, how)
+    same = [one for one in picked_trials(run.records, run.rule, run.metric) if one.key[:2] == record.key[:2]]
+    files = {one.seed: one.selected[run.rule].weights for one in same if run.rule in one.selected}
+    return Chosen(files, f"the heads of {len(files)} seeds; {how}")
+
+
+def _best_record(run: Run, choice: Choice) -> tuple[Record, str]:
+    rule, metric = run.rule, run.metric
+    fitting = [record for record in run.records if choice.fits(record) and rule in record.selected]
+    if not fitting:
+        raise UserError(_no_such_model(run, choice))
+    if rule == ORACLE and len(fitting) > 1:
+        raise UserError(
+            f"{run.path}: its selection rule is oracle, which reads labels of the held-out domains, so no model can be "
+            "chosen honestly; name one: --method, --test-domain, --seed"
+        )
+    values, label = {}, choice.method
+    if label is None:
+        values = selection_values(run.records, [row for row in run.rows if row.selection == rule], rule, metric)
+        known = {method: value for method, value in values.items() if any(one.method == method for one in fitting)}
+        label = best(known, metric) if known else fitting[0].method
+    trials = [one for one in fitting if one.method == label]
+    if choice.trial is None:
+        trials = picked_trials(trials, rule, metric)
+    record = picked_model(trials, rule, metric) or trials[0]
+    return record, _how(run, record, len(trials), len(values))
+
+
+def _how(run: Run, record: Record, models: int, methods: int) -> str:
+    held_out, rule, metric = ", ".join(record.test_domains), run.rule, run.metric
+    parts = [f"{record.method}, {held_out} held out, seed {record.seed}, trial {record.trial}"]
+    if methods > 1:
+        parts.append(f"of {methods} methods the one with the best {metric} by {rule}, the mean over its models")
+    if models > 1:
+        parts.append(f"of its {models} models the one with the best {metric} by {rule}")
+    if methods > 1 or models > 1:
+        parts.append("no test result was read for this choice")
+    return "; ".join(parts)
+
+
+def _no_such_model(run: Run, choice: Choice) -> str:
+    if not run.records:
+        return f"{run.path}: the run has no trained model; run its recipe first"
+    known = {
+        "--method": (choice.method, [record.method for record in run.records]),
+        "--test-domain": (
+            _joined(choice.test_domains),
+            [",".join(record.test_domains) for record in run.records],
+        ),
+        "--seed": (choice.seed, [str(record.seed) for record in run.records]),
+        "--trial": (choice.trial, [str(record.trial) for record in run.records]),
+    }
+    for option, (wanted, names) in known.items():
+        if wanted is not None and str(wanted) not in names:
+            return f"{run.path}: {option}: no model {wanted}{did_you_mean(str(wanted), list(dict.fromkeys(names)))}"
+    return f"{run.path}: no trained model fits all of the options; results.json lists the models"
+
+
+def read_parts(
+    run: Run, choice: Choice, *, wise_ft: float | None = None, ensemble: bool = False, temperature: bool = False
+) -> Parts:
+    """Returns a model of the run.
+
+    `wise_ft`: α, the share of the trained weights in their mean with the zero-shot ones. `ensemble`: the heads of all
+    seeds. `temperature`: divide the logits by the temperature that was fitted in the run. Raises `UserError` if files
+    are missing or damaged, or if the model can not be combined so.
+    """
+    if wise_ft is not None and (ensemble or temperature):
+        lacking = "ensemble" if ensemble else "fitted temperature"
+        raise UserError(f"{run.path}: --wise-ft makes a new model, for which there is no {lacking}; leave one out")
+    chosen = choose(run, choice, ensemble)
+    if ensemble and len(chosen.files) == 1:
+        raise UserError(
+            f"{run.path}: --ensemble needs models of several seeds, but there is one ({chosen.how.split(';')[0]}); "
+            "run the recipe with more protocol.seeds, or leave it out; a solver has the same head under every seed"
+        )
+    read = {seed: _read_file(run, file) for seed, file in sorted(chosen.files.items())}
+    (state, about), *_ = read.values()
+    encoder_about = about["encoder"]
+    is_trained = bool(encoder_about["in_this_file"])
+    if ensemble and is_trained:
+        raise UserError(f"{run.path}: an ensemble needs one encoder, but each of these models has trained its own")
+    encoder = _encoder(run.path, about, state if is_trained and wise_ft is None else None)
+    heads = {seed: _head(run, about, of_seed) for seed, (of_seed, _) in read.items()}
+    parts: dict[str, Head] = {SINGLE: next(iter(heads.values()))}
+    if wise_ft is not None:
+        parts[SINGLE] = _towards_zero_shot(run.path, about, encoder, state, parts[SINGLE], wise_ft)
+    if len(heads) > 1:
+        parts = {f"members.{seed}": head for seed, head in heads.items()}
+        if about["head"]["name"] == "linear":  # the mean of the logits is the logits of the mean
+            states = [head.state_dict() for head in heads.values()]
+            mean = {name: torch.stack([one[name] for one in states]).mean(0) for name in states[0]}
+            parts[SINGLE] = build_head(HeadConfig(**about["head"]), encoder.width, len(about["class_names"]), mean)
+    fitted = [known for _, one in read.values() if (known := one.get("temperature")) is not None]
+    config = _config(run, chosen, about, encoder, tuple(heads) if len(heads) > 1 else ())
+    known = median(fitted) if fitted and wise_ft is None else None
+    if temperature and known is None:
+        raise UserError(
+            f"{run.path}: no temperature was fitted for this model: its run is of an earlier version, or has no "
+            "validation parts of training domains, or they are separated perfectly; leave --temperature out"
+        )
+    reference = _reference(run, about, chosen) if wise_ft is None or not is_trained else None
+    update: dict[str, Any] = {"fitted_temperature": known, "temperature": known if temperature else 1.0}
+    update["reference_xxh3"] = digest_of(reference)
+    if wise_ft is not None:
+        mixed = f"WiSE-FT: {wise_ft:g} of the trained and {1 - wise_ft:g} of the zero-shot weights"
+        update |= {"wise_ft": wise_ft, "chosen": f"{config.chosen}; {mixed}"}
+    return Parts(config.model_copy(update=update), encoder, parts, reference)
+
+
+def _reference(run: Run, about: Mapping[str, Any], chosen: Chosen) -> Reference | None:
+    if about["encoder"]["in_this_file"]:
+        file = RunDirectory.reference_beside(*chosen.files.values())
+    else:
+        file = RunDirectory.reference_file(tuple(about["method"]["test_domains"]))
+    return of_run(run.path, file, about["encoder"]["width"])
+
+
+def _read_file(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        state, metadata = RunDirectory(run.path).tensors(file)
+        if "class_names" not in metadata:
+            raise Damaged("an earlier version wrote it, without the description of its model")
+        return state, {key: json.loads(value) for key, value in metadata.items() if key != "file"}
+    except (Damaged, FileNotFoundError) as error:
+        reason = error if isinstance(error, Damaged) else "it does not exist"
+        raise UserError(
+            f"{run.path / file}: is damaged ({reason}); run the run's recipe again to train this model again"
+        ) from error
+
+
+def _settings(about: Mapping[str, Any]) -> dict[str, Any]:
+    left_out = {*EncoderCommon.model_fields, "preprocessing"}
+    return {key: value for key, value in about["encoder"]["settings"].items() if key not in left_out}
+
+
+def _encoder(path: Path, about: Mapping[str, Any], trained: Mapping[str, Tensor] | None) -> Encoder:
+    """Builds the encoder of a run, with the weights that were `trained` end to end if they are given."""
+    described = about["encoder"]
+    preprocessing = Preprocessing(**about["preprocessing"])
+    encoder = build_encoder(described["settings"]["name"], _settings(about), preprocessing, described["seed"])
+    if trained is not None:
+        encoder.load_state_dict(part_of(trained, "encoder"))
+    elif not described["in_this_file"]:
+        check_encoder(encoder, described["xxh3"], described["settings"].get("weights"), path)
+    return encoder
+
+
+def _head(run: Run, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
+    own = HeadConfig(**about["head"])
+    try:
+        return build_head(own, about["encoder"]["width"], len(about["class_names"]), part_of(state, "head"))
+    except ValueError as error:
+        raise UserError(f"{run.path}: the weights do not fit their description ({error}); train again") from error
+
+
+def _towards_zero_shot(
+    path: Path, about: Mapping[str, Any], encoder: Encoder, state: Mapping[str, Tensor], head: Head, alpha: float
+) -> Head:
+    """Replaces the weights of the head, and of an encoder that was trained, by their mean with the zero-shot ones.
+
+    Wortsman et al. 2022, eq. (1). `encoder` has the weights from before training.
+    """
+    if not 0 <= alpha <= 1:
+        raise UserError(f"--wise-ft: {alpha} is not in 0…1; 0 is zero-shot, 1 is the trained model")
+    method = about["method"]
+    if about["prompts"] is None or not isinstance(encoder, TextEncoder):
+        raise UserError(
+            f"{path}: {method['label']} did not start from class embeddings, so that there are no zero-shot weights "
+            "to interpolate with; train with head_init: zero_shot (and encoder.normalize: true)"
+        )
+    if "alpha" in method["hparams"]:
+        raise UserError(f"{path}: {method['label']} is interpolated itself; choose another model")
+    text = encoder.logit_scale * encoder.text_embeddings(tuple(about["class_names"]), tuple(about["prompts"]))
+    zero_shot = build_head(HeadConfig(**about["head"]), encoder.width, len(about["class_names"]), head.state_dict())
+    zero_shot.start_from_text(text)
+    if all(torch.equal(value, head.state_dict()[name]) for name, value in zero_shot.state_dict().items()):
+        raise UserError(f"{path}: {method['label']} is zero-shot itself; choose a model that was trained")
+    mixed = interpolate(zero_shot.state_dict(), head.state_dict(), alpha)
+    if about["encoder"]["in_this_file"]:
+        encoder.load_state_dict(interpolate(encoder.state_dict(), part_of(state, "encoder"), alpha))
+    return build_head(HeadConfig(**about["head"]), encoder.width, len(about["class_names"]), mixed)
+
+
+def _config(
+    run: Run, chosen: Chosen, about: Mapping[str, Any], encoder: Encoder, members: Sequence[int]
+) -> ModelConfig:
+    described = about["encoder"]
+    is_trained = bool(described["in_this_file"])
+    precision = {"no": "fp32", None: "fp32"}.get(described["precision"], described["precision"])
+    of_encoder = EncoderConfig(
+        name=described["settings"]["name"],
+        settings=_settings(about),
+        seed=described["seed"],
+        file=None,
+        xxh3=weights_digest(encoder),
+        width=described["width"],
+        trained=is_trained,
+        precision=precision,
+        pretraining=described["pretraining"],
+        identity=None if is_trained else described["identity"],
+    )
+    names = run.results["recipe"]["data"]["class_names"]
+    kept = ("class_names", "preprocessing", "normalize", "head", "method", "prompts", "protocol", "step", "results")
+    return ModelConfig(
+        xdm_ft=__version__,
+        encoder=of_encoder,
+        members=tuple(members),
+        chosen=chosen.how,
+        renamed={name: words for name, words in names.items() if name != words},
+        expected=promise(run.path, run.results, run.records, run.rule, about["method"]["label"]),
+        **{key: about[key] for key in kept},
+    )

@@ -1,0 +1,223 @@
+"""Images to predict: files, folders, globs, tables, and a list on standard input. None of them is held in memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+from xdm_ft.data._cells import name_in
+from xdm_ft.data._files import group_of
+from xdm_ft.data._table_rows import csv_rows
+from xdm_ft.data._trees import is_folder, is_image, visible_entries
+from xdm_ft.data.table import path_in
+from xdm_ft.errors import UserError, printable
+from xdm_ft.progress import pulse
+from xdm_ft.storage.user_paths import expanded
+
+STDIN = "-"
+TABLES = (".csv", ".parquet")
+ROWS_AT_ONCE = 1024  # of a Parquet table
+Cells = tuple[int, object, object]  # row number, path, group
+
+
+class Item(NamedTuple):
+    """An image, of which nothing has been read yet."""
+
+    path: str  # as the user gave it
+    content: str | bytes  # its file, or the encoded image
+    group: str = ""
+
+
+class Sources:
+    """The images that a user has named, in this order; those of folders and globs in the order of their names.
+
+    A path is a file, a folder (images in it at any depth, by their extension, without hidden ones), a glob, a CSV or
+    Parquet file with the column path (relative to the table's folder), or `-`: paths on standard input, one per line.
+    `group_by` is a column of the tables or a regular expression for the paths, as `data.group`.
+    """
+
+    def __init__(self, paths: Iterable[str], group_by: str | None = None) -> None:
+        """Raises `UserError` for a path that does not exist."""
+        self.paths = tuple(paths)
+        self.group_by = group_by
+        if self.paths.count(STDIN) > 1:
+            raise UserError("PATH: - (standard input) is given twice; give it once")
+        self._sources = [_source(path) for path in self.paths]
+        try:
+            self._expression = re.compile(group_by or "")
+        except re.error as error:
+            raise UserError(f"--group-by: {group_by} is not a regular expression: {error}") from error
+
+    def __iter__(self) -> Iterator[Item]:
+        """Raises `UserError` for a folder or table that can not be read, and for an image without a group."""
+        for path, source in zip(self.paths, self._sources, strict=True):
+            yield from self._items(path, source)
+
+    def count(self) -> int | None:
+        """Lists all images once and returns their number; None if some are listed on standard input.
+
+        Raises `UserError` as iterating does, and for a folder, glob or table without images. Standard input is not
+        read.
+        """
+        total = 0
+        for path, source in zip(self.paths, self._sources, strict=True):
+            if path != STDIN:
+                before = total
+                for _ in self._items(path, source):
+                    pulse.beat()
+                    total += 1
+                if total == before:
+                    raise UserError(f"{printable(path)}: {_no_images(path)}")
+        return None if STDIN in self.paths else total
+
+    def _items(self, path: str, source: Callable[[str | None], Iterator[Item]]) -> Iterator[Item]:
+        for item in source(self.group_by):
+            if self.group_by is None or item.group:
+                yield item
+                continue
+            group = group_of(item.path, self._expression)
+            if not group:
+                column = f"is no column of {printable(path)} and " if _is_table(path) else ""
+                raise UserError(
+                    f"--group-by: {self.group_by} {column}matches nothing in {printable(item.path)}; change it so that "
+                    "every image has a group"
+                )
+            yield item._replace(group=group.replace("\0", "/"))
+
+
+def _source(path: str) -> Callable[[str | None], Iterator[Item]]:
+    """Returns the function that yields the images of a path, with their groups if they are a column of a table."""
+    if path == STDIN:
+        return lambda _: _listed()
+    if _is_table(path):
+        return lambda group: _of_table(Path(path), group)
+    if os.path.isdir(path):
+        return lambda _: (Item(found, found) for found in _walk(path, ["**"], frozenset([0]), set()))
+    if os.path.lexists(path):
+        return lambda _: iter([Item(path, path)])
+    if not any(sign in path for sign in "*?["):
+        raise UserError(f"{printable(path)}: does not exist; name a file, a folder, a table or a quoted glob")
+    return lambda _: (Item(found, found) for found in _matches(str(expanded(path, "PATH"))))
+
+
+def _is_table(path: str) -> bool:
+    return path.lower().endswith(TABLES) and os.path.isfile(path)
+
+
+def _no_images(path: str) -> str:
+    if _is_table(path):
+        return "the table has no rows; add one per image"
+    return "contains no image (known by its extension)" if os.path.isdir(path) else "matches no image"
+
+
+def _listed() -> Iterator[Item]:
+    for line in sys.stdin.buffer:
+        path = os.fsdecode(line.removesuffix(b"\n").removesuffix(b"\r"))
+        if path:
+            yield Item(path, path)
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """Yields the images that a glob matches. `**` is any number of folders; hidden files match nothing."""
+    parts = pattern.split("/")
+    fixed = next(place for place, part in enumerate(parts) if any(sign in part for sign in "*?["))
+    root = "/".join(parts[:fixed]) or ("/" if fixed else "")
+    if os.path.isdir(root or "."):
+        rest = [part for part in parts[fixed:] if part]
+        yield from _walk(root, rest, _reached(frozenset([0]), rest), set())
+
+
+def _walk(folder: str, parts: list[str], states: frozenset[int], visited: set[tuple[int, int]]) -> Iterator[str]:
+    """Yields the images below a folder ("": the current one) whose path fits, and descends where one may fit.
+
+    `states`: numbers of the parts of the pattern that the next name may fit. Links are followed, each folder once.
+    """
+    status, entries = visible_entries(folder or ".", "PATH")
+    if (identity := (status.st_dev, status.st_ino)) in visited:
+        return
+    visited.add(identity)
+    names = [(entry.name, is_folder(entry)) for entry in entries]  # smaller than the entries of a huge folder
+    del entries
+    for name, is_below in names:
+        after = _fitted(states, name, parts)
+        if is_below and after - {len(parts)}:
+            yield from _walk(os.path.join(folder, name), parts, after, visited)
+        elif not is_below and len(parts) in after and is_image(name):
+            yield os.path.join(folder, name)
+
+
+def _fitted(states: frozenset[int], name: str, parts: list[str]) -> frozenset[int]:
+    """Returns the states after a name: `**` stays, another part that fits is passed."""
+    found = set()
+    for state in _reached(states, parts):
+        if state < len(parts) and parts[state] == "**":
+            found.add(state)
+        elif state < len(parts) and fnmatchcase(name, parts[state]):
+            found.add(state + 1)
+    return _reached(frozenset(found), parts)
+
+
+def _reached(states: frozenset[int], parts: list[str]) -> frozenset[int]:
+    """Returns the states and those behind a `**`, which may also match no folder."""
+    found = set(states)
+    for state in sorted(states):
+        while state < len(parts) and parts[state] == "**":
+            state += 1
+            found.add(state)
+    return frozenset(found)
+
+
+def _of_table(file: Path, group: str | None) -> Iterator[Item]:
+    rows = _csv_cells if file.suffix.lower() == ".csv" else _parquet_cells
+    for number, path_cell, group_cell in rows(file, group):
+        column = "path"
+        try:
+            path = path_in(path_cell)
+            column = str(group)
+            own = "" if group_cell is None else name_in(group_cell)
+        except ValueError as error:
+            raise UserError(f"{printable(file)}: row {number}, column {column}: {printable(error)}") from error
+        yield Item(path, os.path.join(os.path.dirname(file), path), own)
+
+
+def _csv_cells(file: Path, group: str | None) -> Iterator[Cells]:
+    rows = csv_rows(file)
+    _, header = next(rows)
+    path, own = _columns(file, header, group)
+    for number, row in rows:
+        yield number, row[path], None if own is None else row[own]
+
+
+def _parquet_cells(file: Path, group: str | None) -> Iterator[Cells]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(file) as table:
+            header = table.schema_arrow.names
+            _, own = _columns(file, header, group)
+            columns = ["path"] if own is None else ["path", str(group)]
+            number = 0
+            for batch in table.iter_batches(ROWS_AT_ONCE, columns=columns):
+                paths = batch.column("path").to_pylist()
+                groups = [None] * len(paths) if own is None else batch.column(str(group)).to_pylist()
+                for path, of_row in zip(paths, groups, strict=True):
+                    number += 1
+                    yield number, path, "" if own is not None and of_row is None else of_row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{printable(file)}: can not be read as Parquet: {printable(error)}") from error
+
+
+def _columns(file: Path, header: list[str], group: str | None) -> tuple[int, int | None]:
+    """Returns the places of the columns path and `group`, None if there is no such one."""
+    for column in ("path", group):
+        if column is not None and header.count(column) > 1:
+            raise UserError(f"{printable(file)}: two columns have the name {printable(column)}; rename one")
+    if "path" not in header:
+        raise UserError(f"{printable(file)}: there is no column path; found: {printable(', '.join(header))}")
+    return header.index("path"), header.index(group) if group is not None and group in header else None

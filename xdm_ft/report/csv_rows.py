@@ -1,0 +1,125 @@
+"""results.csv: a row per method, selection rule and held-out set, and one for their mean, with every metric."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from xdm_ft.evaluation.records import SummaryRow
+from xdm_ft.evaluation.runs import Held, set_name
+from xdm_ft.evaluation.summary import Spread
+from xdm_ft.report.finished import Run
+from xdm_ft.report.measures import MEASURES, Picked
+
+Row = dict[str, Any]
+BEFORE_A_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # a spreadsheet computes a cell that begins so
+COLUMNS = (
+    "run", "encoder", "encoder_trained", "augmentation", "method", "selection", "of", "held_out", "seeds", "images",
+    "metric", "mean", "std", "stderr",
+    *(column for measure in MEASURES for column in (measure.name, f"{measure.name}_stderr")),
+    "difference", "domains_low", "domains_high", "seeds_and_images_low", "seeds_and_images_high", "p", "p_holm",
+    "verdict", "note", "draws", "gradient_evaluations_low", "gradient_evaluations_high", "failed", "skipped", "reason",
+    "flags", "protocol",
+)  # fmt: skip
+"""`of` is `mean` (over held-out sets), `held_out` (one of these sets) or `domain` (of a set of several, accuracy
+alone). Metrics are fractions; `std` and `stderr` are over seeds. `difference` and what follows compare the mean with
+ERM."""
+
+
+def csv_text(rows: Iterable[Row]) -> str:
+    """Returns rows as the text of a CSV file that a spreadsheet can open.
+
+    Texts that it would compute as formulas begin with an apostrophe; spreadsheets show such a cell as text.
+    """
+    return "".join(_line(cells) for cells in (COLUMNS, *([row.get(name) for name in COLUMNS] for row in rows)))
+
+
+def _line(cells: Iterable[object]) -> str:
+    # with "\r\n" as its end of a row, the writer quotes both characters in cells
+    text = io.StringIO()
+    csv.writer(text).writerow(_safe(cell) for cell in cells)
+    return text.getvalue().removesuffix("\r\n") + "\n"
+
+
+def _safe(cell: object) -> object:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(BEFORE_A_FORMULA) else cell
+
+
+def csv_rows(run: Run) -> Iterator[Row]:
+    """Yields the rows of a run, with its selection rules and methods in the order of the summary."""
+    picked = {rule: Picked(run, rule) for rule in dict.fromkeys(row.selection for row in run.rows)}
+    for row in run.rows:
+        models, start = picked[row.selection], properties(run) | _of_method(row)
+        values = {measure.name: models.mean(row.method, measure) for measure in MEASURES}
+        spread = Spread(row.mean, row.std, row.stderr, row.n)
+        yield start | {"of": "mean"} | _numbers(spread, values) | _versus(row)
+        for held in models.held_out:
+            yield from _of_set(models, row, held, start)
+
+
+def properties(run: Run) -> Row:
+    """Returns what all models of a run share beside its protocol."""
+    recipe = run.results["recipe"]
+    encoder, features = recipe.get("encoder", {}), recipe.get("features") or {}
+    named = encoder.get("model", encoder.get("name", "unknown encoder"))
+    weights = encoder.get("weights")
+    views = features.get("views") or 0
+    augmentation = recipe.get("data", {}).get("train_augmentation") or "none"
+    return {
+        "run": str(recipe["name"]),
+        "encoder": f"{named} ({Path(weights).name})" if isinstance(weights, str) else str(named),
+        "encoder_trained": "end to end" if encoder.get("trainable") else "frozen",
+        "augmentation": f"{augmentation}, {views} cached views" if views else str(augmentation),
+    }
+
+
+def _of_method(row: SummaryRow) -> Row:
+    budget = row.budget
+    evaluations = budget["gradient_evaluations"] or {}
+    return {
+        "method": row.method,
+        "selection": row.selection,
+        "metric": row.metric,
+        "draws": budget["draws"],
+        "gradient_evaluations_low": evaluations.get("low"),
+        "gradient_evaluations_high": evaluations.get("high"),
+        "protocol": row.protocol,
+    }
+
+
+def _versus(row: SummaryRow) -> Row:
+    versus: Mapping[str, Any] = row.versus_erm or {}
+    intervals = {
+        f"{over}_{end}": (versus.get(over) or {}).get(end)
+        for over in ("domains", "seeds_and_images")
+        for end in ("low", "high")
+    }
+    own = {name: versus.get(name) for name in ("difference", "p", "p_holm", "verdict", "note")}
+    flags = "; ".join(row.flags or ()) or None
+    return own | intervals | {"failed": row.failed, "skipped": row.skipped, "reason": row.reason, "flags": flags}
+
+
+def _of_set(models: Picked, row: SummaryRow, held: Held, start: Row) -> Iterator[Row]:
+    """Yields the row of a held-out set, and, of several domains in one, a row for each."""
+    values = {measure.name: models.on(row.method, held, measure) for measure in MEASURES}
+    images = next((score.n for score in models.scores(row.method, held)), None)
+    named: Row = {"of": "held_out", "held_out": set_name(held), "images": images}
+    yield start | named | _numbers(models.headline(row.method, held), values)
+    if len(held) > 1:
+        for domain, accuracy in models.accuracies(row.method, held).items():
+            yield start | {
+                "of": "domain",
+                "held_out": domain,
+                "metric": "accuracy",
+                **_numbers(accuracy, {"accuracy": accuracy}),
+            }
+
+
+def _numbers(spread: Spread, values: Mapping[str, Spread]) -> Row:
+    found: Row = {"mean": spread.mean, "std": spread.std, "stderr": spread.stderr, "seeds": spread.n}
+    for name, value in values.items():
+        found |= {name: value.mean, f"{name}_stderr": value.stderr}
+    return found

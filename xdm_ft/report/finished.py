@@ -1,0 +1,134 @@
+"""A run directory as its readers see it: results.json, predictions, learning curves and analysis."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from xdm_ft.errors import UserError
+from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.records import Record, SummaryRow, records_in
+from xdm_ft.evaluation.trials import best, picked_trials, selection_values
+from xdm_ft.report.pooled import Pools, pooled
+from xdm_ft.storage.checksummed import Damaged, read_results
+from xdm_ft.storage.events import Scalars, read_scalars
+from xdm_ft.storage.run_directory import ANALYSIS, PREDICTIONS, RunDirectory
+
+ORACLE = "oracle"  # the selection rule that reads labels of the held-out domain
+
+
+@dataclass(frozen=True)
+class Run:
+    """The results of a run directory."""
+
+    path: Path
+    results: dict[str, Any]
+    records: list[Record]  # of models that were trained
+    rows: list[SummaryRow]
+
+    @property
+    def own_rule(self) -> str:
+        """The selection rule of the recipe."""
+        return str(self.results["recipe"]["protocol"]["selection"])
+
+    @property
+    def rule(self) -> str:
+        """The selection rule that may choose a model: the recipe's; if that reads test labels, the first other one."""
+        others = [name for record in self.records for name in record.selected if name != ORACLE]
+        return others[0] if self.own_rule == ORACLE and others else self.own_rule
+
+    @property
+    def metric(self) -> str:
+        return str(self.results["recipe"]["protocol"]["metric"])
+
+    @cached_property
+    def picked(self) -> list[Record]:
+        """One record per method, held-out domains and seed: the trial that the recipe's own rule picked."""
+        found = picked_trials(self.records, self.own_rule, self.metric)
+        return [record for record in found if self.own_rule in record.selected]
+
+    @cached_property
+    def own_rows(self) -> list[SummaryRow]:
+        """The summary under the recipe's own rule, in the recipe's order of methods."""
+        return [row for row in self.rows if row.selection == self.own_rule]
+
+    @cached_property
+    def chosen(self) -> str | None:
+        """The method with the best mean selection value under `rule`; None if no method has one, and for oracle."""
+        rows = [row for row in self.rows if row.selection == self.rule]
+        values = selection_values(self.records, rows, self.rule, self.metric)
+        return best(values, self.metric) if values and self.rule != ORACLE else None
+
+    @cached_property
+    def pools(self) -> Pools:
+        """What the page counts in the predictions of the picked models. Raises `UserError` if one is damaged."""
+        sizes = {record.key: self._size(record) for record in self.picked}
+        return pooled(self.picked, sizes, self.prediction, len(self.class_names), self.own_rule, self.metric)
+
+    def _size(self, record: Record) -> int:
+        """The bytes of a model's file of predictions; 0 if there is none, which reading it reports."""
+        file = self.path / RunDirectory.model_folder(*record.key) / PREDICTIONS
+        return file.stat().st_size if file.exists() else 0
+
+    @cached_property
+    def class_names(self) -> list[str]:
+        """In the order of the columns of probabilities; [] if no model was trained. Raises `UserError` if damaged."""
+        if not self.records:
+            return []
+        directory = RunDirectory(self.path)
+        file = directory.test_images_file(self.records[0].test_domains)
+        try:
+            _, about = directory.tensors(file)
+        except (Damaged, FileNotFoundError) as error:
+            remedy = "run the same command to write it again"
+            raise UserError(f"{self.path / file}: is damaged ({error}); {remedy}") from error
+        return list(json.loads(about["class_names"]))
+
+    def prediction(self, record: Record) -> Prediction:
+        """A model's predictions under the recipe's own rule, with probabilities. Raises `UserError` if damaged."""
+        directory = RunDirectory(self.path)
+        arrays, images = directory.predictions(directory.model_folder(*record.key)), self.images(record)
+        return Prediction.from_files(arrays, images, record.key, self.own_rule)
+
+    def images(self, record: Record) -> dict[str, Any]:
+        """The arrays of a model's test images, as `evaluation.predictions.test_images` made them."""
+        if record.test_domains not in self._images:
+            self._images[record.test_domains] = dict(RunDirectory(self.path).test_images(record.test_domains))
+        return self._images[record.test_domains]
+
+    @cached_property
+    def _images(self) -> dict[tuple[str, ...], dict[str, Any]]:
+        """The test images that have been read: all models with these test domains share them."""
+        return {}
+
+    @cached_property
+    def scalars(self) -> dict[str, Scalars]:
+        """{sub-run of `events/`: its scalars}, as TensorBoard shows them."""
+        return read_scalars(self.path / "events")
+
+    @cached_property
+    def analysis(self) -> dict[str, Any] | None:
+        """The content of analysis.json; None if the run has not been analysed. Raises `UserError` if it is damaged."""
+        try:
+            return RunDirectory(self.path).analysis()
+        except Damaged as error:
+            path = self.path / ANALYSIS
+            raise UserError(f"{path}: is damaged ({error}); run `xdm-ft analyse` again") from error
+
+
+def is_run(path: Path) -> bool:
+    return (path / "results.json").exists()
+
+
+def read_run(path: Path) -> Run:
+    """Reads the results of a run. Raises `UserError` if the folder holds none, or damaged ones."""
+    file = path / "results.json"
+    try:
+        results = read_results(file)
+    except Damaged as error:
+        raise UserError(f"{file}: can not be read as the results of a run ({error}); name a run directory") from error
+    records = [record for record in records_in(file, results["runs"]) if record.status == "ok"]
+    return Run(path, results, records, [SummaryRow.from_json(row) for row in results["summary"]])

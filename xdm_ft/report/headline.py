@@ -1,0 +1,235 @@
+"""The last screen of a run: the table in short, one sentence, where the files are and what to do next.
+
+On a terminal it fits the terminal's size: domains, methods and notes that find no place are in results.md. Output to a
+file or pipe has every method and domain.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from xdm_ft.errors import plural, printable
+from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.evaluation.records import SummaryRow
+from xdm_ft.evaluation.trials import best, selection_values
+from xdm_ft.report.finished import ORACLE, Run
+from xdm_ft.report.sentence import sentence
+from xdm_ft.report.table_rows import EMPTY, each_once, in_unit, number, scaled, with_spread
+from xdm_ft.report.tables import encoded
+from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, PAGE
+from xdm_ft.terminal import write
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+GAP = 2  # spaces between columns
+SHORTEST = 5  # characters that a domain's column has at least: those of a value
+LONGEST_NAME = 24  # characters of a method's name
+NOTES = 3  # at most, on a terminal
+FEWEST_METHODS = 3  # rows that are shown even if the terminal is lower
+PROMPT = 1  # lines of the terminal that stay for the shell
+
+
+class Column(NamedTuple):
+    header: str
+    cells: list[str]
+    gap: int = GAP  # spaces before it
+    left: bool = False  # whether the cells are aligned left
+
+    @property
+    def width(self) -> int:
+        return max(map(_length, (self.header, *self.cells)))
+
+    @property
+    def needed(self) -> int:
+        return self.gap + self.width
+
+    def line(self, cell: str) -> str:
+        text = _on_terminal(cell)
+        fill = " " * (self.width - _length(text))
+        return " " * self.gap + (text + fill if self.left else fill + text)
+
+
+def show_headline(run: Run) -> None:
+    """Prints the last screen to standard output. Colours follow rich: only on a terminal, not if NO_COLOR is set."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=sys.stdout)
+    room = None
+    if console.is_terminal:
+        room = console.size
+    else:
+        console.width = 1 << 16  # rich assumes 80 columns there and would fold the text
+    above = [Text(_on_terminal(_title(run)), style="bold")]
+    below = [Text(), Text(_on_terminal(sentence(run)))]
+    below += [Text(_on_terminal(note), style="yellow") for note in _notes(run, NOTES if room else None)]
+    below += [Text(), *(_line(what, text) for what, text in _files(run))]
+    shown = run.own_rows
+    if room is not None:
+        used = sum(len(console.render_lines(part, pad=False)) for part in (*above, *below)) + PROMPT
+        shown = _most_important(run, room.height - used - 1)  # 1: the header
+    table = _table(run, shown, None if room is None else room.width)
+    hidden = len(run.own_rows) - len(shown)
+    more = [Text(f"and {hidden} more in results.md", style="dim")] if hidden else []
+    with console.capture() as captured:
+        for part in (*above, *table, *more, *below):
+            console.print(part)
+    write(captured.get())
+
+
+def _title(run: Run) -> str:
+    name = run.results["recipe"]["name"]
+    if not run.own_rows:
+        return str(name)
+    on = f" on {run.results['tested_on']}" if "tested_on" in run.results else ""
+    if run.own_rule == ORACLE:
+        cheating = "CHEATING: the step was picked on test-domain images; not a result"
+        return f"{name}: {in_unit(run.metric)}{on}; selection: {ORACLE} — {cheating}"
+    seeds = {row.n for row in run.own_rows if row.stderr is not None}
+    return f"{name}: {in_unit(run.metric)}{on}" + (f", ± standard error ({max(seeds)} seeds)" if seeds else "")
+
+
+def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text]:
+    """The lines of the headline table, at most `width` characters long if the names of methods let it; [] if empty."""
+    from rich.text import Text
+
+    if not rows:
+        return []
+    mark = f" ({ORACLE})" if run.own_rule == ORACLE else ""
+    names = [row.method if width is None else _cut(row.method, LONGEST_NAME) for row in rows]
+    name = Column("method", names, gap=0, left=True)
+    rest = [Column(f"mean{mark}", [with_spread(row.to_json(), row.stderr) for row in rows])]
+    if any(row.versus_erm for row in run.own_rows):
+        rest += [Column("vs erm", [_difference(run, row) for row in rows])]
+        rest += [Column("verdict", [_verdict(row) for row in rows], left=True)]
+    room = None if width is None else width - sum(column.needed for column in (name, *rest))
+    columns = [name, *_domains(run, rows, room), *rest]
+    lines = [Text("".join(column.line(column.header) for column in columns).rstrip(), style="bold")]
+    for i in range(len(rows)):
+        line = Text()
+        for column in columns:
+            line.append(column.line(column.cells[i]), style=_style(column.cells[i]))
+        line.rstrip()
+        lines.append(line)
+    return lines
+
+
+def _style(cell: str) -> str:
+    first = cell.partition(" ")[0]
+    return {"better": "green", "worse": "red", "failed": "red", "skipped": "yellow"}.get(first, "")
+
+
+def _domains(run: Run, rows: Sequence[SummaryRow], room: int | None) -> list[Column]:
+    """A column per held-out domain, its name cut where it must be; if they need more than `room`, the worst domain."""
+    names = list(dict.fromkeys(name for row in run.own_rows for name in row.per_test_domain))
+    cells = {
+        name: [number(row.per_test_domain.get(name, {}).get("mean"), run.metric) for row in rows] for name in names
+    }
+    full = [Column(name, cells[name]) for name in names]
+    if room is None or sum(column.needed for column in full) <= room:
+        return full
+    widest = max((column.width for column in full), default=0)
+    for width, gap in ((width, gap) for width in range(widest, SHORTEST - 1, -1) for gap in (GAP, 1)):
+        short = [Column(_cut(name, width), cells[name], gap) for name in names]
+        if sum(column.needed for column in short) <= room and len({column.header for column in short}) == len(names):
+            return short
+    worst = Column("worst domain", [_worst(run, row) for row in rows])
+    return [worst] if worst.needed <= room else []
+
+
+def _worst(run: Run, row: SummaryRow) -> str:
+    sign = 1 if HIGHER_IS_BETTER[run.metric] else -1
+    means = {name: values["mean"] for name, values in row.per_test_domain.items()}
+    known = {name: sign * mean for name, mean in means.items() if mean is not None}
+    if not known:
+        return EMPTY
+    name = min(known, key=lambda name: known[name])
+    return f"{_cut(name, 12)} {number(means[name], run.metric)}"
+
+
+def _difference(run: Run, row: SummaryRow) -> str:
+    return EMPTY if row.versus_erm is None else scaled(row.versus_erm["difference"], run.metric, signed=True)
+
+
+def _verdict(row: SummaryRow) -> str:
+    return EMPTY if row.versus_erm is None else str(row.versus_erm["verdict"])
+
+
+def _most_important(run: Run, lines: int) -> list[SummaryRow]:
+    """The rows that fit in so many lines, in the recipe's order.
+
+    First come the method that selection prefers, the references, and methods with a verdict; then the others.
+    """
+    rows = run.own_rows
+    if len(rows) <= lines:
+        return rows
+    fitting = max(FEWEST_METHODS, lines - 1)  # one line says how many there are besides
+    values = selection_values(run.records, rows, run.own_rule, run.metric)
+    chosen = best(values, run.metric) if values else None
+
+    def rank(row: SummaryRow) -> int:
+        decided = row.versus_erm is not None and row.versus_erm["verdict"] not in (EQUAL, NO_VERDICT)
+        return 0 if row.method == chosen else 1 if row.versus_erm is None and row.mean is not None else 2 - decided
+
+    kept = {row.method for row in sorted(rows, key=rank)[:fitting]}
+    return [row for row in rows if row.method in kept]
+
+
+def _notes(run: Run, most: int | None) -> list[str]:
+    """What went wrong: methods with failed, skipped or missing models, each reason once; at most `most` lines."""
+    reasons = each_once((row.method, row.reason or "") for row in run.own_rows)
+    notes = [f"{methods}: {reason}" for methods, reason in reasons]
+    final = run.results.get("final_fit")
+    if final is not None and final["status"] == "failed":
+        notes.append(f"final_fit: {final['reason']}")
+    if most is not None:
+        notes = [_cut(" ".join(note.split()), 2 * 78) for note in notes]
+        if len(notes) > most:
+            notes = [*notes[: most - 1], f"{plural(len(notes) - most + 1, 'more note')} in results.md"]
+    return notes
+
+
+def _files(run: Run) -> list[tuple[str, str]]:
+    """Where the files are, and the next command: (what, text) of each line."""
+    lines = [("tables", f"{run.path / MARKDOWN} (how to read them: xdm-ft explain)")]
+    if (run.path / PAGE).exists():
+        lines = [("page", str(run.path / PAGE)), *lines]
+    if (run.path / ANALYSIS).exists():  # it is not read: a damaged one must not spoil the last screen of a run
+        lines += [("measures", f"{run.path / ANALYSIS} (what they mean: xdm-ft explain analysis)")]
+    if run.records:
+        lines += [("models", str(run.path / "models"))]
+    failed = any(entry["status"] == "failed" for entry in run.results["runs"])
+    if failed:
+        lines += [("next", "repair the cause and run the same command: only failed models train")]
+    if run.records and run.rule != ORACLE:
+        lines += [("export" if failed else "next", f"xdm-ft export {shlex.quote(str(run.path))} DIR")]
+    return lines
+
+
+def _line(what: str, text: str) -> Text:
+    from rich.text import Text
+
+    return Text(f"{what:<8} ", style="dim").append(_on_terminal(text), style="not dim")
+
+
+def _length(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(_on_terminal(text))
+
+
+def _cut(name: str, width: int) -> str:
+    """Returns the name in at most `width` characters: its end is replaced by "…"."""
+    from rich.cells import set_cell_size
+
+    name = printable(name)
+    return name if _length(name) <= width else set_cell_size(name, max(1, width - 1)).rstrip() + "…"
+
+
+def _on_terminal(text: str) -> str:
+    return encoded(text, sys.stdout.encoding or "utf-8")

@@ -1,0 +1,95 @@
+"""How to read the tables of a run, for `xdm-ft explain`, results.md and the page."""
+
+from __future__ import annotations
+
+from xdm_ft.evaluation.comparison import ALPHA, EQUAL, NO_VERDICT, SEEDS
+
+MANUAL: dict[str, dict[str, str]] = {
+    "table": {
+        "protocol": "The line above a table: data, split, whether the test domains are unseen, groups, encoder, "
+        "selection and metric. Numbers of two tables with different lines can not be compared.",
+        "a domain's column": "The metric on the test images of this domain, for models that never trained on it, mean "
+        "over seeds. On a narrow terminal names are cut, or only the worst domain is shown; results.md has all.",
+        "mean ±": "Held-out domains are averaged within a seed, then over seeds. ± is the standard error over seeds: "
+        "standard deviation (ddof 1) / √n. DomainBed prints it with ddof 0, which is √(1 − 1/n) times as large; WILDS "
+        "prints the standard deviation, √n times as large. ± says how much training varies, not how much domains do.",
+        "seeds": "The number of seeds that have a model for every held-out domain; only they count.",
+        "draws × gradients": "The budget of a method: draws of hyper-parameters × gradients that one model takes. A "
+        "sharpness-aware step takes two gradients, a step of Fish one per training domain. Methods of unequal budgets "
+        "are not compared on equal terms.",
+        "mixed steps": "The number of steps that trained on augmented features: XDomainMix begins after its warm-up.",
+    },
+    "comparison": {
+        "versus erm": "The difference to ERM with the same class head (of ERM with another head: to ERM with a linear "
+        "one), paired by held-out domain and seed.",
+        "95% over domains": "Where the difference may lie on other domains like these: a t interval of the held-out "
+        "domains' differences.",
+        "95% over seeds and images": "Where it may lie with other seeds and other images of the same domains. Images "
+        "vary in groups (patients, slides, sequences) where these are known. Intervals are not adjusted for the number "
+        "of methods.",
+        "p": "The larger p of the two tests behind these intervals: a difference must hold for both. With one held-out "
+        "set only the second test is possible.",
+        "p (Holm)": "p, corrected for all methods of the table: the more methods are tried, the likelier is a lucky "
+        "one.",
+    },
+    "verdict": {
+        "better, worse": f"p (Holm) is below {ALPHA}. With one held-out set it says “on this domain”: nothing is known "
+        "of others.",
+        EQUAL: "The difference may as well be chance. It does not say that methods are equal: the intervals say how "
+        "large a difference remains possible.",
+        NO_VERDICT: f"Fewer than {SEEDS} seeds are complete, or predictions are missing.",
+    },
+    "selection": {
+        "selection rule": "Picks the step of each training and the trial of a search; for the sentence, the export and "
+        "the final fit also the method. The recipe's rule has the first table.",
+        "train_val": "By validation images of the training domains, the mean over these.",
+        "val_domain": "By an official validation domain.",
+        "cross_domain": "By extra models, each trained with one more domain held out and measured on it.",
+        "oracle": "By images of the test domain. That is CHEATING: its table shows what better selection could gain at "
+        "most, and is no result.",
+    },
+    "metrics": {
+        "AUROC": "Area under the ROC curve; of more than two classes, the mean of each class against the rest. 50% is "
+        "chance.",
+        "balanced accuracy, macro F1": "Mean recall, and mean F1, of the classes: each class counts the same.",
+        "worst domain": "In each seed, the lowest accuracy of a held-out domain (or of a group of images, where the "
+        "benchmark reports the worst group).",
+        "worst class": "The lowest recall of a class on a held-out set.",
+        "ECE": "Expected calibration error: the mean gap between confidence and accuracy in 15 bins, before "
+        "temperature scaling. Lower is better.",
+        "NLL": "Mean negative log-likelihood of the true class in nats, before temperature scaling. Lower is better.",
+        "selected hyper-parameters": "Of each held-out set, the value that the selection rule picked in each seed.",
+        "published numbers": "They have tables of their own, because their encoders and settings may differ. There our "
+        "± is the one that the benchmark of the data set prints.",
+    },
+    "sentence": {
+        "expect": "The mean over held-out domains of the method that selection prefers, not the best test value of "
+        "the table: the best of many is partly luck.",
+        "one new domain alone": "The interval in which one model's value on one further domain will lie in 95 of 100 "
+        "cases, if it is like one more draw of the held-out ones. It is much wider than ±, since domains differ more "
+        "than seeds. Fewer than three held-out domains give none.",
+    },
+    "notes": {
+        "failed, skipped": "Models with a loss that is not finite, or methods that the data do not allow. They have no "
+        "mean; the same command trains failed models again.",
+        "last step picked": "The best step was the last: more steps may do better.",
+        "at the edge of its range": "A search picked a value beside the limit of its range: a wider one may do better.",
+        "images assumed independent": "Patients, slides or sequences are unknown (data.group): if they exist, "
+        "intervals are too narrow.",
+        "domains never trained on": "The test domains are unseen. Otherwise the line says which were also trained on.",
+    },
+    "analysis": {
+        "covariances": "Representation invariance: the distance of the covariances of same-class features between "
+        "training domains. Lower is more invariant, but it grows with the scale of the features, and chance alone "
+        "gives a part of it. Methods on one frozen encoder have the same features, and so one value.",
+        "risk variance": "Prediction invariance: the variance over training domains of the mean cross-entropy. Lower "
+        "is more invariant; a model that is equally bad everywhere has 0.",
+        "ECE, scaled": "Expected calibration error on held-out domains, as trained and after temperature scaling; the "
+        "temperature is fitted on validation images of training domains. Lower is better.",
+        "MMD²": "How far augmented features are from original ones (unbiased; mean over the levels of τ_d). 0 within "
+        "its error: no difference. More is not better: noise diverges too.",
+        "removal": "Area under class accuracy while 0 to 90% of the features are removed at random, at most 0.9. "
+        "Higher: the model depends less on single features.",
+    },
+}
+"""{topic: {word of a table: what it means}}"""

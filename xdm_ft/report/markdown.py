@@ -1,0 +1,71 @@
+"""results.md: the finding as a sentence, every table of the run, and how to read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from xdm_ft.report.finished import ORACLE, Run
+from xdm_ft.report.how_to_read import how_to_read
+from xdm_ft.report.measures import Picked
+from xdm_ft.report.more_tables import metric_table, searched_table
+from xdm_ft.report.published import published_tables
+from xdm_ft.report.sentence import sentence
+from xdm_ft.report.table_rows import ResultTable, groups, own_rule, result_table
+from xdm_ft.report.tables import plain
+
+
+def markdown(run: Run) -> str:
+    """Returns the text of results.md."""
+    results = run.results
+    lines = [f"# {escape(str(results['recipe']['name']))}", "", f"**{escape(sentence(run))}**", ""]
+    for part in tables_of(run):
+        lines += markdown_table(part)
+    manual = [f"- **{escape(one.title)}**: {escape(one.text)}" for one in how_to_read(results)]
+    lines += ["## How to read the tables", "", *manual, ""] if manual else []
+    environment = ", ".join(f"{key} {value}" for key, value in flat(results["environment"]))
+    return "\n".join([*lines, f"*Environment: {escape(environment)}*", ""])
+
+
+def tables_of(run: Run) -> Iterator[ResultTable]:
+    """Yields the tables of each selection rule: the first one, other metrics, a search, published numbers.
+
+    What oracle selects has its first table alone, unless it is the recipe's own rule.
+    """
+    for rows in groups(run.results):
+        rule = rows[0]["selection"]
+        yield result_table(rows, run.results)
+        if rule != ORACLE or rule == own_rule(run.results):
+            picked = Picked(run, rule)
+            searched = searched_table(rows, picked)
+            yield from (metric_table(rows, picked), *([] if searched is None else [searched]))
+        yield from published_tables(rows, run.results)
+
+
+def markdown_table(shown: ResultTable) -> list[str]:
+    """Returns the lines of a table with its heading, the lines about it, and its notes."""
+    lines = [f"{'#' * shown.level} {escape(shown.heading)}", ""]
+    for what, text in shown.about:
+        lines += [f"**{what}:** {escape(text)}", ""]
+    lines += [_row(shown.header), "|" + "---|" * shown.labels + "---:|" * (len(shown.header) - shown.labels)]
+    lines += [_row(row) for row in shown.rows] + [""]
+    notes = [f"- **{escape(methods)}**: {escape(note)}" for methods, note in shown.notes]
+    return [*lines, *notes, ""] if notes else lines
+
+
+def escape(text: str) -> str:
+    """Escapes what Markdown would interpret. An underscore between letters or digits has no meaning there and stays."""
+    return re.sub(r"[\\`*\[\]<>|~&$]|(?<![^\W_])_|_(?![^\W_])", lambda m: "\\" + m[0], plain(text))
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(escape(cell) for cell in cells) + " |"
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

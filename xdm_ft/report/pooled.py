@@ -1,0 +1,156 @@
+"""Counts over the predictions of many models: one pass that holds one model's predictions at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from xdm_ft.evaluation.comparison import HeldOut, Interval
+from xdm_ft.evaluation.description import interval_of, over_seeds_and_groups
+from xdm_ft.evaluation.jackknife import effective_number, group_sizes, jackknife_variance, without_each_group
+from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
+from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.records import Identity, Record
+from xdm_ft.evaluation.runs import SPLIT, Held
+
+LEVELS = 4000  # steps of confidence that risk and coverage distinguish
+LOGITS = (
+    -9.0,
+    17.0,
+)  # log(p/(1 − p)) of the first and the last step: near 1 too, probabilities in float32 are told apart
+MOST_BYTES = 2_000_000_000  # of predictions that are read: some seconds; of more, whole seeds are left out
+
+
+@dataclass
+class Pool:
+    """One method on one held-out set, its seeds pooled."""
+
+    classes: int
+    cells: np.ndarray = field(default_factory=lambda: np.zeros((2, 0), np.int64))
+    """Pairs (true class · C + predicted class, images) that occur: with a thousand classes few pairs do."""
+    values: dict[int, float] = field(default_factory=dict)  # {seed: metric} where it is defined, of all seeds
+    read: int = 0  # models whose predictions are counted
+    bins: np.ndarray = field(default_factory=lambda: np.zeros((ECE_BINS, 3)))  # images, Σ confidence, right ones
+    levels: np.ndarray = field(default_factory=lambda: np.zeros((LEVELS, 2), np.int64))  # images, right ones
+    calibrated: bool = True  # whether every model has probabilities; else `bins` and `levels` mean nothing
+    groups: float = 0.0  # effective number of groups of test images
+    without: np.ndarray | None = None  # Σ over seeds of the metric without each group of test images in turn
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Images by true and predicted class, int64 [C,C]; an image counts once per seed."""
+        found = np.zeros(self.classes**2, np.int64)
+        found[self.cells[0]] = self.cells[1]
+        return found.reshape(self.classes, self.classes)
+
+    def held_out(self) -> HeldOut:
+        """The values by seed, with the variance of their mean over groups of test images."""
+        variance = None
+        if self.without is not None and self.groups >= 2:
+            variance = jackknife_variance(self.without / self.read)
+        return HeldOut(np.array([self.values[seed] for seed in sorted(self.values)]), variance, self.groups)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """{(method, held-out domains): pool} of the models that a selection rule picked."""
+
+    of: Mapping[tuple[str, Held], Pool]
+    read: int  # models
+    left_out: int  # models that were not read, as their predictions exceed MOST_BYTES
+
+    def about(self) -> str:
+        """A sentence on what the counts hold."""
+        if self.left_out:
+            return f"Counted over {self.read} of {self.read + self.left_out} models, those of the first seeds."
+        return "The seeds are pooled."
+
+
+def pooled(
+    records: Sequence[Record],
+    sizes: Mapping[Identity, int],
+    read: Callable[[Record], Prediction],
+    classes: int,
+    rule: str,
+    metric: str,
+) -> Pools:
+    """Returns the pools of these models, one per method, held-out domains and seed.
+
+    `sizes` are the bytes of their predictions. `read` returns the predictions of one model.
+    """
+    wanted = _of_first_seeds(records, sizes)
+    found: dict[tuple[str, Held], Pool] = {}
+    for record in records:
+        pool = found.setdefault(record.key[:2], Pool(classes))
+        value = getattr(record.selected[rule].metrics[SPLIT], metric)
+        if value is not None:
+            pool.values[record.seed] = value
+    for record in wanted:
+        _add(found[record.key[:2]], read(record), metric)
+    return Pools(found, len(wanted), len(records) - len(wanted))
+
+
+def _of_first_seeds(records: Sequence[Record], sizes: Mapping[Identity, int]) -> list[Record]:
+    """The models of as many seeds as MOST_BYTES allows, and of one at least, in the order of `records`."""
+    seeds: list[int] = []
+    total = 0
+    for seed in sorted({record.seed for record in records}):
+        total += sum(sizes[record.key] for record in records if record.seed == seed)
+        if seeds and total > MOST_BYTES:
+            break
+        seeds.append(seed)
+    return [record for record in records if record.seed in seeds]
+
+
+def _add(pool: Pool, prediction: Prediction, metric: str) -> None:
+    right = prediction.predicted == prediction.labels  # [n]
+    new = np.unique(prediction.labels * pool.classes + prediction.predicted, return_counts=True)
+    cells, places = np.unique(np.concatenate([pool.cells[0], new[0]]), return_inverse=True)
+    images = np.bincount(places, np.concatenate([pool.cells[1], new[1]])).astype(np.int64)
+    pool.cells = np.stack([cells, images])
+    confidence = confidences(prediction)
+    if confidence is None:
+        pool.calibrated = False
+    else:
+        places = confidence_bin(confidence)
+        pool.bins += np.stack([np.bincount(places, w, ECE_BINS) for w in (None, confidence, right)], 1)
+        levels = confidence_level(confidence)
+        pool.levels += np.stack([np.bincount(levels, w, LEVELS) for w in (None, right)], 1).astype(np.int64)
+    # runs of earlier versions lack what some metrics need for each image
+    known = metric not in ("nll", "ece", "auroc") or prediction.per_image is not None
+    known &= metric != "worst_domain_accuracy" or bool((prediction.worst_of >= 0).any())
+    without = without_each_group(metric, prediction) if known else None
+    if pool.read == 0:
+        pool.groups, pool.without = effective_number(group_sizes(prediction)), without
+    else:
+        pool.without = None if without is None or pool.without is None else pool.without + without
+    pool.read += 1
+
+
+def confidence_level(confidence: np.ndarray) -> np.ndarray:
+    """The number of each confidence's step, int64 [n]: steps are equal in log(p/(1 − p)), at most 17 in float32."""
+    with np.errstate(divide="ignore"):
+        logits = np.log(confidence) - np.log1p(-confidence)
+    places = (np.clip(logits, *LOGITS) - LOGITS[0]) / (LOGITS[1] - LOGITS[0]) * LEVELS
+    return np.minimum(places.astype(np.int64), LEVELS - 1)
+
+
+def confidences(prediction: Prediction) -> np.ndarray | None:
+    """The probability of the predicted class, float64 [n]; None if a run of an earlier version did not keep it."""
+    kept = prediction.probabilities
+    if kept is None:
+        return None
+    return (kept if kept.ndim == 1 else kept.max(1)).astype(np.float64)
+
+
+def interval(pools: Sequence[Pool], metric: str) -> Interval | None:
+    """The 95% interval over seeds and test images of a method's mean over held-out sets; None if it is not known.
+
+    The sets need the same seeds. With one seed the interval is over test images alone.
+    """
+    sets = [pool.held_out() for pool in pools]
+    if not sets or len({tuple(sorted(pool.values)) for pool in pools}) > 1:
+        return None
+    return interval_of(metric, over_seeds_and_groups(sets), sum(one.groups for one in sets))
