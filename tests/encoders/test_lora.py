@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder
+from xdm_ft.encoders._cut import Cut
 from xdm_ft.encoders._lora import SplitAttention, add_lora, merged_state, touched_names
 from xdm_ft.encoders._trainable import Lora
 from xdm_ft.encoders.open_clip import OpenClip
@@ -28,7 +29,7 @@ CLIP: dict[str, Any] = {
     "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
 }
 CLIP_BLOCKS = tuple(f"model.visual.transformer.resblocks.{i}" for i in range(2))
-VIT_BLOCKS = tuple(f"model.blocks.{i}" for i in range(6))
+VIT_BLOCKS = tuple(f"model.blocks.{i}" for i in range(2))
 Case = tuple[Encoder, tuple[str, ...]]
 
 
@@ -46,7 +47,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> OpenClip:
 
 def vit() -> Timm:
     torch.manual_seed(0)
-    return Timm(model="test_vit", kwargs={"img_size": 32})
+    return Timm(model="test_vit", kwargs={"img_size": 32, "depth": 2})
 
 
 @pytest.fixture(params=["timm", "open_clip"])
@@ -264,7 +265,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Callable[[int], str], int]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["beit", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "beit")]
+)
 @torch.no_grad()
 def test_other_families(family: str) -> None:
     model, kwargs, block, layers = FAMILIES[family]
@@ -324,6 +327,10 @@ def test_a_network_without_linear_layers_is_refused() -> None:
     line = refused(encoder, ("model.layer3.0", "model.layer4.0"))
     assert line.startswith("trainable.lora: the blocks of this encoder have no linear layers")
     assert "trainable: {blocks: 1}" in line
+
+
+def test_an_encoder_without_blocks_is_refused() -> None:
+    assert refused(Reading(), ()).startswith("trainable.lora: the encoder can not be cut")
 
 
 class Reader(nn.Module):
@@ -387,3 +394,22 @@ def test_checkpoints_hold_the_updates(tmp_path: Path, clip: OpenClip) -> None:
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     with torch.no_grad():
         assert torch.equal(second(images()), first(images()))
+
+
+@pytest.mark.parametrize("cut_first", [True, False])
+@torch.no_grad()
+def test_updates_above_a_cut(case: Case, cut_first: bool) -> None:
+    encoder, blocks = case
+    assert encoder.block_names == blocks
+    cut = Cut(encoder, 1) if cut_first else None
+    add_lora(encoder, blocks[-1:], Lora(rank=2, dropout=0.5), seed=0)
+    cut = cut or Cut(encoder, 1)
+    fill(encoder)
+    assert torch.equal(cut.above(cut.below(images())), encoder(images()))
+    own = updates(encoder).keys()
+    assert own == {name for name, parameter in cut.parameters_above().items() if parameter.requires_grad}
+    assert len(own) == 8
+    assert all(cut.is_above(name) for name in touched_names(encoder))
+    cut.train_above()
+    dropouts = [m.training for m in encoder.modules() if isinstance(m, nn.Dropout) and m.p == 0.5]
+    assert dropouts == 4 * [True]

@@ -35,10 +35,12 @@ def add_lora(encoder: Encoder, block_names: Sequence[str], settings: Lora, seed:
     A is drawn from `seed`, as nn.Linear draws its weight; B is 0, so the features stay the same up to rounding. torch's
     generators are left as they were. The encoder must be in eval mode.
 
-    Raises `UserError` if peft is missing, if there is no linear layer, if `settings.targets` names none, or if the
-    model uses the weight of a layer without calling the layer.
+    Raises `UserError` if peft is missing, if there is no block or no linear layer, if `settings.targets` names none, or
+    if the model uses the weight of a layer without calling the layer.
     """
     check_peft()
+    if not block_names:
+        raise UserError(f"trainable.lora: {encoder.blocks_reason}")
     assert not encoder.training, "the check below runs the encoder"
     from peft import LoraConfig, inject_adapter_in_model
 
