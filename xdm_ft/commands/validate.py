@@ -70,7 +70,7 @@ def validate(recipe: Recipe) -> Validated:
     plan = make_plan(recipe, dataset)
     encoder = build_encoder(recipe, recipe.protocol.seeds[0])
     prompts, own = None, {}
-    if isinstance(encoder, TextEncoder):
+    if isinstance(encoder, TextEncoder) and not encoder.text_reason:
         prompts = list(encoder.exact_prompts(dataset.class_names))
         for item in recipe.methods:
             if item.block.prompts is not None:

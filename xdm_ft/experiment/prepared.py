@@ -44,11 +44,17 @@ class Prepared:
 
 
 def build_encoder(recipe: Recipe, seed: int) -> Encoder:
-    """Builds a new encoder. Random weights depend only on the seed. Sets torch's global seed."""
+    """Builds a new encoder. Random weights depend only on the seed. Sets torch's global seed.
+
+    Raises `UserError` if a method needs class embeddings and this model has none.
+    """
     from accelerate.utils import set_seed
 
     set_seed(seed)
     encoder: Encoder = recipe.encoder.build()
+    reading = [item.label for item in recipe.methods if item.reads_text]
+    if reading and isinstance(encoder, TextEncoder) and encoder.text_reason:
+        raise UserError(f"methods: {', '.join(reading)}: class embeddings are needed, but {encoder.text_reason}")
     return encoder
 
 

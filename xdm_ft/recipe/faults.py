@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.encoders import TextEncoder
+from xdm_ft.encoders._pooling import outside_text_space
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.recipe.blocks import MethodItem, Recipe, drawn_item, drawn_training, text_faults, unfreeze_problem
 from xdm_ft.recipe.search import TRAINING_KEYS
@@ -205,3 +206,6 @@ def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe, ha
     normalized = item.reads_normalized or getattr(recipe.encoder.block, "normalize", False)
     for setting, problem in text_faults(item, has_text, normalized):
         faults.add((*key, *setting), problem, ("encoder", "name"), ("encoder", "normalize"))
+    elsewhere = outside_text_space(getattr(recipe.encoder.block, "pooling", None))
+    if item.reads_text and elsewhere:
+        faults.add(key, f"{item.label} needs class embeddings, but {elsewhere}", ("encoder", "pooling"))
