@@ -87,12 +87,28 @@ def pooled(vision: Any, images: Tensor, layout: Layout, pooling: Pooling | None)
     return pool(vision.post_layernorm(tokens) if layout.norm_is_left else tokens, layout.prefix, pooling or "cls")
 
 
-def blocks(vision: nn.Module) -> list[str]:
+def stages(vision: nn.Module) -> list[str]:
     """Names of the blocks of a ViT or the stages of a CNN, in their order; none if there is not one list of them."""
-    lists = {
-        name: len(module)
+    lists = _lists(vision)
+    outer = [name for name in lists if not _around(name, lists)]
+    return lists[outer[0]] if len(outer) == 1 else []
+
+
+def block_candidates(vision: nn.Module) -> list[list[str]]:
+    """The blocks inside of all stages, and the stages."""
+    lists = _lists(vision)
+    inside = [block for name, blocks in lists.items() if len(_around(name, lists)) == 1 for block in blocks]
+    return [inside, stages(vision)]
+
+
+def _lists(vision: nn.Module) -> dict[str, list[str]]:
+    """{name of a list of blocks: names of its blocks}."""
+    return {
+        name: [f"{name}.{child}" for child, _ in module.named_children()]
         for name, module in vision.named_modules()
-        if isinstance(module, nn.ModuleList) and name.split(".")[-1] in _LISTS and len(module)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and name.split(".")[-1] in _LISTS
     }
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    return [f"{outer[0]}.{i}" for i in range(lists[outer[0]])] if len(outer) == 1 else []
+
+
+def _around(name: str, lists: dict[str, list[str]]) -> list[str]:
+    return [other for other in lists if name.startswith(f"{other}.")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -92,7 +93,7 @@ class Transformers(Encoder, TextEncoder):
         self.layout = image_side.measured(self._vision, self.source.config, self.preprocessing.size, model)
         if reason := image_side.reason(self.layout, pooling, self.has_text):
             raise refused(model, pooling, reason)
-        self.stage_names = tuple(f"{self._root}.{name}" for name in image_side.blocks(self._vision))
+        self.stage_names = tuple(f"{self._root}.{name}" for name in image_side.stages(self._vision))
         self.width = measure_width(self, model)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -145,6 +146,9 @@ class Transformers(Encoder, TextEncoder):
     def portable(self) -> Portable:
         name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', str(self.source.config.model_type))}.json"
         return Portable({"model": name, "kwargs": {}}, dict(self.model.state_dict()), self._architecture())
+
+    def block_candidates(self) -> Sequence[Sequence[str]]:
+        return [[f"{self._root}.{name}" for name in names] for names in image_side.block_candidates(self._vision)]
 
     @cached_property
     def tokenizer(self) -> Any:
