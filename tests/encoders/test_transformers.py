@@ -276,6 +276,8 @@ def test_portable_builds_the_same_encoder_elsewhere(saved, kind: str, images: Te
         preprocessing=PreprocessingOverrides(**encoder.preprocessing.model_dump()),
     )
     assert weights_digest(again) == weights_digest(encoder) and torch.equal(again(images), encoder(images))
+    library = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**architecture))
+    library.load_state_dict(state)  # strictly: the file has the library's own names
     assert again.identity()["config"] == encoder.identity()["config"]
     assert again.text_reason
 

@@ -25,8 +25,16 @@ from xdm_ft.storage.user_paths import expanded
 HUB, LOCAL = "hf-hub:", "local-dir:"
 RESERVED = ("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "quantization_config")
 """Keys of a model's config that this module sets itself, or that other files of the repository depend on."""
-NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "architectures")
-"""Keys of a config that say where it comes from, and do not change features."""
+_NOT_ARCHITECTURE = (
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "architectures",
+    "auto_map",
+    "id2label",
+    "label2id",
+)
+"""Keys of a config that say where it comes from or name the classes of a head; features do not depend on them."""
 _SHOWN = 3  # tensor names in a message
 
 
@@ -161,6 +169,18 @@ def _changed(config: Any, kwargs: Mapping[str, Any], model: str) -> Any:
         return type(config).from_dict(merged)
     except Exception as error:  # each config checks its values in its own way
         raise wrong_kwargs(model, dict(kwargs), error) from error
+
+
+def architecture(config: Any) -> dict[str, Any]:
+    """The config as JSON, from which another machine builds the model; no name of a file or folder is in it."""
+
+    def without_origin(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_origin(inner) for key, inner in value.items() if key not in _NOT_ARCHITECTURE}
+        return value
+
+    found: dict[str, Any] = without_origin(json.loads(config.to_json_string(use_diff=False)))
+    return found
 
 
 def create(source: Source, kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,6 @@ the import path.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Sequence
@@ -131,21 +130,18 @@ class Transformers(Encoder, TextEncoder):
         return {
             "component": "transformers",
             "model": self.source.name,
-            "config": self._architecture(),
+            "config": hub.architecture(self.source.config),
             "normalize": self.normalize,
             **pooling_part(self.pooling),
             "preprocessing": self.preprocessing.model_dump(mode="json"),
             "versions": versions("transformers"),
         }
 
-    def _architecture(self) -> dict[str, Any]:
-        """The config with the recipe's `kwargs` in it, without the place that it was read from."""
-        config: dict[str, Any] = json.loads(self.source.config.to_json_string(use_diff=False))
-        return {key: value for key, value in config.items() if key not in hub.NOT_ARCHITECTURE}
-
     def portable(self) -> Portable:
         name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', str(self.source.config.model_type))}.json"
-        return Portable({"model": name, "kwargs": {}}, dict(self.model.state_dict()), self._architecture())
+        return Portable(
+            {"model": name, "kwargs": {}}, dict(self.model.state_dict()), hub.architecture(self.source.config)
+        )
 
     def block_candidates(self) -> Sequence[Sequence[str]]:
         return [[f"{self._root}.{name}" for name in names] for names in image_side.block_candidates(self._vision)]
