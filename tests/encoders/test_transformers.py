@@ -27,6 +27,7 @@ from xdm_ft.encoders._processor import TOLERANCE, from_processor  # noqa: E402
 from xdm_ft.encoders.transformers import Transformers  # noqa: E402
 from xdm_ft.errors import UserError  # noqa: E402
 from xdm_ft.features.cache_key import weights_digest  # noqa: E402
+from xdm_ft.recipe import components  # noqa: E402
 
 CLASSES = ("dog", "polar_bear", "guitar")
 BOTH = ("a photo of a {}", "a sketch of a {}")
@@ -393,3 +394,10 @@ def test_without_the_library(saved, monkeypatch) -> None:
     with pytest.raises(UserError, match=r"not installed here; pip install 'xdm_ft\[transformers\]'") as raised:
         Transformers(model=saved["vit"][0])
     assert "\n" not in str(raised.value)
+
+
+def test_recipe_keys() -> None:
+    settings = components.settings_model(components.find("encoders", "transformers"))
+    keys = {"model", "weights", "kwargs", "preprocessing", "normalize", "prompts", "pooling"}
+    assert set(settings.model_fields) == keys
+    assert settings(model="acme/own").weights == "pretrained"  # type: ignore[attr-defined]
