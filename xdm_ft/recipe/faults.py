@@ -79,7 +79,7 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
         faults.add(("training", "schedule", "warmup_steps"), problem, STEPS)
     for i, item in enumerate(recipe.methods):
         if item.averaging is not None and training.patience is not None:
-            problem = f"+{item.averaging.name} decides itself when to end the average; leave training.patience out"
+            problem = f"+{item.averaging.name} decides itself which steps it averages; leave training.patience out"
             faults.add(("methods", i), problem, ("training", "patience"))
     if training.amsgrad and training.optimizer == "sgd":
         problem = "is only for adam and adamw; leave it out, or use one of them"
@@ -127,7 +127,7 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
             faults.add(("search", "space", key), problem, ("training", "optimizer"))
     averaging = [item.averaging.name for item in items if item.averaging is not None]
     if averaging and "patience" in search.distributions:
-        problem = f"+{averaging[0]} decides itself when to end the average; leave it out"
+        problem = f"+{averaging[0]} decides itself which steps it averages; leave it out"
         faults.add(("search", "space", "patience"), problem, METHODS)
     if search.space and search.trials == 1:
         problem = "1 uses no value of search.space, as the first trial draws none; raise it"
