@@ -306,7 +306,7 @@ def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, A
     own: dict[str, Any] = {}
     for part in item.parts:
         own |= part.settings()
-    if item.head.name != "linear":
+    if item.head.name != "linear" and not item.is_solver:
         own["head"] = item.head.name
     if item.block.prompts is not None:
         own["prompts"] = list(item.block.prompts)
