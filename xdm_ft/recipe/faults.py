@@ -195,6 +195,9 @@ def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe, ha
         else:
             if not recipe.trainable and algorithm.frozen_reason:
                 faults.add(key, f"{item.label}: {algorithm.frozen_reason}", TRAINABLE)
+            if recipe.encoder_common.unfreeze_at and not any(p.requires_grad for p in algorithm.parameters()):
+                problem = f"{item.label} has a fixed class head, so that no step may train the head alone; leave it out"
+                faults.add(("encoder", "unfreeze_at"), problem, key)
             if recipe.training.sampler == "pooled" and algorithm.pooled_reason:
                 faults.add(key, f"{item.label}: {algorithm.pooled_reason}", SAMPLER)
             if reason := _parts_reason(algorithm, recipe):
