@@ -26,7 +26,7 @@ class BMA(Averaging):
 
     The mean is computed as the training runs, θ̄ ← θ̄ + α_t / Σ_{s≤t} α_s (θ_t − θ̄). No validation loss is read and no
     step is selected: every selection rule gets θ_BMA. Running batch-norm statistics are computed again for it, as for
-    SWAD.
+    SWAD. Of low-rank updates (LoRA) the two factors are averaged, not their product.
     """
 
     source = "Shu et al. 2023, CLIPood: Generalizing CLIP to Out-of-Distributions, Beta moving average"
