@@ -53,7 +53,7 @@ def test_the_head_of_a_solver_is_no_choice_and_no_head_of_other_methods() -> Non
     for methods, problem in (
         ("[{name: knn, head: linear}]", "methods.0.head: knn computes a neighbours head directly; leave head out"),
         ("[{name: prototypes, head: mlp}]", "prototypes computes a linear head directly; leave head out"),
-        ("[{name: erm, head: neighbours}]", "neighbours is computed by a solver, and no gradient trains it"),
+        ("[{name: erm, head: neighbours}]", "neighbours is computed by a solver, no gradient trains it"),
         ("[knn+swad]", "knn takes no gradient steps, so +swad has no effect"),
     ):
         with pytest.raises(UserError) as fault:
