@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from xdm_ft.algorithms import Algorithm
+from xdm_ft.algorithms import Algorithm, Solver
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import Protocol
@@ -213,6 +213,8 @@ def _method(faults: Faults, place: int, value: Any, encoder: Component) -> Metho
     algorithm_name, add_ons = split_name(values["name"])
     cls = _find_algorithm(faults, (*key, "name"), algorithm_name)
     added = _find_add_ons(faults, (*key, "name"), add_ons)
+    if cls is not None and issubclass(cls, Solver):
+        values = {"head": cls.head_kind, **values}
     head_name = str(values.get("head", MethodCommon.model_fields["head"].default))
     head = _find(faults, (*key, "head"), "heads", head_name)
     if cls is None or added is None or head is None:
