@@ -57,7 +57,7 @@ def results_of(runs: list[dict[str, Any]], name: str = "made", **recipe: Any) ->
     picked = picked_trials(records, "train_val", "accuracy")
     rows = []
     if picked:
-        rows = summarise(
+        rows, _ = summarise(
             picked,
             [],
             methods=methods,
