@@ -26,9 +26,9 @@ WHOLE = Record(
     6,
     7,
     1.5,
-    {"times": 1, "reasons": ["why"]},
     8,
     9,
+    {"times": 1, "reasons": ["why"]},
 )
 ROW = SummaryRow(
     "erm", "train_val", "accuracy", "test", 0.5, 0.1, 0.05, 3, {"kind": "k", "value": None},

@@ -86,8 +86,9 @@ def run(
             for method in values
         ],
     }
+    if encoders:
+        recipe["encoders"] = [{"label": one} for one in encoders]
     results = {"recipe": recipe, "runs": runs, "summary": [row.to_json() for row in rows], "tested_on": tested_on}
     common = {"selection": rule, "domains": None, "seeds_and_images": None, "p": None, "p_holm": None, "note": note}
     results |= {"encoder_pairs": [common | dict(pair) for pair in pairs]} if pairs else {}
-    results |= {"environment": {"encoders": {one: {} for one in encoders}}} if encoders else {}
     return Run(path, results, records, rows)

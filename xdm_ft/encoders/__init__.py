@@ -7,11 +7,14 @@ to be fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from xdm_ft.data._transforms import Preprocessing
+from xdm_ft.encoders._chain import Chain, find_chain
 
 
 class Portable(NamedTuple):
@@ -49,6 +52,35 @@ class Encoder(nn.Module, ABC):
     @abstractmethod
     def portable(self) -> Portable:
         """Returns the encoder as it is, for a directory that another machine reads. No path of this one is in it."""
+
+    def block_candidates(self) -> Sequence[Sequence[str]]:
+        """Names of modules that may be the encoder's blocks: lists of which the first that is a chain is taken."""
+        return ()
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The blocks, found by two forward passes at the first use; copies of the encoder share it."""
+        return find_chain(self, self.preprocessing.size, self.block_candidates())
+
+    @cached_property
+    def verified_cuts(self) -> set[int]:
+        """The numbers of blocks above a `Cut` of this encoder that was found to be exact."""
+        return set()
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """Modules in the order in which they run, each of which maps one activation to the next; a `Cut` is before one.
+
+        A transformer layer, residual unit or inverted residual each; coarser where those are no chain (DenseNet).
+        """
+        return tuple(block.name for block in self.chain.blocks)
+
+    @property
+    def blocks_reason(self) -> str:
+        """Empty if there are `block_names`; if not, why, and what to do."""
+        if self.chain.blocks:
+            return ""
+        return f"the encoder can not be cut ({self.chain.reason}); set trainable: true or false, or use another model"
 
 
 class TextEncoder(ABC):

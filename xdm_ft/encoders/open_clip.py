@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Annotated, Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder, Portable, TextEncoder
 from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
+from xdm_ft.encoders._blocks import clip_blocks
 from xdm_ft.encoders._clip_source import ClipSource, is_built_in, resolve
 from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import mismatch, read_weights
@@ -127,6 +128,9 @@ class OpenClip(Encoder, TextEncoder):
         if is_built_in(name):
             return Portable(settings, state)
         return Portable({**settings, "model": f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.json"}, state, config)
+
+    def block_candidates(self) -> Sequence[Sequence[str]]:
+        return clip_blocks(self.model.visual, "model.visual")
 
     @cached_property
     def tokenizer(self) -> Callable[..., Tensor]:

@@ -6,6 +6,7 @@ import path.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders._arguments import check_hub_weights, refuse_reserved, unknown_model, wrong_kwargs
+from xdm_ft.encoders._blocks import timm_blocks
 from xdm_ft.encoders._corpora import corpora_in
 from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import is_file_name, mismatch, read_weights
@@ -100,6 +102,9 @@ class Timm(Encoder):
             _, name, own = load_model_config_from_hf(name.removeprefix("hf-hub:"))  # cached when the model was built
             kwargs = (own or {}) | kwargs
         return Portable({"model": name, "kwargs": kwargs}, dict(self.model.state_dict()))
+
+    def block_candidates(self) -> Sequence[Sequence[str]]:
+        return timm_blocks(self.model, "model")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from xdm_ft.report.table_rows import (
     ResultTable,
     comparison_cells,
     each_once,
+    encoder_label,
     items,
     oracle_mark,
     several_encoders,
@@ -47,7 +48,7 @@ def encoder_block(label: str, results: Results) -> Mapping[str, Any]:
     """Returns the block of the recipe that describes the encoder of a row; {} if the recipe has none."""
     recipe, own = results["recipe"], split_row(label, results)[1]
     blocks: list[Mapping[str, Any]] = recipe.get("encoders") or []
-    return next((block for block in blocks if block.get("label") == own), recipe.get("encoder") or {})
+    return next((block for block in blocks if encoder_label(block) == own), recipe.get("encoder") or {})
 
 
 def trainable_of(label: str, results: Results) -> Any:

@@ -106,9 +106,13 @@ def items(results: Results) -> dict[str, Mapping[str, Any]]:
 
 
 def several_encoders(results: Results) -> list[str]:
-    """Returns the labels of the encoders, in the recipe's order, if there are several; else none."""
-    labels = list(results.get("environment", {}).get("encoders", {}))
-    return labels if len(labels) > 1 else []
+    """Returns the labels of the recipe's `encoders`, in their order; none if it has one `encoder`."""
+    return [encoder_label(block) for block in results["recipe"].get("encoders") or ()]
+
+
+def encoder_label(block: Mapping[str, Any]) -> str:
+    """Returns the name in results of an item of `encoders`."""
+    return str(block.get("label") or block["model"])
 
 
 def _mixed_steps(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:

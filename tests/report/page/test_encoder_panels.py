@@ -30,9 +30,8 @@ def test_the_page_of_two_encoders(tmp_path: Path) -> None:
     pairs = [pair("small", "large"), pair("small", "large", method="sam", domains=None, p=None, p_holm=None)]
     encoders = {"small": encoder_about("small"), "large": encoder_about("large", pretraining=HOSTILE)}
     about = {"python": "3.11.7", "encoders": encoders}
-    write_page(
-        write_run(tmp_path, methods=METHODS, environment=about, encoder_pairs=pairs, recipe=recipe(["erm", "sam"]))
-    )
+    made = recipe(["erm", "sam"]) | {"encoder": None, "encoders": [{"label": None, "model": one} for one in ENCODERS]}
+    write_page(write_run(tmp_path, methods=METHODS, environment=about, encoder_pairs=pairs, recipe=made))
     page = Page(tmp_path / "report.html")
     check_structure(page)
     _, erm, sam = page.table("First − second").rows
