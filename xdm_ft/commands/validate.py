@@ -19,7 +19,7 @@ from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import Plan, costs, describe, make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoders, log_encoder
 from xdm_ft.experiment.trackers import installed_trackers
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import Dumper
 from xdm_ft.settings import Block
 

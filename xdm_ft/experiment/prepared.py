@@ -23,8 +23,8 @@ from xdm_ft.features.cache import Features, extract
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.store import cache_folder
-from xdm_ft.recipe.blocks import Component, MethodItem
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.storage.digests import digest
 from xdm_ft.training import Job
 

@@ -15,8 +15,8 @@ from xdm_ft.evaluation.summary import Summary, protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
-from xdm_ft.recipe.blocks import MethodItem
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
 from xdm_ft.storage.run_directory import RunDirectory
 

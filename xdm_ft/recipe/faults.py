@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.errors import UserError, did_you_mean
-from xdm_ft.recipe.blocks import (
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import (
     MethodItem,
-    Recipe,
     drawn_item,
     drawn_training,
     encoder_common,

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.data import Augmentation, ImageDataset
 from xdm_ft.encoders import Encoder
-from xdm_ft.encoders._cut import depth_from_top
 from xdm_ft.errors import UserError
 from xdm_ft.interrupt import Interrupted, deferred, stop_requested
 from xdm_ft.progress import Progress, unseen
@@ -33,13 +32,14 @@ from xdm_ft.randomness import Stream, bits
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.tensors import Annotations, Criteria
-from xdm_ft.training import Job, Record, Trained, Training
+from xdm_ft.training import Job, Record, Trained
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.gradients import StepGradients, StepLosses
 from xdm_ft.training.end_to_end.inputs import Images
 from xdm_ft.training.end_to_end.model import WHOLE, BatchNorm, EncoderPart, EndToEnd
+from xdm_ft.training.end_to_end.optimizer import optimizer_of
 from xdm_ft.training.end_to_end.prediction import inputs_of, predict
 from xdm_ft.training.end_to_end.state import LoopState
 from xdm_ft.training.end_to_end.validation import EndToEndValidation
@@ -274,7 +274,8 @@ def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerat
                 parameter.copy_(mean[name])
     torch.manual_seed(int(bits(run.job.seed, run.job.setup.steps, Stream.ENCODER, accelerator.process_index)))
     inner.train()
-    gather_statistics(inner, (batch for _, batch in islice(run.batches.begin(), STATISTICS_BATCHES)), accelerator)
+    steps = (batch for _, batch in islice(run.batches.begin(), STATISTICS_BATCHES))
+    gather_statistics(inner.encoder, inner.encode, steps, accelerator)
     return inner.weights()
 
 
@@ -318,30 +319,6 @@ def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         # without a GPU Accelerate would silently compute in float32
         raise UserError("training.mixed_precision: fp16 needs a GPU, and this process runs on the CPU; use bf16 or no")
-
-
-def optimizer_of(inner: EndToEnd, training: Training) -> Optimizer:
-    """Returns the optimizer: class head and auxiliary modules have the learning rate `lr`, the encoder `encoder_lr`.
-
-    With `layer_decay` γ, what lies d blocks from the end of the encoder has `encoder_lr` γ^d (ELECTRA, Clark et al.
-    2020, appendix B); d is 0 for a final norm and projection, and 1 for the last block.
-    """
-    encoder, head, auxiliary = inner.roles()
-    by_rate: dict[float, list[nn.Parameter]] = {}
-    for name, parameter in encoder.items():
-        depth = 0 if training.layer_decay == 1 else depth_from_top(inner.encoder, name.removeprefix("encoder."))
-        by_rate.setdefault(training.encoder_lr * training.layer_decay**depth, []).append(parameter)
-    rates = [*by_rate.items(), (training.lr, [*head.values()]), (training.lr, [*auxiliary.values()])]
-    groups = [
-        {"params": parameters, "lr": lr, "initial_lr": lr, "weight_decay": training.weight_decay}
-        for lr, parameters in rates
-        if parameters
-    ]
-    if training.optimizer == "sgd":
-        return SGD(groups, momentum=training.momentum)
-    return {"adam": Adam, "adamw": AdamW}[training.optimizer](
-        groups, betas=(training.beta1, training.beta2), amsgrad=training.amsgrad
-    )
 
 
 @contextmanager
