@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from xdm_ft.algorithms import HeadInit, Solver
 from xdm_ft.data import Augmentation
 from xdm_ft.encoders._prompts import Prompts
+from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import Protocol
 from xdm_ft.recipe.search import TRAINING_KEYS, Search, Value, settings_of
@@ -52,14 +53,31 @@ class EncoderCommon(Block):
     """Keys of the block `encoder`; the encoder adds its own."""
 
     name: Annotated[str, Field(description="library of the encoder, see `xdm-ft ls encoders`")]
-    trainable: Annotated[bool, Field(description="true: train end to end; false: frozen, on cached features")] = False
+    trainable: Annotated[
+        Trainable,
+        Field(
+            description="false: frozen, on cached features; true: train end to end; {blocks: k}: train the last k "
+            "blocks, see `xdm-ft validate` for the chain; {lora: {rank: r, blocks: k}}: train low-rank updates in them"
+        ),
+    ] = False
     batch_norm: Annotated[
         Literal["train", "frozen"],
-        Field(description="batch-norm statistics in training end to end: updated, or kept as they are"),
+        Field(description="batch-norm statistics of what trains in the encoder: updated, or kept as they are"),
     ] = "train"
     unfreeze_at: Annotated[
-        int, Field(ge=0, description="steps that train the head alone, before the encoder too (LP-FT; end to end only)")
+        int,
+        Field(ge=0, description="steps that train the head alone, before the encoder too (LP-FT)"),
     ] = 0
+
+
+class ListedEncoder(EncoderCommon):
+    """Keys of an item of `encoders`; the encoder adds its own."""
+
+    label: Annotated[
+        str | None,
+        Field(min_length=1, description="name in results; null: the model's name"),
+        AfterValidator(_one_line),
+    ] = None
 
 
 class MethodCommon(Block):
@@ -88,6 +106,9 @@ class MethodCommon(Block):
     normalize: Annotated[
         Literal[True] | None,
         Field(description="true: L2-normalise the cached features for this method; null: as encoder.normalize"),
+    ] = None
+    trainable: Annotated[
+        Trainable | None, Field(description="like encoder.trainable, for this method only; null: encoder.trainable")
     ] = None
 
 
@@ -125,17 +146,41 @@ class Component:
         return self.cls(*args, **self.kwargs())
 
 
+def encoder_common(encoder: Component) -> EncoderCommon:
+    """Returns the settings of an encoder, typed as those that all encoders share."""
+    assert isinstance(encoder.block, EncoderCommon)
+    return encoder.block
+
+
 @dataclass(frozen=True)
 class MethodItem:
-    """One entry of `methods`."""
+    """One entry of `methods`, under one encoder."""
 
-    label: str
+    label: str  # in results; under several encoders with the encoder's label: "erm @ small"
     head_init: HeadInit
     algorithm: Component
     head: Component
     sharpness: Component | None
     averaging: Component | None
     block: MethodCommon
+    place: int  # of the entry in `methods`
+    encoder: Component
+    encoder_label: str | None = None  # None: the recipe has one encoder
+
+    @property
+    def encoder_common(self) -> EncoderCommon:
+        return encoder_common(self.encoder)
+
+    @property
+    def trainable(self) -> Trainable:
+        """How much of the encoder trains. Solvers read the features of the whole, frozen encoder."""
+        own = self.block.trainable
+        return False if self.is_solver else self.encoder_common.trainable if own is None else own
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the lower part of the encoder is frozen, and its upper part trains."""
+        return isinstance(self.trainable, LastBlocks | LowRank)
 
     @property
     def reads_text(self) -> bool:
@@ -174,9 +219,9 @@ class Recipe:
     name: str
     data: Component
     protocol: Protocol
-    encoder: Component
+    encoders: tuple[Component, ...]
     features: FeatureSettings
-    methods: tuple[MethodItem, ...]
+    methods: tuple[MethodItem, ...]  # with several encoders, all methods under the first one, then under the next
     training: Training
     search: Search
     report: ReportSettings
@@ -184,37 +229,51 @@ class Recipe:
     analyse: bool = False  # measure the models at the end of the run, as `xdm-ft analyse` does
 
     @property
-    def trainable(self) -> bool:
-        return self.encoder_common.trainable
+    def encoder(self) -> Component:
+        """The encoder, or the first of several."""
+        return self.encoders[0]
+
+    @property
+    def trains_encoders(self) -> bool:
+        """Whether a method trains an encoder, or a part of it."""
+        return any(item.trainable is not False for item in self.methods)
 
     @property
     def data_common(self) -> DataCommon:
         assert isinstance(self.data.block, DataCommon)
         return self.data.block
 
-    @property
-    def encoder_common(self) -> EncoderCommon:
-        assert isinstance(self.encoder.block, EncoderCommon)
-        return self.encoder.block
+    def trains_on_images(self, item: MethodItem) -> bool:
+        """Whether a method reads images at every step: neither cached features nor the cached activations of a cut."""
+        if not item.is_cut:
+            return item.trainable is True
+        augmented = self.data_common.train_augmentation not in (None, "none") and not self.features.views
+        return self.features.cut == "compute" or (self.features.cut == "auto" and augmented)
 
     @property
     def train_augmentation(self) -> Augmentation:
-        """The recipe's augmentation; if it sets none, the data set's own, or "none" if features are computed once."""
-        own: Augmentation = self.data.cls.train_augmentation if self.trainable or self.features.views else "none"
+        """The recipe's augmentation. If it sets none: the data set's own, or "none" if a method reads what is cached.
+
+        All methods of a table train on the same kind of images.
+        """
+        trained = [item for item in self.methods if not item.is_solver]
+        on_images = bool(trained) and all(self.trains_on_images(item) for item in trained)
+        own: Augmentation = self.data.cls.train_augmentation if on_images or self.features.views else "none"
         return self.data_common.train_augmentation or own
 
-    @property
-    def needs_features(self) -> bool:
-        """Whether a method reads cached features of the encoder before training."""
-        return not self.trainable or any(item.is_solver for item in self.methods)
+    def needs_features(self, encoder: Component | None = None) -> bool:
+        """Whether a method reads cached features of an encoder (None: of any) before training."""
+        wanted = (item for item in self.methods if encoder is None or item.encoder is encoder)
+        return any(item.trainable is False for item in wanted)
 
     @property
     def blocks(self) -> dict[str, Block]:
         """The blocks by their keys, in the order in which a recipe is printed; `methods` is not among them."""
+        encoder = {} if self.several_encoders else {"encoder": self.encoder.block}
         return {
             "data": self.data.block,
             "protocol": self.protocol,
-            "encoder": self.encoder.block,
+            **encoder,
             "features": self.features,
             "training": self.training,
             "search": self.search,
@@ -224,9 +283,21 @@ class Recipe:
 
     def resolved(self) -> dict[str, Any]:
         """Returns the recipe as plain values, including every default."""
-        plain = {name: block.model_dump(mode="json") for name, block in self.blocks.items()}
-        methods = [item.block.model_dump(mode="json") for item in self.methods]
+        plain: dict[str, Any] = {name: block.model_dump(mode="json") for name, block in self.blocks.items()}
+        if self.several_encoders:
+            plain["encoders"] = [encoder.block.model_dump(mode="json") for encoder in self.encoders]
+        methods = [item.block.model_dump(mode="json") for item in self.own_methods]
         return {"name": self.name, **plain, "analyse": self.analyse, "methods": methods}
+
+    @property
+    def several_encoders(self) -> bool:
+        """Whether the recipe has `encoders`, which may be a list of one."""
+        return isinstance(self.encoder.block, ListedEncoder)
+
+    @property
+    def own_methods(self) -> tuple[MethodItem, ...]:
+        """The entries of `methods`, each once, under the first encoder."""
+        return tuple(item for item in self.methods if item.encoder is self.encoder)
 
     def as_yaml(self) -> str:
         return as_text(self.resolved())
@@ -251,14 +322,13 @@ def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
     def of(part: Component | None) -> Component | None:
         return None if part is None else replace(part, block=block)
 
-    return MethodItem(
-        item.label,
-        item.head_init,
-        replace(item.algorithm, block=block),
-        replace(item.head, block=block),
-        of(item.sharpness),
-        of(item.averaging),
-        block,
+    return replace(
+        item,
+        algorithm=replace(item.algorithm, block=block),
+        head=replace(item.head, block=block),
+        sharpness=of(item.sharpness),
+        averaging=of(item.averaging),
+        block=block,
     )
 
 
