@@ -144,8 +144,8 @@ REAL: list[tuple[str, int, int, dict[str, Any]]] = [
     ("efficientnet_b0", 64, 16, {}),
     ("densenet121", 64, 7, {}),
     ("regnety_002", 64, 13, {}),
-    ("vgg11", 64, 7, {}),
-    ("maxvit_tiny_rw_224", 224, 4, {}),
+    ("vgg11", 64, 7, {"mlp_ratio": 0.01}),
+    ("poolformer_s12", 64, 4, {}),  # timm groups no layers of it: its stages are the blocks
 ]
 
 
