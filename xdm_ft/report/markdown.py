@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from xdm_ft.report.averaged_seeds import averaged_table
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.how_to_read import how_to_read
 from xdm_ft.report.measures import Picked
@@ -31,15 +32,18 @@ def markdown(run: Run) -> str:
 def tables_of(run: Run) -> Iterator[ResultTable]:
     """Yields the tables of each selection rule: the first one, other metrics, a search, published numbers.
 
-    What oracle selects has its first table alone, unless it is the recipe's own rule.
+    That of seeds averaged follows the first search, if the recipe asks for it. What oracle selects has its first table alone, unless it is the recipe's own rule.
     """
-    for rows in groups(run.results):
+    asked = run.results["recipe"].get("report", {}).get("seeds_averaged")
+    for place, rows in enumerate(groups(run.results)):
         rule = rows[0]["selection"]
         yield result_table(rows, run.results)
         if rule != ORACLE or rule == own_rule(run.results):
             picked = Picked(run, rule)
             searched = searched_table(rows, picked)
             yield from (metric_table(rows, picked), *([] if searched is None else [searched]))
+        if asked and place == 0:  # the first tables are those of the recipe's own rule
+            yield from filter(None, (averaged_table(run),))
         yield from published_tables(rows, run.results)
 
 
