@@ -32,7 +32,8 @@ def markdown(run: Run) -> str:
 def tables_of(run: Run) -> Iterator[ResultTable]:
     """Yields the tables of each selection rule: the first one, other metrics, a search, published numbers.
 
-    That of seeds averaged follows the first search, if the recipe asks for it. What oracle selects has its first table alone, unless it is the recipe's own rule.
+    That of seeds averaged follows the first search, if the recipe asks for it. What oracle selects has its first table
+    alone, unless it is the recipe's own rule.
     """
     asked = run.results["recipe"].get("report", {}).get("seeds_averaged")
     for place, rows in enumerate(groups(run.results)):
