@@ -35,7 +35,7 @@ def run(recipe: Recipe) -> Results:
     from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
     from xdm_ft.experiment.resume import earlier, keeping_final_fit, opened, recorded
     from xdm_ft.experiment.sessions import write_sessions
-    from xdm_ft.experiment.summary import summary_rows
+    from xdm_ft.experiment.summary import summary_of
     from xdm_ft.experiment.trackers import installed_trackers, log_results
     from xdm_ft.progress import pulse
     from xdm_ft.report.written import refresh_reports
@@ -68,8 +68,9 @@ def run(recipe: Recipe) -> Results:
             train_models(engines, results)
 
             results.records = in_order(plan, (results.records | recorded(directory)).values())
-            rows = summary_rows(plan, prepared, [*results.records.values()], directory) if main else []
-            results.rows = from_main(accelerator, rows)
+            if main:
+                results.summary = summary_of(plan, prepared, [*results.records.values()], directory)
+            results.summary = from_main(accelerator, results.summary)
             results.write()
             if main:
                 write_sessions(plan, results.records.values(), directory)

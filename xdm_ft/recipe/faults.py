@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.encoders import TextEncoder
+from xdm_ft.encoders._pooling import outside_text_space
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import (
@@ -238,3 +239,6 @@ def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe) ->
     normalized = item.reads_normalized or getattr(item.encoder.block, "normalize", False)
     for setting, problem in text_faults(item, issubclass(item.encoder.cls, TextEncoder), normalized):
         faults.add((*key, *setting), problem, ("encoder", "name"), ("encoder", "normalize"))
+    elsewhere = outside_text_space(getattr(item.encoder.block, "pooling", None))
+    if item.reads_text and elsewhere:
+        faults.add(key, f"{item.label} needs class embeddings, but {elsewhere}", ("encoder", "pooling"))
