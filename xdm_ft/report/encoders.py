@@ -124,6 +124,6 @@ def pair_table(results: Results, rule: str, metric: str) -> ResultTable | None:
         return None
     cells = tuple((one["method"], pair_name(one), *comparison_cells(one, metric)) for one in pairs)
     header = (f"method{oracle_mark(rule)}", "encoders", "difference", *COMPARISON)
-    notes = each_once((f"{one['method']}, {pair_name(one)}", one["note"]) for one in pairs)
+    notes = each_once((f"{one['method']} ({pair_name(one)})", one["note"]) for one in pairs)
     about = (("Differences", ABOUT_PAIRS),)
     return ResultTable("Pairs of encoders", about, header, cells, tuple(notes), level=3, labels=2)
