@@ -24,6 +24,11 @@ def split_label(label: str, encoders: Collection[str]) -> tuple[str, str | None]
     return label.removesuffix(f"{SEPARATOR}{encoder}"), encoder
 
 
+def with_encoder(label: str, encoder: str) -> str:
+    """Returns the label in results of a method under one of several encoders."""
+    return f"{label}{SEPARATOR}{encoder}"
+
+
 def encoder_of(label: str, encoders: Collection[str]) -> str | None:
     """Returns the encoder of a row; None in a run of one encoder."""
     return split_label(label, encoders)[1]

@@ -23,6 +23,7 @@ def run(recipe: Recipe) -> Results:
     """
     from xdm_ft.experiment.analysing import analyse
     from xdm_ft.experiment.data_faults import faults
+    from xdm_ft.experiment.encoder_costs import encoder_costs
     from xdm_ft.experiment.engines import Engines
     from xdm_ft.experiment.estimate import first_line
     from xdm_ft.experiment.final_fit import final_fit
@@ -61,8 +62,9 @@ def run(recipe: Recipe) -> Results:
 
             trained_on = inputs(dataset, prepared)
             before.refuse_other_inputs(directory.path, trained_on)
+            costs = encoder_costs(prepared, recipe.features, len(dataset), accelerator, before.environment or {})
             results = ResultsFile(
-                recipe, directory, before, environment(accelerator) | trained_on, about(plan, findings)
+                recipe, directory, before, environment(accelerator) | trained_on | costs, about(plan, findings)
             )
             engines = Engines(plan, prepared, directory, accelerator)
             train_models(engines, results)

@@ -68,7 +68,8 @@ def references(methods: Sequence[MethodItem]) -> dict[str, str]:
     """Returns {label of a method: label of the ERM that it is compared with}, as `erm_of_each` has it."""
 
     def compared(item: MethodItem) -> Compared:
-        head = item.head.name, *item.head.settings().items()
+        # a solver is compared with ERM's linear head, whatever its own is
+        head = ("linear",) if item.is_solver else (item.head.name, *item.head.settings().items())
         return Compared(item.label, item.is_plain_erm, item.encoder_label, head, item.trainable)
 
     return erm_of_each([compared(item) for item in methods])
