@@ -135,6 +135,17 @@ HEADS = [
 ]
 
 
+def test_a_head_of_training_features_exports(tmp_path):
+    given = tiny(head="neighbours")
+    keys = torch.nn.functional.normalize(
+        torch.rand(30, given.encoder.width, generator=torch.Generator().manual_seed(0))
+    )
+    state = {"keys": keys, "labels": torch.arange(30) % 4, "k": torch.tensor(5), "temperature": torch.tensor(0.07)}
+    given.heads["head"].load_state_dict(state)
+    file = write_onnx(given, tmp_path, opened(photographs(tmp_path)), include_preprocessing=False)
+    assert file.difference < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("head", "changes"), HEADS)
 def test_every_head_exports(tmp_path, head, changes):
@@ -154,6 +165,21 @@ def test_encoders_of_timm_export(tmp_path, network):
     pixels = torch.stack([Model(model, "cpu").transform(image) for image in opened(photographs(tmp_path, 5))])
     [found] = session(file.path).run(["probabilities"], {"pixels": pixels.numpy()})  # yet another batch size
     np.testing.assert_allclose(found, Model(model, "cpu").predict_proba(photographs(tmp_path, 5)), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_pooled_tokens_export(tmp_path):
+    """Those of timm and of open_clip; both poolings of tokens are in cls_mean."""
+    clip = {"model": "demo", "weights": "demo", "pooling": "cls_mean"}
+    for name, (encoder, settings) in {
+        "timm": small_models.timm("test_vit", pooling="cls_mean"),
+        "open_clip": (small_models.find("encoders", "open_clip")(**clip), clip),
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        model = parts(encoder, settings, name=name)
+        file = write_onnx(model, folder, opened(photographs(tmp_path)), include_preprocessing=False)
+        assert file.difference < 1e-5
 
 
 @pytest.mark.slow

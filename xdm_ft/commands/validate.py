@@ -72,7 +72,7 @@ def validate(recipe: Recipe) -> Validated:
     prompts, own = None, {}
     for label, encoder in encoders.items():
         log_encoder(encoder)
-        if isinstance(encoder, TextEncoder):
+        if isinstance(encoder, TextEncoder) and not encoder.text_reason:
             prompts = prompts or list(encoder.exact_prompts(dataset.class_names))
             for item in recipe.methods:
                 if item.block.prompts is not None and item.encoder_label == label:

@@ -77,9 +77,17 @@ def build_encoder(component: Component, seed: int) -> Encoder:
 
 
 def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
-    """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed."""
+    """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
+
+    Raises `UserError` if a method needs class embeddings and its encoder has none.
+    """
     seed = recipe.protocol.seeds[0]
-    return {label: build_encoder(component, seed) for label, component in by_label(recipe).items()}
+    encoders = {label: build_encoder(component, seed) for label, component in by_label(recipe).items()}
+    for item in recipe.methods:
+        encoder = encoders[item.encoder_label]
+        if item.reads_text and isinstance(encoder, TextEncoder) and encoder.text_reason:
+            raise UserError(f"methods: {item.label}: class embeddings are needed, but {encoder.text_reason}")
+    return encoders
 
 
 def by_label(recipe: Recipe) -> dict[str | None, Component]:

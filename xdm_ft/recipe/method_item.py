@@ -173,7 +173,9 @@ def text_faults(item: MethodItem, has_text: bool, normalized: bool) -> Iterator[
             what = item.label if needs_text else "zero_shot"
             remedy = "set encoder.normalize: true, or normalize: true for this method"
             yield (), f"{what} starts from class embeddings, which need L2-normalised features; {remedy}"
-    if item.is_solver and item.head.name != "linear":
-        yield ("head",), f"{item.label} computes a linear head directly; leave head out"
+    if item.is_solver and item.head.name != item.algorithm.cls.head_kind:
+        yield ("head",), f"{item.label} computes a {item.algorithm.cls.head_kind} head directly; leave head out"
+    elif not item.is_solver and not head.trained:
+        yield ("head",), f"{item.head.name} is computed by a solver, no gradient trains it; use linear, cosine or mlp"
     if item.block.prompts is not None and not item.reads_text:
         yield ("prompts",), f"{item.label} uses no class embeddings; leave it out, or set head_init: zero_shot"

@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from xdm_ft.algorithms import Algorithm
+from xdm_ft.algorithms import Algorithm, Solver
 from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import Protocol
 from xdm_ft.recipe import components
@@ -178,7 +179,7 @@ def under_encoder(item: MethodItem, encoder: Component) -> MethodItem:
     if not isinstance(encoder.block, ListedEncoder):
         return item if item.encoder is encoder else replace(item, encoder=encoder)
     label = encoder_label(encoder)
-    return replace(item, encoder=encoder, encoder_label=label, label=f"{item.label} @ {label}")
+    return replace(item, encoder=encoder, encoder_label=label, label=with_encoder(item.label, label))
 
 
 def _without_stale_keys(text: RecipeText, key: Key, model: type[Block], values: dict[str, Any]) -> dict[str, Any]:
@@ -213,6 +214,8 @@ def _method(faults: Faults, place: int, value: Any, encoder: Component) -> Metho
     algorithm_name, add_ons = split_name(values["name"])
     cls = _find_algorithm(faults, (*key, "name"), algorithm_name)
     added = _find_add_ons(faults, (*key, "name"), add_ons)
+    if cls is not None and issubclass(cls, Solver):
+        values = {"head": cls.head_kind, **values}
     head_name = str(values.get("head", MethodCommon.model_fields["head"].default))
     head = _find(faults, (*key, "head"), "heads", head_name)
     if cls is None or added is None or head is None:

@@ -108,7 +108,7 @@ def train_model(
     inputs = inputs_of(inner, part, images, accelerator)
     batches = TrainingBatches(job, inputs, annotations, accelerator)
     first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
-    averages = Averages([job.averaging], first_step) if job.averaging else None
+    averages = Averages([job.averaging], first_step, job.setup.steps) if job.averaging else None
     reads_loss = job.averaging is not None and job.averaging.reads_loss
     validation = EndToEndValidation(
         job, inputs, annotations, criteria, batches.largest_part, accelerator, loss=reads_loss
@@ -116,7 +116,7 @@ def train_model(
     selector = Selector(criteria, first_step, training.patience)
     roles = inner.roles()
     optimizer = optimizer_of(inner, training)
-    state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
+    state = LoopState(inner, roles, optimizer, selector, averages, accelerator, started=started)
     run = _Run(job, batches, validation, record, checkpoint)
     _resume(run, state, annotations)
     failure = _train(run, state, unfreeze_at, bar or unseen())
@@ -182,6 +182,8 @@ def _train(run: _Run, state: LoopState, unfreeze_at: int, bar: Progress) -> str 
     steps = run.job.setup.steps
     with deferred(), closing(run.batches.begin(state.taken)) as batches:  # what reads ahead ends with the loop
         bar.skip(state.taken)
+        if state.taken == 0:
+            state.average()
         if not state.evaluated and not _evaluate(run, state):
             return _failure(BROKEN_LOGITS, run, state.taken)
         for frozen, last in ((True, unfreeze_at), (False, steps)):
@@ -215,10 +217,8 @@ def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]]
                 return _failure(what, run, step + 1)
             if finite:
                 state.means.add(step, {name: value[None] for name, value in losses.scalars.items()})
-            if state.averages is not None:
-                trained = gradients.roles.main | gradients.roles.auxiliary
-                state.averages.add(step + 1, {name: parameter[None] for name, parameter in trained.items()})
             state.taken, state.evaluated = step + 1, step + 1 not in evaluate_after
+            state.average()
             if losses.stop:
                 _save_and_stop(run, state)
             if not state.evaluated and not _evaluate(run, state):
