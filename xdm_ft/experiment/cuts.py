@@ -21,7 +21,8 @@ from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.lookup import cached_images
 from xdm_ft.features.store import cache_path, is_writable
-from xdm_ft.recipe.blocks import MethodItem, Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.training.end_to_end.model import cut_of
 
 logger = logging.getLogger("xdm_ft")

@@ -24,8 +24,8 @@ from xdm_ft.features.cache import Features, extract
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.store import cache_folder
-from xdm_ft.recipe.blocks import Component, MethodItem
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.storage.digests import digest
 from xdm_ft.training import Job
 from xdm_ft.training.end_to_end.model import cut_of
@@ -81,14 +81,20 @@ def build_encoder(component: Component, seed: int) -> Encoder:
 def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
-    Raises `UserError` if one can not be cut where a method trains above a cut.
+    Raises `UserError` if a method needs class embeddings and its encoder has none, or if an encoder can not be cut
+    where a method trains above a cut.
     """
-    seed = recipe.protocol.seeds[0]
-    encoders = {label: build_encoder(component, seed) for label, component in by_label(recipe).items()}
-    for label, trainable in dict.fromkeys((item.encoder_label, item.trainable) for item in recipe.methods):
-        if isinstance(trainable, LastBlocks | LowRank):
-            cut_of(encoders[label], trainable)
-    return encoders
+    found = dict[str | None, Encoder]()
+    for label, component in by_label(recipe).items():
+        found[label] = encoder = build_encoder(component, recipe.protocol.seeds[0])
+        own = [item for item in recipe.methods if item.encoder_label == label]
+        reading = [item.label for item in own if item.reads_text]
+        if reading and isinstance(encoder, TextEncoder) and encoder.text_reason:
+            raise UserError(f"methods: {', '.join(reading)}: class embeddings are needed, but {encoder.text_reason}")
+        for trainable in dict.fromkeys(item.trainable for item in own):
+            if isinstance(trainable, LastBlocks | LowRank):
+                cut_of(encoder, trainable)
+    return found
 
 
 def by_label(recipe: Recipe) -> dict[str | None, Component]:

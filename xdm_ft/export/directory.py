@@ -1,7 +1,7 @@
 """A model directory: config.json, model.safetensors (the head), reference.safetensors (for distances) and, with the
 encoder, encoder.safetensors.
 
-encoder.safetensors has the names of the encoder's library, so that timm and open_clip load it too. config.json holds a
+encoder.safetensors has the names of the encoder's library, so that this library loads it too. config.json holds a
 checksum of itself and of the tensors of both files.
 """
 
@@ -28,7 +28,7 @@ from xdm_ft.storage.checksummed import Damaged, json_object, write_checked, writ
 from xdm_ft.storage.digests import json_digest, tensors_digest
 
 CONFIG, WEIGHTS, ENCODER = "config.json", "model.safetensors", "encoder.safetensors"
-LOCAL = ("local-dir:",)  # model names of open_clip that are folders
+LOCAL = ("local-dir:",)  # model names that are folders
 
 
 def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> ModelConfig:
