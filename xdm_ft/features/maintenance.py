@@ -133,8 +133,9 @@ def prune(
     max_bytes: int | None = None,
     referenced: Set[str] | None = None,
 ) -> list[File]:
-    """Deletes shards and returns them: those not used for `unused_days`, those of stores whose key, or that of their
-    plain view, is not in `referenced`, and then those not used for longest, until at most `max_bytes` remain. None: the limit does not apply.
+    """Deletes shards and returns them: those not used for `unused_days`, those of stores whose key is not in
+    `referenced`, nor that of their plain view, and then those not used for longest, until at most `max_bytes` remain.
+    None: the limit does not apply.
 
     Stores for which a process computes features now, and files of other users, are kept. A shard that a process only
     reads may be deleted: files that are mapped into memory stay readable. Raises `UserError` without permission.
