@@ -176,9 +176,7 @@ def test_a_cache_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.Monke
     activations_of(tmp_path)
     monkeypatch.setattr(cache, "is_writable", lambda folder: False)
     assert activations_of(tmp_path).extracted == 0
-    with pytest.raises(
-        UserError, match=r"lacks activations before blocks\.2 of 70 images; .* or features\.cut: compute"
-    ):
+    with pytest.raises(UserError, match=r"activations before blocks\.2 of 70 images; .*features\.cut: comp"):
         activations_of(tmp_path, blocks=1)
 
 
@@ -186,9 +184,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     needed = 3 * IMAGES * 4 * SIZE * SIZE * 4
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=needed - 1))
-    with pytest.raises(
-        UserError, match=r"disk is full: 0\.2 MB more are needed for activations before blocks\.1, .*cut"
-    ):
+    with pytest.raises(UserError, match=r"full: 0\.2 MB more .* for activations before blocks\.1, .*cut: compute"):
         activations_of(tmp_path, **VIEWS)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=needed))
     assert activations_of(tmp_path, **VIEWS).extracted == 3 * IMAGES
