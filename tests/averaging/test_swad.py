@@ -17,7 +17,7 @@ def run(losses: list[float], lengths: list[int] | None = None, **settings) -> Se
     average, taken = SWAD(**settings).begin(), 0
     for loss, length in zip(losses, lengths or [1] * len(losses), strict=True):
         steps = torch.arange(taken + 1, taken + length + 1)
-        average.add(Segment(taken + 1, taken + length, {"w": (2.0**steps).double().mean()[None]}), loss)
+        average.add(Segment(taken + 1, taken + length, {"w": (2.0**steps).double().mean()[None]}, length), loss)
         taken += length
     return average.result()
 
@@ -126,7 +126,7 @@ def test_averages_of_stacked_models_are_those_of_each_alone() -> None:
     torch.manual_seed(0)
     weights = torch.randn(12, 2, 3, 4)  # steps, heads
     losses = torch.tensor([[0.5, 0.9], [0.6, 0.8], [0.7, 0.7], [0.6, 0.6]])
-    averages = Averages([SWAD(), SWAD()], first_step=3)
+    averages = Averages([SWAD(), SWAD()], first_step=3, steps=12)
     for taken in range(1, 13):
         averages.add(taken, {"w": weights[taken - 1]})
         if taken % 3 == 0:
@@ -141,7 +141,7 @@ def test_averages_of_stacked_models_are_those_of_each_alone() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_no_average() -> None:
-    averages = Averages([SWAD(), SWAD()], first_step=1)
+    averages = Averages([SWAD(), SWAD()], first_step=1, steps=1)
     averages.add(1, {"w": torch.zeros(2, 1)})
     averages.evaluated(1, [None, 0.5])
     assert "not finite after step 1" in str(averages.nothing_averaged(0))

@@ -422,7 +422,8 @@ def test_tokenizer_that_needs_another_library(tmp_path: Path, monkeypatch: pytes
 
 def test_recipe_keys() -> None:
     settings = components.settings_model(components.find("encoders", "open_clip"))
-    assert set(settings.model_fields) == {"model", "weights", "kwargs", "preprocessing", "normalize", "prompts"}
+    keys = {"model", "weights", "kwargs", "preprocessing", "normalize", "prompts", "pooling"}
+    assert set(settings.model_fields) == keys
     block = settings(model="ViT-B-16", weights="openai")
     assert block.prompts == ("a photo of a {}",)  # type: ignore[attr-defined]
     assert all(field.description for field in settings.model_fields.values())

@@ -274,7 +274,7 @@ def test_identity_differs_where_features_do() -> None:
 def test_recipe_keys() -> None:
     settings = components.settings_model(components.find("encoders", "timm"))
     block = settings(model="resnet18", kwargs={"bn_eps": 0.001}, preprocessing={"size": 32})
-    assert set(settings.model_fields) == {"model", "weights", "kwargs", "preprocessing", "normalize"}
+    assert set(settings.model_fields) == {"model", "weights", "kwargs", "preprocessing", "normalize", "pooling"}
     assert block.weights is None  # type: ignore[attr-defined]
     assert block.preprocessing.size == 32  # type: ignore[attr-defined]
     assert all(field.description for field in settings.model_fields.values())

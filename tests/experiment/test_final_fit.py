@@ -231,10 +231,18 @@ def test_trials_that_differ_between_runs_are_combined_and_said():
     assert "lr" not in fit_of_runs(plan, picked[:1]).how, "one run: nothing to combine"
 
 
+def test_bma_averages_the_whole_fit_and_reads_no_loss():
+    found = results("methods=[{name: erm+bma, bma.beta: 2}]")
+    final = found["final_fit"]
+    assert final["status"] == "ok" and (final["averaged_from"], final["step"]) == (0, 10)
+    assert "weights averaged over all 10 steps by +bma" in final["how"]
+    assert all(run["selected"]["train_val"]["averaged_from"] == 0 for run in found["runs"])
+
+
 def test_an_interval_averages_exactly_its_steps():
     average, again = Interval(3, 6).begin(), Interval(3, 6).begin()
     for first, last in ((1, 2), (3, 4), (5, 6), (7, 8)):
-        average.add(Segment(first, last, {"w": torch.tensor((first + last) / 2)}), float("nan"))
+        average.add(Segment(first, last, {"w": torch.tensor((first + last) / 2)}, last - first + 1), float("nan"))
         again.load_state(average.state())
     for one in (average, again):
         assert one.result().mean["w"] == 4.5 and one.result()[:2] == (3, 6)

@@ -130,7 +130,7 @@ def test_doubtful_picks_are_flagged():
         (["search.space={lr: {uniform: [0.1, 1], choice: [1]}}"], "give exactly one of"),
         (
             ["methods=[erm, erm+swad]", "search.space={patience: {choice: [1, 2]}}"],
-            r"search\.space\.patience: \+swad decides itself when to end the average; leave it out",
+            r"search\.space\.patience: \+swad decides itself which steps it averages; leave it out",
         ),
         (["search.space={rsc.feature_drop: {uniform: [0.9, 1.5]}}"], "draws feature_drop = 1"),
     ],

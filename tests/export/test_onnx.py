@@ -135,6 +135,17 @@ HEADS = [
 ]
 
 
+def test_a_head_of_training_features_exports(tmp_path):
+    given = tiny(head="neighbours")
+    keys = torch.nn.functional.normalize(
+        torch.rand(30, given.encoder.width, generator=torch.Generator().manual_seed(0))
+    )
+    state = {"keys": keys, "labels": torch.arange(30) % 4, "k": torch.tensor(5), "temperature": torch.tensor(0.07)}
+    given.heads["head"].load_state_dict(state)
+    file = write_onnx(given, tmp_path, opened(photographs(tmp_path)), include_preprocessing=False)
+    assert file.difference < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("head", "changes"), HEADS)
 def test_every_head_exports(tmp_path, head, changes):

@@ -13,7 +13,8 @@ from xdm_ft.heads import Head
 from xdm_ft.randomness import Stream
 from xdm_ft.recipe.components import find, names
 
-HEADS: dict[str, type[Head]] = {name: find("heads", name) for name in names("heads")}
+EVERY: dict[str, type[Head]] = {name: find("heads", name) for name in names("heads")}
+HEADS = {name: cls for name, cls in EVERY.items() if cls.trained}
 WIDTH, CLASSES = 12, 5
 
 
@@ -34,9 +35,15 @@ def test_there_are_heads_to_test() -> None:
     assert {"linear", "cosine", "mlp"} <= HEADS.keys()
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in HEADS])
+def test_a_head_that_gradients_can_not_train_has_no_parameters_and_a_solver(name: str) -> None:
+    assert not list(EVERY[name](WIDTH, CLASSES, 0, 0).parameters()) and EVERY[name].text_reason
+    assert name in {getattr(find("algorithms", method), "head_kind", None) for method in names("algorithms")}
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_says_what_it_is(name: str) -> None:
-    cls = HEADS[name]
+    cls = EVERY[name]
     assert cls.source and cls.__doc__
     positional = [
         key

@@ -1,4 +1,4 @@
-"""SWAD in the head bank and in the loop: the mean of the very weights that plain training walks through."""
+"""SWAD and BMA in the head bank and in the loop: the mean of the very weights that plain training walks through."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from accelerate import Accelerator
 from bank_problems import digits, head_logits, job_of
 from loop_models import SmallCNN, make_job, one_process, rows_of
 from own_training import under
+from scipy.stats import beta as beta_distribution
 from torch import Tensor
 
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.averaging import Segment
+from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.data._transforms import evaluation_transform
@@ -65,7 +67,7 @@ def test_heads_of_a_bank_average_their_own_valleys() -> None:
             losses = [
                 metric("nll", logits[own], labels[own], domains[own]) for own in (domains == d for d in (1, 2, 3))
             ]
-            reference.add(Segment(first + 1, first + 5, mean), sum(losses) / 3)
+            reference.add(Segment(first + 1, first + 5, mean, 5), sum(losses) / 3)
         expected = reference.result()
         selected = trained.selected["oracle"]
         assert selected is trained.selected["train_val"]
@@ -123,6 +125,54 @@ def test_the_warm_up_of_xdomainmix_is_not_averaged() -> None:
     for name in ("head.weight", "domain_head.weight"):
         mean = torch.stack([state[name] for state in states]).mean(0)
         torch.testing.assert_close(selected.state[name], mean, rtol=1e-5, atol=1e-6)
+
+
+def beta_mean(states: list[dict[str, Tensor]], name: str, beta: float) -> Tensor:
+    """The mean of the weights after 0, 1, …, T steps, weighted by scipy's density."""
+    places = [(step + 0.5) / len(states) for step in range(len(states))]
+    factors = [float(beta_distribution.pdf(place, beta, beta)) for place in places]
+    total: Tensor = sum(factor * state[name] for factor, state in zip(factors, states, strict=True)) / sum(factors)
+    return total
+
+
+def test_heads_of_a_bank_average_their_whole_training_by_their_own_beta() -> None:
+    """From the initial weights on, through the warm-up of XDomainMix, whatever the evaluations and without a loss."""
+    training = Training(batch_size=8, evaluate_every=7)
+    plain = [job_of(XDomainMix, seed=seed, steps=20, lr=0.05, warmup_steps=9) for seed in (1, 1, 2)]
+    betas = (0.5, 5.0, 0.5)
+    jobs = [dataclasses.replace(job, averaging=BMA(beta=beta)) for job, beta in zip(plain, betas, strict=True)]
+    assert len(chunks(jobs)) == 1
+    together = bank_problems.train(jobs, training, ("train_val", "oracle"))
+    for job, trained, states, beta in zip(plain, together, path(plain, training), betas, strict=True):
+        selected, start = trained.selected["oracle"], job.make(job.setup).state_dict()
+        assert selected is trained.selected["train_val"]
+        assert (selected.hparams, selected.step) == ({"averaged_from": 0}, 20)
+        for name in ("head.weight", "head.bias", "domain_head.weight"):
+            expected = beta_mean([start, *states], name, beta)
+            torch.testing.assert_close(selected.state[name], expected, rtol=1e-4, atol=1e-5)
+    first, second = (trained.selected["oracle"].state["head.weight"] for trained in together[:2])
+    assert not torch.allclose(first, second, atol=1e-3)
+
+
+def test_the_loop_averages_its_whole_training_by_beta(accelerator: Accelerator) -> None:
+    """Also the steps in which the encoder is frozen, with the encoder as it is in them."""
+    training, job = Training(batch_size=4, encoder_lr=0.01, lr=0.01), make_job(steps=3)
+    averaged = dataclasses.replace(job, averaging=BMA(beta=0.5))
+    trained = loop_models.train(averaged, SmallCNN(), training, accelerator, batch_norm="frozen", unfreeze_at=1)
+    selected = trained.selected["train_val"]
+    assert selected.step == 3 and selected.hparams == {"averaged_from": 0}
+    start = {f"encoder.{name}": value for name, value in SmallCNN().state_dict().items()}
+    lives = [dataclasses.replace(job, setup=dataclasses.replace(job.setup, steps=steps)) for steps in (2, 3)]
+    later = [
+        loop_models.final_state(
+            loop_models.train(life, SmallCNN(), training, accelerator, batch_norm="frozen", unfreeze_at=1)
+        )
+        for life in lives
+    ]
+    name = "encoder.layers.0.weight"
+    expected = beta_mean([start, start, *later], name, 0.5)  # after the first step the encoder is as it was
+    torch.testing.assert_close(selected.state[name], expected, rtol=0, atol=1e-6)
+    assert not torch.allclose(expected, later[-1][name], atol=1e-3)
 
 
 def walked(job: Job, training: Training, accelerator: Accelerator, batch_norm: str) -> list[dict[str, Tensor]]:

@@ -45,7 +45,7 @@ from xdm_ft.training.end_to_end.model import EndToEnd
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
 ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}
 CACHED = {name: cls for name, cls in ALGORITHMS.items() if not cls.frozen_reason}
-HEADS = {name: find("heads", name) for name in names("heads")}
+HEADS = {name: cls for name in names("heads") if (cls := find("heads", name)).trained}
 SHARPNESS = {name: find("sharpness", name) for name in names("sharpness")}
 STEPS = 20
 

@@ -40,7 +40,7 @@ def problem(average: LossAverage = "domain") -> tuple[LinearProbe, Tensor, Batch
 
 def gradient_norm(candidate: Candidate, z: Tensor, batch: Batch, average: LossAverage) -> float:
     """Of the penalised loss as it is written down, in float64."""
-    weight, bias = candidate.weight.double().requires_grad_(), candidate.bias.double().requires_grad_()
+    weight, bias = (candidate.head[name].double().requires_grad_() for name in ("weight", "bias"))
     per_sample = F.cross_entropy(z.double() @ weight.T + bias, batch.y, reduction="none")
     loss = mean_loss(per_sample, batch.domain, 3, average) + candidate.hparams["l2"] / 2 * weight.square().sum()
     return max(float(g.abs().max()) for g in torch.autograd.grad(loss, [weight, bias]))
@@ -67,10 +67,11 @@ def test_the_optimum_is_scikit_learns() -> None:
     for candidate in probe.solve(z, batch):
         c = 1 / (len(z) * candidate.hparams["l2"])  # their penalty stands beside the sum of the losses
         theirs = LogisticRegression(C=c, tol=1e-6, max_iter=10_000).fit(z.double().numpy(), batch.y.numpy())
-        ours = torch.softmax(z @ candidate.weight.T + candidate.bias, 1).numpy()
+        weight, bias = candidate.head["weight"], candidate.head["bias"]
+        ours = torch.softmax(z @ weight.T + bias, 1).numpy()
         np.testing.assert_allclose(ours, theirs.predict_proba(z.double().numpy()), atol=2e-3)
         scale = np.abs(theirs.coef_).max()
-        np.testing.assert_allclose(candidate.weight.numpy(), theirs.coef_, atol=5e-3 * scale)
+        np.testing.assert_allclose(weight.numpy(), theirs.coef_, atol=5e-3 * scale)
 
 
 def test_class_weights_make_it_scikit_learns_balanced_optimum() -> None:
@@ -85,7 +86,7 @@ def test_class_weights_make_it_scikit_learns_balanced_optimum() -> None:
         c = 1 / (len(z) * candidate.hparams["l2"])
         theirs = LogisticRegression(C=c, tol=1e-6, max_iter=10_000, class_weight="balanced")
         theirs.fit(z.double().numpy(), batch.y.numpy())
-        logits = z @ candidate.weight.T + candidate.bias
+        logits = z @ candidate.head["weight"].T + candidate.head["bias"]
         # no penalty on the bias: that of the class that is not there falls without end
         ours = torch.softmax(logits[:, : CLASSES - 1], 1).numpy()
         np.testing.assert_allclose(ours, theirs.predict_proba(z.double().numpy()), atol=5e-3)
@@ -95,20 +96,21 @@ def test_the_default_tolerance_and_float32_reach_the_optimum() -> None:
     exact, z, batch = problem()
     fast = LinearProbe(exact.setup, strengths=STRENGTHS)
     for quick, slow in zip(fast.solve(z, batch), exact.solve(z, batch), strict=True):
-        torch.testing.assert_close(quick.weight, slow.weight, rtol=0, atol=0.02 * float(slow.weight.abs().max()))
+        exactly = slow.head["weight"]
+        torch.testing.assert_close(quick.head["weight"], exactly, rtol=0, atol=0.02 * float(exactly.abs().max()))
 
 
 @pytest.mark.parametrize("scale", [1e-2, 30.0])
 def test_the_path_is_the_same_for_every_scale_of_the_features(scale: float) -> None:
     probe, z, batch = problem()
     for here, there in zip(probe.solve(z, batch), probe.solve(z * scale, batch), strict=True):
-        torch.testing.assert_close(there.weight * scale, here.weight, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(there.head["weight"] * scale, here.head["weight"], rtol=1e-3, atol=1e-3)
 
 
 def test_a_strength_given_twice() -> None:
     setup = problem()[0].setup
     first, second, third = LinearProbe(setup, strengths=(1e-2, 1e-2, 1e-3)).solve(*problem()[1:])
-    torch.testing.assert_close(first.weight, second.weight, rtol=0, atol=1e-3)
+    torch.testing.assert_close(first.head["weight"], second.head["weight"], rtol=0, atol=1e-3)
     assert third.hparams["strength"] == 1e-3
 
 

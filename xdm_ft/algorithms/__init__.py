@@ -159,7 +159,7 @@ class Algorithm(Method):
     loss_over: Literal["batch", "part", "sample"] = "batch"
     # one line: why a batch can not be split into parts (processes, micro-batches), and what to do; "": it can
     parts_reason: str = ""
-    # one line: why the method equals ERM with a frozen encoder, and what to do; "": it does not
+    # one line: why the method equals ERM, or trains nothing, with a frozen encoder, and what to do; "": it does not
     frozen_reason: str = ""
     # one line: why the method can not train what lies above a cut of the encoder, and what to do; "": it can
     cut_reason: str = ""
@@ -284,22 +284,26 @@ class Algorithm(Method):
 
 
 class Candidate(NamedTuple):
-    """One linear head that a solver offers to selection."""
+    """One class head that a solver offers to selection."""
 
     step: int  # its index in the solver's path, from 0
-    weight: Tensor  # float32 [C,K]
-    bias: Tensor  # float32 [C]
+    head: dict[str, Tensor]  # its state dict; of a linear head weight, float32 [C,K], and bias, float32 [C]
     hparams: dict[str, float]  # the hyper-parameters that the solver varied, e.g. {"l2": 1e-3}
+
+    @classmethod
+    def linear(cls, step: int, weight: Tensor, bias: Tensor, hparams: dict[str, float]) -> Candidate:
+        return cls(step, {"weight": weight, "bias": bias}, hparams)
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """The state dict of the solver with this (linear) head, on the CPU."""
-        return {"head.weight": self.weight.cpu(), "head.bias": self.bias.cpu()}
+        """The state dict of the solver with this head, on the CPU."""
+        return {f"head.{name}": value.cpu() for name, value in self.head.items()}
 
 
 class Solver(Method):
     """A method that finds its head directly from frozen features; the selection rule picks one of its candidates."""
 
+    head_kind: str = "linear"  # file stem in heads/ of the head that it computes
     normalized: bool = False  # whether its head needs L2-normalised features, whatever `encoder.normalize` is
     candidates: int = 1  # number of candidates that `solve` yields, for the progress bar
 

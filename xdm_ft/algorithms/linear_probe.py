@@ -68,7 +68,7 @@ class LinearProbe(Solver):
             path.append(self._minimum(_Problem(x, y, weight, strength * unit, gram, start), strength))
             head = path[-1].float().cpu()
             hparams = {"strength": strength, "l2": strength * unit}
-            yield Candidate(place, head[:, :-1].clone(), head[:, -1].clone(), hparams)
+            yield Candidate.linear(place, head[:, :-1].clone(), head[:, -1].clone(), hparams)
 
     def _sample_weight(self, batch: Batch) -> Tensor:
         """Returns each image's factor in the mean loss, float64 [n]: the derivative of the mean by the image's loss."""

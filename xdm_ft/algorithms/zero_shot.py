@@ -21,4 +21,4 @@ class ZeroShot(Solver):
     def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:
         weight = self.setup.text_weight
         assert weight is not None, "the plan refuses zero_shot without a text side"
-        yield Candidate(0, weight.float(), torch.zeros(len(weight)), {})
+        yield Candidate.linear(0, weight.float(), torch.zeros(len(weight)), {})

@@ -6,6 +6,7 @@ recipe. The class's constructor keywords are recipe keys with that name as prefi
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,18 +19,21 @@ Tensors = dict[str, Tensor]  # parameter name → value
 
 
 class Segment(NamedTuple):
-    """The mean of the weights after the steps first…last, counted from 1. The model was evaluated after the last."""
+    """The mean of the weights after the steps first…last, counted from 1; 0 is before the first step.
+
+    The model was evaluated after the last.
+    """
 
     first: int
     last: int
     mean: Tensors
+    weight: float  # sum of `Averaging.weight` of its steps: their number, if every step has the same weight
 
     def merged_with(self, later: Segment) -> Segment:
         """The mean over the steps of both segments. `later` must begin at the step after `last`."""
-        # each step has the same weight, however many steps a segment has
-        share = (later.last - later.first + 1) / (later.last - self.first + 1)
-        mean = {name: value.lerp(later.mean[name], share) for name, value in self.mean.items()}
-        return Segment(self.first, later.last, mean)
+        weight = self.weight + later.weight
+        mean = {name: value.lerp(later.mean[name], later.weight / weight) for name, value in self.mean.items()}
+        return Segment(self.first, later.last, mean, weight)
 
 
 class Average(ABC):
@@ -57,10 +61,16 @@ class Averaging(ABC):
 
     source: str = ""  # paper and equation
     reads_loss: bool = True  # whether `Average.add` uses the validation loss
+    # whether segments begin with the weights before training, step 0; False: with those of the first selectable step
+    from_start: bool = False
     search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
 
     @abstractmethod
     def begin(self) -> Average: ...
+
+    def weight(self, step: int, steps: int) -> float:
+        """Returns the factor, above 0, of the weights after `step` of `steps` steps in the mean of a segment."""
+        return 1.0
 
 
 class Interval(Averaging):
@@ -75,11 +85,13 @@ class Interval(Averaging):
         self.first, self.last = first, last
 
     def begin(self) -> Average:
-        return _IntervalMean(self.first, self.last)
+        return MeanOfSegments(self.first, self.last)
 
 
-class _IntervalMean(Average):
-    def __init__(self, first: int, last: int) -> None:
+class MeanOfSegments(Average):
+    """The mean of all segments that lie between two steps."""
+
+    def __init__(self, first: int = 0, last: int = sys.maxsize) -> None:
         self.first, self.last = first, last
         self.joined: Segment | None = None
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from xdm_ft.data import ImageDataset
     from xdm_ft.encoders import Encoder
     from xdm_ft.features.file_hashes import FileHashes
-    from xdm_ft.recipe.read import Recipe
+    from xdm_ft.recipe.checked import Recipe
 
 MODULES = ("torchvision", "timm", "open_clip", "accelerate", "datasets", "wilds", "sklearn", "safetensors", "PIL")
 GIGABYTE = 1e9

@@ -16,7 +16,7 @@ from xdm_ft.experiment.summary import trained_words
 from xdm_ft.features.cache import Features
 from xdm_ft.features.store import cache_folder
 from xdm_ft.progress import pulse
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 
 
 class CachedSet(NamedTuple):

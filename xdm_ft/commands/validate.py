@@ -19,7 +19,7 @@ from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import Plan, costs, describe, make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoders, log_encoder
 from xdm_ft.experiment.trackers import installed_trackers
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import Dumper
 from xdm_ft.settings import Block
 
@@ -72,7 +72,7 @@ def validate(recipe: Recipe) -> Validated:
     prompts, own = None, {}
     for label, encoder in encoders.items():
         log_encoder(encoder)
-        if isinstance(encoder, TextEncoder):
+        if isinstance(encoder, TextEncoder) and not encoder.text_reason:
             prompts = prompts or list(encoder.exact_prompts(dataset.class_names))
             for item in recipe.methods:
                 if item.block.prompts is not None and item.encoder_label == label:

@@ -86,6 +86,7 @@ class Encoder(nn.Module, ABC):
 class TextEncoder(ABC):
     """What an encoder with a text side (CLIP) offers in addition."""
 
+    text_reason: str = ""  # why this model has no class embeddings, and what to do; "" if it has
     logit_scale: float  # exp of the learned parameter
 
     @abstractmethod

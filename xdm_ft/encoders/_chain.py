@@ -114,7 +114,7 @@ class _Probe:
             shape = list(two[name].shape)
             del shape[axis]
             strides = two[name].stride()
-            layout = sorted(range(two[name].ndim), key=lambda at, strides=strides: -strides[at])
+            layout = sorted(range(two[name].ndim), key=strides.__getitem__, reverse=True)
             blocks.append(Block(name, tuple(shape), axis, tuple(layout), without_data(self.outputs[name])))
         return Chain(tuple(blocks), "", places, calls)
 
@@ -131,7 +131,8 @@ class _Probe:
 
                 hooks.callback(module.register_forward_pre_hook(begin).remove)
                 hooks.callback(module.register_forward_hook(end).remove)
-            return self.encoder(probe_images(self.encoder, self.size, images))  # type: ignore[no-any-return]
+            z: Tensor = self.encoder(probe_images(self.encoder, self.size, images))
+            return z
 
     def _begin(self, name: str, inputs: tuple[Any, ...]) -> None:
         if name in self.names:

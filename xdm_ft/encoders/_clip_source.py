@@ -9,7 +9,7 @@ from typing import Any
 
 from xdm_ft.encoders import _quickgelu as quickgelu
 from xdm_ft.encoders._arguments import check_hub_weights, unknown_model
-from xdm_ft.encoders._corpora import corpora_in
+from xdm_ft.encoders._corpora import pretraining_of, pretraining_of_file
 from xdm_ft.encoders._downloads import download_failed, network_error
 from xdm_ft.encoders._files import is_file_name
 from xdm_ft.errors import UserError, did_you_mean
@@ -17,7 +17,6 @@ from xdm_ft.storage.user_paths import expanded
 
 DEMO = Path(__file__).resolve().parent / "demo"  # the tiny CLIP that comes with the package
 _HUB = ("hf-hub:", "local-dir:")
-_POSSIBLY_SEEN = "unseen in fine-tuning, possibly seen in pre-training"
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
         return _demo(model, weights)
     if model.startswith(_HUB):
         check_hub_weights(model, weights)
-        return ClipSource(model, None, None, {}, model, _pretraining(model))
+        return ClipSource(model, None, None, {}, model, pretraining_of(model))
     if model.endswith(".json"):
         return _from_config_file(expanded(model, "encoder.model"), weights, kwargs)
     name = model.replace("/", "-")  # OpenAI writes ViT-B/16, open_clip ViT-B-16
@@ -52,11 +51,11 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
         raise unknown_model(open_clip, name, known)
     if weights.startswith("hf-hub:"):
         _check_architecture(name, weights)
-        return ClipSource(weights, None, None, {}, weights, _pretraining(weights))
+        return ClipSource(weights, None, None, {}, weights, pretraining_of(weights))
     if is_file_name(weights):
         path = expanded(weights, "encoder.weights")
         quickgelu.check_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
-        return ClipSource(name, str(path), path, _preprocessing_shared_by_tags(name), "", _pretraining_of_file(path))
+        return ClipSource(name, str(path), path, _preprocessing_shared_by_tags(name), "", pretraining_of_file(path))
     return _from_tag(name, weights, kwargs)
 
 
@@ -83,7 +82,7 @@ def _from_config_file(config: Path, weights: str, kwargs: dict[str, Any]) -> Cli
     path = expanded(weights, "encoder.weights")
     name = _register(config)
     quickgelu.check_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
-    return ClipSource(name, str(path), path, {}, "", _pretraining_of_file(path))
+    return ClipSource(name, str(path), path, {}, "", pretraining_of_file(path))
 
 
 def _register(config: Path) -> str:
@@ -144,7 +143,7 @@ def _from_tag(name: str, tag: str, kwargs: dict[str, Any]) -> ClipSource:
         )
     quickgelu.check_tag(name, tag, _quick_gelu(name, kwargs))
     repository = "/".join(config["hf_hub"].split("/")[:2]) if config.get("hf_hub") else config["url"]
-    return ClipSource(name, tag, None, {}, repository, _pretraining(f"{name} {tag}"))
+    return ClipSource(name, tag, None, {}, repository, pretraining_of(f"{name} {tag}"))
 
 
 def _check_architecture(name: str, repository: str) -> None:
@@ -173,12 +172,3 @@ def _preprocessing_shared_by_tags(name: str) -> dict[str, Any]:
     configs = [open_clip.get_pretrained_cfg(name, tag) for tag in open_clip.list_pretrained_tags_by_model(name)]
     found = [{key: config[key] for key in keys if key in config} for config in configs]
     return found[0] if found and all(each == found[0] for each in found) else {}
-
-
-def _pretraining(name: str) -> str:
-    seen = corpora_in(name)
-    return f"weights {name}, pre-trained on {seen or 'a corpus not named'}: {_POSSIBLY_SEEN}"
-
-
-def _pretraining_of_file(path: Path) -> str:
-    return f"weights from the file {path.name}: {_POSSIBLY_SEEN}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+POSSIBLY_SEEN = "unseen in fine-tuning, possibly seen in pre-training"
 # part of a tag → name as in the model cards of timm and open_clip; longer parts first: "laion" is in "laion2b"
 CORPORA = {
     "in12k": "ImageNet-12k",
@@ -39,3 +42,12 @@ def corpora_in(tag: str) -> str | None:
             found.append(name)
             rest = rest.replace(part, "")
     return ", ".join(found) or None
+
+
+def pretraining_of(name: str) -> str:
+    """The protocol's line about the weights of this name, where the corpus may hold images like the test domains'."""
+    return f"weights {name}, pre-trained on {corpora_in(name) or 'a corpus not named'}: {POSSIBLY_SEEN}"
+
+
+def pretraining_of_file(path: Path) -> str:
+    return f"weights from the file {path.name}: {POSSIBLY_SEEN}"

@@ -20,6 +20,7 @@ from xdm_ft.encoders._blocks import clip_blocks
 from xdm_ft.encoders._clip_source import ClipSource, is_built_in, resolve
 from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import mismatch, read_weights
+from xdm_ft.encoders._pooling import PoolingChoice, clip_pooled, clip_reason, outside_text_space, pooling_part, refused
 from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, Prompts, check_templates, expand_templates, fill, in_words
 from xdm_ft.encoders._stage_names import StageNames, timm_stage_names
 from xdm_ft.encoders._versions import versions
@@ -78,6 +79,7 @@ class OpenClip(Encoder, TextEncoder):
                 "openai_imagenet: the 80 templates of CLIP's authors"
             ),
         ] = DEFAULT_PROMPTS,
+        pooling: PoolingChoice = None,
     ) -> None:
         super().__init__()
         refuse_reserved(kwargs, RESERVED)
@@ -90,7 +92,10 @@ class OpenClip(Encoder, TextEncoder):
         self.eval()  # open_clip returns its models in training mode
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name.startswith("visual."))
+        if pooling is not None and (reason := clip_reason(self.model.visual, pooling)):
+            raise refused(model, pooling, reason)
         self.normalize, self.prompts, self.kwargs = normalize, prompts, kwargs
+        self.pooling, self.text_reason = pooling, outside_text_space(pooling)
         self.pretraining = self.source.pretraining
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model))
         self.stem_names, self.stage_names, self.transition_names = _stage_names_of(self.model.visual)
@@ -100,7 +105,10 @@ class OpenClip(Encoder, TextEncoder):
     def forward(self, images: Tensor) -> Tensor:
         # the weights may have been cast to bfloat16 (`features.precision`)
         images = images.to(next(self.model.visual.parameters()).dtype)
-        z = self.model.encode_image(images, normalize=False).float()  # [B,K]
+        if self.pooling in (None, "projected"):
+            z = self.model.encode_image(images, normalize=False).float()  # [B,K]
+        else:
+            z = clip_pooled(self.model.visual, images, self.pooling).float()  # [B,K]
         return F.normalize(z, dim=-1) if self.normalize else z
 
     def identity(self) -> dict[str, object]:
@@ -112,6 +120,7 @@ class OpenClip(Encoder, TextEncoder):
             "config": open_clip.get_model_config(self.source.name),
             "kwargs": self.kwargs,
             "normalize": self.normalize,
+            **pooling_part(self.pooling),
             "preprocessing": self.preprocessing.model_dump(mode="json"),
             "versions": versions("open_clip_torch", "timm"),
         }

@@ -22,6 +22,7 @@ from xdm_ft.encoders._blocks import timm_blocks
 from xdm_ft.encoders._corpora import corpora_in
 from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import is_file_name, mismatch, read_weights
+from xdm_ft.encoders._pooling import PoolingChoice, pooling_part, refused, timm_pooled, timm_reason
 from xdm_ft.encoders._stage_names import timm_stage_names
 from xdm_ft.encoders._versions import versions
 from xdm_ft.encoders._width import measure_width
@@ -65,13 +66,16 @@ class Timm(Encoder):
             PreprocessingOverrides, Field(description="replaces parts of the model's own preprocessing")
         ] = OWN_PREPROCESSING,
         normalize: Annotated[bool, Field(description="L2-normalise the features")] = False,
+        pooling: PoolingChoice = None,
     ) -> None:
         super().__init__()
         refuse_reserved(kwargs, RESERVED)
         source = _resolve(model, weights)
         self.model: Any = _create(source, kwargs)
         self.eval()
-        self.normalize = normalize
+        if pooling is not None and (reason := timm_reason(self.model, pooling)):
+            raise refused(model, pooling, reason)
+        self.normalize, self.pooling = normalize, pooling
         self.pretraining = source.pretraining
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model, kwargs))
         self.stem_names, self.stage_names, self.transition_names = timm_stage_names(self.model, "model")
@@ -82,7 +86,10 @@ class Timm(Encoder):
         # the weights may have been cast to bfloat16 (`features.precision`)
         images = images.to(next(self.model.parameters()).dtype)
         maps = self.model.forward_features(images)  # [B,K',h,w] or [B,tokens,K']
-        z = self.model.forward_head(maps, pre_logits=True).float()  # [B,K]
+        if self.pooling is None:
+            z = self.model.forward_head(maps, pre_logits=True).float()  # [B,K]
+        else:
+            z = timm_pooled(self.model, maps, self.pooling).float()  # [B,K]
         return F.normalize(z, dim=-1) if self.normalize else z
 
     def identity(self) -> dict[str, object]:
@@ -90,6 +97,7 @@ class Timm(Encoder):
             "component": "timm",
             **self._identity,
             "normalize": self.normalize,
+            **pooling_part(self.pooling),
             "preprocessing": self.preprocessing.model_dump(mode="json"),
             "versions": versions("timm"),
         }

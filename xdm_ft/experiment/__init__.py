@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 
 if TYPE_CHECKING:
     from xdm_ft.experiment.results import Results

@@ -18,7 +18,8 @@ from xdm_ft.features.cache import cached_views, distinct_images
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.store import cache_folder
-from xdm_ft.recipe.blocks import MethodItem, Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import MethodItem
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -10,7 +10,7 @@ from xdm_ft.encoders._prompts import expand_templates
 from xdm_ft.experiment.plan import Plan, PlannedModel, hparams
 from xdm_ft.experiment.prepared import Prepared, PreparedEncoder
 from xdm_ft.experiment.summary import protocol_of
-from xdm_ft.recipe.blocks import MethodItem
+from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.training import Selected
 
 

@@ -20,7 +20,7 @@ from xdm_ft.experiment.prepared import Prepared, build_encoder
 from xdm_ft.features.cache import Features
 from xdm_ft.progress import Progress
 from xdm_ft.protocol.splits import Split
-from xdm_ft.recipe.blocks import MethodItem
+from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name

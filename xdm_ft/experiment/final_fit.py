@@ -31,8 +31,8 @@ from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.train import train
 from xdm_ft.experiment.training_features import keep_references, own_reference
 from xdm_ft.protocol.derived_splits import all_domains
-from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.search import Value
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory
@@ -52,7 +52,7 @@ class Fit:
 
     model: PlannedModel
     step: int  # the weights after this step are kept; for a solver, the candidate's place on its path
-    averaged_from: int | None  # weights are averaged from this step to `step`
+    averaged_from: int | None  # weights are averaged from this step to `step`; None: not, or over the whole training
     varied: dict[str, float]  # what the method varies when it finishes, such as WiSE-FT's coefficient: name → value
     temperature: float | None  # of the runs, as this fit has no validation images; None: not known
     how: str  # a description for the reader of results
@@ -212,7 +212,7 @@ def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] 
     item = next(item for item in recipe.methods if item.label == planned[0].item.label)
     step, drawn = median(one.step for one in selected), combined(recipe, item, [one.hparams for one in picked])
     averaged_from = None
-    if item.averaging is not None:
+    if item.averaging is not None and item.averaging.cls.reads_loss:  # the fit has no images to measure a loss on
         averaged_from = median(one.hparams["averaged_from"] for one in selected)
     names = getattr(item.algorithm.cls, "varied_by_finish", ())  # solvers lack this attribute
     varied = {name: median(one.hparams[name] for one in selected) for name in names}
@@ -275,6 +275,8 @@ def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
         parts.append(f"candidate {fit.step} of its path (from 0), the median of those picked")
     elif fit.averaged_from is not None:
         parts.append(f"weights averaged over steps {fit.averaged_from} to {fit.step}, the medians of those averaged")
+    elif item.averaging is not None:
+        parts.append(f"weights averaged over all {fit.model.steps} steps by +{item.averaging.name}")
     else:
         parts.append(f"weights after step {fit.step}, the median of the steps picked")
     parts += [f"{name} = {value}, the median" for name, value in fit.varied.items()]

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
 from xdm_ft.errors import UserError
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.training import Precision
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from xdm_ft.errors import UserError, did_you_mean, plural
 from xdm_ft.protocol.derived_splits import LEFT_OUT, all_domains, also_measuring, without
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.splits import Split, rules_of, splits
-from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training, unfreeze_problem
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import MethodItem, drawn_item, drawn_training, unfreeze_problem
 from xdm_ft.recipe.search import Distribution
 from xdm_ft.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Identity, Training
@@ -227,7 +227,8 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
             f"{recipe.name}: protocol.selection: cross_domain selects one step, but {item.label} averages over steps; "
             "remove this method, or use train_val"
         )
-    if item.averaging is not None and len(split.evaluation.get(LOSS_SPLIT, ())) == 0:
+    reads_loss = item.averaging is not None and item.averaging.cls.reads_loss
+    if item.averaging is not None and reads_loss and len(split.evaluation.get(LOSS_SPLIT, ())) == 0:
         raise UserError(
             f"{recipe.name}: {item.label}: +{item.averaging.name} needs validation images of the training domains "
             f"(the split {LOSS_SPLIT}), and there are none; remove +{item.averaging.name}"
@@ -305,7 +306,7 @@ def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, A
     own: dict[str, Any] = {}
     for part in item.parts:
         own |= part.settings()
-    if item.head.name != "linear":
+    if item.head.name != "linear" and not item.is_solver:
         own["head"] = item.head.name
     if item.block.prompts is not None:
         own["prompts"] = list(item.block.prompts)

@@ -23,8 +23,8 @@ from xdm_ft.features.cache import Features, extract
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.store import cache_folder
-from xdm_ft.recipe.blocks import Component, MethodItem
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.storage.digests import digest
 from xdm_ft.training import Job
 
@@ -77,9 +77,18 @@ def build_encoder(component: Component, seed: int) -> Encoder:
 
 
 def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
-    """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed."""
-    seed = recipe.protocol.seeds[0]
-    return {label: build_encoder(component, seed) for label, component in by_label(recipe).items()}
+    """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
+
+    Raises `UserError` if a method needs class embeddings and its encoder has none.
+    """
+    found = dict[str | None, Encoder]()
+    for label, component in by_label(recipe).items():
+        encoder = build_encoder(component, recipe.protocol.seeds[0])
+        reading = [item.label for item in recipe.methods if item.reads_text and item.encoder_label == label]
+        if reading and isinstance(encoder, TextEncoder) and encoder.text_reason:
+            raise UserError(f"methods: {', '.join(reading)}: class embeddings are needed, but {encoder.text_reason}")
+        found[label] = encoder
+    return found
 
 
 def by_label(recipe: Recipe) -> dict[str | None, Component]:

@@ -21,7 +21,7 @@ from xdm_ft.experiment.growing import GROWN_FROM, comparable, generation
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.experiment.resume import Earlier
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.report.finished import Run
 from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.digests import digest

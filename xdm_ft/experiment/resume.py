@@ -18,7 +18,7 @@ from xdm_ft.evaluation.records import Identity, Record, records_in
 from xdm_ft.experiment.growing import FINAL_FITS, Generation, comparable, grown_from, refused_changes
 from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.progress import progress
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.checksummed import INPUTS, Damaged, read_results

@@ -15,8 +15,8 @@ from xdm_ft.evaluation.summary import protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
-from xdm_ft.recipe.blocks import MethodItem
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -66,8 +66,8 @@ def summary_rows(
 def references(methods: Sequence[MethodItem]) -> dict[str, str]:
     """Returns {method: the method that it is compared with}.
 
-    That is plain ERM with the same class head; for ERM itself it is ERM with a linear head. A method is left out if the
-    recipe has no such ERM.
+    That is plain ERM with the same class head; for ERM itself and for solvers it is ERM with a linear head. A method is
+    left out if the recipe has no such ERM.
     """
 
     def head(item: MethodItem) -> tuple[Any, ...]:
@@ -77,7 +77,8 @@ def references(methods: Sequence[MethodItem]) -> dict[str, str]:
     for item in methods:
         if item.is_plain_erm:
             plain.setdefault(head(item), item.label)
-    found = {item.label: plain.get(("linear",) if item.is_plain_erm else head(item)) for item in methods}
+    linear = ("linear",)
+    found = {item.label: plain.get(linear if item.is_plain_erm or item.is_solver else head(item)) for item in methods}
     return {label: reference for label, reference in found.items() if reference not in (None, label)}
 
 

@@ -31,7 +31,7 @@ class PartConfig(Block):
 class EncoderConfig(Block):
     """The encoder, and where its weights are."""
 
-    name: str  # component: timm or open_clip
+    name: str  # component, see `xdm-ft ls encoders`
     settings: dict[str, Any]  # constructor keywords without preprocessing; `weights` only if a name says where they are
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None  # random weights (weights: null) are drawn from it
     file: Literal["encoder.safetensors"] | None  # all of them, in this directory; None: they are not

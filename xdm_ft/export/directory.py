@@ -1,7 +1,7 @@
 """A model directory: config.json, model.safetensors (the head), reference.safetensors (for distances) and, with the
 encoder, encoder.safetensors, or encoder_part.safetensors with what was trained of it.
 
-encoder.safetensors has the names of the encoder's library, so that timm and open_clip load it too. config.json holds a
+encoder.safetensors has the names of the encoder's library, so that this library loads it too. config.json holds a
 checksum of itself and of the tensors of all files.
 """
 
@@ -28,7 +28,7 @@ from xdm_ft.storage.checksummed import Damaged, json_object, write_checked, writ
 from xdm_ft.storage.digests import json_digest, tensors_digest
 
 CONFIG, WEIGHTS, ENCODER, PART = "config.json", "model.safetensors", "encoder.safetensors", "encoder_part.safetensors"
-LOCAL = ("local-dir:",)  # model names of open_clip that are folders
+LOCAL = ("local-dir:",)  # model names that are folders
 
 
 def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> ModelConfig:
@@ -53,8 +53,8 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
         write_tensors(folder / ENCODER, _unshared(portable.state), {"format": "pt"})
     part = None if with_encoder else config.encoder.part
     if part is not None:
-        own = encoder.state_dict()
-        write_checked(folder / PART, _unshared({name: own[name] for name in parts.trained_names}), {"format": "pt"})
+        whole = encoder.state_dict()
+        write_checked(folder / PART, _unshared({name: whole[name] for name in parts.trained_names}), {"format": "pt"})
     state = {f"{name}.{key}": value for name, head in parts.heads.items() for key, value in head.state_dict().items()}
     write_checked(folder / WEIGHTS, state, {"format": "pt"})
     if parts.reference is not None:
@@ -66,8 +66,8 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
         config.model_copy(update={"encoder": own}), str(named), str(parts.config.encoder.settings["model"])
     )
     document = {**config.model_dump(mode="json"), "weights_xxh3": _digest(state)}
-    whole = {**document, "checksum": json_digest(document)}
-    replace_text(folder / CONFIG, json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    document["checksum"] = json_digest(document)
+    replace_text(folder / CONFIG, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return config
 
 

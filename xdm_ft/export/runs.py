@@ -267,10 +267,13 @@ def _towards_zero_shot(
     text = encoder.logit_scale * encoder.text_embeddings(tuple(about["class_names"]), tuple(about["prompts"]))
     zero_shot = build_head(HeadConfig(**about["head"]), encoder.width, len(about["class_names"]), head.state_dict())
     zero_shot.start_from_text(text)
-    if all(torch.equal(value, head.state_dict()[name]) for name, value in zero_shot.state_dict().items()):
+    is_trained = bool(about["encoder"]["in_this_file"])
+    if not is_trained and all(
+        torch.equal(value, head.state_dict()[name]) for name, value in zero_shot.state_dict().items()
+    ):
         raise UserError(f"{path}: {method['label']} is zero-shot itself; choose a model that was trained")
     mixed = interpolate(zero_shot.state_dict(), head.state_dict(), alpha)
-    if about["encoder"]["in_this_file"]:
+    if is_trained:
         load_trained(encoder, interpolate(encoder.state_dict(), part_of(state, "encoder"), alpha))
     return build_head(HeadConfig(**about["head"]), encoder.width, len(about["class_names"]), mixed)
 
@@ -280,14 +283,13 @@ def _config(
     chosen: Chosen,
     about: Mapping[str, Any],
     encoder: Encoder,
-    names: Iterable[str],
+    trained_names: Iterable[str],
     members: Sequence[int],
 ) -> ModelConfig:
-    """`names`: of the encoder's tensors that were trained."""
     described, state = about["encoder"], encoder.state_dict()
     trained, part = _trained(described), None
     if not isinstance(trained, bool):
-        digest = tensors_digest({name: state[name] for name in sorted(names)})
+        digest = tensors_digest({name: state[name] for name in sorted(trained_names)})
         part = PartConfig(xxh3=digest, named_xxh3=described["xxh3"])
     precision = {"no": "fp32", None: "fp32"}.get(described["precision"], described["precision"])
     of_encoder = EncoderConfig(

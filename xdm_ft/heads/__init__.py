@@ -23,11 +23,12 @@ class Head(nn.Module, ABC):
     `forward` is a pure function of z and the parameters, sample by sample. It runs under `torch.func.vmap` and
     `functional_call`, so it has no data-dependent Python branches, changes no buffers and uses no batch statistics.
     Parameters are float32; their initial values are a function of (seed, stream) only. Plain attributes (numbers,
-    strings) are settings that all heads of a bank must share.
+    strings) are settings that all heads of a bank must share. A head that is not `trained` has buffers, no parameters.
     """
 
     source: str = ""  # one line: paper, or library
     search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
+    trained: bool = True  # False: it has no parameters, and a solver computes its buffers; gradients can not train it
     normalizes: bool = False  # whether it L2-normalises z itself, so that class embeddings fit any features
     text_reason: str = ""  # one line: why it can not start from class embeddings; "": it can
     values_per_image: int  # outputs of the largest layer: memory that one image needs while logits are computed

@@ -9,10 +9,11 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.encoders import TextEncoder
+from xdm_ft.encoders._pooling import outside_text_space
 from xdm_ft.errors import UserError, did_you_mean
-from xdm_ft.recipe.blocks import (
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import (
     MethodItem,
-    Recipe,
     drawn_item,
     drawn_training,
     encoder_common,
@@ -82,7 +83,7 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
         faults.add(("training", "schedule", "warmup_steps"), problem, STEPS)
     for item in recipe.own_methods:
         if item.averaging is not None and training.patience is not None:
-            problem = f"+{item.averaging.name} decides itself when to end the average; leave training.patience out"
+            problem = f"+{item.averaging.name} decides itself which steps it averages; leave training.patience out"
             faults.add(("methods", item.place), problem, ("training", "patience"))
     if training.amsgrad and training.optimizer == "sgd":
         problem = "is only for adam and adamw; leave it out, or use one of them"
@@ -155,7 +156,7 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
             faults.add(("search", "space", key), problem, ("training", "optimizer"))
     averaging = [item.averaging.name for item in items if item.averaging is not None]
     if averaging and "patience" in search.distributions:
-        problem = f"+{averaging[0]} decides itself when to end the average; leave it out"
+        problem = f"+{averaging[0]} decides itself which steps it averages; leave it out"
         faults.add(("search", "space", "patience"), problem, METHODS)
     if search.space and search.trials == 1:
         problem = "1 uses no value of search.space, as the first trial draws none; raise it"
@@ -223,6 +224,9 @@ def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe) ->
         else:
             if item.trainable is False and algorithm.frozen_reason:
                 faults.add(key, f"{item.label}: {algorithm.frozen_reason}", TRAINABLE)
+            if encoder_common(item.encoder).unfreeze_at and not any(p.requires_grad for p in algorithm.parameters()):
+                problem = "its class head is fixed, so that no step can train the head alone; leave unfreeze_at out"
+                faults.add(key, f"{item.label}: {problem}", ("encoder", "unfreeze_at"))
             if item.is_cut and algorithm.cut_reason:
                 faults.add(key, f"{item.label}: {algorithm.cut_reason}", TRAINABLE)
             if recipe.training.sampler == "pooled" and algorithm.pooled_reason:
@@ -235,3 +239,6 @@ def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe) ->
     normalized = item.reads_normalized or getattr(item.encoder.block, "normalize", False)
     for setting, problem in text_faults(item, issubclass(item.encoder.cls, TextEncoder), normalized):
         faults.add((*key, *setting), problem, ("encoder", "name"), ("encoder", "normalize"))
+    elsewhere = outside_text_space(getattr(item.encoder.block, "pooling", None))
+    if item.reads_text and elsewhere:
+        faults.add(key, f"{item.label} needs class embeddings, but {elsewhere}", ("encoder", "pooling"))

@@ -8,22 +8,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from xdm_ft.algorithms import Algorithm
+from xdm_ft.algorithms import Algorithm, Solver
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import Protocol
 from xdm_ft.recipe import components
-from xdm_ft.recipe.blocks import (
-    Component,
-    DataCommon,
-    EncoderCommon,
-    ListedEncoder,
-    MethodCommon,
-    MethodItem,
-    Output,
-    Recipe,
-)
+from xdm_ft.recipe.blocks import DataCommon, EncoderCommon, ListedEncoder, MethodCommon, Output
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.faults import Faults, check_together
+from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.recipe.method_overrides import split_name, with_method_overrides
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import Key, RecipeText, dotted, read_recipe
@@ -44,6 +37,7 @@ BLOCKS: dict[str, type[Block]] = {
     "report": ReportSettings,
     "output": Output,
 }
+COMPONENTS: dict[str, tuple[str, type[Block]]] = {"data": ("data", DataCommon), "encoder": ("encoders", EncoderCommon)}
 KEYS = [
     "name", "data", "encoder", "encoders", "protocol", "features", "methods", "training", "search", "report", "output",
     "analyse",
@@ -69,7 +63,7 @@ def check(text: RecipeText) -> Recipe:
     if problem := _name_problem(name):
         faults.add(("name",), problem)
     found: dict[str, Any] = {}
-    found["data"] = _component(faults, ("data",), "data", DataCommon, values.get("data"))
+    found["data"] = _component(faults, ("data",), *COMPONENTS["data"], values.get("data"))
     encoders = _encoders(faults, values)
     for block, model in BLOCKS.items():
         found[block] = _block(faults, (block,), model, values.get(block, {}))
@@ -154,7 +148,7 @@ def _component(faults: Faults, key: Key, folder: str, common: type[Block], value
 def _encoders(faults: Faults, values: dict[str, Any]) -> tuple[Component, ...]:
     """Returns the encoder, or the items of `encoders`."""
     if "encoders" not in values:
-        one = _component(faults, ("encoder",), "encoders", EncoderCommon, values.get("encoder"))
+        one = _component(faults, ("encoder",), *COMPONENTS["encoder"], values.get("encoder"))
         return () if one is None else (one,)
     listed = values["encoders"]
     if "encoder" in values:
@@ -219,6 +213,8 @@ def _method(faults: Faults, place: int, value: Any, encoder: Component) -> Metho
     algorithm_name, add_ons = split_name(values["name"])
     cls = _find_algorithm(faults, (*key, "name"), algorithm_name)
     added = _find_add_ons(faults, (*key, "name"), add_ons)
+    if cls is not None and issubclass(cls, Solver):
+        values = {"head": cls.head_kind, **values}
     head_name = str(values.get("head", MethodCommon.model_fields["head"].default))
     head = _find(faults, (*key, "head"), "heads", head_name)
     if cls is None or added is None or head is None:

@@ -17,12 +17,17 @@ LOSS_SPLIT = "train_val"
 class Averages:
     """The averages of H models that train together. Parameters are stacked, [H,…]; a single model has H = 1."""
 
-    def __init__(self, averagings: Sequence[Averaging], first_step: int) -> None:
-        """One `Averaging` per model. Weights after fewer than `first_step` steps are ignored."""
+    def __init__(self, averagings: Sequence[Averaging], first_step: int, steps: int) -> None:
+        """One `Averaging` per model, all of one kind. `steps`: the length of the training.
+
+        Weights after fewer than `first_step` steps are ignored, unless the kind begins with those before training.
+        """
+        self.averagings, self.steps = averagings, steps
         self.averages = [averaging.begin() for averaging in averagings]
-        self.first_step = first_step
+        self.first_step = 0 if averagings[0].from_start else first_step
         self.mean: Tensors = {}  # mean of the weights after each step since the last evaluation
         self.count = 0  # number of those steps
+        self.weights = [0.0 for _ in averagings]  # sum of each head's factors of those steps
         self.broken_at: dict[int, int] = {}  # head → number of steps at its first validation loss that is not finite
 
     @torch.no_grad()
@@ -31,11 +36,20 @@ class Averages:
         if taken < self.first_step:
             return
         self.count += 1
+        factors = [averaging.weight(taken, self.steps) for averaging in self.averagings]
         if self.count == 1:
+            self.weights = factors
             self.mean = {name: value.detach().clone() for name, value in parameters.items()}
-        else:
+            return
+        self.weights = [weight + factor for weight, factor in zip(self.weights, factors, strict=True)]
+        shares = [factor / weight for factor, weight in zip(factors, self.weights, strict=True)]
+        if len(set(shares)) == 1:
             for name, mean in self.mean.items():
-                mean.lerp_(parameters[name], 1 / self.count)
+                mean.lerp_(parameters[name], shares[0])
+            return
+        for name, mean in self.mean.items():  # [H,…]
+            own = torch.tensor(shares, dtype=mean.dtype, device=mean.device).view(-1, *[1] * (mean.dim() - 1))
+            mean.lerp_(parameters[name], own)
 
     def evaluated(self, taken: int, losses: Sequence[float | None], ended: Collection[int] = ()) -> None:
         """Passes the mean since the last evaluation, and the validation loss, to the average of every head.
@@ -52,7 +66,7 @@ class Averages:
                 self.broken_at.setdefault(head, taken)
             elif head not in self.broken_at:
                 mean = {name: value[head].to("cpu", copy=True) for name, value in self.mean.items()}
-                average.add(Segment(taken - self.count + 1, taken, mean), loss)
+                average.add(Segment(taken - self.count + 1, taken, mean, self.weights[head]), loss)
         self.count = 0
 
     def nothing_averaged(self, head: int) -> str | None:
@@ -66,6 +80,7 @@ class Averages:
             "averages": [average.state() for average in self.averages],
             "mean": self.mean if self.count else {},
             "count": self.count,
+            "weights": self.weights,
             "broken_at": self.broken_at,
         }
 
@@ -73,7 +88,7 @@ class Averages:
         for average, of_head in zip(self.averages, state["averages"], strict=True):
             average.load_state(of_head)
         self.mean = {name: value.to(device) for name, value in state["mean"].items()}
-        self.count, self.broken_at = state["count"], state["broken_at"]
+        self.count, self.weights, self.broken_at = state["count"], state["weights"], state["broken_at"]
 
     def selected(self, head: int, whole: Callable[[Tensors], Tensors], rules: Sequence[str]) -> dict[str, Selected]:
         """Returns the same average for every rule, as no rule picks a step.

@@ -15,6 +15,8 @@ from cut_short import Cut, Killed, assert_same
 from xdm_ft.algorithms.groupdro import GroupDRO
 from xdm_ft.algorithms.irm import IRM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.averaging import Averaging
+from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.mlp import MLP
@@ -38,7 +40,7 @@ TRAINING = Training(batch_size=8, evaluate_every=4, schedule=Schedule(name="cosi
 SGD = TRAINING.model_copy(update={"optimizer": "sgd"})
 
 
-def averaged(jobs: list[Job], averaging: SWAD) -> list[Job]:
+def averaged(jobs: list[Job], averaging: Averaging) -> list[Job]:
     return [dataclasses.replace(job, averaging=averaging) for job in jobs]
 
 
@@ -61,6 +63,7 @@ CASES = {
     "optimizer that is reset": ([job_of(IRM, steps=STEPS, anneal_steps=5)], TRAINING),
     "swad": (averaged(mixing(), SWAD(n_converge=2, n_tolerance=2, tolerance_ratio=0.0)), EVERY_STEP),
     "swad between evaluations": (averaged(mixing(), SWAD(n_converge=1, tolerance_ratio=100.0)), TRAINING),
+    "bma": (averaged(mixing(), BMA()), TRAINING),
 }
 
 

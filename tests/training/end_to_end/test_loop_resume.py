@@ -19,6 +19,7 @@ from xdm_ft import interrupt
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.fish import Fish
 from xdm_ft.algorithms.irm import IRM
+from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.mlp import MLP
@@ -56,6 +57,11 @@ CASES: dict[str, tuple[Job, Training, dict[str, Any]]] = {
     "swad between evaluations": (
         dataclasses.replace(make_job(steps=STEPS), averaging=SWAD(n_converge=1, tolerance_ratio=100.0)),
         EVERY_OTHER.model_copy(update={"evaluate_every": 3}),
+        {"unfreeze_at": 2},
+    ),
+    "bma, unfreezing": (
+        dataclasses.replace(make_job(steps=STEPS), averaging=BMA()),
+        EVERY_OTHER.model_copy(update={"evaluate_every": 4}),
         {"unfreeze_at": 2},
     ),
     "adamw, unfreezing": (

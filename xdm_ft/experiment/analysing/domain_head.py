@@ -31,11 +31,12 @@ def fitted(
     rows = torch.arange(len(z))
     found, most = None, -1
     for candidate in solver.solve(z, Batch(z, domain, domain, rows, rows)):
-        right = int(((z_held @ candidate.weight.T + candidate.bias).argmax(1) == domain_held).sum())
+        logits = z_held @ candidate.head["weight"].T + candidate.head["bias"]
+        right = int((logits.argmax(1) == domain_held).sum())
         if right > most:
             found, most = candidate, right
         pulse.beat()
     assert found is not None
     head = Linear(z.shape[1], len(names), 0, 0)
-    head.load_state_dict({"weight": found.weight, "bias": found.bias})
+    head.load_state_dict(found.head)
     return head.eval()

@@ -119,6 +119,8 @@ def _train_chunk(
     validation = BankValidation(jobs, data, criteria)
     due = set(evaluation_steps(bank.steps, training.evaluate_every))
     with deferred():
+        if averages is not None and state.taken == 0:
+            averages.add(0, bank.main | bank.auxiliary)
         for number, batch in enumerate(batches(jobs, data, state.taken), start=state.taken):
             state.means.add(number, step(bank, batch, number))
             if averages is not None:
@@ -164,7 +166,7 @@ def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages |
     if not averagings:
         return None, None
     assert len(averagings) == len(jobs), "a bank has one kind of averaging"
-    averages = Averages(averagings, bank.template.first_selectable_step)
+    averages = Averages(averagings, bank.template.first_selectable_step, bank.steps)
     return averages, BankValidation(jobs, data, Criteria((LOSS_SPLIT,), "nll")) if averagings[0].reads_loss else None
 
 

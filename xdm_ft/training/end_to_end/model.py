@@ -111,7 +111,7 @@ class EndToEnd(nn.Module):
     def roles(self) -> Roles:
         """Returns the trainable parameters. An encoder may have others too, such as fixed position embeddings."""
         encoder = {f"encoder.{name}": p for name, p in self.encoder.named_parameters() if p.requires_grad}
-        own = dict(self.algorithm.named_parameters())
+        own = {name: p for name, p in self.algorithm.named_parameters() if p.requires_grad}
         auxiliary = {name: p for name, p in own.items() if name.split(".")[0] in self.algorithm.auxiliary}
         head = {name: p for name, p in own.items() if name not in auxiliary}
         head |= {f"stages.{name}": p for name, p in self.stages.named_parameters() if p.requires_grad}

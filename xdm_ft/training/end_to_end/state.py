@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from xdm_ft.storage.checkpoint import State
 from xdm_ft.training.averages import Averages
-from xdm_ft.training.end_to_end.model import EndToEnd
+from xdm_ft.training.end_to_end.model import EndToEnd, Roles
 from xdm_ft.training.running_means import RunningMeans
 from xdm_ft.training.selection import Selector
 
@@ -27,6 +27,7 @@ class LoopState:
     """
 
     inner: EndToEnd
+    roles: Roles  # of all parameters that some step trains
     optimizer: Optimizer
     selector: Selector
     averages: Averages | None
@@ -46,6 +47,12 @@ class LoopState:
     @property
     def seconds(self) -> float:
         return self.before + time.perf_counter() - self.started
+
+    def average(self) -> None:
+        """Adds the weights after the steps taken to the model's average, if it has one."""
+        if self.averages is not None:
+            trained = self.roles.main | self.roles.auxiliary
+            self.averages.add(self.taken, {name: parameter[None] for name, parameter in trained.items()})
 
     def state(self) -> State:
         scaler = self.accelerator.scaler

@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.data import Augmentation, ImageDataset
 from xdm_ft.encoders import Encoder
-from xdm_ft.encoders._cut import depth_from_top
 from xdm_ft.errors import UserError
 from xdm_ft.interrupt import Interrupted, deferred, stop_requested
 from xdm_ft.progress import Progress, unseen
@@ -33,13 +32,14 @@ from xdm_ft.randomness import Stream, bits
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.tensors import Annotations, Criteria
-from xdm_ft.training import Job, Record, Trained, Training
+from xdm_ft.training import Job, Record, Trained
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.gradients import StepGradients, StepLosses
 from xdm_ft.training.end_to_end.inputs import Images
 from xdm_ft.training.end_to_end.model import WHOLE, BatchNorm, EncoderPart, EndToEnd
+from xdm_ft.training.end_to_end.optimizer import optimizer_of
 from xdm_ft.training.end_to_end.prediction import inputs_of, predict
 from xdm_ft.training.end_to_end.state import LoopState
 from xdm_ft.training.end_to_end.validation import EndToEndValidation
@@ -108,7 +108,7 @@ def train_model(
     inputs = inputs_of(inner, part, images, accelerator)
     batches = TrainingBatches(job, inputs, annotations, accelerator)
     first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
-    averages = Averages([job.averaging], first_step) if job.averaging else None
+    averages = Averages([job.averaging], first_step, job.setup.steps) if job.averaging else None
     reads_loss = job.averaging is not None and job.averaging.reads_loss
     validation = EndToEndValidation(
         job, inputs, annotations, criteria, batches.largest_part, accelerator, loss=reads_loss
@@ -116,7 +116,7 @@ def train_model(
     selector = Selector(criteria, first_step, training.patience)
     roles = inner.roles()
     optimizer = optimizer_of(inner, training)
-    state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
+    state = LoopState(inner, roles, optimizer, selector, averages, accelerator, started=started)
     run = _Run(job, batches, validation, record, checkpoint)
     _resume(run, state, annotations)
     failure = _train(run, state, unfreeze_at, bar or unseen())
@@ -183,6 +183,8 @@ def _train(run: _Run, state: LoopState, unfreeze_at: int, bar: Progress) -> str 
     batches = run.batches.begin(state.taken)
     with deferred():
         bar.skip(state.taken)
+        if state.taken == 0:
+            state.average()
         if not state.evaluated and not _evaluate(run, state):
             return _failure(BROKEN_LOGITS, run, state.taken)
         for frozen, last in ((True, unfreeze_at), (False, steps)):
@@ -216,10 +218,8 @@ def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]]
                 return _failure(what, run, step + 1)
             if finite:
                 state.means.add(step, {name: value[None] for name, value in losses.scalars.items()})
-            if state.averages is not None:
-                trained = gradients.roles.main | gradients.roles.auxiliary
-                state.averages.add(step + 1, {name: parameter[None] for name, parameter in trained.items()})
             state.taken, state.evaluated = step + 1, step + 1 not in evaluate_after
+            state.average()
             if losses.stop:
                 _save_and_stop(run, state)
             if not state.evaluated and not _evaluate(run, state):
@@ -274,7 +274,8 @@ def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerat
                 parameter.copy_(mean[name])
     torch.manual_seed(int(bits(run.job.seed, run.job.setup.steps, Stream.ENCODER, accelerator.process_index)))
     inner.train()
-    gather_statistics(inner, (batch for _, batch in islice(run.batches.begin(), STATISTICS_BATCHES)), accelerator)
+    steps = (batch for _, batch in islice(run.batches.begin(), STATISTICS_BATCHES))
+    gather_statistics(inner.encoder, inner.encode, steps, accelerator)
     return inner.weights()
 
 
@@ -318,30 +319,6 @@ def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         # without a GPU Accelerate would silently compute in float32
         raise UserError("training.mixed_precision: fp16 needs a GPU, and this process runs on the CPU; use bf16 or no")
-
-
-def optimizer_of(inner: EndToEnd, training: Training) -> Optimizer:
-    """Returns the optimizer: class head and auxiliary modules have the learning rate `lr`, the encoder `encoder_lr`.
-
-    With `layer_decay` γ, what lies d blocks from the end of the encoder has `encoder_lr` γ^d (ELECTRA, Clark et al.
-    2020, appendix B); d is 0 for a final norm and projection, and 1 for the last block.
-    """
-    encoder, head, auxiliary = inner.roles()
-    by_rate: dict[float, list[nn.Parameter]] = {}
-    for name, parameter in encoder.items():
-        depth = 0 if training.layer_decay == 1 else depth_from_top(inner.encoder, name.removeprefix("encoder."))
-        by_rate.setdefault(training.encoder_lr * training.layer_decay**depth, []).append(parameter)
-    rates = [*by_rate.items(), (training.lr, [*head.values()]), (training.lr, [*auxiliary.values()])]
-    groups = [
-        {"params": parameters, "lr": lr, "initial_lr": lr, "weight_decay": training.weight_decay}
-        for lr, parameters in rates
-        if parameters
-    ]
-    if training.optimizer == "sgd":
-        return SGD(groups, momentum=training.momentum)
-    return {"adam": Adam, "adamw": AdamW}[training.optimizer](
-        groups, betas=(training.beta1, training.beta2), amsgrad=training.amsgrad
-    )
 
 
 @contextmanager

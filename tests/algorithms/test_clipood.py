@@ -1,0 +1,101 @@
+"""CLIPood against its equation term by term, and against the authors' form of it; what it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import loop_models
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from loop_models import SmallCNN, make_job, one_process
+from torch import Tensor
+
+from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms.clipood import CLIPood
+from xdm_ft.tensors import Batch, Task
+from xdm_ft.training import Training
+
+CLASSES, WIDTH, SCALE = 4, 6, 100.0
+Y, DOMAIN = torch.tensor([0, 3, 2, 2, 1]), torch.tensor([0, 0, 1, 1, 1])
+
+
+def embeddings() -> Tensor:
+    return F.normalize(torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(1)), dim=1)
+
+
+def images() -> Tensor:
+    return F.normalize(torch.randn(len(Y), WIDTH, generator=torch.Generator().manual_seed(2)), dim=1)
+
+
+def clipood(settings: dict[str, Any] | None = None, **setup: Any) -> CLIPood:
+    task = Task(tuple("abcd"), ("p", "q"))
+    about = {"text_weight": SCALE * embeddings(), "head_init": "zero_shot", **setup}
+    return CLIPood(Setup(task, WIDTH, 10, 0, **about), **(settings or {}))
+
+
+def loss(algorithm: CLIPood, z: Tensor) -> Tensor:
+    batch = Batch(z, Y, DOMAIN, torch.arange(len(Y)), torch.arange(len(Y)))
+    return algorithm(z, batch, 0).total
+
+
+def naive(z: Tensor, margin: float) -> list[float]:
+    """The equation, sample by sample and class by class, in float64."""
+    text, found = embeddings().double(), []
+    for image, y in zip(z.double(), Y.tolist(), strict=True):
+        top = math.exp(float(image @ text[y]) * SCALE)
+        bottom = sum(
+            math.exp((float(image @ text[c]) + margin * (1 - float(text[y] @ text[c]))) * SCALE) for c in range(CLASSES)
+        )
+        found.append(-math.log(top / bottom))
+    return found
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.3, 1.0])
+def test_the_equation(margin: float) -> None:
+    own = clipood({"margin": margin}, loss_average="sample")
+    expected = naive(images(), margin)
+    assert float(loss(own, images())) == pytest.approx(sum(expected) / 5, rel=1e-4)
+    by_domain = clipood({"margin": margin}, loss_average="domain")
+    of_domains = (sum(expected[:2]) / 2 + sum(expected[2:]) / 3) / 2
+    assert float(loss(by_domain, images())) == pytest.approx(of_domains, rel=1e-4)
+
+
+def test_the_authors_form_differs_by_a_constant_logit_alone() -> None:
+    """f ← f − λ t_y, then cross-entropy of s ⟨f, t_c⟩."""
+    shifted = images() - 0.3 * embeddings()[Y]
+    theirs = F.cross_entropy(SCALE * shifted @ embeddings().T, Y)
+    torch.testing.assert_close(loss(clipood(loss_average="sample"), images()), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_no_margin_is_the_cross_entropy_of_zero_shot() -> None:
+    algorithm, z = clipood({"margin": 0.0}, loss_average="sample"), images()
+    torch.testing.assert_close(loss(algorithm, z), F.cross_entropy(SCALE * z @ embeddings().T, Y))
+    assert float(loss(clipood(loss_average="sample"), z)) > float(loss(algorithm, z)) + 1
+
+
+def test_the_head_is_fixed_and_the_features_get_the_gradient() -> None:
+    algorithm, z = clipood(), images().requires_grad_()
+    assert not any(parameter.requires_grad for parameter in algorithm.parameters())
+    assert torch.autograd.grad(loss(algorithm, z), z)[0].any()
+    assert algorithm.state_dict().keys() == {"head.weight", "head.bias", "seed"}, "margins follow from the setup"
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with one_process() as accelerator:
+        yield accelerator
+
+
+def test_end_to_end_the_encoder_alone_trains(accelerator: Accelerator) -> None:
+    job = make_job(CLIPood, steps=4)
+    text = 10 * F.normalize(torch.randn(10, SmallCNN.width, generator=torch.Generator().manual_seed(0)), dim=1)
+    job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, text_weight=text, head_init="zero_shot"))
+    trained = loop_models.train(job, SmallCNN(), Training(batch_size=4, encoder_lr=0.01), accelerator)
+    state, start = loop_models.final_state(trained), SmallCNN().state_dict()
+    assert torch.equal(state["head.weight"], text) and not state["head.bias"].any()
+    assert not torch.equal(state["encoder.layers.0.weight"], start["layers.0.weight"])

@@ -1,0 +1,68 @@
+"""Recipes with an encoder of transformers, from features to an exported model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers", reason="pip install 'xdm_ft[transformers]'")
+
+import small_runs
+import tiny_transformers
+from exported import choice_of, exported, held_out, recorded
+
+from xdm_ft.commands.validate import validate
+from xdm_ft.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("small_pacs")
+
+
+def encoder(kind: str, **keys: object) -> str:
+    tiny_transformers.save(kind, Path(kind))
+    written = ", ".join(f"{key}: {value}" for key, value in {"model": f"local-dir:{kind}", **keys}.items())
+    return f"encoder={{name: transformers, {written}}}"
+
+
+def check(results: dict, **how: object) -> None:
+    """The exported model, loaded without the folder of its encoder, predicts what the run has recorded."""
+    paths = held_out()
+    for number, record in enumerate(results["runs"]):
+        model = exported(choice_of(record), f"model-{number}", **how)
+        np.testing.assert_allclose(model.predict_proba(paths), recorded(record), rtol=0, atol=1e-5)
+        config = Path(f"model-{number}/config.json").read_text()
+        assert "local-dir" not in config and str(Path.cwd()) not in config
+
+
+@pytest.mark.slow
+def test_frozen_dinov2_and_its_model() -> None:
+    results = small_runs.results("protocol.test_domains=[photo]", encoder("dinov2", pooling="cls_mean"))
+    assert {record["status"] for record in results["runs"]} == {"ok"}
+    check(results)
+    assert Path("model-0/encoder.safetensors").exists() and Path("model-0/dinov2_with_registers.json").exists()
+
+
+@pytest.mark.slow
+def test_zero_shot_and_heads_from_text_with_clip() -> None:
+    methods = "methods=[zero_shot, {name: erm, head_init: zero_shot, label: from text}]"
+    check(small_runs.results("protocol.test_domains=[photo]", encoder("clip", normalize="true"), methods))
+
+
+@pytest.mark.slow
+def test_siglip_end_to_end_to_onnx() -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason="pip install 'xdm_ft[onnx]'")
+    keys = ("encoder.trainable=true", "training.steps=2", "methods=[erm]")
+    results = small_runs.results("protocol.test_domains=[photo]", encoder("siglip"), *keys)
+    check(results, onnx=True)
+    assert Path("model-0/model.onnx").exists()
+
+
+@pytest.mark.slow
+def test_a_model_without_text_side_is_one_line_before_training() -> None:
+    made = small_runs.recipe("protocol.test_domains=[photo]", encoder("vit"), "methods=[erm, zero_shot]")
+    with pytest.raises(UserError, match=r"methods: zero_shot: class embeddings are needed, but .* has no text side"):
+        validate(made)
+    found = validate(small_runs.recipe("protocol.test_domains=[photo]", encoder("vit"), "methods=[erm]"))
+    assert found.prompts is None
