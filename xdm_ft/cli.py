@@ -21,7 +21,10 @@ from xdm_ft.version import __version__
 
 Verb = Callable[[argparse.Namespace], Answer]
 RESUMABLE = ("run", "features", "analyse")  # verbs whose finished work stays when a signal stops them
-TOPICS = ("table", "comparison", "verdict", "selection", "metrics", "sentence", "notes", "analysis")  # of `explain`
+TOPICS = (
+    "table", "comparison", "verdict", "selection", "metrics", "sentence", "cost", "encoders", "notes", "analysis"
+)  # fmt: skip
+"""Of `explain`."""
 CHANGES = "changes to the recipe, values as YAML; METHOD.KEY=value sets a key of a method"
 EXAMPLES = {
     "run": (

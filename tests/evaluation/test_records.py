@@ -26,6 +26,8 @@ WHOLE = Record(
     6,
     7,
     1.5,
+    8,
+    9,
     {"times": 1, "reasons": ["why"]},
 )
 ROW = SummaryRow(
@@ -59,7 +61,8 @@ def test_a_row_comes_back() -> None:
 
 def test_the_order_of_keys() -> None:
     identity = ["method", "test_domains", "seed", "trial", "hparams", "status"]
-    measured = ["mixed_steps", "gradient_evaluations", "stopped_at", "train_seconds", "restarted"]
+    measured = ["mixed_steps", "gradient_evaluations", "stopped_at", "train_seconds"]
+    measured += ["trained_parameters", "peak_memory", "restarted"]
     assert list(WHOLE.to_json()) == [*identity, "selected", *measured]
     assert list(RECORDS["failed"].to_json()) == [*identity, "selected", "train_seconds", "reason"]
     assert list(RECORDS["skipped"].to_json()) == [*identity, "reason", "selected"]

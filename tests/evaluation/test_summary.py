@@ -60,7 +60,7 @@ def summary(runs: list[Record], predictions: list[Prediction], **changes: Any) -
     }
     settings |= changes
     settings.setdefault("references", dict.fromkeys(settings["methods"], "erm"))
-    rows = [row.to_json() for row in summarise(runs, predictions, **settings)]
+    rows = [row.to_json() for row in summarise(runs, predictions, **settings).rows]
     assert rows == json.loads(json.dumps(rows, allow_nan=False))  # results.json holds it as it is
     return rows
 

@@ -24,6 +24,7 @@ from xdm_ft.experiment.results import ResultsFile
 from xdm_ft.recipe.read import load
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
+from xdm_ft.storage.checksummed import COSTS
 from xdm_ft.training.bank import train as bank
 
 RUN = Path("output/small")
@@ -194,7 +195,7 @@ def test_a_start_that_ends_before_the_first_new_record(place: str, monkeypatch: 
 
 
 def without_times(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in one.items() if key != "train_seconds"} for one in runs]
+    return [{key: value for key, value in one.items() if key not in COSTS} for one in runs]
 
 
 @pytest.mark.slow
@@ -215,7 +216,7 @@ def test_models_share_chunks_with_those_of_their_generation(selection: str, monk
         raise Stopped
 
     with monkeypatch.context() as patch:
-        patch.setattr(summary, "summary_rows", stop)
+        patch.setattr(summary, "summary_of", stop)
         with pytest.raises(Stopped):
             run(small_runs.recipe(*short))
     [lost] = RUN.glob(f"models/erm/sketch/seed0-trial0/{selection}.safetensors")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from xdm_ft.evaluation.encoders import encoder_of, split_label
 from xdm_ft.evaluation.records import Record, SummaryRow
-from xdm_ft.evaluation.summary import summarise
+from xdm_ft.evaluation.summary import Summary, summarise
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.report.finished import Run
 
@@ -47,32 +49,51 @@ def model(
     return identity | {"status": "ok", "selected": {"train_val": pick}, "train_seconds": 1.0}
 
 
-def results_of(runs: list[dict[str, Any]], name: str = "made", **recipe: Any) -> dict[str, Any]:
-    """results.json with these `runs` and their summary, as a run would write it."""
+def encoder_about(label: str, **changes: Any) -> dict[str, Any]:
+    """What results.json says of an encoder."""
+    about = {"component": "timm", "model": f"vit_{label}", "pretraining": f"{label} corpus", "width": 64,
+             "parameters": 5_717_416, "ms_per_image": 12.34, "feature_bytes": 2_557_696}  # fmt: skip
+    return about | changes
+
+
+def results_of(
+    runs: list[dict[str, Any]], name: str = "made", encoders: Sequence[str] = (), **recipe: Any
+) -> dict[str, Any]:
+    """results.json with these `runs` and their summary, as a run would write it.
+
+    With several `encoders`, methods are called METHOD @ ENCODER.
+    """
     methods = list(dict.fromkeys(run["method"] for run in runs))
     protocol = {"name": "leave_one_domain_out", "split_rule": "stratified", "val_fraction": 0.2, "seeds": [0, 1],
                 "selection": "train_val", "metric": "accuracy"}  # fmt: skip
     own = {"name": name, "protocol": protocol, "encoder": {"model": "tiny", "trainable": False}, "methods": methods}
+    if encoders:
+        own |= {"methods": list(dict.fromkeys(split_label(method, encoders)[0] for method in methods))}
+        own |= {"encoder": None, "encoders": [{"label": one, "model": f"vit_{one}"} for one in encoders]}
+    erm = {method: f"erm @ {one}" if (one := encoder_of(method, encoders)) else "erm" for method in methods}
     records = [Record.from_json(run) for run in runs]
     picked = picked_trials(records, "train_val", "accuracy")
-    rows = []
+    rows, pairs = Summary([], [])
     if picked:
-        rows = summarise(
+        rows, pairs = summarise(
             picked,
             [],
             methods=methods,
             rules=["train_val"],
             metric="accuracy",
             protocol_line=lambda rule: f"pets, 40 images; picked by {rule}",
-            references={method: "erm" for method in methods if method != "erm"} if "erm" in methods else {},
+            references={method: one for method, one in erm.items() if method != one and one in methods},
+            encoders=encoders,
         )
     data = {"images": 40, "annotations": "a", "content": "c"}
     return {
         "schema": 1,
         "recipe": own | recipe,
-        "environment": {"python": "3.11", "data": data},
+        "environment": {"python": "3.11", "data": data}
+        | ({"encoders": {one: encoder_about(one) for one in encoders}} if encoders else {}),
         "tested_on": "domains never trained on",
         "findings": [],
         "runs": runs,
         "summary": [row.to_json() for row in rows],
+        **({"encoder_pairs": pairs} if pairs else {}),
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from xdm_ft.evaluation.encoders import encoder_of, split_label
 from xdm_ft.evaluation.records import Pick, Record, SummaryRow
 from xdm_ft.report.finished import Run
 from xdm_ft.tensors import Score
@@ -40,11 +41,18 @@ def run(
     path: Path = Path("output/made"),
     sets: Sequence[tuple[str, ...]] | None = None,
     tested_on: str = "domains never trained on",
+    encoders: Sequence[str] = (),
+    pairs: Sequence[Mapping[str, Any]] = (),
 ) -> Run:
-    """The first method is ERM. `chosen_by`: {method: selection value}, by default its mean test value."""
+    """The first method is ERM. `chosen_by`: {method: selection value}, by default its mean test value.
+
+    With several `encoders`, methods are called METHOD @ ENCODER, and the first one of each encoder is ERM. `pairs` are
+    entries of `encoder_pairs`; what all have in common is filled in.
+    """
     rows, records, runs = [], list[Record](), list[dict[str, Any]]()
-    reference = next(iter(values))
+    first = {encoder_of(method, encoders): method for method in reversed(list(values))}
     for method, by_domain in values.items():
+        reference = first[encoder_of(method, encoders)]
         mean = float(np.mean([*by_domain.values()]))
         picked = (chosen_by or {}).get(method, mean)
         own = [
@@ -55,6 +63,7 @@ def run(
         reason = f"1 of {len(own)} runs failed: the loss was not finite" if method in failed else None
         difference = mean - float(np.mean([*values[reference].values()]))
         versus = {"difference": difference, "domains": None, "seeds_and_images": None, "p": None, "p_holm": None}
+        about = f"compared with {reference}; {note}" if encoders else note
         verdict = (verdicts or {}).get(method, "not distinguishable")
         rows.append(
             SummaryRow(
@@ -62,7 +71,7 @@ def run(
                 mean=None if reason else mean, std=0.01, stderr=None if seeds == 1 else 0.004, n=seeds,
                 spread_as_published=None,
                 per_test_domain={name: {"mean": value, "std": None} for name, value in by_domain.items()},
-                versus_erm=None if method == reference else {**versus, "verdict": verdict, "note": note},
+                versus_erm=None if method == reference else {**versus, "verdict": verdict, "note": about},
                 protocol="p", budget={"draws": 1, "gradient_evaluations": None},
                 failed=1 if reason else None, reason=reason,
             )
@@ -72,7 +81,14 @@ def run(
     recipe = {
         "name": "made",
         "protocol": {"selection": rule, "metric": metric},
-        "methods": [{"name": "erm" if method == reference else "m", "label": method} for method in values],
+        "methods": [
+            {"name": "erm" if method in first.values() else "m", "label": split_label(method, encoders)[0]}
+            for method in values
+        ],
     }
+    if encoders:
+        recipe["encoders"] = [{"label": one} for one in encoders]
     results = {"recipe": recipe, "runs": runs, "summary": [row.to_json() for row in rows], "tested_on": tested_on}
+    common = {"selection": rule, "domains": None, "seeds_and_images": None, "p": None, "p_holm": None, "note": note}
+    results |= {"encoder_pairs": [common | dict(pair) for pair in pairs]} if pairs else {}
     return Run(path, results, records, rows)

@@ -88,7 +88,7 @@ def test_an_empty_summary_is_a_header() -> None:
 
 def test_properties_tell_two_encoders_apart() -> None:
     def of(**recipe: Any) -> dict[str, Any]:
-        return properties(run_of(results_of(two_sets(), **recipe)))
+        return properties(run_of(results_of(two_sets(), **recipe)), "erm")
 
     assert of(encoder={"name": "timm", "model": "vit", "weights": "/private/home/big.bin", "trainable": True}) == {
         "run": "made", "encoder": "vit (big.bin)", "encoder_trained": "end to end", "augmentation": "none",

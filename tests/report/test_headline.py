@@ -117,3 +117,19 @@ def test_names_and_paths_are_text(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     show_headline(run(SIX))
     assert rb"63.5 \xb1 0.4" in written.getvalue()
+
+
+def test_encoders_have_a_column_and_fit_80_by_24(capsys: pytest.CaptureFixture[str], monkeypatch: Terminal) -> None:
+    encoders = ("mobilenetv2_100.ra_in1k", "mobilenetv2_035.ra_in1k")
+    values = {f"{name} @ {one}": SIX[name] for one in encoders for name in METHODS[:4]}
+    pairs = [{"method": "erm", "first": encoders[0], "second": encoders[1], "difference": 0.1, "verdict": "better"}]
+    made = run(values, chosen_by={f"erm @ {encoders[1]}": 0.99}, encoders=encoders, pairs=pairs)
+    text = screen(made, capsys, monkeypatch)
+    assert len(text.splitlines()) < 24
+    lines = text.splitlines()
+    assert lines[1].split()[:2] == ["method", "encoder"]
+    rows = [line.split()[:2] for line in lines[2:10]]
+    assert len({tuple(row) for row in rows}) == 8, f"cut names stay apart: {rows}"
+    assert "under erm, mobilenetv2_035.ra_in1k is -10.0 against" in " ".join(text.split())
+    wide = screen(made, capsys, monkeypatch, width=140).splitlines()
+    assert wide[1].split()[:6] == ["method", "encoder", "art_painting", "cartoon", "photo", "sketch"]

@@ -45,7 +45,7 @@ def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
     methods = list(dict.fromkeys(run["method"] for run in results["runs"]))
     rules = ["train_val", "oracle"]
     records = [Record.from_json({"hparams": {}, "selected": {}, "trial": 0} | run) for run in results["runs"]]
-    rows = summarise(
+    rows, _ = summarise(
         records,
         [],
         methods=methods,

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from made_runs import run
+from made_runs import NOTE, run
 from scipy.stats import t
 
 from xdm_ft.report.sentence import sentence
@@ -110,3 +110,62 @@ def test_names_can_not_break_the_line() -> None:
     evil = {"erm": FOUR["erm"], "a\x1b[31m\nb\u202e": FOUR["sam"]}
     text = sentence(run(evil))
     assert text.isprintable() and "a\\x1b[31m\\nb\\u202e" in text
+
+
+BOTH = ("small", "large")
+UNDER_BOTH = {f"{name} @ {one}": FOUR[name] for one in BOTH for name in ("erm", "mix", "sam")}
+PAIRS = [
+    {"method": "mix", "first": "small", "second": "large", "difference": -0.031, "verdict": "worse"},
+    {"method": "sam", "first": "small", "second": "large", "difference": 0.5, "verdict": "better"},
+]
+
+
+def test_which_encoder_under_the_chosen_method() -> None:
+    made = run(UNDER_BOTH, chosen_by={"mix @ large": 0.99}, encoders=BOTH, pairs=PAIRS)
+    text = sentence(made)
+    assert "with mix @ large, chosen on validation images" in text
+    assert "; it is +1.0 over erm @ large, not distinguishable over 4 domains, like the other method" in text
+    assert text.endswith("; under mix, large is +3.1 over small, better over 4 domains.")
+    other = sentence(run(UNDER_BOTH, chosen_by={"mix @ small": 0.99}, encoders=BOTH, pairs=PAIRS))
+    assert other.endswith("; under mix, small is -3.1 against large, worse over 4 domains.")
+
+
+def test_no_claim_about_encoders_beyond_their_verdicts() -> None:
+    """Equal encoders, too few seeds, and methods that only one encoder has."""
+    [mix, _] = PAIRS
+    chosen = {"mix @ large": 0.99}
+    equal = run(UNDER_BOTH, chosen_by=chosen, encoders=BOTH, pairs=[mix | {"verdict": "not distinguishable"}])
+    assert sentence(equal).endswith("large is +3.1 over small, not distinguishable over 4 domains.")
+    few = {"verdict": "no verdict", "note": "no verdict: it needs 3 seeds, and 2 are complete"}
+    text = sentence(run(UNDER_BOTH, chosen_by=chosen, encoders=BOTH, pairs=[mix | few]))
+    assert text.endswith("large is +3.1 over small, no verdict (it needs 3 seeds, and 2 are complete).")
+    assert "under" not in sentence(run(UNDER_BOTH, chosen_by=chosen, encoders=BOTH))
+
+
+def test_erm_of_one_encoder_is_compared_with_its_own_methods_alone() -> None:
+    text = sentence(run(UNDER_BOTH, chosen_by={"erm @ large": 0.99}, encoders=BOTH))
+    assert text.endswith("; none of the 2 other methods is distinguishable from it over 4 domains.")
+
+
+def test_many_encoders_are_counted() -> None:
+    labels = [f"e{i}" for i in range(5)]
+    values = {f"erm @ {one}": FOUR["erm"] for one in labels}
+    words = ("better", "not distinguishable", "not distinguishable", "no verdict")
+    pairs = [
+        {"method": "erm", "first": "e0", "second": other, "difference": 0.1, "verdict": verdict}
+        for other, verdict in zip(labels[1:], words, strict=True)
+    ]
+    few = sentence(run(values, chosen_by={"erm @ e0": 0.9}, encoders=labels, pairs=pairs[:2]))
+    assert "; under erm, e0 is +10.0 over e1, better over 4 domains, and +10.0 over e2, not distinguishable" in few
+    text = sentence(run(values, chosen_by={"erm @ e0": 0.9}, encoders=labels, pairs=pairs))
+    assert text.endswith(
+        "; under erm, e0 was compared with 4 other encoders: 1 better, 2 not distinguishable, 1 without a verdict."
+    )
+
+
+def test_a_method_at_a_cut_is_not_counted_against_another_erm() -> None:
+    """A chosen ERM is compared with those rows alone whose reference it is."""
+    made = run({"erm": FOUR["erm"], "mix": FOUR["mix"], "sam": FOUR["sam"]}, chosen_by={"erm": 0.99})
+    for row in made.rows[1:]:
+        row.versus_erm["note"] = f"compared with {'erm' if row.method == 'mix' else 'erm 2'}; {NOTE}"  # type: ignore[index]
+    assert sentence(made).endswith("; mix is +1.0 over erm, not distinguishable over 4 domains.")

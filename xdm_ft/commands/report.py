@@ -14,6 +14,7 @@ from typing import Any, Literal
 from xdm_ft.commands.answer import Answer
 from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.report.csv_rows import COLUMNS, Row, csv_rows, csv_text
+from xdm_ft.report.encoders import encoders_of
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.latex import latex
 from xdm_ft.report.markdown import markdown, markdown_table, tables_of
@@ -70,8 +71,8 @@ class Reported(Answer):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the rows as values, and the paths of what was read and written."""
-        paths = [run.path for run in self.runs]
-        return {"runs": paths, "rows": self.rows, "out": self.out, "written": self.written}
+        paths, encoders = [run.path for run in self.runs], [encoders_of(run.results) for run in self.runs]
+        return {"runs": paths, "encoders": encoders, "rows": self.rows, "out": self.out, "written": self.written}
 
 
 def report(

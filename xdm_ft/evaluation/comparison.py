@@ -11,8 +11,8 @@ over seeds, one seed leaves none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from scipy.special import stdtr, stdtrit  # scipy.stats takes 50 times as long for one number
@@ -20,6 +20,7 @@ from scipy.special import stdtr, stdtrit  # scipy.stats takes 50 times as long f
 from xdm_ft.evaluation.jackknife import jackknife_variance
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 
+K = TypeVar("K", bound=Hashable)
 ALPHA = 0.05  # significance level of verdicts; intervals are 95%
 SEEDS = 3  # smallest number of seeds that gives a verdict
 NO_VERDICT = "no verdict"
@@ -70,7 +71,7 @@ class Comparison(NamedTuple):
 
 class Verdict(NamedTuple):
     p: float | None  # of this row alone
-    p_holm: float | None  # corrected for all rows of the table
+    p_holm: float | None  # corrected for all comparisons of the table
     verdict: str  # "better", "worse", `EQUAL` or `NO_VERDICT`
 
 
@@ -146,8 +147,8 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def verdicts(metric: str, rows: Mapping[str, Comparison], where: str = "") -> dict[str, Verdict]:
-    """Returns the verdict of each row under one selection rule.
+def verdicts(metric: str, rows: Mapping[K, Comparison], where: str = "") -> dict[K, Verdict]:
+    """Returns the verdict of each comparison under one selection rule.
 
     `where` is appended to "better" and "worse", for example "on this domain".
     """

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xdm_ft.evaluation.conventions import Convention
+from xdm_ft.evaluation.encoders import EncoderPair, encoder_pairs
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.records import Point, Record, SummaryRow
 from xdm_ft.evaluation.runs import SPLIT, Held, Runs, set_name
@@ -57,6 +58,13 @@ def protocol_line(
     return " ".join("; ".join(parts).split())
 
 
+class Summary(NamedTuple):
+    """What results.json says of all models of a run."""
+
+    rows: list[SummaryRow]  # `summary`
+    encoder_pairs: list[dict[str, Any]]  # `encoder_pairs`; empty in a run of one encoder
+
+
 def summarise(
     records: Sequence[Record],
     predictions: Sequence[Prediction],
@@ -66,9 +74,12 @@ def summarise(
     metric: str,
     protocol_line: Callable[[str], str],
     references: Mapping[str, str],
+    encoders: Sequence[str] = (),
     convention: Convention | None = None,
-) -> list[SummaryRow]:
+) -> Summary:
     """Returns one row per rule and method, in the order of `rules` and `methods`; methods without a record have none.
+
+    Under one rule, the rows' differences to their references and those between encoders are one family of verdicts.
 
     A seed counts only if it has every held-out domain.
 
@@ -81,17 +92,21 @@ def summarise(
         metric: the metric to summarise.
         protocol_line: selection rule → protocol line.
         references: method → the method that it is compared with, for methods that are compared.
+        encoders: labels of several encoders, which each method is compared between; none for one encoder.
         convention: how the data set's benchmark measures spread; None if it has no convention.
     """
     _refuse_duplicates(records)
     held_out = tuple(dict.fromkeys(record.test_domains for record in records))
     by_method = {m: tuple(r for r in records if r.method == m) for m in methods}
     without = WithoutGroups(metric, held_out, predictions)
-    rows = []
+    found = Summary([], [])
     for rule in rules:
         runs_of = {m: Runs(m, rule, metric, held_out, own) for m, own in by_method.items() if own}
-        pairs = {m: runs_of[references[m]] for m in runs_of if references.get(m) in runs_of}
-        compared = versus(runs_of, pairs, without)
+        pairs = encoder_pairs([*runs_of], encoders)
+        compared = versus(_comparisons(runs_of, references, pairs), without)
+        _name_references(compared, references)
+        between = {pair: compared[pair] for pair in pairs if pair in compared}
+        found.encoder_pairs.extend({"selection": rule, **pair._asdict(), **of} for pair, of in between.items())
         for runs in runs_of.values():
             row = SummaryRow(
                 method=runs.method,
@@ -105,8 +120,26 @@ def summarise(
                 budget=_budget(runs),
                 **_failures_and_gaps(runs),
             )
-            rows.append(row)
-    return rows
+            found.rows.append(row)
+    return found
+
+
+def _comparisons(
+    runs_of: Mapping[str, Runs], references: Mapping[str, str], pairs: Iterable[EncoderPair]
+) -> dict[str | EncoderPair, tuple[Runs, Runs]]:
+    """Returns both sides of every comparison: methods with their references, then pairs of encoders."""
+    with_erm = {m: references[m] for m in runs_of if references.get(m, m) in runs_of.keys() - {m}}
+    found: dict[str | EncoderPair, tuple[Runs, Runs]] = {m: (runs_of[m], runs_of[r]) for m, r in with_erm.items()}
+    return found | {pair: (runs_of[pair.rows[0]], runs_of[pair.rows[1]]) for pair in pairs}
+
+
+def _name_references(compared: Mapping[str | EncoderPair, dict[str, Any]], references: Mapping[str, str]) -> None:
+    """Names each row's reference in its note, if the table has several."""
+    named = {method: references[method] for method in compared if isinstance(method, str)}
+    if len(set(named.values())) > 1:
+        for method, reference in named.items():
+            note = compared[method]["note"]
+            compared[method]["note"] = "; ".join(filter(None, (f"compared with {reference}", note)))
 
 
 def _refuse_duplicates(records: Sequence[Record]) -> None:

@@ -1,9 +1,9 @@
-"""Compares each method with its reference: the `versus_erm` of the summary's rows."""
+"""Compares methods with each other: the `versus_erm` of the summary's rows, and its pairs of encoders."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from xdm_ft.evaluation.jackknife import check_same_images, effective_number, gro
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.runs import Held, Runs
 
+K = TypeVar("K", bound=Hashable)
 FEW_GROUPS = 10  # below this effective number the note reports how many groups there are
 
 
@@ -49,32 +50,27 @@ class WithoutGroups:
         return np.stack(known) if len(known) == len(rows) else None
 
 
-def versus(
-    runs_of: Mapping[str, Runs], references: Mapping[str, Runs], without: WithoutGroups
-) -> dict[str, dict[str, Any]]:
-    """Returns {method: difference to its reference}, paired by held-out domain and seed, under one selection rule.
+def versus(pairs: Mapping[K, tuple[Runs, Runs]], without: WithoutGroups) -> dict[K, dict[str, Any]]:
+    """Returns the differences first − second, paired by held-out domain and seed, under one selection rule.
 
-    `references` is {method: runs of its reference}. A method without a reference, or without a seed to pair, is not in
-    the result.
+    All `pairs` are one family of Holm's correction. A pair without a common seed is not in the result.
     """
-    comparisons: dict[str, Comparison] = {}
-    notes: dict[str, str] = {}
-    for method, reference in references.items():
-        own, theirs = _paired_seeds(runs_of[method], reference)
-        if method != reference.method and own and theirs:
-            comparisons[method], notes[method] = _compared(runs_of[method], reference, own, theirs, without)
-            if len({one.method for one in references.values()}) > 1:
-                notes[method] = "; ".join(filter(None, (f"compared with {reference.method}", notes[method])))
+    comparisons: dict[K, Comparison] = {}
+    notes: dict[K, str] = {}
+    for key, (first, second) in pairs.items():
+        own, theirs = _paired_seeds(first, second)
+        if own and theirs:
+            comparisons[key], notes[key] = _compared(first, second, own, theirs, without)
     found = verdicts(without.metric, comparisons, _where(without.held_out))
     return {
-        method: {
+        key: {
             "difference": one.difference,
             "domains": one.domains._asdict() if one.domains else None,
             "seeds_and_images": one.seeds_and_images._asdict() if one.seeds_and_images else None,
-            **found[method]._asdict(),
-            "note": notes[method],
+            **found[key]._asdict(),
+            "note": notes[key],
         }
-        for method, one in comparisons.items()
+        for key, one in comparisons.items()
     }
 
 

@@ -23,6 +23,7 @@ def run(recipe: Recipe) -> Results:
     """
     from xdm_ft.experiment.analysing import analyse
     from xdm_ft.experiment.data_faults import faults
+    from xdm_ft.experiment.encoder_costs import encoder_costs
     from xdm_ft.experiment.engines import Engines
     from xdm_ft.experiment.estimate import first_line
     from xdm_ft.experiment.final_fit import final_fit
@@ -35,7 +36,7 @@ def run(recipe: Recipe) -> Results:
     from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
     from xdm_ft.experiment.resume import earlier, keeping_final_fit, opened, recorded
     from xdm_ft.experiment.sessions import write_sessions
-    from xdm_ft.experiment.summary import summary_rows
+    from xdm_ft.experiment.summary import summary_of
     from xdm_ft.experiment.trackers import installed_trackers, log_results
     from xdm_ft.progress import pulse
     from xdm_ft.report.written import refresh_reports
@@ -61,15 +62,17 @@ def run(recipe: Recipe) -> Results:
 
             trained_on = inputs(dataset, prepared)
             before.refuse_other_inputs(directory.path, trained_on)
+            costs = encoder_costs(prepared, recipe.features, len(dataset), accelerator, before.environment or {})
             results = ResultsFile(
-                recipe, directory, before, environment(accelerator) | trained_on, about(plan, findings)
+                recipe, directory, before, environment(accelerator) | trained_on | costs, about(plan, findings)
             )
             engines = Engines(plan, prepared, directory, accelerator)
             train_models(engines, results)
 
             results.records = in_order(plan, (results.records | recorded(directory)).values())
-            rows = summary_rows(plan, prepared, [*results.records.values()], directory) if main else []
-            results.rows = from_main(accelerator, rows)
+            if main:
+                results.summary = summary_of(plan, prepared, [*results.records.values()], directory)
+            results.summary = from_main(accelerator, results.summary)
             results.write()
             if main:
                 write_sessions(plan, results.records.values(), directory)

@@ -85,7 +85,7 @@ class Fit:
 def final_fit(engines: Engines, results: ResultsFile) -> dict[str, Any] | None:
     """Trains the final model and saves it. Returns its entry in results.json, or None if no method has an estimate."""
     plan, protocol = engines.plan, engines.plan.recipe.protocol
-    rows = [row for row in results.rows if row.selection == protocol.selection]
+    rows = [row for row in results.summary.rows if row.selection == protocol.selection]
     records = [*results.records.values()]
     values = selection_values(records, rows, protocol.selection, protocol.metric)
     if not values:

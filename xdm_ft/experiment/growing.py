@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.evaluation.records import Identity
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.storage.checkpoint import differences
@@ -30,8 +31,7 @@ class Generation:
 
     @classmethod
     def of(cls, recipe: Values) -> Generation:
-        labels = sorted(label_of(item) for item in recipe["methods"])
-        return cls(tuple(labels), tuple(recipe["protocol"]["seeds"]), recipe["search"]["trials"])
+        return cls(tuple(sorted(labels_of(recipe))), tuple(recipe["protocol"]["seeds"]), recipe["search"]["trials"])
 
     @classmethod
     def from_json(cls, found: Values) -> Generation:
@@ -65,6 +65,15 @@ def label_of(item: Values) -> str:
     return str(item["label"] or item["name"])
 
 
+def labels_of(recipe: Values) -> dict[str, Any]:
+    """Returns {label in results: item of `methods`} of a resolved recipe: one per item and encoder."""
+    items = {label_of(item): item for item in recipe["methods"]}
+    if "encoders" not in recipe:
+        return items
+    encoders = [str(one["label"] or one["model"]) for one in recipe["encoders"]]
+    return {with_encoder(label, encoder): item for encoder in encoders for label, item in items.items()}
+
+
 def comparable(recipe: Values) -> dict[str, Any]:
     """Returns the recipe without the keys that change no number of a model.
 
@@ -82,7 +91,7 @@ def of_method(recipe: Values, label: str) -> dict[str, Any]:
     kept = comparable(recipe)
     kept["protocol"] = {key: value for key, value in kept["protocol"].items() if key not in ("seeds", "final_fit")}
     kept["search"] = {key: value for key, value in kept["search"].items() if key != "trials"}
-    kept["methods"] = [item for item in kept["methods"] if label_of(item) == label]
+    kept["methods"] = [labels_of(recipe)[label]]
     return kept
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.records import Identity, Record, SummaryRow
+from xdm_ft.evaluation.summary import Summary
 from xdm_ft.experiment.data_faults import images_of
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.growing import GROWN_FROM, comparable, generation
@@ -87,7 +88,7 @@ class ResultsFile:
     ) -> None:
         self.recipe, self.directory, self.environment, self.about = recipe, directory, environment, about
         self.records: dict[Identity, Record] = dict(before.records)
-        self.rows: list[SummaryRow] = []
+        self.summary = Summary([], [])
         self.final_fit, self.generations = before.final_fit, before.generations
         same = before.recipe is not None and comparable(before.recipe) == comparable(recipe.resolved())
         if directory.main and not same:
@@ -133,10 +134,12 @@ class ResultsFile:
             **self.about,
             **({GROWN_FROM: [one.to_json() for one in self.generations]} if self.generations else {}),
             "runs": [record.to_json() for record in self.records.values()],
-            "summary": [row.to_json() for row in self.rows],
+            "summary": [row.to_json() for row in self.summary.rows],
+            **({"encoder_pairs": self.summary.encoder_pairs} if self.summary.encoder_pairs else {}),
             **({} if self.final_fit is None else {"final_fit": self.final_fit}),
         }
-        return Results(self.directory.path, [*self.records.values()], self.rows, self.final_fit, document)
+        records, rows = [*self.records.values()], self.summary.rows
+        return Results(self.directory.path, records, rows, self.final_fit, document)
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:

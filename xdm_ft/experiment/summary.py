@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.errors import plural
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.evaluation.records import Record, SummaryRow
-from xdm_ft.evaluation.summary import protocol_line, summarise
+from xdm_ft.evaluation.records import Record
+from xdm_ft.evaluation.references import Compared, erm_of_each
+from xdm_ft.evaluation.summary import Summary, protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
@@ -21,19 +21,18 @@ from xdm_ft.report.published import BENCHMARKS, benchmark_of
 from xdm_ft.storage.run_directory import RunDirectory
 
 
-def summary_rows(
-    plan: Plan, prepared: Prepared, records: Sequence[Record], directory: RunDirectory
-) -> list[SummaryRow]:
-    """Returns the rows in the recipe's order, with differences to the methods of `references`.
+def summary_of(plan: Plan, prepared: Prepared, records: Sequence[Record], directory: RunDirectory) -> Summary:
+    """Returns the rows in the recipe's order, with differences to their references, and the pairs of encoders.
 
     Each rule picks one of several trials. Only the predictions of picked trials are read.
     """
     methods, metric = plan.recipe.methods, plan.recipe.protocol.metric
+    encoders = list(dict.fromkeys(item.encoder_label for item in methods if item.encoder_label is not None))
     picks = [pick for record in records for pick in record.selected.values()]
     tested = {(name, of["n"]) for pick in picks for name, of in pick.metrics["test"].per_domain.items()}
     benchmark = benchmark_of(plan.recipe.data.block.model_dump(mode="json"), tested)
     rows = {split.test_domains: directory.test_images(split.test_domains)["rows"] for split in plan.splits}
-    found = []
+    found = Summary([], [])
     for rule in plan.rules:
         picked = picked_trials(records, rule, metric)
         of_rule = summarise(
@@ -54,32 +53,26 @@ def summary_rows(
             metric=metric,
             protocol_line=lambda rule: protocol_of(plan, prepared, rule),
             references=references(methods),
+            encoders=encoders,
             convention=BENCHMARKS[benchmark].convention if benchmark else None,
         )
-        for row in of_rule:
+        found.encoder_pairs.extend(of_rule.encoder_pairs)
+        for row in of_rule.rows:
             draws = len({record.trial for record in records if record.method == row.method})
             flags = _flags(records, picked, row.method, rule) or None
-            found.append(dataclasses.replace(row, budget=row.budget | {"draws": draws}, flags=flags))
+            found.rows.append(dataclasses.replace(row, budget=row.budget | {"draws": draws}, flags=flags))
     return found
 
 
 def references(methods: Sequence[MethodItem]) -> dict[str, str]:
-    """Returns {method: the method that it is compared with}.
+    """Returns {label of a method: label of the ERM that it is compared with}, as `erm_of_each` has it."""
 
-    That is plain ERM with the same class head; for ERM itself and for solvers it is ERM with a linear head. A method is
-    left out if the recipe has no such ERM.
-    """
+    def compared(item: MethodItem) -> Compared:
+        # a solver is compared with ERM's linear head, whatever its own is
+        head = ("linear",) if item.is_solver else (item.head.name, *item.head.settings().items())
+        return Compared(item.label, item.is_plain_erm, item.encoder_label, head, item.trainable)
 
-    def head(item: MethodItem) -> tuple[Any, ...]:
-        return item.head.name, *item.head.settings().items()
-
-    plain: dict[tuple[Any, ...], str] = {}  # head → label of the recipe's first plain ERM with it
-    for item in methods:
-        if item.is_plain_erm:
-            plain.setdefault(head(item), item.label)
-    linear = ("linear",)
-    found = {item.label: plain.get(linear if item.is_plain_erm or item.is_solver else head(item)) for item in methods}
-    return {label: reference for label, reference in found.items() if reference not in (None, label)}
+    return erm_of_each([compared(item) for item in methods])
 
 
 def _flags(records: Sequence[Record], picked: Sequence[Record], method: str, rule: str) -> list[str]:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Solver
 from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import Protocol
 from xdm_ft.recipe import components
@@ -178,7 +179,7 @@ def under_encoder(item: MethodItem, encoder: Component) -> MethodItem:
     if not isinstance(encoder.block, ListedEncoder):
         return item if item.encoder is encoder else replace(item, encoder=encoder)
     label = encoder_label(encoder)
-    return replace(item, encoder=encoder, encoder_label=label, label=f"{item.label} @ {label}")
+    return replace(item, encoder=encoder, encoder_label=label, label=with_encoder(item.label, label))
 
 
 def _without_stale_keys(text: RecipeText, key: Key, model: type[Block], values: dict[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from xdm_ft.evaluation.encoders import EncoderPair
 from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.evaluation.runs import Held, set_name
 from xdm_ft.evaluation.summary import Spread
+from xdm_ft.report.costs import Cost, costs
+from xdm_ft.report.encoders import Pair, encoder_block, trainable_of, trained_words
 from xdm_ft.report.finished import Run
 from xdm_ft.report.measures import MEASURES, Picked
+from xdm_ft.report.references import reference_of
 
 Row = dict[str, Any]
 BEFORE_A_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # a spreadsheet computes a cell that begins so
@@ -20,13 +24,14 @@ COLUMNS = (
     "run", "encoder", "encoder_trained", "augmentation", "method", "selection", "of", "held_out", "seeds", "images",
     "metric", "mean", "std", "stderr",
     *(column for measure in MEASURES for column in (measure.name, f"{measure.name}_stderr")),
-    "difference", "domains_low", "domains_high", "seeds_and_images_low", "seeds_and_images_high", "p", "p_holm",
-    "verdict", "note", "draws", "gradient_evaluations_low", "gradient_evaluations_high", "failed", "skipped", "reason",
-    "flags", "protocol",
+    "compared_with", "difference", "domains_low", "domains_high", "seeds_and_images_low", "seeds_and_images_high",
+    "p", "p_holm", "verdict", "note", "draws", "gradient_evaluations_low", "gradient_evaluations_high", *Cost._fields,
+    "failed", "skipped", "reason", "flags", "protocol",
 )  # fmt: skip
-"""`of` is `mean` (over held-out sets), `held_out` (one of these sets) or `domain` (of a set of several, accuracy
-alone). Metrics are fractions; `std` and `stderr` are over seeds. `difference` and what follows compare the mean with
-ERM."""
+"""`of` is `mean` (over held-out sets), `held_out` (one of these sets), `domain` (of a set of several, accuracy alone)
+or `encoders` (a method under two encoders). Metrics are fractions; `std` and `stderr` are over seeds. `difference` and
+what follows compare the mean with the row `compared_with`: ERM, or the same method under another encoder. Costs are
+means over models."""
 
 
 def csv_text(rows: Iterable[Row]) -> str:
@@ -51,19 +56,31 @@ def _safe(cell: object) -> object:
 def csv_rows(run: Run) -> Iterator[Row]:
     """Yields the rows of a run, with its selection rules and methods in the order of the summary."""
     picked = {rule: Picked(run, rule) for rule in dict.fromkeys(row.selection for row in run.rows)}
+    cost = costs(run.records)
     for row in run.rows:
-        models, start = picked[row.selection], properties(run) | _of_method(row)
+        spent = cost[row.method]._asdict() if row.method in cost else {}
+        models, start = picked[row.selection], properties(run, row.method) | _of_method(row) | spent
         values = {measure.name: models.mean(row.method, measure) for measure in MEASURES}
         spread = Spread(row.mean, row.std, row.stderr, row.n)
-        yield start | {"of": "mean"} | _numbers(spread, values) | _versus(row)
+        compared = {"compared_with": reference_of(run, row)} | _comparison(row.versus_erm or {})
+        yield start | {"of": "mean"} | _numbers(spread, values) | compared | _missing(row)
         for held in models.held_out:
             yield from _of_set(models, row, held, start)
+    for pair in run.results.get("encoder_pairs", ()):
+        yield _of_pair(run, pair)
 
 
-def properties(run: Run) -> Row:
-    """Returns what all models of a run share beside its protocol."""
-    recipe = run.results["recipe"]
-    encoder, features = recipe.get("encoder", {}), recipe.get("features") or {}
+def _of_pair(run: Run, pair: Pair) -> Row:
+    """Returns the row of a method under two encoders."""
+    method, other = EncoderPair(pair["method"], pair["first"], pair["second"]).rows
+    named = {"of": "encoders", "method": method, "compared_with": other, "selection": pair["selection"]}
+    return properties(run, method) | named | {"metric": run.metric} | _comparison(pair)
+
+
+def properties(run: Run, method: str) -> Row:
+    """Returns what the models of a method have beside the protocol."""
+    recipe, encoder = run.results["recipe"], encoder_block(method, run.results)
+    features = recipe.get("features") or {}
     named = encoder.get("model", encoder.get("name", "unknown encoder"))
     weights = encoder.get("weights")
     views = features.get("views") or 0
@@ -71,7 +88,7 @@ def properties(run: Run) -> Row:
     return {
         "run": str(recipe["name"]),
         "encoder": f"{named} ({Path(weights).name})" if isinstance(weights, str) else str(named),
-        "encoder_trained": "end to end" if encoder.get("trainable") else "frozen",
+        "encoder_trained": trained_words(trainable_of(method, run.results)),
         "augmentation": f"{augmentation}, {views} cached views" if views else str(augmentation),
     }
 
@@ -90,16 +107,18 @@ def _of_method(row: SummaryRow) -> Row:
     }
 
 
-def _versus(row: SummaryRow) -> Row:
-    versus: Mapping[str, Any] = row.versus_erm or {}
+def _comparison(versus: Mapping[str, Any]) -> Row:
     intervals = {
         f"{over}_{end}": (versus.get(over) or {}).get(end)
         for over in ("domains", "seeds_and_images")
         for end in ("low", "high")
     }
-    own = {name: versus.get(name) for name in ("difference", "p", "p_holm", "verdict", "note")}
+    return intervals | {name: versus.get(name) for name in ("difference", "p", "p_holm", "verdict", "note")}
+
+
+def _missing(row: SummaryRow) -> Row:
     flags = "; ".join(row.flags or ()) or None
-    return own | intervals | {"failed": row.failed, "skipped": row.skipped, "reason": row.reason, "flags": flags}
+    return {"failed": row.failed, "skipped": row.skipped, "reason": row.reason, "flags": flags}
 
 
 def _of_set(models: Picked, row: SummaryRow, held: Held, start: Row) -> Iterator[Row]:

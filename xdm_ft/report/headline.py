@@ -16,6 +16,7 @@ from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.evaluation.trials import best, selection_values
+from xdm_ft.report.encoders import split_row
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.sentence import sentence
 from xdm_ft.report.table_rows import EMPTY, each_once, in_unit, number, scaled, with_spread
@@ -101,14 +102,13 @@ def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text
     if not rows:
         return []
     mark = f" ({ORACLE})" if run.own_rule == ORACLE else ""
-    names = [row.method if width is None else _cut(row.method, LONGEST_NAME) for row in rows]
-    name = Column("method", names, gap=0, left=True)
+    name, *more = _names(run, rows, width is None)
     rest = [Column(f"mean{mark}", [with_spread(row.to_json(), row.stderr) for row in rows])]
     if any(row.versus_erm for row in run.own_rows):
         rest += [Column("vs erm", [_difference(run, row) for row in rows])]
         rest += [Column("verdict", [_verdict(row) for row in rows], left=True)]
-    room = None if width is None else width - sum(column.needed for column in (name, *rest))
-    columns = [name, *_domains(run, rows, room), *rest]
+    room = None if width is None else width - sum(column.needed for column in (name, *more, *rest))
+    columns = [name, *more, *_domains(run, rows, room), *rest]
     lines = [Text("".join(column.line(column.header) for column in columns).rstrip(), style="bold")]
     for i in range(len(rows)):
         line = Text()
@@ -117,6 +117,25 @@ def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text
         line.rstrip()
         lines.append(line)
     return lines
+
+
+def _names(run: Run, rows: Sequence[SummaryRow], whole: bool) -> list[Column]:
+    """The names of the rows; with several encoders, methods and encoders have a column each and share the width."""
+    methods, encoders = zip(*(split_row(row.method, run.results) for row in rows), strict=True)
+    if not any(encoders):
+        return [Column("method", [name if whole else _cut(name, LONGEST_NAME) for name in methods], gap=0, left=True)]
+    return [
+        Column("method", list(methods) if whole else _cut_apart(methods, LONGEST_NAME // 2), gap=0, left=True),
+        Column("encoder", [one or EMPTY for one in encoders] if whole else _cut_apart(encoders, LONGEST_NAME // 2)),
+    ]
+
+
+def _cut_apart(names: Sequence[str | None], width: int) -> list[str]:
+    """Returns the names in at most `width` characters, or more if different names would become equal."""
+    known = [name or EMPTY for name in names]
+    while len({_cut(name, width) for name in known}) < len({*known}):
+        width += 1
+    return [_cut(name, width) for name in known]
 
 
 def _style(cell: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from xdm_ft.report.finished import ORACLE
 from xdm_ft.report.manual import MANUAL
-from xdm_ft.report.table_rows import Results, in_unit
+from xdm_ft.report.table_rows import Results, in_unit, several_encoders
 
 
 class Paragraph(NamedTuple):
@@ -34,6 +34,10 @@ def _searched(results: Results) -> bool:
     return any(run["trial"] > 0 for run in results["runs"])
 
 
+def _measured(name: str) -> Callable[[Results], bool]:
+    return lambda results: any(run.get(name) is not None for run in results["runs"])
+
+
 _NEEDS: dict[str, Callable[[Results], bool]] = {
     "draws × gradients": _in_a_row("budget", "gradient_evaluations"),
     "mixed steps": lambda results: any(run.get("mixed_steps") is not None for run in results["runs"]),
@@ -41,6 +45,9 @@ _NEEDS: dict[str, Callable[[Results], bool]] = {
     "verdict": _in_a_row("versus_erm"),
     **{rule: _selected_by(rule) for rule in ("train_val", "val_domain", "cross_domain", ORACLE)},
     "selected hyper-parameters": _searched,
+    "trained parameters": _measured("trained_parameters"),
+    "peak memory": _measured("peak_memory"),
+    "encoders": lambda results: bool(several_encoders(results)),
     "analysis": lambda results: False,  # its tables are in the sections of the page that explain them
     "published numbers": _in_a_row("spread_as_published"),
     "failed, skipped": lambda results: any(run["status"] != "ok" for run in results["runs"]),

@@ -21,7 +21,8 @@ MANUAL: dict[str, dict[str, str]] = {
     },
     "comparison": {
         "versus erm": "The difference to ERM with the same class head (of ERM with another head: to ERM with a linear "
-        "one), paired by held-out domain and seed.",
+        "one), paired by held-out domain and seed. It is the ERM under the same encoder that trains as much of it; a "
+        "method without such an ERM, and ERM itself, are compared with the recipe's first ERM.",
         "95% over domains": "Where the difference may lie on other domains like these: a t interval of the held-out "
         "domains' differences.",
         "95% over seeds and images": "Where it may lie with other seeds and other images of the same domains. Images "
@@ -29,8 +30,8 @@ MANUAL: dict[str, dict[str, str]] = {
         "of methods.",
         "p": "The larger p of the two tests behind these intervals: a difference must hold for both. With one held-out "
         "set only the second test is possible.",
-        "p (Holm)": "p, corrected for all methods of the table: the more methods are tried, the likelier is a lucky "
-        "one.",
+        "p (Holm)": "p, corrected for all comparisons of the table: the more methods are tried, the likelier is a "
+        "lucky one.",
     },
     "verdict": {
         "better, worse": f"p (Holm) is below {ALPHA}. With one held-out set it says “on this domain”: nothing is known "
@@ -68,6 +69,24 @@ MANUAL: dict[str, dict[str, str]] = {
         "one new domain alone": "The interval in which one model's value on one further domain will lie in 95 of 100 "
         "cases, if it is like one more draw of the held-out ones. It is much wider than ±, since domains differ more "
         "than seeds. Fewer than three held-out domains give none.",
+    },
+    "cost": {
+        "trained parameters": "The numbers that training changed: the class head and, above a cut, blocks of the "
+        "encoder; of LoRA, its updates alone. Smaller is cheaper to train, not to run: all of the encoder runs.",
+        "seconds": "The time to train one model on the machine of the run, without reading images and computing "
+        "features below the cut, which is done once for all models. Models that train together share their time "
+        "equally.",
+        "peak memory": "The most memory that training took: on a GPU what torch allocated, on a CPU what the process "
+        "grew by. Models that train together have none of their own.",
+    },
+    "encoders": {
+        "METHOD @ ENCODER": "A row of a run of several encoders. “versus erm” compares it with ERM under the same "
+        "encoder.",
+        "first − second": "The difference between two encoders under the same method, paired by held-out domain and "
+        "seed, over the same images. Its intervals, p and verdict are those of “versus erm”, and p (Holm) is corrected "
+        "for both kinds of comparison together: each encoder more makes all verdicts harder to reach.",
+        "ms per image": "Milliseconds to encode one image on the machine of the run.",
+        "features on disk": "The size of the cached features of all images.",
     },
     "notes": {
         "failed, skipped": "Models with a loss that is not finite, or methods that the data do not allow. They have no "

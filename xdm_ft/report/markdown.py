@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from xdm_ft.report.costs import cost_table
+from xdm_ft.report.encoders import encoder_table, pair_table
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.how_to_read import how_to_read
 from xdm_ft.report.measures import Picked
 from xdm_ft.report.more_tables import metric_table, searched_table
 from xdm_ft.report.published import published_tables
 from xdm_ft.report.sentence import sentence
-from xdm_ft.report.table_rows import ResultTable, groups, own_rule, result_table
+from xdm_ft.report.table_rows import ResultTable, Summary, groups, own_rule, result_table
 from xdm_ft.report.tables import plain
 
 
@@ -24,23 +26,34 @@ def markdown(run: Run) -> str:
         lines += markdown_table(part)
     manual = [f"- **{escape(one.title)}**: {escape(one.text)}" for one in how_to_read(results)]
     lines += ["## How to read the tables", "", *manual, ""] if manual else []
-    environment = ", ".join(f"{key} {value}" for key, value in flat(results["environment"]))
+    environment = ", ".join(f"{key} {value}" for key, value in flat(without_encoders(results["environment"])))
     return "\n".join([*lines, f"*Environment: {escape(environment)}*", ""])
 
 
 def tables_of(run: Run) -> Iterator[ResultTable]:
-    """Yields the tables of each selection rule: the first one, other metrics, a search, published numbers.
+    """Yields the tables of each selection rule: the first one, encoders, other metrics, a search, published numbers.
 
-    What oracle selects has its first table alone, unless it is the recipe's own rule.
+    What oracle selects has its first table alone, unless it is the recipe's own rule. Costs do not depend on the rule:
+    they are below the tables of the recipe's own.
     """
     for rows in groups(run.results):
         rule = rows[0]["selection"]
         yield result_table(rows, run.results)
         if rule != ORACLE or rule == own_rule(run.results):
-            picked = Picked(run, rule)
-            searched = searched_table(rows, picked)
-            yield from (metric_table(rows, picked), *([] if searched is None else [searched]))
+            yield from _more_of(run, rows)
+        if rule == own_rule(run.results):
+            yield from _given(cost_table(rows, run.records), encoder_table(run.results))
         yield from published_tables(rows, run.results)
+
+
+def _more_of(run: Run, rows: Sequence[Summary]) -> Iterator[ResultTable]:
+    rule, metric = rows[0]["selection"], rows[0]["metric"]
+    picked = Picked(run, rule)
+    yield from _given(pair_table(run.results, rule, metric), metric_table(rows, picked), searched_table(rows, picked))
+
+
+def _given(*tables: ResultTable | None) -> Iterator[ResultTable]:
+    return (table for table in tables if table is not None)
 
 
 def markdown_table(shown: ResultTable) -> list[str]:
@@ -61,6 +74,11 @@ def escape(text: str) -> str:
 
 def _row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(escape(cell) for cell in cells) + " |"
+
+
+def without_encoders(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the environment without what the table of encoders shows."""
+    return {key: value for key, value in environment.items() if key != "encoders"}
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

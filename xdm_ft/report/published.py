@@ -14,7 +14,8 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from xdm_ft.evaluation.conventions import DOMAINBED, WILDS, Convention
-from xdm_ft.report.table_rows import ORACLE, Results, ResultTable, Summary, items, own_rule, with_spread
+from xdm_ft.report.encoders import encoder_block, item_of, trainable_of, trained_words
+from xdm_ft.report.table_rows import ORACLE, Results, ResultTable, Summary, own_rule, with_spread
 
 if TYPE_CHECKING:
     from xdm_ft.data._benchmarks import BenchmarkFolders
@@ -166,26 +167,30 @@ def published_tables(rows: Sequence[Summary], results: Results) -> Iterator[Resu
         return
     if not _tests_as_published(dataset, results):
         return
-    methods = items(results)
-    found: dict[tuple[str, str], list[tuple[Summary, Published]]] = {}
+    found: dict[tuple[str, str, str], list[tuple[Summary, Published]]] = {}
     for row in rows:
-        name = published_name(methods[row["method"]]) if row["method"] in methods else None
+        item = item_of(row["method"], results)
+        name, ours = published_name(item) if item else None, _encoder_of(row["method"], results)
         for line in published():
             comparable = line.table in COMPARABLE and METRICS[line.metric] == row["metric"]
             if comparable and (line.dataset, line.method) == (dataset, name):
                 encoder = f"{line.encoder}, {'frozen' if line.table == FROZEN else 'fine-tuned'}"
-                found.setdefault((encoder, line.metric), []).append((row, line))
-    for (encoder, metric), pairs in found.items():
-        yield _beside(dataset, encoder, metric, pairs, results)
+                found.setdefault((encoder, line.metric, ours), []).append((row, line))
+    for (encoder, metric, ours), pairs in found.items():
+        yield _beside(dataset, encoder, metric, ours, pairs)
+
+
+def _encoder_of(label: str, results: Results) -> str:
+    """Returns the encoder of a row and how much of it trains, in the words of the published tables."""
+    trained = trained_words(trainable_of(label, results)).replace("end to end", "fine-tuned")
+    return f"{encoder_block(label, results).get('model', 'unknown encoder')}, {trained}"
 
 
 def _beside(
-    dataset: str, encoder: str, metric: str, pairs: Sequence[tuple[Summary, Published]], results: Results
+    dataset: str, encoder: str, metric: str, ours: str, pairs: Sequence[tuple[Summary, Published]]
 ) -> ResultTable:
     convention, protocol = BENCHMARKS[dataset]
-    encoder_block, first = results["recipe"].get("encoder", {}), pairs[0][0]
-    trained = "fine-tuned" if encoder_block.get("trainable") else "frozen"
-    ours = f"{encoder_block.get('model', 'unknown encoder')}, {trained}"
+    first = pairs[0][0]
     spread = first.get("spread_as_published")
     our_protocol = str(first["protocol"]).partition("; ± is")[0]  # the ± of this table is another one
     about = (

@@ -14,12 +14,13 @@ from xdm_ft.evaluation.new_site import Bounds, new_site, seeds_by_set, within_bo
 from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.evaluation.runs import Held, Runs
 from xdm_ft.evaluation.trials import best, picked_trials, selection_values
+from xdm_ft.report.encoders import Against, against, pairs_of, split_row
 from xdm_ft.report.finished import ORACLE, Run
-from xdm_ft.report.table_rows import IN_PERCENT, items, metric_words, scaled, with_unit
+from xdm_ft.report.references import reference_of
+from xdm_ft.report.table_rows import IN_PERCENT, metric_words, scaled, with_unit
 
 UNSEEN = "domains never trained on"  # `tested_on` of a run whose test domains train no model
-COMPARED = "compared with "  # begins the note that names the reference, where a run has several
-NAMED = 3  # methods, at most, that the sentence names
+NAMED = 3  # methods, or encoders, at most, that the sentence names
 
 
 def sentence(run: Run) -> str:
@@ -45,7 +46,8 @@ def sentence(run: Run) -> str:
         )
     chosen = next(row for row in rows if row.method == best(values, run.metric))
     compared = [row for row in rows if row.versus_erm is not None and row.method in values]
-    return _expected(run, chosen, len(values)) + _versus(run, chosen, compared) + _left_out(rows, values.keys()) + "."
+    expected, versus = _expected(run, chosen, len(values)), _versus(run, chosen, compared)
+    return expected + versus + _between_encoders(run, chosen) + _left_out(rows, values.keys()) + "."
 
 
 def _expected(run: Run, chosen: SummaryRow, methods: int) -> str:
@@ -80,7 +82,7 @@ def _interval(run: Run, method: str) -> str:
 
 def _versus(run: Run, chosen: SummaryRow, compared: Sequence[SummaryRow]) -> str:
     """How the chosen method, and the others, compare with ERM; empty if nothing was compared."""
-    others = [row for row in compared if row is not chosen]
+    others = [row for row in compared if row is not chosen and _belongs(run, row, chosen)]
     tally = Counter(_verdict(row).replace(NO_VERDICT, "without a verdict") for row in others)
     if chosen.versus_erm is None:
         if len(others) > 1:
@@ -100,41 +102,54 @@ def _versus(run: Run, chosen: SummaryRow, compared: Sequence[SummaryRow]) -> str
     return f"{text}; of {the_others}: {_counts(tally)}"
 
 
+def _belongs(run: Run, row: SummaryRow, chosen: SummaryRow) -> bool:
+    """Whether a sentence on the chosen method may count the row: it was compared with it, or under its encoder."""
+    if chosen.versus_erm is None:
+        return reference_of(run, row) == chosen.method
+    return split_row(row.method, run.results)[1] == split_row(chosen.method, run.results)[1]
+
+
 def _about(run: Run, row: SummaryRow, name: str) -> str:
     """The difference of one method and its verdict, with the reason if there is none."""
     versus = row.versus_erm
     assert versus is not None
-    over = "over" if HIGHER_IS_BETTER[run.metric] and versus["difference"] > 0 else "against"
+    seen = Against(reference_of(run, row) or "erm", versus["difference"], versus["verdict"], versus["note"])
+    return f"{name} is {_difference(run, seen)}"
+
+
+def _between_encoders(run: Run, chosen: SummaryRow) -> str:
+    """How the encoder of the chosen method compares with the others under that method; empty for one encoder."""
+    method, own = split_row(chosen.method, run.results)
+    pairs = [pair for pair in pairs_of(run.results, run.rule) if pair["method"] == method]
+    seen = [against(pair, own) for pair in pairs if own in (pair["first"], pair["second"])] if own else []
+    if not seen:
+        return ""
+    start = f"; under {printable(method)}, {printable(own)}"
+    if len(seen) > NAMED:
+        tally = Counter(one.verdict.replace(NO_VERDICT, "without a verdict") for one in seen)
+        return f"{start} was compared with {len(seen)} other encoders: {_counts(tally)}"
+    return f"{start} is " + ", and ".join(_difference(run, one) for one in seen)
+
+
+def _difference(run: Run, seen: Against) -> str:
+    """A difference in points, what it is against, and its verdict, with the reason if there is none."""
+    over = "over" if HIGHER_IS_BETTER[run.metric] and seen.difference > 0 else "against"
     lower = "" if HIGHER_IS_BETTER[run.metric] else " (lower is better)"
-    difference = scaled(versus["difference"], run.metric, signed=True)
-    reasons = [note.partition(": ")[2] for note in _notes(row) if note.startswith(f"{NO_VERDICT}: ")]
-    verdict = f"{NO_VERDICT} ({reasons[0]})" if reasons else f"{_verdict(row)}{_where(run, row)}"
-    return f"{name} is {difference} {over} {_reference(run, row)}{lower}, {verdict}"
+    notes = [note for note in seen.note.split("; ") if note.startswith(f"{NO_VERDICT}: ")]
+    verdict = f"{NO_VERDICT} ({notes[0].partition(': ')[2]})" if notes else f"{seen.verdict}{_where(run, seen.verdict)}"
+    return f"{scaled(seen.difference, run.metric, signed=True)} {over} {printable(seen.other)}{lower}, {verdict}"
 
 
-def _where(run: Run, row: SummaryRow) -> str:
+def _where(run: Run, verdict: str) -> str:
     """Where a verdict holds. "better" and "worse" say it themselves if there is one held-out set."""
     if len(sets := _held_out(run)) > 1:
         return f" over {len(sets)} domains"
-    return " there" if _verdict(row) == EQUAL else ""
+    return " there" if verdict == EQUAL else ""
 
 
 def _verdict(row: SummaryRow) -> str:
     assert row.versus_erm is not None
     return str(row.versus_erm["verdict"])
-
-
-def _notes(row: SummaryRow) -> list[str]:
-    assert row.versus_erm is not None
-    return str(row.versus_erm["note"]).split("; ")
-
-
-def _reference(run: Run, row: SummaryRow) -> str:
-    """The label of the ERM that a method was compared with."""
-    named = [note.removeprefix(COMPARED) for note in _notes(row) if note.startswith(COMPARED)]
-    uncompared = [one.method for one in run.rows if one.versus_erm is None]
-    plain = [label for label, item in items(run.results).items() if item["name"] == "erm" and label in uncompared]
-    return printable(next(iter([*named, *plain]), "erm"))
 
 
 def _left_out(rows: Sequence[SummaryRow], known: Collection[str]) -> str:

@@ -92,7 +92,7 @@ def run_names(runs: Sequence[Run]) -> dict[Path, str]:
 
 
 def _start(run: Run, name: str, row: SummaryRow) -> tuple[str, ...]:
-    own = properties(run)
+    own = properties(run, row.method)
     return name, row.method, own["encoder"], own["encoder_trained"], own["augmentation"]
 
 

@@ -9,20 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xdm_ft.evaluation.encoders import split_label
 from xdm_ft.report.finished import ORACLE
 
 Results = Mapping[str, Any]
 Summary = Mapping[str, Any]
 
 EMPTY = "–"
-VERSUS = [
-    "versus erm",
-    "95% over domains (unadjusted)",
-    "95% over seeds and images (unadjusted)",
-    "p",
-    "p (Holm)",
-    "verdict",
-]
+COMPARISON = (
+    "95% over domains (unadjusted)", "95% over seeds and images (unadjusted)", "p", "p (Holm)", "verdict"
+)  # fmt: skip
+VERSUS = ["versus erm", *COMPARISON]
 IN_PERCENT = (
     "accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "worst_class_recall", "ece",
 )  # fmt: skip
@@ -96,12 +93,26 @@ def _heading(rule: str, results: Results) -> str:
 
 
 def items(results: Results) -> dict[str, Mapping[str, Any]]:
-    """{label of a method: its item of the recipe}, in the recipe's order."""
+    """{label of a row: its item of the recipe}, in the recipe's order, or that of the summary of several encoders."""
     found: dict[str, Mapping[str, Any]] = {}
     for item in results["recipe"]["methods"]:
         settings = {"name": item} if isinstance(item, str) else item
         found.setdefault(settings.get("label") or settings["name"], settings)
-    return found
+    labels = several_encoders(results)
+    if not labels:
+        return found
+    methods = {row["method"]: split_label(row["method"], labels)[0] for row in results["summary"]}
+    return {label: found[method] for label, method in methods.items() if method in found}
+
+
+def several_encoders(results: Results) -> list[str]:
+    """Returns the labels of the recipe's `encoders`, in their order; none if it has one `encoder`."""
+    return [encoder_label(block) for block in results["recipe"].get("encoders") or ()]
+
+
+def encoder_label(block: Mapping[str, Any]) -> str:
+    """Returns the name in results of an item of `encoders`."""
+    return str(block.get("label") or block["model"])
 
 
 def _mixed_steps(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -157,9 +168,12 @@ def with_spread(row: Summary, spread: float | None) -> str:
 
 
 def _versus(row: Summary) -> list[str]:
-    versus, metric = row["versus_erm"], row["metric"]
-    if versus is None:
-        return [EMPTY] * len(VERSUS)
+    versus = row["versus_erm"]
+    return [EMPTY] * len(VERSUS) if versus is None else comparison_cells(versus, row["metric"])
+
+
+def comparison_cells(versus: Mapping[str, Any], metric: str) -> list[str]:
+    """Returns the difference, and a cell for each of `COMPARISON`."""
     intervals = [
         f"{scaled(i['low'], metric, True)} to {scaled(i['high'], metric, True)}" if i else "not estimated"
         for i in (versus["domains"], versus["seeds_and_images"])

@@ -25,6 +25,7 @@ from xdm_ft.storage.digests import json_digest, tensors_digest
 Arrays = dict[str, np.ndarray]
 TOO_DEEP = "its brackets are nested too deeply"
 CHECKSUM = "xxh3"  # key of the metadata of a safetensors file
+COSTS = ("train_seconds", "peak_memory")  # of a model in results.json: they differ between runs that agree in all else
 INPUTS = ("data", "encoder", "features")  # keys of the environment in results.json: what a resumed run must not change
 
 
@@ -35,9 +36,9 @@ class Damaged(Exception):
 def results_digest(results: Mapping[str, Any]) -> str:
     """Returns the checksum of results.json, without what differs between runs that agree.
 
-    Those are the training times, the folder, and the environment except for `INPUTS`.
+    Those are the training's times and memory, the folder, and the environment except for `INPUTS`.
     """
-    runs = [{key: value for key, value in run.items() if key != "train_seconds"} for run in results["runs"]]
+    runs = [{key: value for key, value in run.items() if key not in COSTS} for run in results["runs"]]
     recipe = {key: value for key, value in results["recipe"].items() if key != "output"}
     environment = {key: results["environment"].get(key) for key in INPUTS}
     rest = {key: value for key, value in results.items() if key != "checksum"}

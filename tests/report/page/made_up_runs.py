@@ -136,7 +136,7 @@ def _summary(
         metric=made["protocol"]["metric"],
         protocol_line=lambda rule: f"made up; step picked by {rule}",
         references={method: methods[0] for method in methods[1:]},
-    )
+    ).rows
 
 
 def document(

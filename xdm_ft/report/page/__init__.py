@@ -10,6 +10,7 @@ from xdm_ft.report.page import (
     about_run,
     calibration,
     confusion,
+    costs,
     curves,
     differences,
     divergence,
@@ -57,7 +58,9 @@ def _panels(images: bool) -> tuple[Callable[[Run], Panel | None], ...]:
     return (
         results.panel,
         differences.panel,
+        differences.between_encoders,
         metrics.panel,
+        costs.panel,
         confusion.panel,
         confusion.others,
         reliability.panel,

@@ -9,7 +9,7 @@ import numpy as np
 from xdm_ft.errors import plural
 from xdm_ft.report.finished import Run
 from xdm_ft.report.how_to_read import how_to_read
-from xdm_ft.report.markdown import flat
+from xdm_ft.report.markdown import flat, without_encoders
 from xdm_ft.report.page import numbers
 from xdm_ft.report.page.panel import Cell, Panel, Table
 from xdm_ft.report.page.places import without_folders
@@ -82,7 +82,7 @@ def reading(run: Run) -> Panel | None:
 
 
 def environment(run: Run) -> Panel | None:
-    rows = [[Cell(key), Cell(str(value))] for key, value in flat(run.results["environment"])]
+    rows = [[Cell(key), Cell(str(value))] for key, value in flat(without_encoders(run.results["environment"]))]
     about = "Software, hardware, and the checksums of data and weights that the models were trained with."
     table = Table("Environment of the run.", ["what", "value"], rows, sortable=False)
     return Panel(id="environment", title="Environment", about=about, tables=[table], folded=True)

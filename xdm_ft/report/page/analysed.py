@@ -9,6 +9,7 @@ from typing import Any
 
 from xdm_ft.errors import UserError, plural
 from xdm_ft.evaluation.records import Identity
+from xdm_ft.report.encoders import encoder_block, trainable_of, trained_words
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page.numbers import set_name
 from xdm_ft.report.page.panel import Cell, Table
@@ -99,10 +100,6 @@ def bounded(rows: Sequence[Sequence[Cell]], caption: str, header: Sequence[str])
     return Table(caption + more, header, rows[:MOST_ROWS], folded=len(rows) > LONG)
 
 
-def frozen(run: Run) -> bool:
-    return not run.results["recipe"].get("encoder", {}).get("trainable")
-
-
 def of_the_paper(run: Run, *tables: str) -> list[Table]:
     """A table with a column per named table of the paper, of the same data set; [] for other data sets."""
     results = run.results
@@ -126,9 +123,11 @@ def _number(line: Published | None) -> Cell:
 
 
 def _comparable(run: Run, published_encoder: str) -> tuple[bool, str]:
-    encoder = run.results["recipe"].get("encoder", {})
-    model, kind = str(encoder.get("model", "unknown encoder")), published_encoder.partition(" ")[0]
-    if frozen(run) or not model.startswith(kind):
-        ours = f"{model}, {'frozen' if frozen(run) else 'fine-tuned'}"
+    kind = published_encoder.partition(" ")[0]
+    blocks = {record.method: encoder_block(record.method, run.results) for record in run.records}
+    models = {method: str(block.get("model", "unknown encoder")) for method, block in blocks.items()}
+    trained = {method: trainable_of(method, run.results) for method in models}
+    if any(trained[method] is not True or not model.startswith(kind) for method, model in models.items()):
+        ours = "; ".join(dict.fromkeys(f"{models[method]}, {trained_words(of)}" for method, of in trained.items()))
         return False, f"Not comparable with this run, whose encoder is {ours}."
     return True, "The paper does not say which images it measured: compare the order of methods, not the numbers."

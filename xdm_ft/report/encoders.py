@@ -1,0 +1,129 @@
+"""The encoders of a run: what each is and costs, and how a method's results differ between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from xdm_ft.evaluation.encoders import split_label
+from xdm_ft.report.costs import bytes_text, count_text
+from xdm_ft.report.table_rows import (
+    COMPARISON,
+    EMPTY,
+    Results,
+    ResultTable,
+    comparison_cells,
+    each_once,
+    encoder_label,
+    items,
+    oracle_mark,
+    several_encoders,
+)
+
+Pair = Mapping[str, Any]  # an entry of `encoder_pairs` in results.json
+ENCODER_COLUMNS = ("encoder", "model", "pre-training", "width", "parameters", "ms per image", "features on disk")
+ABOUT_PAIRS = (
+    "First − second, of one method, paired by held-out domain and seed, over the same images; p (Holm) is corrected "
+    "for these pairs and the differences to ERM together"
+)
+
+
+def encoders_of(results: Results) -> Mapping[str, Mapping[str, Any]]:
+    """Returns {label: what the encoder is and costs}; empty if an earlier version wrote the results."""
+    found: Mapping[str, Mapping[str, Any]] = results.get("environment", {}).get("encoders", {})
+    return found
+
+
+def split_row(label: str, results: Results) -> tuple[str, str | None]:
+    """Returns the method of a row, and the label of its encoder; None in a run of one encoder."""
+    return split_label(label, several_encoders(results))
+
+
+def item_of(label: str, results: Results) -> Mapping[str, Any]:
+    """Returns the item of the recipe that made a row; {} if the recipe has none."""
+    return items(results).get(label, {})
+
+
+def encoder_block(label: str, results: Results) -> Mapping[str, Any]:
+    """Returns the block of the recipe that describes the encoder of a row; {} if the recipe has none."""
+    recipe, own = results["recipe"], split_row(label, results)[1]
+    blocks: list[Mapping[str, Any]] = recipe.get("encoders") or []
+    return next((block for block in blocks if encoder_label(block) == own), recipe.get("encoder") or {})
+
+
+def trainable_of(label: str, results: Results) -> Any:
+    """Returns how much of its encoder a row trains, as in a recipe: the method's own value, else the encoder's."""
+    own = item_of(label, results).get("trainable")
+    return encoder_block(label, results).get("trainable", False) if own is None else own
+
+
+def trained_words(trainable: Any) -> str:
+    """Returns how much of an encoder trains, in words."""
+    if not isinstance(trainable, Mapping):
+        return "end to end" if trainable else "frozen"
+    if "lora" not in trainable:
+        return f"last {_blocks(trainable['blocks'])}"
+    lora = trainable["lora"]
+    where = f" in the last {_blocks(lora['blocks'])}" if lora.get("blocks") else ""
+    return f"LoRA of rank {lora['rank']}{where}"
+
+
+def _blocks(count: int) -> str:
+    return "block" if count == 1 else f"{count} blocks"
+
+
+def encoder_table(results: Results) -> ResultTable | None:
+    """Returns what the encoders are and cost; None if it is not known."""
+    found = encoders_of(results)
+    if not found:
+        return None
+    rows = tuple((label, *encoder_cells(about)) for label, about in found.items())
+    about = (("Costs", "milliseconds to encode one image on this machine; bytes of the cached features of all images"),)
+    return ResultTable("Encoders", about, ENCODER_COLUMNS, rows, level=3)
+
+
+def encoder_cells(about: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns a cell for each of `ENCODER_COLUMNS` but the first."""
+    named = f"{about['component']} {about['model']}".rstrip()
+    speed = EMPTY if about["ms_per_image"] is None else f"{about['ms_per_image']:.3g}"
+    sizes = count_text(about["parameters"]), speed, bytes_text(about["feature_bytes"])
+    return named, about["pretraining"], str(about["width"]), *sizes
+
+
+def pairs_of(results: Results, rule: str) -> list[Pair]:
+    """Returns the pairs of encoders under a selection rule, method by method."""
+    return [pair for pair in results.get("encoder_pairs", ()) if pair["selection"] == rule]
+
+
+def pair_name(pair: Pair) -> str:
+    return f"{pair['first']} − {pair['second']}"
+
+
+class Against(NamedTuple):
+    """A pair of encoders as seen from one of them."""
+
+    other: str
+    difference: float  # this one − the other
+    verdict: str
+    note: str
+
+
+def against(pair: Pair, own: str) -> Against:
+    """Returns the pair as seen from `own`, which is one of both encoders."""
+    if pair["first"] == own:
+        return Against(pair["second"], pair["difference"], pair["verdict"], pair["note"])
+    first, _, where = str(pair["verdict"]).partition(" ")
+    turned = {"better": "worse", "worse": "better"}.get(first, first)
+    return Against(pair["first"], -pair["difference"], f"{turned} {where}".rstrip(), pair["note"])
+
+
+def pair_table(results: Results, rule: str, metric: str) -> ResultTable | None:
+    """Returns the differences between encoders under a selection rule; None if there are none."""
+    pairs = pairs_of(results, rule)
+    if not pairs:
+        return None
+    cells = tuple((one["method"], pair_name(one), *comparison_cells(one, metric)) for one in pairs)
+    header = (f"method{oracle_mark(rule)}", "encoders", "difference", *COMPARISON)
+    notes = each_once((f"{one['method']}, {pair_name(one)}", one["note"]) for one in pairs)
+    about = (("Differences", ABOUT_PAIRS),)
+    return ResultTable("Pairs of encoders", about, header, cells, tuple(notes), level=3, labels=2)
