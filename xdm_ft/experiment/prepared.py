@@ -81,14 +81,13 @@ def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
 
     Raises `UserError` if a method needs class embeddings and its encoder has none.
     """
-    found = dict[str | None, Encoder]()
-    for label, component in by_label(recipe).items():
-        encoder = build_encoder(component, recipe.protocol.seeds[0])
-        reading = [item.label for item in recipe.methods if item.reads_text and item.encoder_label == label]
-        if reading and isinstance(encoder, TextEncoder) and encoder.text_reason:
-            raise UserError(f"methods: {', '.join(reading)}: class embeddings are needed, but {encoder.text_reason}")
-        found[label] = encoder
-    return found
+    seed = recipe.protocol.seeds[0]
+    encoders = {label: build_encoder(component, seed) for label, component in by_label(recipe).items()}
+    for item in recipe.methods:
+        encoder = encoders[item.encoder_label]
+        if item.reads_text and isinstance(encoder, TextEncoder) and encoder.text_reason:
+            raise UserError(f"methods: {item.label}: class embeddings are needed, but {encoder.text_reason}")
+    return encoders
 
 
 def by_label(recipe: Recipe) -> dict[str | None, Component]:
