@@ -86,7 +86,8 @@ def leaves(model: type[Block], prefix: str = "") -> set[str]:
         is_union = get_origin(field.annotation) in (Union, UnionType)  # T | None
         kinds = get_args(field.annotation) if is_union else (field.annotation,)
         inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Block)]
-        found |= leaves(inner[0], f"{prefix}{key}.") if inner else {f"{prefix}{key}"}
+        # a block that stands beside other values is written whole
+        found |= leaves(inner[0], f"{prefix}{key}.") if len(inner) == 1 else {f"{prefix}{key}"}
     return found
 
 

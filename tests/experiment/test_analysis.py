@@ -23,7 +23,7 @@ from xdm_ft.experiment.analysing.model import TrainedModel, read_model
 from xdm_ft.experiment.analysing.seen import Encoded
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoder, prepare
+from xdm_ft.experiment.prepared import build_encoders, prepare
 from xdm_ft.recipe.read import load
 from xdm_ft.report.finished import read_run
 from xdm_ft.storage.run_directory import RunDirectory
@@ -77,13 +77,20 @@ def models(folder: Path) -> dict[tuple, TrainedModel]:
     with launched(recipe) as accelerator:
         dataset = read_data(recipe)
         plan = make_plan(recipe, dataset)
-        encoder = build_encoder(recipe, 0)
-        prepared = prepare(recipe, dataset, encoder, accelerator)
+        prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator)
         planned = {model.key: model for model in plan.models}
         directory = RunDirectory(run.path)
         return {
             record.key: (
-                read_model(plan, prepared, planned[record.key], record, directory, accelerator, lambda: encoder),
+                read_model(
+                    plan,
+                    prepared,
+                    planned[record.key],
+                    record,
+                    directory,
+                    accelerator,
+                    prepared.encoders[None].encoder.float,
+                ),
                 split_images(plan, planned[record.key], FROZEN),
             )
             for record in run.picked

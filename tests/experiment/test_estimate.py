@@ -16,7 +16,7 @@ from xdm_ft.experiment import estimate as module
 from xdm_ft.experiment import run
 from xdm_ft.experiment.estimate import Estimate, estimate, first_line
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoder
+from xdm_ft.experiment.prepared import build_encoders
 from xdm_ft.features.lookup import cached_images
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
@@ -32,7 +32,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def planned(*overrides: str) -> tuple[Plan, Any]:
     made = recipe(*overrides)
-    return make_plan(made, read_data(made)), build_encoder(made, 0)
+    return make_plan(made, read_data(made)), build_encoders(made)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:

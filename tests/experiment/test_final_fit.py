@@ -18,7 +18,7 @@ from xdm_ft.experiment import run
 from xdm_ft.experiment.final_fit import combined, fit_of_runs, median, mode
 from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoder, prepare
+from xdm_ft.experiment.prepared import build_encoders, prepare
 from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.tensors import Criteria, Task
 from xdm_ft.training import Job
@@ -36,12 +36,17 @@ def weights_of(found):
 def naive_training(made, item, known, rules=("r",), steps=10):
     """The bank on all images of all domains, by hand."""
     dataset, accelerator = read_data(made), start(made)
-    prepared = prepare(made, dataset, build_encoder(made, 0), accelerator)
+    prepared = prepare(made, dataset, build_encoders(made), accelerator)
     plan, split = make_plan(made, dataset), all_domains(dataset)
-    setup = Setup(Task(dataset.class_names, split.train_domains), width=prepared.features.width, steps=steps, seed=0)
+    setup = Setup(
+        Task(dataset.class_names, split.train_domains),
+        width=prepared.encoders[None].features.width,
+        steps=steps,
+        seed=0,
+    )
     job = Job("x", (), 0, 0, split, setup, item.algorithm.build, None, made.training, known=known)
     arguments = (plan.annotations, Criteria(rules, "accuracy"))
-    (trained,) = train_bank([job], prepared.features, *arguments, record=lambda *_: None)
+    (trained,) = train_bank([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
     return trained
 
 

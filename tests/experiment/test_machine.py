@@ -14,7 +14,8 @@ import torch
 
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.machine import as_launched, start
-from xdm_ft.recipe.read import Recipe, load
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.read import load
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = """\

@@ -16,7 +16,7 @@ from xdm_ft.experiment import run
 from xdm_ft.experiment.engines import Engines
 from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoder, prepare
+from xdm_ft.experiment.prepared import build_encoders, prepare
 from xdm_ft.experiment.results import ResultsFile
 from xdm_ft.experiment.resume import RECORDS
 from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course, without
@@ -75,7 +75,7 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
     assert not run(made).failed
     found = json.loads((made_path(made) / "results.json").read_text())
     dataset, accelerator = read_data(made), start(made)
-    prepared = prepare(made, dataset, build_encoder(made, 0), accelerator)
+    prepared = prepare(made, dataset, build_encoders(made), accelerator)
     plan = make_plan(made, dataset)
     assert len(plan.extra) == 6, "4 domains make 6 pairs, each trained once"
 
@@ -84,10 +84,10 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
         split = without(dataset, full, left_out)
         assert dataset.domain_names.index(left_out) not in dataset.domains[torch.cat(split.train)]
         task = Task(dataset.class_names, split.train_domains)
-        setup = Setup(task, width=prepared.features.width, steps=10, seed=0)
+        setup = Setup(task, width=prepared.encoders[None].features.width, steps=10, seed=0)
         job = Job("erm", (held_out,), 0, 0, split, setup, ERM, None, made.training)
         arguments = (plan.annotations, Criteria(LEFT_OUT[:1], "accuracy"))
-        (trained,) = train_bank([job], prepared.features, *arguments, record=lambda *_: None)
+        (trained,) = train_bank([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
         return trained.course[LEFT_OUT[0]]
 
     for record in found["runs"]:

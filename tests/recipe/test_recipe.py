@@ -34,7 +34,7 @@ def test_a_good_recipe_and_its_defaults():
     assert recipe.methods[1].sharpness.name == "sam" and recipe.methods[1].algorithm.name == "erm"
     assert recipe.methods[2].algorithm.kwargs()["p_discard"] == 0.3
     assert recipe.protocol.seeds == (0, 1, 2)
-    assert not recipe.trainable and recipe.needs_features
+    assert not recipe.trains_encoders and recipe.needs_features()
 
 
 def test_the_resolved_recipe_is_a_recipe_and_resolves_to_itself():
@@ -134,7 +134,7 @@ def test_a_method_without_effect_on_cached_features_is_refused_there_and_not_end
         and "use erm" in found[0]
     )
     assert "coral+sam" in found[1]
-    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
+    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trains_encoders
 
 
 def test_what_works_inside_the_encoder_or_on_images_is_refused_on_cached_features():
@@ -146,7 +146,7 @@ def test_what_works_inside_the_encoder_or_on_images_is_refused_on_cached_feature
         ["methods.0", "mixstyle"], ["methods.1", "dsu+sam"], ["methods.2", "lisa"]
     ]  # fmt: skip
     assert all("encoder.trainable: true" in line for line in found)
-    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trainable
+    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trains_encoders
 
 
 def test_methods_on_pooled_batches_and_with_epochs():

@@ -25,7 +25,8 @@ from xdm_ft.commands.validate import validate
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.recipe import components
-from xdm_ft.recipe.read import Recipe, load
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.read import load
 from xdm_ft.recipe.text import recipe_folder
 from xdm_ft.tensors import Task
 

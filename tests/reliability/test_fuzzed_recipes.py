@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
-from xdm_ft.recipe.read import Recipe, check, load
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.read import check, load
 from xdm_ft.recipe.text import parse, recipe_folder
 
 NAMES = sorted(path.stem for path in recipe_folder().glob("*.yaml"))

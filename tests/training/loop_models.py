@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.data._image_rows import ImageRows
-from xdm_ft.data._transforms import Preprocessing, evaluation_transform
+from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.data.digits import Digits
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.heads import Head
@@ -28,6 +27,7 @@ from xdm_ft.sharpness import Sharpness
 from xdm_ft.tensors import Annotations, Batch, Criteria, Losses, Task
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
+from xdm_ft.training.end_to_end.inputs import Images
 from xdm_ft.training.end_to_end.train import train_model
 
 TRAIN_DOMAINS, TRAIN_ROWS, VAL_ROWS = 3, 60, 40  # per domain
@@ -143,9 +143,9 @@ def rows_of(job: Job, training: Training, step: int) -> Tensor:
 
 def step_batch(job: Job, training: Training, accelerator: Accelerator, step: int) -> StepBatch:
     """The batch of `step`, cut as `training.accumulation` says, in the small encoder's preprocessing."""
-    images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
+    images = Images(digits(), SmallCNN.preprocessing, "none", accelerator)
+    images.workers = 0
     batches = TrainingBatches(under(training, job), images, digit_annotations(), accelerator)
-    batches.workers = 0
     return next(batches.begin(step))[1]
 
 

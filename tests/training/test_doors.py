@@ -35,7 +35,7 @@ from xdm_ft.tensors import Batch, Losses, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.cached_data import batches
 from xdm_ft.training.bank.stacked import stack, step
-from xdm_ft.training.end_to_end.gradients import EndToEnd
+from xdm_ft.training.end_to_end.model import EndToEnd
 from xdm_ft.training.end_to_end.prediction import predict
 
 

@@ -39,7 +39,8 @@ from xdm_ft.tensors import Batch, Criteria, Losses
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.training.bank.train import train_bank
-from xdm_ft.training.end_to_end.gradients import EndToEnd, StepGradients
+from xdm_ft.training.end_to_end.gradients import StepGradients
+from xdm_ft.training.end_to_end.model import EndToEnd
 
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
 ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}

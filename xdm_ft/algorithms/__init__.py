@@ -161,6 +161,8 @@ class Algorithm(Method):
     parts_reason: str = ""
     # one line: why the method equals ERM with a frozen encoder, and what to do; "": it does not
     frozen_reason: str = ""
+    # one line: why the method can not train what lies above a cut of the encoder, and what to do; "": it can
+    cut_reason: str = ""
     # one line: why the method can not train on pooled batches, and what to do; "": it can
     pooled_reason: str = ""
 

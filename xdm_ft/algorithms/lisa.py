@@ -56,6 +56,10 @@ class LISA(ERM):
                 "mix: cutmix needs images, and a frozen encoder trains on cached features; set mix: mixup, or "
                 "encoder.trainable: true"
             )
+            self.cut_reason = (
+                "mix: cutmix needs images, and a partly trained encoder trains on activations; set mix: mixup, or "
+                "trainable: true"
+            )
 
     def input_partners(self, drawn: Samples, training: Samples, steps: Tensor) -> InputPartners:
         steps = steps[:, None]  # [S,1]

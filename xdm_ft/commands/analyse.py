@@ -18,7 +18,7 @@ from xdm_ft.experiment.analysing.reconstruction import write_reconstructions
 from xdm_ft.experiment.heartbeat import heartbeat, wait_for_everyone
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoder, prepare
+from xdm_ft.experiment.prepared import build_encoders, prepare
 from xdm_ft.experiment.results import inputs
 from xdm_ft.experiment.resume import Earlier, written_recipe
 from xdm_ft.recipe.read import check
@@ -92,7 +92,7 @@ def analyse_run(run_directory: str, reconstruct: str | None = None) -> Analysis:
         main = bool(accelerator.is_main_process)
         dataset = read_data(recipe)
         plan = make_plan(recipe, dataset)
-        prepared = prepare(recipe, dataset, build_encoder(recipe, recipe.protocol.seeds[0]), accelerator)
+        prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator)
         notes = _compared_inputs(run, inputs(dataset, prepared))
         if main:
             with RunDirectory(folder, str(accelerator.process_index), main) as directory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,17 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
                 features = read_results(path)["environment"].get("features")
             except Damaged as error:
                 raise UserError(f"cache prune: {path}: is damaged ({error}); delete it if it is not needed") from error
-            keys |= {features["key"]} if features else set()  # a run end to end has no cached features
+            keys |= set(_feature_keys(features or {}))  # a run end to end has no cached features
     return keys
+
+
+def _feature_keys(features: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the keys of stores in `environment.features`: of features and of activations, under every encoder."""
+    for value in features.values():
+        if isinstance(value, Mapping):
+            yield from _feature_keys(value)
+        elif value is not None:
+            yield value
 
 
 def _refuse_unreadable(error: OSError) -> None:

@@ -18,7 +18,7 @@ from xdm_ft.features.store import cache_folder
 
 if TYPE_CHECKING:
     from xdm_ft.features.file_hashes import FileHashes
-    from xdm_ft.recipe.read import Recipe
+    from xdm_ft.recipe.checked import Recipe
 
 Checked = Generator[Finding, None, tuple[ImageDataset, "FileHashes"] | None]
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from xdm_ft.data import ImageDataset
     from xdm_ft.encoders import Encoder
     from xdm_ft.features.file_hashes import FileHashes
-    from xdm_ft.recipe.read import Recipe
+    from xdm_ft.recipe.checked import Recipe
 
 MODULES = ("torchvision", "timm", "open_clip", "accelerate", "datasets", "wilds", "sklearn", "safetensors", "PIL")
 GIGABYTE = 1e9
@@ -173,22 +173,28 @@ def cache_disk(settings: FeatureSettings) -> Iterator[Finding]:
 def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     """Checks the encoder's weights, the data, and the disk space that the features need."""
     from xdm_ft.commands.data_check import check_data
-    from xdm_ft.experiment.prepared import build_encoder
+    from xdm_ft.experiment.prepared import build_encoder, by_label
     from xdm_ft.features.cache_key import weights_digest
 
-    encoder = None
-    try:
-        encoder = build_encoder(recipe, recipe.protocol.seeds[0])
-    except UserError as error:
-        yield from fault("weights", error)
-    else:
+    encoders: list[Encoder] = []
+    for label, component in by_label(recipe).items():
+        what = "weights" if label is None else f"weights of {label}"
+        try:
+            encoder = build_encoder(component, recipe.protocol.seeds[0])
+        except UserError as error:
+            yield from fault(what, error)
+            continue
         size = sum(tensor.nbytes for tensor in encoder.state_dict().values())
         number = sum(tensor.numel() for tensor in encoder.state_dict().values())
         about = f"{encoder.pretraining}; {number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
-        yield Finding("weights", f"{about}; {encoder.width} features")
-    checked = yield from check_data(recipe, None if encoder is None else encoder.preprocessing)
-    if checked is not None and encoder is not None and recipe.needs_features:
-        yield from _guarded("cache", lambda: features_space(recipe, encoder, *checked))
+        yield Finding(what, f"{about}; {encoder.width} features")
+        if recipe.needs_features(component):
+            encoders.append(encoder)
+    checked = yield from check_data(recipe, encoders[0].preprocessing if encoders else None)
+    if checked is None:
+        return
+    for encoder in encoders:
+        yield from _guarded("cache", partial(features_space, recipe, encoder, *checked))
 
 
 def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, hashes: FileHashes) -> Iterator[Finding]:

@@ -4,51 +4,76 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from xdm_ft.commands.answer import Answer
 from xdm_ft.errors import UserError, plural
 from xdm_ft.experiment.heartbeat import heartbeat
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import read_data
-from xdm_ft.experiment.prepared import build_encoder, prepare
+from xdm_ft.experiment.prepared import build_encoders, prepare
+from xdm_ft.experiment.summary import trained_words
+from xdm_ft.features.cache import Features
 from xdm_ft.features.store import cache_folder
 from xdm_ft.progress import pulse
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+
+
+class CachedSet(NamedTuple):
+    """Features, or the activations of a cut, of all images under one encoder."""
+
+    what: str
+    key: str  # of the plain view: the name of its folder in the cache
+    width: int
+    computed: int  # by this process, in all views; equal images count once
 
 
 @dataclass(frozen=True)
 class Filled(Answer):
-    """The features of a recipe, which are now in the cache."""
+    """The features and activations of a recipe, which are now in the cache."""
 
-    key: str  # of the plain view: the name of its folder inside `folder`
+    sets: list[CachedSet]
     folder: Path  # of the cache
     images: int
     views: int  # augmented views of each image
-    width: int
-    computed: int  # by this process, in all views; equal images count once
     unreadable: dict[str, str]  # {image: why it does not decode}
 
+    @property
+    def computed(self) -> int:
+        """Number of images, in all sets and views, that this process computed."""
+        return sum(one.computed for one in self.sets)
+
     def text(self) -> str:
-        return f"{plural(self.images, 'feature')} of width {self.width}, {self.computed} of them extracted now"
+        return "\n".join(
+            f"{one.what}: {plural(self.images, 'image')} of width {one.width}, {one.computed} of them extracted now"
+            for one in self.sets
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"sets": [one._asdict() for one in self.sets]}
 
 
 def fill_cache(recipe: Recipe) -> Filled:
     """Extracts the features that the recipe needs. Raises `UserError` if it needs none."""
-    if not recipe.needs_features:
+    if not recipe.needs_features() and not any(item.is_cut for item in recipe.methods):
         raise UserError(
             f"{recipe.name}: it trains its encoder, and no method of it uses cached features; use `xdm-ft run`"
         )
     with launched(recipe) as accelerator, heartbeat(accelerator):
         with pulse.waiting():
-            encoder, dataset = build_encoder(recipe, recipe.protocol.seeds[0]), read_data(recipe)
-        features = prepare(recipe, dataset, encoder, accelerator).features
-    assert features is not None, "the recipe needs features"
-    return Filled(
-        features.key,
-        cache_folder(recipe.features),
-        len(features),
-        features.views,
-        features.width,
-        features.extracted,
-        {dataset.name(row): reason for row, reason in features.unreadable.items()},
-    )
+            encoders, dataset = build_encoders(recipe), read_data(recipe)
+        prepared = prepare(recipe, dataset, encoders, accelerator)
+    found = []
+    for label, own in prepared.encoders.items():
+        of_encoder = "" if label is None else f"{label}, "
+        if own.features is not None:
+            found.append(_set(f"{of_encoder}features", own.features))
+        for cut, cached in own.activations.items():
+            if cached is not None:
+                found.append(_set(f"{of_encoder}activations, {trained_words(cut)}", cached))
+    unreadable = {dataset.name(row): reason for row, reason in prepared.unreadable.items()}
+    return Filled(found, cache_folder(recipe.features), len(dataset), recipe.features.views, unreadable)
+
+
+def _set(what: str, features: Features) -> CachedSet:
+    return CachedSet(what, features.key, features.width, features.extracted)

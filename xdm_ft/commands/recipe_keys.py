@@ -26,7 +26,7 @@ PARTS = ("algorithms", "sharpness", "averaging", "heads")  # folders of what an 
 
 def override_keys(recipe: Mapping[str, Any]) -> Iterator[str]:
     """Yields the dotted keys that overrides of a recipe, given as plain values, can set."""
-    yield from ("name", "methods", "analyse")
+    yield from ("name", "methods", "encoders", "analyse")
     for block, place in BLOCKS.items():
         yield from (f"{block}.{key}" for key in _block_keys(*place.rsplit(".", 1)))
         chosen = recipe.get(block)

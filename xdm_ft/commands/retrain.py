@@ -21,7 +21,7 @@ from xdm_ft.experiment.engines import Engines
 from xdm_ft.experiment.growing import grown_from
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoder, prepare
+from xdm_ft.experiment.prepared import build_encoders, prepare
 from xdm_ft.experiment.records import keep_test_images, train_planned
 from xdm_ft.experiment.results import ResultsFile, about, environment, inputs
 from xdm_ft.experiment.resume import Earlier, opened, recorded, written_recipe
@@ -105,7 +105,7 @@ def retrain(run_directory: str, key: Identity, alone: bool, keep: str | None = N
     with _scratch(kept) as scratch, launched(recipe) as accelerator:
         dataset = read_data(recipe)
         plan = make_plan(recipe, dataset)
-        prepared = prepare(recipe, dataset, build_encoder(recipe, recipe.protocol.seeds[0]), accelerator)
+        prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator)
         plan = plan.without(prepared.unreadable)
         with opened(dataclasses.replace(recipe, output=Output(dir=scratch)), accelerator) as directory:
             earlier = Earlier(generations=grown_from(results, recipe.resolved()))  # nothing counts as trained yet

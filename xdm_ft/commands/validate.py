@@ -17,9 +17,9 @@ from xdm_ft.experiment.estimate import Estimate, estimate
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import Plan, costs, describe, make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoder, log_encoder
+from xdm_ft.experiment.prepared import build_encoders, log_encoder
 from xdm_ft.experiment.trackers import installed_trackers
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import Dumper
 from xdm_ft.settings import Block
 
@@ -68,18 +68,20 @@ def validate(recipe: Recipe) -> Validated:
     installed_trackers(recipe)  # raises, as the run would
     dataset = read_data(recipe)
     plan = make_plan(recipe, dataset)
-    encoder = build_encoder(recipe, recipe.protocol.seeds[0])
+    encoders = build_encoders(recipe)
     prompts, own = None, {}
-    if isinstance(encoder, TextEncoder):
-        prompts = list(encoder.exact_prompts(dataset.class_names))
-        for item in recipe.methods:
-            if item.block.prompts is not None:
-                own[item.label] = list(encoder.exact_prompts(dataset.class_names[:1], item.block.prompts))
+    for label, encoder in encoders.items():
+        log_encoder(encoder)
+        if isinstance(encoder, TextEncoder):
+            prompts = prompts or list(encoder.exact_prompts(dataset.class_names))
+            for item in recipe.methods:
+                if item.block.prompts is not None and item.encoder_label == label:
+                    own[item.label] = list(encoder.exact_prompts(dataset.class_names[:1], item.block.prompts))
+    if prompts is not None:
         for warning in warn_of_class_names(dataset.class_names):
             logger.warning("warning: %s", warning)
-    log_encoder(encoder)
     with launched(recipe) as accelerator:
-        time = estimate(plan, encoder, accelerator)
+        time = estimate(plan, encoders, accelerator)
     return Validated(recipe, plan, prompts, own, faults(plan, show=True), time)
 
 

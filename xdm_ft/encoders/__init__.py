@@ -9,14 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from xdm_ft.data._transforms import Preprocessing
-
-if TYPE_CHECKING:
-    from xdm_ft.encoders._blocks import Chain
+from xdm_ft.encoders._chain import Chain, find_chain
 
 
 class Portable(NamedTuple):
@@ -62,9 +60,7 @@ class Encoder(nn.Module, ABC):
     @cached_property
     def chain(self) -> Chain:
         """The blocks, found by two forward passes at the first use; copies of the encoder share it."""
-        from xdm_ft.encoders._blocks import find_chain
-
-        return find_chain(self, self.block_candidates())
+        return find_chain(self, self.preprocessing.size, self.block_candidates())
 
     @cached_property
     def verified_cuts(self) -> set[int]:

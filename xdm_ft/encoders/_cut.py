@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.encoders._blocks import PROBE_ERRORS, Block, probe_images, undisturbed, zeros
+from xdm_ft.encoders._chain import PROBE_ERRORS, Block, probe_images, undisturbed, zeros
 from xdm_ft.errors import UserError, plural
 
 KEY = "trainable.blocks"
@@ -43,8 +43,6 @@ class Cut:
         self._block: Block = chain.blocks[self.number]
         self.name = self._block.name  # of the first module above the cut
         self.shape = self._block.shape  # of one image's activation
-        # parameters that both parts use (a learned position bias of all blocks) lie below
-        self._parameters = frozenset(name for name, places in chain.places.items() if min(places) > self.number)
         if blocks not in encoder.verified_cuts:
             _verify(self)
             encoder.verified_cuts.add(blocks)
@@ -85,8 +83,9 @@ class Cut:
 
     def is_above(self, name: str) -> bool:
         """Whether a parameter or buffer of the encoder, named as in its `state_dict()`, belongs to the part above."""
-        if name in self.encoder.chain.places:
-            return name in self._parameters
+        place = self.encoder.chain.places.get(name)
+        if place is not None:  # of the first use: what both parts use, as a position bias of all blocks, lies below
+            return place > 2 * self.number + 1
         return self._began(name.rpartition(".")[0]) > self.number
 
     def lies_above(self, module: str) -> bool:
@@ -161,7 +160,7 @@ def depth_from_top(encoder: Encoder, parameter: str) -> int:
     chain = encoder.chain
     if not chain.blocks:
         raise UserError(f"{KEY}: {encoder.blocks_reason}")
-    return len(chain.blocks) + 1 - min(chain.places.get(parameter, {0}))
+    return len(chain.blocks) + 1 - math.ceil(chain.places.get(parameter, 0) / 2)
 
 
 def describe_chain(encoder: Encoder) -> list[str]:
@@ -174,7 +173,7 @@ def describe_chain(encoder: Encoder) -> list[str]:
     sizes = {name: parameter.numel() for name, parameter in encoder.named_parameters()}
     lines = []
     for number, block in enumerate(encoder.chain.blocks):
-        above = sum(sizes[name] for name, places in encoder.chain.places.items() if min(places) > number)
+        above = sum(sizes[name] for name, place in encoder.chain.places.items() if place > 2 * number + 1)
         shape = "×".join(map(str, block.shape))
         lines.append(f"{block.name}: activation {shape}, {above:,} parameters from here on")
     return lines
@@ -210,7 +209,7 @@ def _in_layout(activations: Tensor, layout: tuple[int, ...]) -> Tensor:
 @torch.no_grad()
 def _verify(cut: Cut) -> None:
     """Raises `UserError` if above(below(x)) differs from z, or if above changes its input."""
-    encoder, images = cut.encoder, probe_images(cut.encoder, 2)
+    encoder, images = cut.encoder, probe_images(cut.encoder, cut.encoder.preprocessing.size, 2)
     advice = f"cut it elsewhere ({KEY}), or set trainable: true or false"
     with undisturbed(encoder):
         z = encoder(images)

@@ -31,8 +31,8 @@ class Lora(Block):
         OneOrMany,
         Field(
             min_length=1,
-            description="names, or ends of names, of the layers inside a block that get an update; null: every linear "
-            "layer of the attention and the MLP",
+            description="linear layers inside a block that get an update, by name or a part of it between dots: attn, "
+            "mlp.fc1, qkv; null: all, which are those of the attention and the MLP",
         ),
     ] = None
 

@@ -60,6 +60,8 @@ class Record:
     gradient_evaluations: int | None = None
     stopped_at: int | None = None  # number of steps after which `training.patience` stopped it
     train_seconds: float | None = None
+    trained_parameters: int | None = None  # number of values that training changes
+    peak_memory: int | None = None  # bytes that its training took at most; None: not known, or models shared it
     restarted: dict[str, Any] | None = None  # {"times", "reasons"} of trainings that could not resume
 
     @property
@@ -72,7 +74,10 @@ class Record:
         reason, selected = _present(reason=self.reason), {rule: pick.to_json() for rule, pick in self.selected.items()}
         if self.status == "skipped":
             return start | reason | {"selected": selected}
-        measured = ("mixed_steps", "gradient_evaluations", "stopped_at", "train_seconds", "restarted")
+        measured = (
+            "mixed_steps", "gradient_evaluations", "stopped_at", "train_seconds", "trained_parameters", "peak_memory",
+            "restarted",
+        )  # fmt: skip
         return start | {"selected": selected} | _present(**{n: getattr(self, n) for n in measured}) | reason
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 
 if TYPE_CHECKING:
     from xdm_ft.experiment.results import Results
@@ -30,7 +30,7 @@ def run(recipe: Recipe) -> Results:
     from xdm_ft.experiment.heartbeat import from_main, heartbeat, wait_for_everyone
     from xdm_ft.experiment.machine import as_launched, launched
     from xdm_ft.experiment.plan import make_plan, read_data
-    from xdm_ft.experiment.prepared import build_encoder, prepare
+    from xdm_ft.experiment.prepared import build_encoders, prepare
     from xdm_ft.experiment.records import train_models
     from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
     from xdm_ft.experiment.resume import earlier, keeping_final_fit, opened, recorded
@@ -46,17 +46,17 @@ def run(recipe: Recipe) -> Results:
         with pulse.waiting():  # a slow download must not count as a hung process
             dataset = read_data(recipe)
             plan = make_plan(recipe, dataset)  # here, so that faults of splits and methods are raised before long work
-            encoder = build_encoder(recipe, recipe.protocol.seeds[0])
+            encoders = build_encoders(recipe)
         with opened(recipe, accelerator) as directory:
             before = earlier(directory, recipe, accelerator)
             if main:
-                logger.info("%s", first_line(plan, encoder, accelerator, before.records.keys()))
+                logger.info("%s", first_line(plan, encoders, accelerator, before.records.keys()))
             if before.recipe is not None and (added := growth(before.recipe, plan)):
                 logger.info("%s: %s", directory.path, added)
             findings = faults(plan, show=True) if main else []
             for finding in findings:
                 logger.warning("finding: %s", finding.line)
-            prepared = prepare(recipe, dataset, encoder, accelerator)
+            prepared = prepare(recipe, dataset, encoders, accelerator)
             plan = plan.without(prepared.unreadable)
 
             trained_on = inputs(dataset, prepared)

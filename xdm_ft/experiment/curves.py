@@ -34,7 +34,7 @@ def write_curves(
     """
     found = [(job, _by_tag(values, plan.rules[0])) for job, values in evaluated]
     final_fit = FINAL_FIT in chunk[0].known  # few models, which are the result of the run
-    if not is_summarised(plan) or plan.recipe.trainable or final_fit:
+    if not is_summarised(plan) or plan.recipe.trains_encoders or final_fit:
         for job, values in found:
             directory.write_scalars(sub_run(*job.key), step, values)
         return

@@ -8,8 +8,9 @@ from typing import Any
 
 from xdm_ft.encoders._prompts import expand_templates
 from xdm_ft.experiment.plan import Plan, PlannedModel, hparams
-from xdm_ft.experiment.prepared import Prepared
+from xdm_ft.experiment.prepared import Prepared, PreparedEncoder
 from xdm_ft.experiment.summary import protocol_of
+from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.training import Selected
 
 
@@ -30,7 +31,7 @@ def weights_metadata(
     item = planned.item
     described = {
         "class_names": plan.dataset.class_names,
-        "encoder": _encoder(plan, prepared, selected),
+        "encoder": _encoder(plan, prepared.of(item), item, selected),
         "head": {"name": item.head.name, "settings": item.head.kwargs()},
         "method": {
             "label": item.label,
@@ -41,8 +42,9 @@ def weights_metadata(
             "steps": planned.steps,
             "hparams": hparams(plan.recipe, item, planned.training) | selected.hparams,
         },
-        "normalize": prepared.normalize or item.reads_normalized,  # whether the head reads L2-normalised features
-        "preprocessing": prepared.preprocessing.model_dump(mode="json"),
+        # whether the head reads L2-normalised features
+        "normalize": prepared.of(item).encoder.normalize or item.reads_normalized,
+        "preprocessing": prepared.of(item).encoder.preprocessing.model_dump(mode="json"),
         "prompts": _prompts(plan, planned),
         "protocol": {
             **plan.recipe.protocol.model_dump(mode="json"),
@@ -56,18 +58,23 @@ def weights_metadata(
     return {key: json.dumps(value, allow_nan=False) for key, value in described.items()}
 
 
-def _encoder(plan: Plan, prepared: Prepared, selected: Selected) -> dict[str, Any]:
-    """Describes the encoder: its block of the recipe, which builds it, and what its weights are."""
+def _encoder(plan: Plan, prepared: PreparedEncoder, item: MethodItem, selected: Selected) -> dict[str, Any]:
+    """Describes the encoder: its block of the recipe, which builds it, and what its weights are.
+
+    "in_this_file": "all" of its weights, a "part", whose others are those of the named encoder, or None.
+    """
     recipe, is_trained = plan.recipe, any(name.startswith("encoder.") for name in selected.state)
+    whole = is_trained and not item.is_cut
     return {
-        "settings": recipe.encoder.block.model_dump(mode="json"),
-        "identity": prepared.identity,
+        "settings": item.encoder.block.model_dump(mode="json"),
+        "identity": prepared.encoder.identity(),
         "width": prepared.width,
-        "pretraining": prepared.pretraining,
-        "in_this_file": is_trained,
-        # of a frozen encoder; random weights are drawn from the seed
-        "xxh3": None if is_trained else prepared.weights,
-        "seed": None if is_trained else recipe.protocol.seeds[0],
+        "pretraining": prepared.encoder.pretraining,
+        "trainable": item.trainable if isinstance(item.trainable, bool) else item.trainable.model_dump(mode="json"),
+        "in_this_file": "all" if whole else "part" if is_trained else None,
+        # of what is frozen; random weights are drawn from the seed
+        "xxh3": None if whole else prepared.weights,
+        "seed": None if whole else recipe.protocol.seeds[0],
         "precision": recipe.training.mixed_precision if is_trained else recipe.features.precision,
     }
 
@@ -76,4 +83,4 @@ def _prompts(plan: Plan, planned: PlannedModel) -> list[str] | None:
     """Returns the templates of the class embeddings that the head was computed or started from; None if it was not."""
     if not planned.item.reads_text:
         return None
-    return expand_templates(planned.item.block.prompts or plan.recipe.encoder.kwargs()["prompts"])
+    return expand_templates(planned.item.block.prompts or planned.item.encoder.kwargs()["prompts"])

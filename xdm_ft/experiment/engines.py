@@ -20,7 +20,7 @@ from xdm_ft.experiment.prepared import Prepared, build_encoder
 from xdm_ft.features.cache import Features
 from xdm_ft.progress import Progress
 from xdm_ft.protocol.splits import Split
-from xdm_ft.recipe.blocks import MethodItem
+from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from xdm_ft.encoders import Encoder
+    from xdm_ft.training.end_to_end.model import EncoderPart
 
 SOLVER_PASSES = 100  # of linear_probe over its training images, roughly; other solvers make fewer
 ENCODER_PASSES = 1000  # passes of an image through a head that cost as much as one through an encoder, roughly
@@ -51,7 +52,7 @@ class Model(NamedTuple):
 
     def starting_weights(self) -> dict[str, Tensor]:
         """Returns the weights before training: those of the head, and of the encoder if it is trained too."""
-        from xdm_ft.training.end_to_end.gradients import EndToEnd
+        from xdm_ft.training.end_to_end.model import EndToEnd
 
         algorithm = self.trained.job.make(self.trained.job.setup)
         if self.encoder is None:
@@ -124,7 +125,7 @@ class Engines:
         return sum(self._cost(job, request.item) for request, job in self._jobs_end_to_end(requests))
 
     def _cost(self, job: Job, item: MethodItem) -> int:
-        return cost(item, job.training, job.split, job.setup.steps, self.plan.recipe.trainable)
+        return cost(item, job.training, job.split, job.setup.steps, item.trainable is not False)
 
     def train_pieces(self, queue: Sequence[Piece], overall: Overall) -> Iterator[Model]:
         """Takes the next piece that no other process has taken, until none is left. Yields the wanted models.
@@ -154,13 +155,13 @@ class Engines:
             yield from ((request, job) for job in request.jobs if job.key in request.wanted)
 
     def _is_end_to_end(self, request: Request) -> bool:
-        return self.plan.recipe.trainable and not request.item.is_solver
+        return request.item.trainable is not False
 
     def _banked(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[Model]:
         """Trains a chunk of heads on cached features, and yields its wanted models."""
         from xdm_ft.training.bank.train import train_bank
 
-        features = self._features_of(jobs[0])
+        features = self.prepared.of(request.item).features_of(jobs[0])
         together = f"{len(jobs)} heads together" if len(jobs) > 1 else "one head"
         named = partial(out_of_memory_as_user_error, f"{jobs[0].method}, {together}", "lower training.batch_size")
         with named():
@@ -181,7 +182,7 @@ class Engines:
         from xdm_ft.training.solvers import solve
 
         [job] = jobs
-        features = self._features_of(job)
+        features = self.prepared.of(request.item).features_of(job)
         remedy = "a solver needs all training features in memory; train on fewer images or free some memory"
         named = partial(out_of_memory_as_user_error, f"{job.method}, {', '.join(job.test_domains)} held out", remedy)
         with named():
@@ -191,8 +192,9 @@ class Engines:
     def _end_to_end(self, job: Job, request: Request, bar: Progress) -> Iterator[Model]:
         from xdm_ft.training.end_to_end.train import predict, train_model
 
-        plan, accelerator = self.plan, self.accelerator
-        encoder, batch_size = build_encoder(plan.recipe, job.seed), plan.recipe.training.batch_size
+        plan, accelerator, item = self.plan, self.accelerator, request.item
+        common, batch_size = item.encoder_common, plan.recipe.training.batch_size
+        encoder, part = self._part(item, job.seed)
         checkpoint = self._checkpoint([job], request.criteria.rules, writes=accelerator.is_main_process)
         name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
         named = partial(out_of_memory_as_user_error, name, "lower training.batch_size or raise training.accumulation")
@@ -204,30 +206,38 @@ class Engines:
                 plan.annotations,
                 request.criteria,
                 accelerator,
-                batch_norm=plan.recipe.encoder_common.batch_norm,
+                batch_norm=common.batch_norm,
                 record=partial(write_curves, plan, [job], directory=self.directory),
                 bar=bar,
-                unfreeze_at=plan.recipe.encoder_common.unfreeze_at,
+                unfreeze_at=common.unfreeze_at,
                 augmentation=plan.recipe.train_augmentation,
                 checkpoint=checkpoint,
+                part=part,
             )
 
         def logits(selected: Selected, rows: Tensor) -> Tensor:
             with named():
-                return predict(job, encoder, selected.state, plan.dataset, rows, accelerator, batch_size)
+                return predict(job, encoder, selected.state, plan.dataset, rows, accelerator, batch_size, part=part)
 
         def features(selected: Selected, rows: Tensor) -> Tensor:
             with named():
                 state, images = selected.state, plan.dataset
-                return predict(job, encoder, state, images, rows, accelerator, batch_size, of="features")
+                return predict(job, encoder, state, images, rows, accelerator, batch_size, of="features", part=part)
 
         yield Model(trained, logits, encoder, features)
         checkpoint.remove()  # the caller has saved this model when it asks for the next one
 
-    def _features_of(self, job: Job) -> Features:
-        features = self.prepared.features
-        assert features is not None, "`prepare` extracts features for every method that reads them"
-        return features.normalized() if job.normalized else features
+    def _part(self, item: MethodItem, seed: int) -> tuple[Encoder, EncoderPart]:
+        """Returns the encoder before training, and the part of it that trains.
+
+        Random weights are drawn from the seed. What lies below a cut is the same for all seeds, as it is cached.
+        """
+        from xdm_ft.training.end_to_end.model import WHOLE, EncoderPart
+
+        if not item.is_cut:
+            return build_encoder(item.encoder, seed), WHOLE
+        prepared = self.prepared.of(item)
+        return prepared.encoder, EncoderPart(item.trainable, prepared.activations[item.trainable])
 
     def _checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of jobs that train together."""

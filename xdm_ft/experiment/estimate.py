@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,7 @@ from xdm_ft.experiment.jobs import make_job
 from xdm_ft.experiment.machine import cores, local_processes
 from xdm_ft.experiment.parallel import one_thread
 from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel
-from xdm_ft.experiment.prepared import Prepared
+from xdm_ft.experiment.prepared import Prepared, PreparedEncoder
 from xdm_ft.features.cache import Features
 from xdm_ft.features.forward import MAX_WORKERS, frozen_copy
 from xdm_ft.features.lookup import cached_images
@@ -85,7 +85,11 @@ def rounded(seconds: float) -> float:
     return max(10.0, round(seconds, -1))
 
 
-def estimate(plan: Plan, encoder: Encoder, accelerator: Accelerator, known: Collection[Identity] = ()) -> Estimate:
+Encoders = Mapping[str | None, Encoder]
+"""By their labels in results, as `build_encoders` returns them."""
+
+
+def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Collection[Identity] = ()) -> Estimate:
     """Returns the time for all models of the plan but those that are `known`. Takes a few seconds at most.
 
     A problem that prevents the measurement does not end the run: the estimate names it.
@@ -94,12 +98,16 @@ def estimate(plan: Plan, encoder: Encoder, accelerator: Accelerator, known: Coll
     wanted: list[PlannedModel | ExtraModel] = []
     wanted += [model for model in plan.models if not model.skipped and model.key not in known]
     wanted += [model for model in plan.extra if any(key not in known for key in model.serves)]
-    measured = _Measured(plan, encoder, accelerator, wanted)
-    if measured.at_most < SMALL_SECONDS:
+    of_encoders = [
+        _Measured(plan, label, encoder, accelerator, [model for model in wanted if model.item.encoder_label == label])
+        for label, encoder in encoders.items()
+    ]
+    if sum(measured.at_most for measured in of_encoders) < SMALL_SECONDS:
         return Estimate(where)
     try:
         with torch.random.fork_rng():
-            return Estimate(where, measured.features(), measured.training())
+            features = sum(measured.features() for measured in of_encoders)
+            return Estimate(where, features, sum(measured.training() for measured in of_encoders))
     except Exception as error:  # the run itself reports what is wrong, if it is wrong there too
         return Estimate(where, problem=f"{type(error).__name__}: {error}")
 
@@ -114,7 +122,7 @@ def machine(accelerator: Accelerator) -> str:
     return name + (f", {ranks} processes" if ranks > 1 else "")
 
 
-def first_line(plan: Plan, encoder: Encoder, accelerator: Accelerator, known: Collection[Identity]) -> str:
+def first_line(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Collection[Identity]) -> str:
     """Returns what a run says first: device, number of models and the time for those that are not `known`."""
     planned = [model.key for model in plan.models if not model.skipped]
     left = Counter(key[0] for key in planned if key not in known)
@@ -125,7 +133,7 @@ def first_line(plan: Plan, encoder: Encoder, accelerator: Accelerator, known: Co
         named = [f"{label}: {plural(n, 'model')}" for label, n in left.items()]
         named[NAMED:] = [f"{len(named) - NAMED} more methods"] if len(named) > NAMED else []
         count, of_methods = f"{left.total()} of {count}", f" ({', '.join(named)})"
-    found = estimate(plan, encoder, accelerator, known)
+    found = estimate(plan, encoders, accelerator, known)
     return f"{found.device}: {count} to train{of_methods}, {found.text()}"
 
 
@@ -140,9 +148,10 @@ class _PerImage(NamedTuple):
 @dataclass(frozen=True)
 class _Measured:
     plan: Plan
+    label: str | None  # of the encoder
     encoder: Encoder
     accelerator: Accelerator
-    models: Models
+    models: Models  # of this encoder
 
     @property
     def at_most(self) -> float:
@@ -169,7 +178,7 @@ class _Measured:
     def _missing(self) -> int:
         """The number of features that are not in the cache. Equal images are taken for different ones."""
         recipe, device = self.plan.recipe, self.accelerator.device
-        if not recipe.needs_features:
+        if not any(item.trainable is False and item.encoder_label == self.label for item in recipe.methods):
             return 0
         found = cached_images(
             self.encoder, self.plan.dataset.decoder, recipe.features, recipe.train_augmentation, device
@@ -177,7 +186,7 @@ class _Measured:
         return sum(max(0, len(self.plan.dataset) - count) for count in found)
 
     def _trains_encoder(self, model: PlannedModel | ExtraModel) -> bool:
-        return self.plan.recipe.trainable and not model.item.is_solver
+        return model.item.trainable is not False
 
     def features(self) -> float:
         missing = self._missing
@@ -286,8 +295,7 @@ class _Measured:
             return [self._solver(model) for model in group]
         jobs = [make_job(plan, prepared, model, {}) for model in some]
         largest = max(chunks(jobs), key=len)
-        assert prepared.features is not None
-        features = prepared.features.normalized() if largest[0].normalized else prepared.features
+        features = prepared.of(group[0].item).features_of(largest[0])
         data = CachedData(features, plan.annotations.to(features.device))
         methods = len({model.item.label for model in self.models})
         took = timed(largest, data, plan.criteria, MEASURING_SECONDS / methods)
@@ -313,20 +321,17 @@ class _Measured:
         """What a job needs of the prepared inputs, with made-up features and class embeddings."""
         plan, encoder = self.plan, self.encoder
         classes = len(plan.dataset.class_names)
-        prompts = {item.block.prompts for item in plan.recipe.methods if item.reads_text}
+        items = [model.item for model in self.models]
+        prompts = {item.block.prompts for item in items if item.reads_text}
         assert not prompts or isinstance(encoder, TextEncoder), "checked with the recipe"
-        return Prepared(
-            pretraining="",
-            normalize=encoder.normalize,
-            preprocessing=encoder.preprocessing,
-            width=encoder.width,
+        own = PreparedEncoder(
+            encoder,
+            weights="",
             features=_MadeUp(encoder.width, plan.recipe.features.views, self.accelerator.device),
             text_weights={of: torch.randn(classes, encoder.width) for of in prompts},
-            unreadable={},
-            content="",
-            weights="",
-            identity={},
+            activations={},
         )
+        return Prepared({item.encoder_label: own for item in items}, unreadable={}, content="")
 
 
 class _MadeUp(Features):

@@ -31,8 +31,8 @@ from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.train import train
 from xdm_ft.experiment.training_features import keep_references, own_reference
 from xdm_ft.protocol.derived_splits import all_domains
-from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.search import Value
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory

@@ -68,12 +68,12 @@ def label_of(item: Values) -> str:
 def comparable(recipe: Values) -> dict[str, Any]:
     """Returns the recipe without the keys that change no number of a model.
 
-    These are report, output and analyse, and the keys of features except precision and views.
+    These are report, output and analyse, and the keys of features except precision, views and cut.
     """
     kept = {key: value for key, value in recipe.items() if key not in ("report", "output", "analyse")}
     features = recipe.get("features")
     if isinstance(features, dict):
-        kept["features"] = {"precision": features.get("precision"), "views": features.get("views", 0)}
+        kept["features"] = {key: features.get(key) for key in ("precision", "views", "cut")}
     return kept
 
 

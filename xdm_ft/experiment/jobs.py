@@ -23,13 +23,13 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel | ExtraModel, k
     recipe, item, split = plan.recipe, model.item, model.split
     setup = Setup(
         task=Task(plan.dataset.class_names, split.train_domains, recipe.protocol.metric),
-        width=prepared.width,
+        width=prepared.of(item).width,
         steps=model.steps,
         seed=model.seed,
         loss_average=recipe.training.loss_average,
         head=item.head.build,
         head_init=item.head_init,
-        text_weight=prepared.text_weights[item.block.prompts] if item.reads_text else None,
+        text_weight=prepared.of(item).text_weights[item.block.prompts] if item.reads_text else None,
         class_weight=_class_weight(plan, split),
     )
     return Job(

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
 from xdm_ft.errors import UserError
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.training import Precision
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ def as_launched(recipe: Recipe) -> Recipe:
     if launched not in get_args(Precision):
         raise UserError(f"{recipe.name}: {asked} is not supported; use bf16, fp16 or no")
     sharp = [item.label for item in recipe.methods if item.sharpness is not None]
-    if recipe.trainable and launched == "fp16" and sharp:
+    if recipe.trains_encoders and launched == "fp16" and sharp:
         problem = f"fp16 scales the loss, which makes the second pass of {sharp[0]} wrong"
         raise UserError(f"{recipe.name}: {asked}: {problem}; use bf16 or no")
-    if not recipe.trainable and launched != "no":
+    if not recipe.trains_encoders and launched != "no":
         logger.warning("%s has no effect, because the encoder is frozen; set features.precision instead", asked)
         launched = "no"
     precision = launched if own is None else own

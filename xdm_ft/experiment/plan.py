@@ -15,8 +15,8 @@ from xdm_ft.errors import UserError, did_you_mean, plural
 from xdm_ft.protocol.derived_splits import LEFT_OUT, all_domains, also_measuring, without
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.splits import Split, rules_of, splits
-from xdm_ft.recipe.blocks import MethodItem, drawn_item, drawn_training, unfreeze_problem
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import MethodItem, drawn_item, drawn_training, unfreeze_problem
 from xdm_ft.recipe.search import Distribution
 from xdm_ft.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Identity, Training
@@ -219,7 +219,7 @@ def _check_settings(recipe: Recipe, item: MethodItem, split: Split, dataset: Ima
 
     task = Task(dataset.class_names, split.train_domains)
     item.algorithm.build(Setup(task, width=2, steps=steps, seed=0))  # constructors check settings; any width will do
-    unfreeze_at = recipe.encoder_common.unfreeze_at
+    unfreeze_at = item.encoder_common.unfreeze_at
     if unfreeze_at >= steps:
         raise UserError(f"{recipe.name}: encoder.unfreeze_at: {unfreeze_problem(unfreeze_at, steps)}")
     if item.averaging is not None and recipe.protocol.selection == "cross_domain":
@@ -256,9 +256,9 @@ def costs(plan: Plan) -> Costs:
     trained += [model for model in plan.models if not model.skipped and not model.item.is_solver]
     trained += [model for model in plan.extra if not model.item.is_solver]
     trained_images = 0
-    if recipe.trainable and trained:
-        passes = sum(model.steps * (2 if model.item.sharpness else 1) for model in trained)
-        trained_images = passes * recipe.training.images_per_step(max(len(model.split.train) for model in trained))
+    if end_to_end := [model for model in trained if model.item.trainable is not False]:
+        passes = sum(model.steps * (2 if model.item.sharpness else 1) for model in end_to_end)
+        trained_images = passes * recipe.training.images_per_step(max(len(model.split.train) for model in end_to_end))
     return Costs(
         images=len(plan.dataset),
         classes=len(plan.dataset.class_names),
@@ -270,7 +270,7 @@ def costs(plan: Plan) -> Costs:
         steps=sum(model.steps for model in trained),
         gradient_evaluations=sum(m.item.gradient_evaluations(m.steps, len(m.split.train_domains)) for m in trained),
         # all images, also those that never train: the cache must not depend on the split
-        feature_passes=1 + recipe.features.views if recipe.needs_features else 0,
+        feature_passes=(1 + recipe.features.views) * sum(map(recipe.needs_features, recipe.encoders)),
         trained_images=trained_images,
     )
 
@@ -319,7 +319,8 @@ def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, A
     else:
         common |= {"beta1": training.beta1, "beta2": training.beta2}
     common |= {key: value for key in ("clip_norm", "patience") if (value := getattr(training, key)) is not None}
-    if recipe.trainable:
+    if item.trainable is not False:
+        own["trainable"] = item.trainable if item.trainable is True else item.trainable.model_dump(mode="json")
         common["encoder_lr"] = training.encoder_lr
-        common["unfreeze_at"] = recipe.encoder_common.unfreeze_at
+        common["unfreeze_at"] = item.encoder_common.unfreeze_at
     return {**common, "head_init": item.head_init, **own}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,16 +13,20 @@ from torch import Tensor
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import scan, unreadable_message
-from xdm_ft.data._transforms import NotAStrip, Preprocessing
+from xdm_ft.data._transforms import NotAStrip
 from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.encoders._trainable import Trainable
 from xdm_ft.errors import UserError
+from xdm_ft.experiment.cuts import cuts_of, log_cut
 from xdm_ft.experiment.machine import cores
 from xdm_ft.features.cache import Features, extract
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.store import cache_folder
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.storage.digests import digest
+from xdm_ft.training import Job
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,27 +35,56 @@ logger = logging.getLogger("xdm_ft")
 
 
 @dataclass(frozen=True)
-class Prepared:
-    pretraining: str  # of the encoder, for the protocol line
-    normalize: bool  # its features are L2-normalised
-    preprocessing: Preprocessing  # of its images
-    width: int  # K, the size of its features
-    features: Features | None
+class PreparedEncoder:
+    """An encoder as it is before training, and what is computed once from it."""
+
+    encoder: Encoder
+    weights: str  # hash of its weights
+    features: Features | None  # None: no method reads them
     text_weights: dict[tuple[str, ...] | None, Tensor]
     """{prompts of a method: class embeddings × logit scale, float32 [C,K]}; the key None: the encoder's prompts."""
-    unreadable: dict[int, str]  # row → why the image does not decode
+    activations: dict[Trainable, Features | None]
+    """{what trains above a cut: cached activations below it}; None: they are computed at every step."""
+
+    @property
+    def width(self) -> int:
+        """K, the size of its features."""
+        return self.encoder.width
+
+    def features_of(self, job: Job) -> Features:
+        """Returns the features as a model on cached features reads them."""
+        assert self.features is not None, "`prepare` extracts features for every method that reads them"
+        return self.features.normalized() if job.normalized else self.features
+
+
+@dataclass(frozen=True)
+class Prepared:
+    encoders: dict[str | None, PreparedEncoder]  # by the label in results; None: the recipe has one encoder
+    unreadable: dict[int, str]  # row → why the image does not decode, for one of the encoders
     content: str  # hash of all images, in the order of the rows
-    weights: str  # hash of the encoder's weights before training
-    identity: dict[str, object]  # of the encoder, as `Encoder.identity`
+
+    def of(self, item: MethodItem) -> PreparedEncoder:
+        return self.encoders[item.encoder_label]
 
 
-def build_encoder(recipe: Recipe, seed: int) -> Encoder:
+def build_encoder(component: Component, seed: int) -> Encoder:
     """Builds a new encoder. Random weights depend only on the seed. Sets torch's global seed."""
     from accelerate.utils import set_seed
 
     set_seed(seed)
-    encoder: Encoder = recipe.encoder.build()
+    encoder: Encoder = component.build()
     return encoder
+
+
+def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
+    """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed."""
+    seed = recipe.protocol.seeds[0]
+    return {label: build_encoder(component, seed) for label, component in by_label(recipe).items()}
+
+
+def by_label(recipe: Recipe) -> dict[str | None, Component]:
+    """Returns the encoders of a recipe by their labels in results. The label of the only one is None."""
+    return {item.encoder_label: item.encoder for item in recipe.methods}
 
 
 def log_encoder(encoder: Encoder) -> None:
@@ -58,44 +93,48 @@ def log_encoder(encoder: Encoder) -> None:
     logger.info("encoder: %s, %s, %d features", named, encoder.pretraining, encoder.width)
 
 
-def prepare(recipe: Recipe, dataset: ImageDataset, encoder: Encoder, accelerator: Accelerator) -> Prepared:
-    """Reads features from the cache, extracts the missing ones, and computes the class embeddings.
+def prepare(
+    recipe: Recipe, dataset: ImageDataset, encoders: Mapping[str | None, Encoder], accelerator: Accelerator
+) -> Prepared:
+    """Reads features and activations from the cache, extracts the missing ones, and computes the class embeddings.
 
     Raises `UserError` if an image does not decode and `data.on_bad_image` is `error`.
     """
-    features = None
-    on_bad_image = recipe.data_common.on_bad_image
-    if accelerator.is_main_process:
-        log_encoder(encoder)
-    hashes = hash_files(dataset, index_folder(recipe), accelerator.is_main_process)
-    if recipe.needs_features:
-        features = extract(
-            encoder,
-            dataset,
-            hashes,
-            recipe.features,
-            on_bad_image=on_bad_image,
-            device=accelerator.device,
-            show=accelerator.is_main_process,
-            augmentation=recipe.train_augmentation,
-        )
-        unreadable = features.unreadable
-    else:
-        unreadable = _scanned(encoder, dataset, on_bad_image)
+    on_bad_image, main = recipe.data_common.on_bad_image, bool(accelerator.is_main_process)
+    hashes = hash_files(dataset, index_folder(recipe), main)
+    extracted = partial(
+        extract,
+        dataset=dataset,
+        hashes=hashes,
+        settings=recipe.features,
+        on_bad_image=on_bad_image,
+        device=accelerator.device,
+        show=main,
+        augmentation=recipe.train_augmentation,
+    )
+    found, unreadable = dict[str | None, PreparedEncoder](), dict[int, str]()
+    for label, component in by_label(recipe).items():
+        encoder = encoders[label]
+        if main:
+            log_encoder(encoder)
+        items = [item for item in recipe.methods if item.encoder is component]
+        features = extracted(encoder) if recipe.needs_features(component) else None
+        activations = dict[Trainable, Features | None]()
+        for cut in cuts_of(recipe, encoder, items, dataset, hashes, accelerator):
+            if cut.is_cached:
+                log_cut(cut, main)
+            cached = extracted(cut.below, streamed=True) if cut.is_cached else None
+            activations |= {trainable: cached for trainable in cut.serves}
+        read = [one for one in (features, *activations.values()) if one is not None]
+        if any(item.trainable is not False and activations.get(item.trainable) is None for item in items):
+            unreadable |= _scanned(encoder, dataset, on_bad_image)
+        for one in read:
+            unreadable |= one.unreadable
+        texts = text_weights(items, encoder, dataset.class_names)
+        found[label] = PreparedEncoder(encoder, weights_digest(encoder), features, texts, activations)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
-    return Prepared(
-        encoder.pretraining,
-        encoder.normalize,
-        encoder.preprocessing,
-        encoder.width,
-        features,
-        text_weights(recipe, encoder, dataset.class_names),
-        unreadable,
-        digest(hashes.digests, bits=128),
-        weights_digest(encoder),
-        encoder.identity(),
-    )
+    return Prepared(found, dict(sorted(unreadable.items())), digest(hashes.digests, bits=128))
 
 
 def index_folder(recipe: Recipe) -> Path | None:
@@ -103,17 +142,17 @@ def index_folder(recipe: Recipe) -> Path | None:
     try:
         return cache_folder(recipe.features)
     except UserError:
-        if recipe.needs_features:
+        if recipe.needs_features() or any(item.is_cut for item in recipe.methods):
             raise
         return None
 
 
 def text_weights(
-    recipe: Recipe, encoder: Encoder, class_names: tuple[str, ...]
+    items: Sequence[MethodItem], encoder: Encoder, class_names: tuple[str, ...]
 ) -> dict[tuple[str, ...] | None, Tensor]:
-    """Returns `Prepared.text_weights` for all prompts that methods of the recipe use."""
+    """Returns `PreparedEncoder.text_weights` for all prompts that the methods use."""
     weights: dict[tuple[str, ...] | None, Tensor] = {}
-    for prompts in dict.fromkeys(item.block.prompts for item in recipe.methods if item.reads_text):
+    for prompts in dict.fromkeys(item.block.prompts for item in items if item.reads_text):
         assert isinstance(encoder, TextEncoder), "checked with the recipe"
         weights[prompts] = encoder.logit_scale * encoder.text_embeddings(class_names, prompts)
     return weights

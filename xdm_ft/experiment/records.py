@@ -65,7 +65,7 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
     groups = {results.chunk_group(key) for key in wanted}
     known = cross_domain_values(engines, {key for key in planned if results.chunk_group(key) in groups}, results)
     done = [model for key, model in planned.items() if key not in wanted]
-    costs = (cost(one.item, one.training, one.split, one.steps, plan.recipe.trainable) for one in done)
+    costs = (cost(one.item, one.training, one.split, one.steps, one.item.trainable is not False) for one in done)
     train_planned(engines, planned, known, wanted, results, DoneModels(len(done), sum(costs)))
 
 
@@ -180,8 +180,20 @@ def _unmeasured(plan: Plan, planned: PlannedModel, trained: Trained) -> Record:
         gradient_evaluations=planned.item.gradient_evaluations(taken, len(trained.job.split.train)),
         stopped_at=trained.stopped_at,
         train_seconds=round(trained.seconds, 3),
+        trained_parameters=_trained_parameters(trained),
+        peak_memory=trained.peak_memory,
         restarted=restarted(trained),
     )
+
+
+def _trained_parameters(trained: Trained) -> int:
+    """Returns the number of values that training changes: none of a head that the text encoder gives."""
+    if trained.parameters is not None:
+        return trained.parameters
+    method = trained.job.make(trained.job.setup)
+    if method.needs_text and not isinstance(method, Algorithm):
+        return 0
+    return sum(parameter.numel() for parameter in method.parameters())
 
 
 def restarted(trained: Trained) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from xdm_ft.experiment.growing import GROWN_FROM, comparable, generation
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.experiment.resume import Earlier
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.report.finished import Run
 from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.digests import digest
@@ -160,8 +160,17 @@ def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
     annotations = (dataset.labels, dataset.domains, dataset.groups, dataset.splits)
     texts = ("-" if values is None else json.dumps(np.asarray(values).tolist()) for values in annotations)
     data = {"images": len(dataset), "annotations": digest(names, *texts), "content": prepared.content}
-    features = {} if prepared.features is None else {"features": {"key": prepared.features.key}}
-    return {"data": data, "encoder": {"weights": prepared.weights}, **features}
+    found: dict[str, Any] = {"data": data}
+    for label, own in prepared.encoders.items():
+        keys = {} if own.features is None else {"key": own.features.key}
+        cuts = {str(cut): None if cached is None else cached.key for cut, cached in own.activations.items()}
+        features = keys | ({"cuts": cuts} if cuts else {})
+        for name, value in (("encoder", {"weights": own.weights}), ("features", features)):
+            if value and label is None:
+                found[name] = value
+            elif value:
+                found.setdefault(name, {})[label] = value
+    return found
 
 
 def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:

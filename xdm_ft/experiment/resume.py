@@ -18,7 +18,7 @@ from xdm_ft.evaluation.records import Identity, Record, records_in
 from xdm_ft.experiment.growing import FINAL_FITS, Generation, comparable, grown_from, refused_changes
 from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.progress import progress
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.checksummed import INPUTS, Damaged, read_results
@@ -122,8 +122,7 @@ class Earlier:
         if self.environment is None:
             return
         before = {key: self.environment[key] for key in INPUTS if key in self.environment}
-        # a run end to end that grows by a solver reads features for the first time
-        changed = differences(before, {key: value for key, value in inputs.items() if key in before})
+        changed = differences(*_shared(before, inputs))
         if changed:
             named = [what for key, what in INPUT_WORDS.items() if any(one.startswith(key) for one in changed)]
             if len(named) > 1 and any(one.startswith("encoder") for one in changed):
@@ -131,6 +130,14 @@ class Earlier:
             raise UserError(
                 f"{path}: {' and '.join(named)} have changed since this run started ({', '.join(changed)}); {remedy}"
             )
+
+
+def _shared(before: Any, now: Any) -> tuple[Any, Any]:
+    """Returns the parts of both that both have: a run that grows may read features or a cut for the first time."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return before, now
+    pairs = {key: _shared(before[key], now[key]) for key in before if key in now}
+    return {key: pair[0] for key, pair in pairs.items()}, {key: pair[1] for key, pair in pairs.items()}
 
 
 def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -> Earlier:

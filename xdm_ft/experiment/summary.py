@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.errors import plural
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.records import Record, SummaryRow
@@ -14,8 +15,8 @@ from xdm_ft.evaluation.summary import protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
-from xdm_ft.recipe.blocks import MethodItem
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -100,15 +101,35 @@ def _augmentation(recipe: Recipe) -> str:
     if recipe.features.views:
         words += f", {recipe.features.views} cached view{'s' if recipe.features.views > 1 else ''} per image"
     if any(item.is_solver for item in recipe.methods):
-        words += " of what trains " + ("end to end" if recipe.trainable else "by gradient steps")
+        words += " of what trains " + ("end to end" if recipe.trains_encoders else "by gradient steps")
     return words
+
+
+def _encoders(recipe: Recipe, prepared: Prepared) -> Iterator[str]:
+    """Yields for each encoder its pre-training, and how much of it trains."""
+    for label, own in prepared.encoders.items():
+        items = [item for item in recipe.methods if item.encoder_label == label and not item.is_solver]
+        how = dict.fromkeys(trained_words(item.trainable) for item in items) or {trained_words(False): None}
+        name = "" if label is None else f"{label}: "
+        yield f"encoder {name}{own.encoder.pretraining}, {' / '.join(how)}"
+
+
+def trained_words(trainable: Trainable) -> str:
+    """Returns how much of an encoder trains, in words."""
+    if isinstance(trainable, LastBlocks):
+        return f"last {plural(trainable.blocks, 'block')} trained"
+    if isinstance(trainable, LowRank):
+        above = trainable.lora.blocks
+        where = "all blocks" if above is None else f"the last {plural(above, 'block')}"
+        return f"LoRA of rank {trainable.lora.rank} in {where}"
+    return "trained end to end" if trainable else "frozen"
 
 
 def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
     """Returns the line that says how models were trained, selected by `rule` and tested."""
     recipe, dataset = plan.recipe, plan.dataset
     split = "official split" if recipe.protocol.name == "official" else "leave one domain out"
-    notes = [*plan.notes, f"encoder {prepared.pretraining}, {'trained end to end' if recipe.trainable else 'frozen'}"]
+    notes = [*plan.notes, *_encoders(recipe, prepared)]
     notes.append(f"training loss averaged by {recipe.training.loss_average}")
     if prepared.unreadable:
         notes.append(f"{plural(len(prepared.unreadable), 'unreadable image')} left out")

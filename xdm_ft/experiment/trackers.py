@@ -17,7 +17,7 @@ from xdm_ft.errors import UserError, printable
 from xdm_ft.experiment.growing import label_of
 from xdm_ft.experiment.results import Results
 from xdm_ft.progress import pulse
-from xdm_ft.recipe.read import Recipe
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.storage.events import read_scalars
 from xdm_ft.storage.names import file_name
 

@@ -29,19 +29,18 @@ MOST_TRAINING, MOST_VALIDATION = 5000, 1000  # images whose features one more pa
 
 
 def keep_references(plan: Plan, prepared: Prepared, splits: Iterable[Split], directory: RunDirectory) -> None:
-    """Writes the reference of each split, if the run has features of a frozen encoder.
+    """Writes the reference of each split under each frozen encoder whose features the run has.
 
     All models on these features with the same test domains share it, whatever their method and seed: it is made of the
     first seed's split. Without validation images of training domains, a part of the training images takes their place.
     """
-    if prepared.features is None:
-        return
-    for split in splits:
-        file = directory.reference_file(split.test_domains)
-        if not directory.is_intact(file, "it will be written again"):
-            protocol = plan.recipe.protocol
-            validated = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
-            _keep(plan, prepared.features, validated, file, directory)
+    protocol = plan.recipe.protocol
+    for label, own in prepared.encoders.items():
+        for split in splits if own.features is not None else ():
+            file = directory.reference_file(split.test_domains, label)
+            if own.features is not None and not directory.is_intact(file, "it will be written again"):
+                validated = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
+                _keep(plan, own.features, validated, file, directory)
 
 
 def _keep(plan: Plan, features: Features, split: Split, file: str, directory: RunDirectory) -> None:

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from xdm_ft.settings import Block
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+CutUse = Literal["cache", "compute", "auto"]
 
 
 class FeatureSettings(Block):
@@ -22,8 +23,8 @@ class FeatureSettings(Block):
     precision: Annotated[
         Precision,
         Field(
-            description="fp32: float32 arithmetic, stored as float32; bf16: weights and images cast to bfloat16, "
-            "stored as bfloat16 (half the size, about twice as fast)"
+            description="fp32: float32 arithmetic, stored as float32; bf16 and fp16: weights and images cast to "
+            "bfloat16 or float16, and stored so (half the size; on a GPU, and in bf16 on newer CPUs, faster)"
         ),
     ] = "fp32"
     batch_size: Annotated[
@@ -43,6 +44,13 @@ class FeatureSettings(Block):
             "the plain pass is for training too",
         ),
     ] = 0
+    cut: Annotated[
+        CutUse,
+        Field(
+            description="activations below a partly trained encoder: cache: computed once per image and read from "
+            "disk at every step; compute: computed from the images at every step; auto: cache if they fit on the disk"
+        ),
+    ] = "auto"
     workers: Annotated[
         int | None,
         Field(

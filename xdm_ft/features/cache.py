@@ -50,9 +50,10 @@ class Features:
         unreadable: Mapping[int, str] | None = None,
         extracted: int = 0,
         device: torch.device | str = "cpu",
+        streamed: bool = False,
     ) -> None:
         """`places`: int64 [1 + views, N], where the features of each view and row are in the shards, one after the
-        other; None: one view, in the order of the shards."""
+        other; None: one view, in the order of the shards. `streamed`: leave them in their files, whatever fits."""
         self.key = key
         self.unreadable = dict(unreadable or {})  # row → why its image does not decode; its features are zero
         self.extracted = extracted  # number of images that this process computed, the others were cached
@@ -65,7 +66,7 @@ class Features:
         self._places, self._rows = places.flatten(), places.shape[1]
         self._normalized = False
         # 4 bytes per number: the table is float32 even where bfloat16 is stored
-        fits = 4 * places.numel() * self.width <= MEMORY_FRACTION * _free_memory(self.device)
+        fits = not streamed and 4 * places.numel() * self.width <= MEMORY_FRACTION * _free_memory(self.device)
         self._table: Tensor | None = None  # float32 [(1 + views) · N, K]
         if fits:
             table = torch.empty(places.numel(), self.width, device=self.device)
@@ -163,8 +164,11 @@ def extract(
     device: torch.device | str,
     show: bool,
     augmentation: Augmentation = "none",
+    streamed: bool = False,
 ) -> Features:
     """Returns the features of every row, in the plain view and in `settings.views` views of the `augmentation`.
+
+    `streamed`: they are read from their files each time, for features that are large (activations of a cut).
 
     Features that are missing in the cache are computed and added to it, once for equal images. Processes that need the
     same features (ranks of a run, or several runs) divide them among themselves; those that a killed process did not
@@ -201,6 +205,7 @@ def extract(
         unreadable=unreadable,
         extracted=extracted,
         device=device,
+        streamed=streamed,
     )
 
 

@@ -26,7 +26,7 @@ from xdm_ft.features.store import Store
 from xdm_ft.features.views import View, ViewTransform
 from xdm_ft.progress import Progress
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_WORKERS = 4
 IMAGES_PER_SHARD = 256  # at least, and few, so that little is lost when an extraction is killed
 MAX_SHARDS = 1024  # of one extraction; more images than fit in so many shards make the shards larger
@@ -183,7 +183,7 @@ class Extraction:
         broken = ~z.isfinite().all(1)
         if broken.any():
             name = self.dataset.name(images.rows[int(broken.nonzero()[0])])
-            remedy = " or set features.precision: fp32" if self.settings.precision == "bf16" else ""
+            remedy = " or set features.precision: fp32" if self.settings.precision != "fp32" else ""
             raise UserError(f"{name}: the encoder returns features that are not finite; check encoder.weights{remedy}")
         readable = torch.tensor([row not in images.unreadable for row in images.rows])
         return z * readable[:, None]

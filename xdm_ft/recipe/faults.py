@@ -10,7 +10,15 @@ from pydantic import ValidationError
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.errors import UserError, did_you_mean
-from xdm_ft.recipe.blocks import MethodItem, Recipe, drawn_item, drawn_training, text_faults, unfreeze_problem
+from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.method_item import (
+    MethodItem,
+    drawn_item,
+    drawn_training,
+    encoder_common,
+    text_faults,
+    unfreeze_problem,
+)
 from xdm_ft.recipe.search import TRAINING_KEYS
 from xdm_ft.recipe.text import Key, RecipeText
 from xdm_ft.tensors import Task
@@ -60,49 +68,69 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
     if protocol.final_fit and protocol.selection == "oracle":
         problem = "needs an unbiased estimate; selection: oracle has none, use train_val"
         faults.add(("protocol", "final_fit"), problem, ("protocol", "selection"))
-    unfreeze_at = recipe.encoder_common.unfreeze_at
-    if unfreeze_at and not recipe.trainable:
-        problem = "has no effect with a frozen encoder; leave it out, or set encoder.trainable: true"
-        faults.add(("encoder", "unfreeze_at"), problem, TRAINABLE)
-    elif training.steps is not None and unfreeze_at >= training.steps:
-        faults.add(("encoder", "unfreeze_at"), unfreeze_problem(unfreeze_at, training.steps), STEPS)
+    _check_encoders(faults, recipe)
     if protocol.name == "official" and protocol.split_rule != "stratified":
         problem = "the official split defines the validation images; leave it out"
         faults.add(("protocol", "split_rule"), problem, PROTOCOL)
-    if not recipe.trainable:
-        for key, idle in (("mixed_precision", (None, "no")), ("accumulation", (1,))):
+    if not recipe.trains_encoders:
+        for key, idle in (("mixed_precision", (None, "no")), ("accumulation", (1,)), ("layer_decay", (1.0,))):
             if getattr(training, key) not in idle:
                 problem = "has no effect with a frozen encoder; leave it out (for precision set features.precision)"
                 faults.add(("training", key), problem, TRAINABLE)
     if training.steps is not None and training.schedule.warmup_steps >= training.steps:
         problem = f"{training.schedule.warmup_steps} is not below training.steps: {training.steps}; lower it"
         faults.add(("training", "schedule", "warmup_steps"), problem, STEPS)
-    for i, item in enumerate(recipe.methods):
+    for item in recipe.own_methods:
         if item.averaging is not None and training.patience is not None:
             problem = f"+{item.averaging.name} decides itself when to end the average; leave training.patience out"
-            faults.add(("methods", i), problem, ("training", "patience"))
+            faults.add(("methods", item.place), problem, ("training", "patience"))
     if training.amsgrad and training.optimizer == "sgd":
         problem = "is only for adam and adamw; leave it out, or use one of them"
         faults.add(("training", "amsgrad"), problem, ("training", "optimizer"))
     _check_views(faults, recipe)
     _check_search(faults, recipe)
-    has_text = issubclass(recipe.encoder.cls, TextEncoder)
-    for i, item in enumerate(recipe.methods):
-        _check_method(faults, ("methods", i), item, recipe, has_text)
+    for item in recipe.methods:
+        _check_method(faults, ("methods", item.place), item, recipe)
+
+
+def _check_encoders(faults: Faults, recipe: Recipe) -> None:
+    """Adds the faults of what trains in the encoders, and of what is cached below it."""
+    steps = recipe.training.steps
+    for place, encoder in enumerate(recipe.encoders):
+        key: Key = ("encoders", place) if recipe.several_encoders else ("encoder",)
+        items = [item for item in recipe.methods if item.encoder is encoder]
+        unfreeze_at = encoder_common(encoder).unfreeze_at
+        if unfreeze_at and all(item.trainable is False for item in items):
+            problem = "has no effect with a frozen encoder; leave it out, or set trainable: true"
+            faults.add((*key, "unfreeze_at"), problem, TRAINABLE)
+        elif steps is not None and unfreeze_at >= steps:
+            faults.add((*key, "unfreeze_at"), unfreeze_problem(unfreeze_at, steps), STEPS)
+    if recipe.features.cut != "auto" and not any(item.is_cut for item in recipe.methods):
+        problem = "is for a partly trained encoder; leave it out, or set trainable: {blocks: k}"
+        faults.add(("features", "cut"), problem, TRAINABLE)
+    for item in recipe.own_methods:
+        if item.is_solver and item.block.trainable not in (None, False):
+            problem = f"{item.label} computes a head from features of the frozen encoder; leave it out"
+            faults.add(("methods", item.place, "trainable"), problem)
 
 
 def _check_views(faults: Faults, recipe: Recipe) -> None:
     """Adds the faults of `features.views`, which needs an augmentation and a method that trains on cached features."""
     given, views = recipe.data_common.train_augmentation, recipe.features.views
     augmentation, count = ("data", "train_augmentation"), ("features", "views")
-    if not recipe.trainable and not views and given not in (None, "none"):
-        problem = "has no effect with a frozen encoder, which computes the features of each image only once"
-        remedy = "leave it out, or set features.views, or encoder.trainable: true"
+    trained = [item for item in recipe.methods if not item.is_solver]
+    on_images = [item for item in trained if recipe.trains_on_images(item)]
+    if not on_images and not views and given not in (None, "none"):
+        what = "a frozen encoder" if not any(item.is_cut for item in trained) else "cached activations"
+        problem = f"has no effect with {what}: each image is computed only once"
+        remedy = "leave it out, or set features.views, or trainable: true"
+        if any(item.is_cut for item in trained):
+            remedy += ", or features.cut: compute"
         faults.add(augmentation, f"{problem}; {remedy}", TRAINABLE, count)
-    if views and recipe.trainable:
+    if views and trained and len(on_images) == len(trained):
         problem = "has no effect with encoder.trainable: true, which augments at every step; leave it out"
         faults.add(count, problem, TRAINABLE)
-    elif views and all(item.is_solver for item in recipe.methods):
+    elif views and not trained:
         problem = "has no effect on methods without gradient steps, which read the plain images"
         faults.add(count, f"{problem}; leave it out", METHODS)
     elif views and recipe.train_augmentation == "none":
@@ -120,7 +148,7 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
         if key not in known:
             problem = f"is no searchable hyper-parameter of this recipe's methods{did_you_mean(key, known)}"
             faults.add(("search", "space", key), problem, METHODS)
-        elif key == "encoder_lr" and not recipe.trainable:
+        elif key == "encoder_lr" and not recipe.trains_encoders:
             faults.add(("search", "space", key), "has no effect with a frozen encoder; leave it out", TRAINABLE)
         elif key in ("momentum", "beta1", "beta2") and (key == "momentum") != (recipe.training.optimizer == "sgd"):
             problem = f"has no effect on {recipe.training.optimizer}; leave it out"
@@ -152,7 +180,7 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
             if item in items or item.is_solver:  # items without drawn settings are checked by _check_method
                 continue
             try:
-                reason = _parts_reason(_built(item, recipe), recipe)
+                reason = _parts_reason(_built(item, recipe), item, recipe)
             except UserError as error:
                 reason = str(error)
             if reason:
@@ -169,10 +197,10 @@ def _built(item: MethodItem, recipe: Recipe) -> Algorithm:
     return algorithm
 
 
-def _parts_reason(algorithm: Algorithm, recipe: Recipe) -> str:
+def _parts_reason(algorithm: Algorithm, item: MethodItem, recipe: Recipe) -> str:
     """Returns why the method can not train on batches in parts (accumulation, several processes); "" if it can."""
     training, processes = recipe.training, int(os.environ.get("WORLD_SIZE", "1"))
-    if not recipe.trainable or processes * training.accumulation == 1:
+    if item.trainable is False or processes * training.accumulation == 1:
         return ""
     adds_up = training.class_weights == "none" and algorithm.parts_add_up(training.sampler == "pooled")
     if algorithm.loss_over == "part" and not adds_up:
@@ -183,7 +211,7 @@ def _parts_reason(algorithm: Algorithm, recipe: Recipe) -> str:
     return algorithm.parts_reason
 
 
-def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe, has_text: bool) -> None:
+def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe) -> None:
     if item.sharpness is not None and recipe.training.mixed_precision == "fp16":
         problem = f"fp16 scales the loss, which makes the second pass of {item.sharpness.name} wrong"
         faults.add(("training", "mixed_precision"), f"{problem}; use bf16 or no with {item.label}", key)
@@ -193,15 +221,17 @@ def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe, ha
         except UserError as error:
             faults.add(key, str(error), key, STEPS, LOSS_AVERAGE)
         else:
-            if not recipe.trainable and algorithm.frozen_reason:
+            if item.trainable is False and algorithm.frozen_reason:
                 faults.add(key, f"{item.label}: {algorithm.frozen_reason}", TRAINABLE)
+            if item.is_cut and algorithm.cut_reason:
+                faults.add(key, f"{item.label}: {algorithm.cut_reason}", TRAINABLE)
             if recipe.training.sampler == "pooled" and algorithm.pooled_reason:
                 faults.add(key, f"{item.label}: {algorithm.pooled_reason}", SAMPLER)
-            if reason := _parts_reason(algorithm, recipe):
+            if reason := _parts_reason(algorithm, item, recipe):
                 faults.add(key, f"{item.label}: {reason}", key, *WHOLE_BATCH)
-    if item.block.normalize and recipe.trainable and not item.is_solver:
+    if item.block.normalize and item.trainable is not False:
         problem = "is for cached features, but this method trains its encoder; set encoder.normalize: true"
         faults.add((*key, "normalize"), problem, TRAINABLE)
-    normalized = item.reads_normalized or getattr(recipe.encoder.block, "normalize", False)
-    for setting, problem in text_faults(item, has_text, normalized):
+    normalized = item.reads_normalized or getattr(item.encoder.block, "normalize", False)
+    for setting, problem in text_faults(item, issubclass(item.encoder.cls, TextEncoder), normalized):
         faults.add((*key, *setting), problem, ("encoder", "name"), ("encoder", "normalize"))

@@ -13,16 +13,10 @@ from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import Protocol
 from xdm_ft.recipe import components
-from xdm_ft.recipe.blocks import (
-    Component,
-    DataCommon,
-    EncoderCommon,
-    MethodCommon,
-    MethodItem,
-    Output,
-    Recipe,
-)
+from xdm_ft.recipe.blocks import DataCommon, EncoderCommon, ListedEncoder, MethodCommon, Output
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.faults import Faults, check_together
+from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.recipe.method_overrides import split_name, with_method_overrides
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import Key, RecipeText, dotted, read_recipe
@@ -44,7 +38,13 @@ BLOCKS: dict[str, type[Block]] = {
     "output": Output,
 }
 COMPONENTS: dict[str, tuple[str, type[Block]]] = {"data": ("data", DataCommon), "encoder": ("encoders", EncoderCommon)}
-KEYS = ["name", *COMPONENTS, "protocol", "features", "methods", "training", "search", "report", "output", "analyse"]
+KEYS = [
+    "name", "data", "encoder", "encoders", "protocol", "features", "methods", "training", "search", "report", "output",
+    "analyse",
+]  # fmt: skip
+
+
+FAULTY = Component("", object, EncoderCommon(name=""), ())  # stands for an encoder with a fault, which ends the check
 
 
 def load(name: str, overrides: list[str] | None = None) -> Recipe:
@@ -63,17 +63,18 @@ def check(text: RecipeText) -> Recipe:
     if problem := _name_problem(name):
         faults.add(("name",), problem)
     found: dict[str, Any] = {}
-    for block, (folder, common) in COMPONENTS.items():
-        found[block] = _component(faults, (block,), folder, common, values.get(block))
+    found["data"] = _component(faults, ("data",), *COMPONENTS["data"], values.get("data"))
+    encoders = _encoders(faults, values)
     for block, model in BLOCKS.items():
         found[block] = _block(faults, (block,), model, values.get(block, {}))
-    found["methods"] = _methods(faults, values.get("methods"))
+    written = _methods(faults, values.get("methods"), encoders[0] if encoders else FAULTY)
     found["analyse"] = values.get("analyse", False)
     if not isinstance(found["analyse"], bool):
         faults.add(("analyse",), f"must be true or false, given {_shown(found['analyse'])}")
     faults.raise_if_any()  # the checks across blocks need valid blocks
     found["search"] = found["search"].for_data(found["data"].name)
-    recipe = Recipe(name=str(name), **found)
+    methods = tuple(under_encoder(item, encoder) for encoder in encoders for item in written)
+    recipe = Recipe(name=str(name), encoders=encoders, methods=methods, **found)
     check_together(faults, recipe)
     faults.raise_if_any()
     # resolved here, so that recipe.yaml and results.json contain it
@@ -144,6 +145,42 @@ def _component(faults: Faults, key: Key, folder: str, common: type[Block], value
     return Component(values["name"], cls, block, own) if block is not None else None
 
 
+def _encoders(faults: Faults, values: dict[str, Any]) -> tuple[Component, ...]:
+    """Returns the encoder, or the items of `encoders`."""
+    if "encoders" not in values:
+        one = _component(faults, ("encoder",), *COMPONENTS["encoder"], values.get("encoder"))
+        return () if one is None else (one,)
+    listed = values["encoders"]
+    if "encoder" in values:
+        faults.add(("encoder",), "is for one encoder, and encoders lists several; keep one of the two keys")
+        return ()
+    if not isinstance(listed, list) or not listed:
+        faults.add(("encoders",), "must be a list of blocks like encoder, each with a name")
+        return ()
+    of_list = [_component(faults, ("encoders", i), "encoders", ListedEncoder, value) for i, value in enumerate(listed)]
+    found = tuple(one for one in of_list if one is not None)
+    labels = dict[str, int]()
+    for i, one in enumerate(found):
+        if labels.setdefault(encoder_label(one), i) != i:
+            problem = f'two encoders have the name "{encoder_label(one)}" in results; give one of them a label'
+            faults.add(("encoders", i), problem)
+    return found
+
+
+def encoder_label(encoder: Component) -> str:
+    """Returns the name in results of an item of `encoders`."""
+    assert isinstance(encoder.block, ListedEncoder)
+    return encoder.block.label or str(encoder.kwargs()["model"])
+
+
+def under_encoder(item: MethodItem, encoder: Component) -> MethodItem:
+    """Returns an entry of `methods` under an encoder, whose label the name in results gains if there may be several."""
+    if not isinstance(encoder.block, ListedEncoder):
+        return item if item.encoder is encoder else replace(item, encoder=encoder)
+    label = encoder_label(encoder)
+    return replace(item, encoder=encoder, encoder_label=label, label=f"{item.label} @ {label}")
+
+
 def _without_stale_keys(text: RecipeText, key: Key, model: type[Block], values: dict[str, Any]) -> dict[str, Any]:
     """If an override names another component, removes the file's keys that this component does not have."""
     if (*key, "name") not in text.overridden:
@@ -154,11 +191,12 @@ def _without_stale_keys(text: RecipeText, key: Key, model: type[Block], values: 
     return kept
 
 
-def _methods(faults: Faults, values: Any) -> tuple[MethodItem, ...]:
+def _methods(faults: Faults, values: Any, encoder: Component) -> tuple[MethodItem, ...]:
+    """Returns the entries of `methods`, under this encoder."""
     if not isinstance(values, list) or not values:
         faults.add(("methods",), "must be a list of at least one method, e.g. [erm, xdomainmix]")
         return ()
-    items = [_method(faults, ("methods", i), value) for i, value in enumerate(values)]
+    items = [_method(faults, i, value, encoder) for i, value in enumerate(values)]
     labels = dict[str, int]()
     for i, item in enumerate(items):
         if item is not None and labels.setdefault(item.label, i) != i:
@@ -166,7 +204,8 @@ def _methods(faults: Faults, values: Any) -> tuple[MethodItem, ...]:
     return tuple(item for item in items if item is not None)
 
 
-def _method(faults: Faults, key: Key, value: Any) -> MethodItem | None:
+def _method(faults: Faults, place: int, value: Any, encoder: Component) -> MethodItem | None:
+    key: Key = ("methods", place)
     values = {"name": value} if isinstance(value, str) else value
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
         faults.add(key, "must be the name of a method, or a block with a name and settings")
@@ -202,6 +241,8 @@ def _method(faults: Faults, key: Key, value: Any) -> MethodItem | None:
         sharpness=parts.get("sharpness"),
         averaging=parts.get("averaging"),
         block=block,
+        place=place,
+        encoder=encoder,
     )
 
 

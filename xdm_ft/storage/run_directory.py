@@ -210,10 +210,14 @@ class RunDirectory:
         write_arrays(self._checked(relative), arrays, {**metadata, FILE_KEY: relative})
 
     @staticmethod
-    def reference_file(test_domains: tuple[str, ...]) -> str:
-        """Returns the file for the distances of models with these test domains. (): of the final fit."""
+    def reference_file(test_domains: tuple[str, ...], encoder: str | None = None) -> str:
+        """Returns the file for the distances of models with these test domains, () for the final fit.
+
+        `encoder`: the label of theirs, if the run has several.
+        """
         name = file_name(*test_domains, safe=" ") if test_domains else FINAL_FIT_REFERENCE
-        return f"training_features/{name}.safetensors"
+        folder = "training_features" if encoder is None else f"training_features/{file_name(encoder, safe=' ')}"
+        return f"{folder}/{name}.safetensors"
 
     @staticmethod
     def reference_beside(weights: str) -> str:

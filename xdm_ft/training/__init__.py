@@ -47,6 +47,14 @@ class Training(Block):
     amsgrad: Annotated[bool, Field(description="adam and adamw: use the largest second moment so far")] = False
     lr: Annotated[float, Field(gt=0, description="learning rate of heads")] = 1e-3
     encoder_lr: Annotated[float, Field(gt=0, description="learning rate of a trainable encoder")] = 5e-5
+    layer_decay: Annotated[
+        float,
+        Field(
+            gt=0,
+            le=1,
+            description="factor of encoder_lr per block of the encoder, counted from the end (ELECTRA, BEiT); 1: none",
+        ),
+    ] = 1.0
     weight_decay: Annotated[float, Field(ge=0, description="L2 penalty (sgd, adam) or decoupled decay (adamw)")] = 0.0
     momentum: Annotated[float, Field(ge=0, lt=1, description="sgd: momentum")] = 0.9
     beta1: Annotated[float, Field(ge=0, lt=1, description="adam and adamw: decay of the mean gradient")] = 0.9
@@ -149,3 +157,5 @@ class Trained:
     course: RuleValues = field(default_factory=dict)
     stopped_at: int | None = None  # number of steps after which patience ended the training; None: it did not
     restarts: tuple[str, ...] = ()  # the reason of each restart from the beginning
+    parameters: int | None = None  # number of trained values; None: those of the method's own modules
+    peak_memory: int | None = None  # bytes; None: not known, or several models shared it

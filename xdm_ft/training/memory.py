@@ -1,4 +1,4 @@
-"""Memory: keeps what training has freed for its next step, and makes one line of an out-of-memory error."""
+"""Memory: keeps what training has freed for its next step, measures its peak, makes one line of a lack of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -30,6 +31,41 @@ def keep_freed_memory() -> None:
     if hasattr(c_library, "mallopt"):  # musl has none
         c_library.mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
         c_library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+class PeakMemory:
+    """The memory that this process takes at most from now on, above what it takes now. Not that of its workers.
+
+    On a GPU it is what torch allocates there, else resident memory, which Linux alone measures.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.start = device, 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.start = torch.cuda.memory_allocated(device)
+        elif sys.platform.startswith("linux"):
+            try:
+                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
+            except OSError:
+                self.start = -1  # a sandbox forbids it
+            else:
+                self.start = _resident("VmRSS")
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes; None: this system does not tell."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self.start
+        if self.start <= 0:
+            return None
+        return max(0, _resident("VmHWM") - self.start)
+
+
+def _resident(name: str) -> int:
+    """Returns a value of /proc/self/status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 @contextmanager

@@ -38,7 +38,8 @@ from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.end_to_end.batch_norm import synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches, split_batch
-from xdm_ft.training.end_to_end.gradients import EndToEnd
+from xdm_ft.training.end_to_end.inputs import Images
+from xdm_ft.training.end_to_end.model import EndToEnd
 from xdm_ft.training.end_to_end.train import predict
 from xdm_ft.training.schedule import learning_rate_factor
 
@@ -275,7 +276,7 @@ def test_predict_is_in_order_and_equals_the_model_itself(accelerator: Accelerato
 @pytest.mark.parametrize("kind", ["per_domain", "class_balanced", "pooled"])
 def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
     job, training = make_job(steps=7), Training(batch_size=6, sampler=kind, accumulation=2)
-    images = ImageRows(digits(), training_transform(SmallCNN.preprocessing, "domainbed"))
+    images = Images(digits(), SmallCNN.preprocessing, "domainbed", accelerator)
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
 
     def batches(first: int) -> dict[int, StepBatch]:
@@ -295,7 +296,7 @@ def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
 
 
 def augmented_batches(accelerator: Accelerator, seed: int = 3) -> TrainingBatches:
-    images = ImageRows(digits(), training_transform(SmallCNN.preprocessing, "domainbed"))
+    images = Images(digits(), SmallCNN.preprocessing, "domainbed", accelerator)
     return TrainingBatches(
         under(Training(batch_size=4), make_job(steps=3, seed=seed)), images, digit_annotations(), accelerator
     )

@@ -21,7 +21,8 @@ from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Training
 from xdm_ft.training.end_to_end.batches import StepBatch
-from xdm_ft.training.end_to_end.gradients import EndToEnd, StepGradients
+from xdm_ft.training.end_to_end.gradients import StepGradients
+from xdm_ft.training.end_to_end.model import EndToEnd
 
 
 @pytest.fixture

@@ -28,14 +28,14 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.data._image_rows import ImageRows
-from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.recipe.components import find, names
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Training
 from xdm_ft.training.end_to_end.batches import TrainingBatches
-from xdm_ft.training.end_to_end.gradients import EndToEnd, StepGradients
+from xdm_ft.training.end_to_end.gradients import StepGradients
+from xdm_ft.training.end_to_end.inputs import Images
+from xdm_ft.training.end_to_end.model import EndToEnd
 
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
 ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}
@@ -211,9 +211,9 @@ def test_partners_from_all_images_are_read_and_augmented_like_any(accelerator: A
     make = partial(LISA, partners="all")
     job, training = make_job(make, steps=4), Training(batch_size=4, accumulation=2)
     labels, domains = torch.from_numpy(digits().labels), torch.from_numpy(digits().domains)
-    images = ImageRows(digits(), evaluation_transform(SmallCNN.preprocessing))
+    images = Images(digits(), SmallCNN.preprocessing, "none", accelerator)
+    images.workers = 0
     batches = TrainingBatches(under(training, job), images, digit_annotations(), accelerator)
-    batches.workers = 0
     pool = torch.cat(job.split.train).tolist()
     outside = 0
     for step, batch in batches.begin():
@@ -224,6 +224,6 @@ def test_partners_from_all_images_are_read_and_augmented_like_any(accelerator: A
             for number, place in enumerate(part.place.tolist()):
                 row = int(partners.row[place])
                 assert row in pool and labels[row] == part.y[number] and domains[row] != part.domain[number]
-                assert torch.equal(part.partner[number], images[row][0]) and part.partner_y[number] == labels[row]
+                assert torch.equal(part.partner[number], images.plain[row][0]) and part.partner_y[number] == labels[row]
                 outside += row not in batch.whole.index.tolist()
     assert outside > 10

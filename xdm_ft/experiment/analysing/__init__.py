@@ -7,10 +7,8 @@ changed.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +21,7 @@ from xdm_ft.experiment.analysing.seen import Seen
 from xdm_ft.experiment.machine import cores, local_processes
 from xdm_ft.experiment.parallel import run_forked
 from xdm_ft.experiment.plan import Plan, PlannedModel
-from xdm_ft.experiment.prepared import Prepared, build_encoder
+from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.experiment.results import inputs
 from xdm_ft.progress import Progress, progress
 from xdm_ft.report.finished import Run
@@ -34,7 +32,6 @@ from xdm_ft.version import __version__
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from xdm_ft.encoders import Encoder
 
 Group = tuple[tuple[str, ...], int, bool]
 """Test domains, seed, and whether the encoder is frozen: models of a group are measured on the same images."""
@@ -98,7 +95,7 @@ def _tasks(run: Run, plan: Plan, prepared: Prepared) -> list[Task]:
         is_first = record.key == first[record.method, record.test_domains]
         model = planned[record.key]
         depends_on = [*same, record.key, is_first, record.selected[run.own_rule].to_json()]
-        found.append(Task(record, model, is_frozen(plan, model), is_first, json_digest(depends_on)))
+        found.append(Task(record, model, is_frozen(model), is_first, json_digest(depends_on)))
     return found
 
 
@@ -141,20 +138,15 @@ class Measuring:
                 for _ in self._measured(piece, self.directory):
                     self.bar.advance()
 
-    @cached_property
-    def _encoder(self) -> Encoder:
-        return build_encoder(self.plan.recipe, self.plan.recipe.protocol.seeds[0])  # its weights are replaced
-
     def _measured(self, piece: Sequence[Task], directory: RunDirectory) -> Iterator[None]:
         """Measures models of one group, and yields after each line."""
-        shared: dict[bool, Seen] = {}
+        shared: dict[tuple[str | None, bool], Seen] = {}
         dataset, rule = self.plan.dataset, self.plan.recipe.protocol.selection
         for task in piece:
-            of_run = self.plan, self.prepared, task.planned, task.record, directory, self.accelerator
-            model = read_model(*of_run, encoder=lambda: copy.deepcopy(self._encoder))
+            model = read_model(self.plan, self.prepared, task.planned, task.record, directory, self.accelerator)
             seen = Seen(self.images[task.group], model.features, len(dataset.class_names))
             if task.frozen:  # models on the same features share what follows from them
-                seen = shared.setdefault(task.planned.item.reads_normalized, seen)
+                seen = shared.setdefault((task.planned.item.encoder_label, task.planned.item.reads_normalized), seen)
             found = entry(model, seen, task.limits, dataset.domain_names, task.first, rule)
             directory.append(KIND, plain(found | {"inputs": task.inputs}))
             yield

@@ -49,7 +49,7 @@ def document(
     """Returns the content of analysis.json, without its checksum."""
     counts: dict[str, dict[str, int]] = {}  # of the first seed
     # if the recipe trains the encoder, those of models that do: solvers read cached features, of more images
-    for group, of_split in sorted(images.items(), key=lambda item: item[0][2] == plan.recipe.trainable):
+    for group, of_split in sorted(images.items(), key=lambda item: item[0][2] == plan.recipe.trains_encoders):
         counts.setdefault(",".join(group[0]), of_split.counts())
     return {
         "schema": 1,
@@ -68,7 +68,7 @@ def _notes(
     if any(not of_split.own_validation for of_split in images.values()):
         held = "a part of the training images, as the split has no validation images of its training domains"
     yield f"invariances, importance and embeddings are measured on {held}"
-    if not plan.recipe.trainable:
+    if not plan.recipe.trains_encoders and len(plan.recipe.encoders) == 1:
         alike = (
             "" if len({item.reads_normalized for item in plan.recipe.methods}) == 1 else " that normalise them alike"
         )

@@ -15,7 +15,6 @@ from xdm_ft.analysis.augmented import augmented_in_encoder
 from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.data._loading import image_loader, loaded
 from xdm_ft.data._transforms import evaluation_transform
-from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment.jobs import make_job
@@ -24,8 +23,8 @@ from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.progress import pulse
 from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.training.end_to_end.batches import WORKERS_DIED, worker_count
-from xdm_ft.training.end_to_end.gradients import EndToEnd
+from xdm_ft.training.end_to_end.inputs import WORKERS_DIED, worker_count
+from xdm_ft.training.end_to_end.model import EndToEnd
 from xdm_ft.training.end_to_end.prediction import DTYPES, precision_of
 
 if TYPE_CHECKING:
@@ -105,12 +104,8 @@ def read_model(
     record: Record,
     directory: RunDirectory,
     accelerator: Accelerator,
-    encoder: Callable[[], Encoder],
 ) -> TrainedModel:
-    """Returns the model of a record. Raises `UserError` if its weights file is damaged.
-
-    `encoder` returns a copy of the recipe's encoder, for a model that has trained it.
-    """
+    """Returns the model of a record. Raises `UserError` if its weights file is damaged."""
     file = record.selected[plan.recipe.protocol.selection].weights
     try:
         state, _ = directory.tensors(file)
@@ -119,20 +114,20 @@ def read_model(
         raise UserError(f"{problem}; run the run's recipe again to train this model again") from error
     job = make_job(plan, prepared, planned, {})
     method, batch = job.make(job.setup), job.training.images_per_step(len(job.split.train))
-    if is_frozen(plan, planned):
-        assert prepared.features is not None, "`prepare` extracts features for every method that reads them"
-        features = prepared.features.normalized() if job.normalized else prepared.features
+    own = prepared.of(planned.item)
+    if is_frozen(planned):
+        features = own.features_of(job)
         method.load_state_dict(state)
         return TrainedModel(record, method.eval(), lambda rows: features[rows.to(features.device)].cpu(), None, batch)
     assert isinstance(method, Algorithm)
-    model = EndToEnd(encoder(), method, "frozen")
+    model = EndToEnd(copy.deepcopy(own.encoder), method, "frozen")
     model.load_weights(state)
-    images = ImageRows(plan.dataset, evaluation_transform(prepared.preprocessing))
+    images = ImageRows(plan.dataset, evaluation_transform(own.encoder.preprocessing))
     head = copy.deepcopy(method).cpu().eval()
-    own = OwnEncoder(model.to(accelerator.device).eval(), images, accelerator)
-    return TrainedModel(record, head, own.features, own, batch)
+    trained = OwnEncoder(model.to(accelerator.device).eval(), images, accelerator)
+    return TrainedModel(record, head, trained.features, trained, batch)
 
 
-def is_frozen(plan: Plan, planned: PlannedModel) -> bool:
+def is_frozen(planned: PlannedModel) -> bool:
     """Returns whether a model reads cached features of the frozen encoder."""
-    return not plan.recipe.trainable or planned.item.is_solver
+    return planned.item.trainable is False

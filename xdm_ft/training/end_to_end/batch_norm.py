@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -15,7 +15,6 @@ from xdm_ft.training.end_to_end.batches import StepBatch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
 
 Module = TypeVar("Module", bound=nn.Module)
 logger = logging.getLogger("xdm_ft")
@@ -103,26 +102,28 @@ def synchronised(module: Module, processes: int, accumulation: int, device: torc
 
 
 @torch.no_grad()
-def gather_statistics(module: nn.Module, steps: Iterable[StepBatch], accelerator: Accelerator) -> None:
+def gather_statistics(
+    encoder: nn.Module, encode: Callable[[Tensor], Tensor], steps: Iterable[StepBatch], accelerator: Accelerator
+) -> None:
     """Sets the running statistics of layers in training mode to the mean of the batch statistics of `steps`.
 
-    As torch.optim.swa_utils.update_bn, for averaged weights, which no forward pass has used. `module` is called with
+    As torch.optim.swa_utils.update_bn, for averaged weights, which no forward pass has used. `encode` is called with
     `x` of each part. Without such layers `steps` is not read.
     """
-    layers = [layer for layer in batch_norm_layers(module) if layer.training and layer.running_mean is not None]
+    layers = [layer for layer in batch_norm_layers(encoder) if layer.training and layer.running_mean is not None]
     if not layers:
         return
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.momentum = 1.0  # the running statistics are then those of the last batch
-    statistics = RunningStatistics(module)
+    statistics = RunningStatistics(encoder)
     statistics.begin()
     taken = 0
     for batch in steps:
         taken += 1
         for number, part in enumerate(batch.parts):
             with accelerator.autocast():
-                module(part.x)
+                encode(part.x)
             statistics.collect(batch.share(number))
             pulse.beat()
     for total in statistics.sums:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -11,22 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.distributed import all_gather
-from torch.utils.data import Sampler
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.data._image_rows import DrawnRows, ImageRows
-from xdm_ft.data._loading import image_loader, loaded
 from xdm_ft.errors import UserError
-from xdm_ft.randomness import Stream, bits
 from xdm_ft.tensors import Annotations, Batch, InputPartners, Samples
 from xdm_ft.training import Job
+from xdm_ft.training.end_to_end.inputs import Inputs, RowsToRead, StepRows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-MOST_WORKERS = 8  # per process; with more, they only wait for each other
 PARTNER_STEPS = 64  # steps whose partners are drawn at once: with `partners: all` each draw sorts all training rows
-WORKERS_DIED = ("training.batch_size", "lower it or raise training.accumulation, and run the same command to resume")
 
 
 def split_batch(rows: Tensor, domain: Tensor, parts: int, blocks: int) -> list[Tensor]:
@@ -104,35 +98,6 @@ def _all_gathered(own: Tensor, sizes: list[int]) -> list[Tensor]:
     return [rows[:size] for rows, size in zip(everyone, sizes, strict=True)]
 
 
-@dataclass(frozen=True)
-class RowsToRead:
-    """The n images that this process reads for a step: those of its parts, then partners that are not among them."""
-
-    row: Tensor  # int64 [n]
-    place: Tensor  # int64 [n]: key of the augmentation's random draws
-    partner: Tensor | None  # int64: index in `row` of the partner of each sample of the parts
-
-
-class StepRows(Sampler[list[tuple[int, int]]]):
-    """Batch sampler of a DataLoader: yields the rows that this process reads at steps first…last−1.
-
-    A row comes with the seed of its augmentation (`DrawnRows`), a function of the job's seed, the step and its place in
-    the batch: a row that is in a batch twice has two different augmentations.
-    """
-
-    def __init__(self, rows_to_read: Callable[[int], RowsToRead], seed: int, first: int, last: int) -> None:
-        self.rows_to_read, self.seed, self.first, self.last = rows_to_read, seed, first, last
-
-    def __len__(self) -> int:
-        return self.last - self.first
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for step in range(self.first, self.last):
-            read = self.rows_to_read(step)
-            seeds = bits(self.seed, step, Stream.AUGMENTATION, read.place)
-            yield list(zip(read.row.tolist(), seeds.tolist(), strict=True))
-
-
 class TrainingBatches:
     """`begin(first)` yields (step, `StepBatch` on this process's device) for steps first…steps−1.
 
@@ -143,11 +108,10 @@ class TrainingBatches:
     def __init__(
         self,
         job: Job,
-        images: ImageRows,
+        inputs: Inputs,
         annotations: Annotations,
         accelerator: Accelerator,
     ) -> None:
-        """`images` have the training transform."""
         training = job.training
         self.device, self.seed, self.last = accelerator.device, job.seed, job.setup.steps
         pools = job.split.train
@@ -166,7 +130,7 @@ class TrainingBatches:
                 f"training.accumulation {self.accumulation}; raise batch_size or lower accumulation"
             )
         self.process = accelerator.process_index
-        self.images, self.workers = images, worker_count(accelerator)
+        self.inputs = inputs
         # partners are drawn for blocks of steps; a block that is no longer cached is drawn again
         self._partner_block = lru_cache(maxsize=2)(self._draw_partners)
 
@@ -218,12 +182,11 @@ class TrainingBatches:
 
     def begin(self, first: int = 0) -> Iterator[tuple[int, StepBatch]]:
         steps = StepRows(self.rows_to_read, self.seed, first, self.last)
-        loader = image_loader(DrawnRows(self.images), self.workers, self.device, batch_sampler=steps)
-        for step, (x, _) in enumerate(loaded(loader, *WORKERS_DIED), start=first):
-            yield step, self._step_batch(step, x.to(self.device, non_blocking=True))
+        for step, x in enumerate(self.inputs.of_steps(steps), start=first):
+            yield step, self._step_batch(step, x)
 
     def _step_batch(self, step: int, x: Tensor) -> StepBatch:
-        """`x` are the images that this process has read, in the order of `rows_to_read`."""
+        """`x` is what this process has read, in the order of `rows_to_read`."""
         samples, partners = self._samples(self.rows(step)), self.partners(step)
         place = torch.arange(len(samples.row))
         places_of = self.places(samples.row)
@@ -241,10 +204,3 @@ class TrainingBatches:
             fields = {name: value[places.to(self.device)] for name, value in there.items()}
             parts.append(Batch(x[own], **fields, partner=None if partner is None else x[partner[own].to(self.device)]))
         return StepBatch(parts, whole, places_of, self.process)
-
-
-def worker_count(accelerator: Accelerator) -> int:
-    """Returns the number of loader workers of this process: cores of the machine / processes on it, at most 8."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-    return min(MOST_WORKERS, max(1, cores // processes))

@@ -3,117 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from xdm_ft.algorithms import Algorithm
-from xdm_ft.encoders import Encoder
 from xdm_ft.interrupt import stop_requested
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.sharpness import Sharpness
-from xdm_ft.tensors import Batch, Losses
-from xdm_ft.training.end_to_end.batch_norm import RunningStatistics, batch_norm_layers
+from xdm_ft.tensors import Losses
+from xdm_ft.training.end_to_end.batch_norm import RunningStatistics
 from xdm_ft.training.end_to_end.batches import StepBatch
-from xdm_ft.training.end_to_end.stage_modules import StageModules
+from xdm_ft.training.end_to_end.model import EndToEnd
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-BatchNorm = Literal["train", "frozen"]
 Tensors = dict[str, Tensor]
-
-
-class EndToEnd(nn.Module):
-    """Encoder and algorithm as one module, so that Accelerate wraps all weights at once. The forward pass encodes.
-
-    `batch_norm: frozen` keeps batch-norm layers in eval mode while training: they normalise by their running
-    statistics, which do not change; their weights and biases are trained (as in DomainBed).
-    """
-
-    def __init__(self, encoder: Encoder, algorithm: Algorithm, batch_norm: BatchNorm) -> None:
-        super().__init__()
-        self.encoder, self.algorithm, self.batch_norm = encoder, algorithm, batch_norm
-        _freeze_unreached(encoder)
-        self.stages = StageModules(encoder, algorithm.stage_modules(encoder))
-        self.trainable = [p for p in (*encoder.parameters(), *self.stages.parameters()) if p.requires_grad]
-        self.encoder_frozen = False
-
-    def forward(self, batch: Batch, step: int) -> Tensor:
-        """Returns features z [B,K] of a part of the step's batch, in float32 or float64."""
-        with self.stages.during(batch, step):
-            z = self.encoder(batch.x)
-        return z if z.dtype == torch.float64 else z.float()
-
-    def train(self, mode: bool = True) -> EndToEnd:
-        super().train(mode)
-        if self.batch_norm == "frozen":
-            for layer in batch_norm_layers(self.encoder):
-                layer.eval()
-        if self.encoder_frozen:
-            self.encoder.eval()
-        return self
-
-    def freeze_encoder(self, frozen: bool) -> None:
-        """Freezes or unfreezes the encoder and the modules in it: frozen, it is in eval mode and has no gradient."""
-        self.encoder_frozen = frozen
-        for parameter in self.trainable:
-            parameter.requires_grad_(not frozen)
-        self.train(self.training)
-
-    def roles(self) -> Roles:
-        """Returns the trainable parameters. An encoder may have others too, such as fixed position embeddings."""
-        encoder = {f"encoder.{name}": p for name, p in self.encoder.named_parameters() if p.requires_grad}
-        own = dict(self.algorithm.named_parameters())
-        auxiliary = {name: p for name, p in own.items() if name.split(".")[0] in self.algorithm.auxiliary}
-        head = {name: p for name, p in own.items() if name not in auxiliary}
-        head |= {f"stages.{name}": p for name, p in self.stages.named_parameters() if p.requires_grad}
-        return Roles(encoder, head, auxiliary)
-
-    def named_weights(self) -> dict[str, Tensor]:
-        """Returns parameters and buffers: `encoder.…`, `stages.…` (modules in it), and the algorithm's own names."""
-        state = {f"encoder.{name}": tensor for name, tensor in self.encoder.state_dict().items()}
-        state |= {f"stages.{name}": tensor for name, tensor in self.stages.state_dict().items()}
-        return state | self.algorithm.state_dict()
-
-    @torch.no_grad()
-    def load_weights(self, state: Mapping[str, Tensor]) -> None:
-        """Copies `state`, which must have the names of `named_weights`, into the parameters and buffers."""
-        weights = self.named_weights()
-        assert weights.keys() == state.keys(), sorted(weights.keys() ^ state.keys())
-        for name, value in state.items():
-            weights[name].copy_(value)
-
-    def weights(self) -> dict[str, Tensor]:
-        """Returns a copy of `named_weights` on the CPU."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.named_weights().items()}
-
-
-def _freeze_unreached(encoder: Encoder) -> None:
-    """Freezes parameters without effect on features (CLIP's text side): processes would wait for their gradients."""
-    parameters = [p for p in encoder.parameters() if p.requires_grad]
-    side = encoder.preprocessing.size
-    z = encoder(torch.zeros(2, 3, side, side, device=next(encoder.parameters()).device))
-    for parameter, gradient in zip(
-        parameters, torch.autograd.grad(z.sum(), parameters, allow_unused=True), strict=True
-    ):
-        parameter.requires_grad_(gradient is not None)
-
-
-class Roles(NamedTuple):
-    """The trainable parameters by their role in a step."""
-
-    encoder: dict[str, nn.Parameter]
-    head: dict[str, nn.Parameter]  # all others that `Losses.total` trains: class head, modules in the encoder, …
-    auxiliary: dict[str, nn.Parameter]  # trained by `Losses.auxiliary`, without clipping and sharpness
-
-    @property
-    def main(self) -> dict[str, nn.Parameter]:
-        return self.encoder | self.head
 
 
 class Weighted(NamedTuple):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from xdm_ft.storage.checkpoint import State
 from xdm_ft.training.averages import Averages
-from xdm_ft.training.end_to_end.gradients import EndToEnd
+from xdm_ft.training.end_to_end.model import EndToEnd
 from xdm_ft.training.running_means import RunningMeans
 from xdm_ft.training.selection import Selector
 

@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.data import Augmentation, ImageDataset
-from xdm_ft.data._image_rows import ImageRows
-from xdm_ft.data._transforms import evaluation_transform, training_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.interrupt import Interrupted, deferred, stop_requested
@@ -34,14 +32,18 @@ from xdm_ft.randomness import Stream, bits
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.tensors import Annotations, Criteria
-from xdm_ft.training import Job, Record, Trained, Training
+from xdm_ft.training import Job, Record, Trained
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
-from xdm_ft.training.end_to_end.gradients import BatchNorm, EndToEnd, Roles, StepGradients, StepLosses
-from xdm_ft.training.end_to_end.prediction import predict
+from xdm_ft.training.end_to_end.gradients import StepGradients, StepLosses
+from xdm_ft.training.end_to_end.inputs import Images
+from xdm_ft.training.end_to_end.model import WHOLE, BatchNorm, EncoderPart, EndToEnd
+from xdm_ft.training.end_to_end.optimizer import optimizer_of
+from xdm_ft.training.end_to_end.prediction import inputs_of, predict
 from xdm_ft.training.end_to_end.state import LoopState
 from xdm_ft.training.end_to_end.validation import EndToEndValidation
+from xdm_ft.training.memory import PeakMemory
 from xdm_ft.training.schedule import learning_rate_factor
 from xdm_ft.training.selection import Selector, evaluation_steps, known_values
 
@@ -72,8 +74,11 @@ def train_model(
     unfreeze_at: int = 0,
     augmentation: Augmentation = "none",
     checkpoint: Checkpoint | None = None,
+    part: EncoderPart = WHOLE,
 ) -> Trained:
     """Trains a copy of `encoder`, from its present weights, with the job's method for `job.setup.steps` steps.
+
+    `part` says how much of the encoder trains: all, what lies above a cut, or low-rank updates there.
 
     Images have the encoder's own preprocessing, in training with the `augmentation`. At each evaluation the main
     process calls `record(number of steps taken, [(job, values)])` with the means since the last evaluation of `loss`,
@@ -95,19 +100,22 @@ def train_model(
     _refuse_unsupported(job, accelerator)
     algorithm = job.make(job.setup)
     assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
-    inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm).to(accelerator.device).train()
+    memory = PeakMemory(accelerator.device)
+    inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm, part.trainable, seed=job.seed)
+    inner = inner.to(accelerator.device).train()
     inner = synchronised(inner, accelerator.num_processes, training.accumulation, accelerator.device)
-    images = ImageRows(dataset, evaluation_transform(encoder.preprocessing))
-    training_images = ImageRows(dataset, training_transform(encoder.preprocessing, augmentation))
-    batches = TrainingBatches(job, training_images, annotations, accelerator)
+    images = Images(dataset, encoder.preprocessing, augmentation, accelerator)
+    inputs = inputs_of(inner, part, images, accelerator)
+    batches = TrainingBatches(job, inputs, annotations, accelerator)
     first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
     averages = Averages([job.averaging], first_step) if job.averaging else None
     reads_loss = job.averaging is not None and job.averaging.reads_loss
     validation = EndToEndValidation(
-        job, images, annotations, criteria, batches.largest_part, accelerator, loss=reads_loss
+        job, inputs, annotations, criteria, batches.largest_part, accelerator, loss=reads_loss
     )
     selector = Selector(criteria, first_step, training.patience)
-    optimizer = optimizer_of(inner.roles(), training)
+    roles = inner.roles()
+    optimizer = optimizer_of(inner, training)
     state = LoopState(inner, optimizer, selector, averages, accelerator, started=started)
     run = _Run(job, batches, validation, record, checkpoint)
     _resume(run, state, annotations)
@@ -126,6 +134,8 @@ def train_model(
         course=selector.course,
         stopped_at=selector.stopped_at,
         restarts=() if checkpoint is None else tuple(checkpoint.restarts),
+        parameters=sum(parameter.numel() for of_role in roles for parameter in of_role.values()),
+        peak_memory=memory.peak,
     )
 
 
@@ -264,9 +274,8 @@ def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerat
                 parameter.copy_(mean[name])
     torch.manual_seed(int(bits(run.job.seed, run.job.setup.steps, Stream.ENCODER, accelerator.process_index)))
     inner.train()
-    gather_statistics(
-        inner.encoder, (batch for _, batch in islice(run.batches.begin(), STATISTICS_BATCHES)), accelerator
-    )
+    steps = (batch for _, batch in islice(run.batches.begin(), STATISTICS_BATCHES))
+    gather_statistics(inner.encoder, inner.encode, steps, accelerator)
     return inner.weights()
 
 
@@ -310,21 +319,6 @@ def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         # without a GPU Accelerate would silently compute in float32
         raise UserError("training.mixed_precision: fp16 needs a GPU, and this process runs on the CPU; use bf16 or no")
-
-
-def optimizer_of(roles: Roles, training: Training) -> Optimizer:
-    """Returns the optimizer: class head and auxiliary modules have the learning rate `lr`, the encoder `encoder_lr`."""
-    rates = (training.encoder_lr, training.lr, training.lr)
-    groups = [
-        {"params": list(parameters.values()), "lr": lr, "initial_lr": lr, "weight_decay": training.weight_decay}
-        for parameters, lr in zip(roles, rates, strict=True)
-        if parameters
-    ]
-    if training.optimizer == "sgd":
-        return SGD(groups, momentum=training.momentum)
-    return {"adam": Adam, "adamw": AdamW}[training.optimizer](
-        groups, betas=(training.beta1, training.beta2), amsgrad=training.amsgrad
-    )
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.tensors import Annotations, Criteria
 from xdm_ft.training import Job
 from xdm_ft.training.averages import LOSS_SPLIT
-from xdm_ft.training.end_to_end.gradients import EndToEnd
+from xdm_ft.training.end_to_end.inputs import Inputs
+from xdm_ft.training.end_to_end.model import EndToEnd
 from xdm_ft.training.end_to_end.prediction import EvaluationImages, precision_of
 from xdm_ft.training.rule_images import RuleImages, rule_images
 from xdm_ft.training.selection import rows_of_rules, split_of
@@ -24,7 +24,7 @@ class EndToEndValidation:
     def __init__(
         self,
         job: Job,
-        images: ImageRows,
+        inputs: Inputs,
         annotations: Annotations,
         criteria: Criteria,
         batch_size: int,
@@ -45,7 +45,7 @@ class EndToEndValidation:
         self.measured = {rule: measured(rule, criteria.metric) for rule in watched}
         self.measured_loss = measured(LOSS_SPLIT, "nll") if loss else None
         self.images = {
-            rule: EvaluationImages(images, rows, batch_size, accelerator, persistent=True)
+            rule: EvaluationImages(inputs, rows, batch_size, accelerator, persistent=True)
             for rule, rows in watched.items()
         }
 
@@ -54,7 +54,7 @@ class EndToEndValidation:
         inner.eval()
         values = {}
         for rule, images in self.images.items():
-            logits = images.logits(inner.encoder, inner.algorithm, self.precision)
+            logits = images.logits(inner, self.precision)
             if not logits.isfinite().all():
                 return None
             values[rule] = self.measured[rule].value(logits)

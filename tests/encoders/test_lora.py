@@ -1,0 +1,415 @@
+"""Low-rank updates: their formula, what trains, what is merged, which layers have them, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from xdm_ft.encoders import Encoder
+from xdm_ft.encoders._cut import Cut
+from xdm_ft.encoders._lora import SplitAttention, add_lora, merged_state, touched_names
+from xdm_ft.encoders._trainable import Lora
+from xdm_ft.encoders.open_clip import OpenClip
+from xdm_ft.encoders.timm import Timm
+from xdm_ft.errors import UserError
+
+CLIP: dict[str, Any] = {
+    "embed_dim": 24,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
+CLIP_BLOCKS = tuple(f"model.visual.transformer.resblocks.{i}" for i in range(2))
+VIT_BLOCKS = tuple(f"model.blocks.{i}" for i in range(2))
+Case = tuple[Encoder, tuple[str, ...]]
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> OpenClip:
+    folder = tmp_path_factory.mktemp("clip")
+    config, weights = folder / "lora_clip.json", folder / "weights.safetensors"
+    config.write_text(json.dumps(CLIP))
+    open_clip.add_model_config(config)
+    torch.manual_seed(0)
+    state = open_clip.create_model("lora_clip").state_dict()
+    save_file({name: value.contiguous() for name, value in state.items()}, weights)
+    return OpenClip(model=str(config), weights=str(weights))
+
+
+def vit() -> Timm:
+    torch.manual_seed(0)
+    return Timm(model="test_vit", kwargs={"img_size": 32, "depth": 2})
+
+
+@pytest.fixture(params=["timm", "open_clip"])
+def case(request: pytest.FixtureRequest, clip: OpenClip) -> Case:
+    """An encoder without updates, and the names of its blocks."""
+    return (vit(), VIT_BLOCKS) if request.param == "timm" else (copy.deepcopy(clip), CLIP_BLOCKS)
+
+
+def images(size: int = 32) -> Tensor:
+    return torch.rand(4, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def updates(encoder: Encoder) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in encoder.named_parameters() if ".lora_" in name}
+
+
+def fill(encoder: Encoder, std: float = 0.2) -> None:
+    """Gives every B random values, as if the updates had been trained."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in updates(encoder).items():
+        if ".lora_B." in name:
+            nn.init.normal_(parameter, std=std, generator=generator)
+
+
+def snapshot(encoder: Encoder) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+
+
+def test_at_the_start_features_are_the_same_and_only_updates_train(case: Case) -> None:
+    encoder, blocks = case
+    with torch.no_grad():
+        before = encoder(images())
+        add_lora(encoder, blocks, Lora(rank=2), seed=0)
+        torch.testing.assert_close(encoder(images()), before, rtol=1e-5, atol=1e-6)
+    trainable = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+    assert trainable == updates(encoder).keys()
+    assert not any(module.training for module in encoder.modules())
+
+
+def test_number_of_parameters_by_hand(clip: OpenClip) -> None:
+    # rank · (inputs + outputs) of each layer, of the width w: qkv w + 3w; out w + w; both layers of an MLP of width m
+    for encoder, blocks, w, m in ((vit(), VIT_BLOCKS, 64, 192), (copy.deepcopy(clip), CLIP_BLOCKS, 32, 128)):
+        add_lora(encoder, blocks, Lora(rank=3), seed=0)
+        expected = len(blocks) * 3 * ((w + 3 * w) + (w + w) + (w + m) + (m + w))
+        assert sum(p.numel() for p in encoder.parameters() if p.requires_grad) == expected
+
+
+@pytest.mark.parametrize(("alpha", "scale"), [(None, 2.0), (3.0, 1.5)])
+def test_formula_against_loops(case: Case, alpha: float | None, scale: float) -> None:
+    encoder, blocks = case
+    plain = snapshot(encoder)
+    name = next(n for n in plain if n.startswith(blocks[-1]) and n.endswith(("attn.qkv.weight", "attn.in_proj_weight")))
+    add_lora(encoder, blocks[-1:], Lora(rank=2, alpha=alpha), seed=0)
+    fill(encoder)
+    layer = name.replace("in_proj_weight", "in_proj.weight").removesuffix(".weight")
+    a = encoder.get_parameter(f"{layer}.lora_A.default.weight").tolist()  # [rank,inputs]
+    b = encoder.get_parameter(f"{layer}.lora_B.default.weight").tolist()  # [outputs,rank]
+    w, merged = plain[name].tolist(), merged_state(encoder)[name].tolist()
+    for i in range(0, len(b), 7):
+        for j in range(len(a[0])):
+            expected = w[i][j] + scale * sum(b[i][r] * a[r][j] for r in range(2))
+            assert merged[i][j] == pytest.approx(expected, abs=1e-6)
+
+
+def test_merged_weights_in_a_plain_encoder_give_the_same_features(case: Case) -> None:
+    encoder, blocks = case
+    plain, state = copy.deepcopy(encoder), snapshot(encoder)
+    add_lora(encoder, blocks, Lora(rank=2), seed=0)
+    fill(encoder)
+    unmerged = snapshot(encoder)
+    merged = merged_state(encoder)
+    assert {n: t.shape for n, t in merged.items()} == {n: t.shape for n, t in state.items()}
+    assert {n for n in state if not torch.equal(merged[n], state[n])} == touched_names(encoder)
+    assert len(touched_names(encoder)) == 4 * len(blocks)
+    assert all(torch.equal(tensor, unmerged[name]) for name, tensor in encoder.state_dict().items())
+    with torch.no_grad():
+        start, trained = plain(images()), encoder(images())
+        plain.load_state_dict(merged)
+        assert (trained - start).abs().max() > 1e-2
+        torch.testing.assert_close(plain(images()), trained, rtol=0, atol=1e-5)
+
+
+def test_loss_falls_and_only_the_updates_change(case: Case) -> None:
+    encoder, blocks = case
+    add_lora(encoder, blocks, Lora(rank=2), seed=0)
+    start, target = snapshot(encoder), torch.randn(4, encoder.width, generator=torch.Generator().manual_seed(2))
+    optimizer = torch.optim.SGD(updates(encoder).values(), lr=0.1)
+    losses = []
+    encoder.train()
+    for _ in range(8):
+        loss = nn.functional.mse_loss(encoder(images()), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.95 * losses[0]
+    changed = {name for name, tensor in encoder.state_dict().items() if not torch.equal(tensor, start[name])}
+    assert changed == updates(encoder).keys()
+
+
+def test_gradients_reach_every_update(case: Case) -> None:
+    encoder, blocks = case
+    add_lora(encoder, blocks, Lora(rank=2), seed=0)
+
+    def gradients() -> dict[str, Tensor]:
+        encoder.zero_grad()
+        encoder(images()).square().sum().backward()
+        found = {name: parameter.grad for name, parameter in updates(encoder).items()}
+        assert None not in found.values()  # a process would wait for it
+        return found  # type: ignore[return-value]
+
+    for name, gradient in gradients().items():
+        assert bool(gradient.count_nonzero()) == (".lora_B." in name), name  # A's is 0 while B is 0
+    fill(encoder)
+    packed = 0
+    for name, gradient in gradients().items():
+        assert gradient.count_nonzero(), name
+        if name.endswith(("qkv.lora_B.default.weight", "in_proj.lora_B.default.weight")):
+            packed += 1
+            assert all(third.count_nonzero() for third in gradient.chunk(3)), name  # queries, keys, values
+    assert packed == len(blocks)
+
+
+def test_the_start_depends_on_the_seed_alone(clip: OpenClip) -> None:
+    def drawn(seed: int, earlier: int) -> dict[str, nn.Parameter]:
+        encoder = copy.deepcopy(clip)
+        torch.manual_seed(earlier)
+        state = torch.get_rng_state()
+        add_lora(encoder, CLIP_BLOCKS, Lora(rank=2, dropout=0.1), seed)
+        assert torch.equal(torch.get_rng_state(), state)
+        return updates(encoder)
+
+    first, again, other = drawn(5, earlier=0), drawn(5, earlier=1), drawn(6, earlier=0)
+    assert len(first) == 16
+    for name in first:
+        assert torch.equal(first[name], again[name])
+        assert torch.equal(first[name], other[name]) == (".lora_B." in name)
+    starts = [tensor for name, tensor in first.items() if ".lora_A." in name and tensor.shape == (2, 32)]
+    assert len(starts) == 6
+    assert not any(torch.equal(starts[0], tensor) for tensor in starts[1:])
+
+
+@pytest.mark.parametrize("targets", ["attn", "mlp"])
+def test_dropout_follows_the_generator_in_training_only(case: Case, targets: str) -> None:
+    encoder, blocks = case
+    add_lora(encoder, blocks, Lora(rank=2, dropout=0.5, targets=(targets,)), seed=0)
+    fill(encoder)
+
+    @torch.no_grad()
+    def z(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return encoder(images())
+
+    assert torch.equal(z(0), z(1))
+    encoder.train()
+    assert torch.equal(z(0), z(0))
+    assert not torch.equal(z(0), z(1))
+
+
+@torch.no_grad()
+def test_copies_and_lower_precision(case: Case) -> None:
+    encoder, blocks = case
+    add_lora(encoder, blocks, Lora(rank=2), seed=0)
+    fill(encoder)
+    z, start, twin = encoder(images()), snapshot(encoder), copy.deepcopy(encoder)
+    assert torch.equal(twin(images()), z)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = twin(images())
+    low = twin.to(torch.bfloat16)(images())
+    for rounded in (mixed, low):
+        assert not torch.equal(rounded, z)
+        assert nn.functional.cosine_similarity(rounded.float(), z).min() > 0.99
+    merged = merged_state(twin)
+    assert {merged[name].dtype for name in touched_names(twin)} == {torch.bfloat16}
+    assert all(torch.equal(tensor, start[name]) for name, tensor in encoder.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("targets", "of_timm", "of_clip"),
+    [
+        (("attn",), ["attn.qkv", "attn.proj"], ["attn.in_proj_", "attn.out_proj"]),
+        (("mlp.fc1", "mlp.c_fc"), ["mlp.fc1"], ["mlp.c_fc"]),
+        (("proj", "out_proj"), ["attn.proj"], ["attn.out_proj"]),
+        (("qkv", "in_proj"), ["attn.qkv"], ["attn.in_proj_"]),
+    ],
+)
+def test_targets_in_the_last_block(
+    clip: OpenClip, targets: tuple[str, ...], of_timm: list[str], of_clip: list[str]
+) -> None:
+    for encoder, block, names, own in (
+        (vit(), VIT_BLOCKS[-1], of_timm, targets[0]),
+        (copy.deepcopy(clip), CLIP_BLOCKS[-1], of_clip, targets[-1]),
+    ):
+        add_lora(encoder, [block], Lora(rank=2, targets=(own,)), seed=0)
+        expected = {f"{block}.{name}weight" if name.endswith("_") else f"{block}.{name}.weight" for name in names}
+        assert touched_names(encoder) == expected
+        assert len(updates(encoder)) == 2 * len(names)
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any], Callable[[int], str], int]] = {
+    "beit": ("beit_base_patch16_224", {"embed_dim": 48, "depth": 2, "num_heads": 2}, "model.blocks.{}".format, 4),
+    "dinov3": ("vit_small_patch16_dinov3", {"embed_dim": 48, "depth": 2, "num_heads": 2}, "model.blocks.{}".format, 4),
+    "swin_v2": (  # two more layers compute its position bias
+        "swinv2_tiny_window8_256",
+        {"depths": (1, 1), "num_heads": (2, 2), "embed_dim": 16},
+        "model.layers.{}.blocks.0".format,
+        6,
+    ),
+    "convnext": (
+        "test_convnext",
+        {"depths": (1, 1, 1, 1)},
+        lambda i: f"model.stages.{i + 2}.blocks.0",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "family", ["beit", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "beit")]
+)
+@torch.no_grad()
+def test_other_families(family: str) -> None:
+    model, kwargs, block, layers = FAMILIES[family]
+    side = 32 if family == "convnext" else 64
+    kwargs = kwargs if family == "convnext" else {**kwargs, "img_size": side}
+    torch.manual_seed(0)
+    encoder = Timm(model=model, kwargs=kwargs)
+    plain = copy.deepcopy(encoder)
+    for parameter in plain.parameters():  # scales of layers that start near 0 would hide an update
+        if parameter.ndim == 1 and parameter.abs().max() < 1e-3:
+            parameter.fill_(0.5)
+    encoder.load_state_dict(plain.state_dict())
+    add_lora(encoder, [block(0), block(1)], Lora(rank=2), seed=0)
+    torch.testing.assert_close(encoder(images(side)), plain(images(side)), rtol=1e-5, atol=1e-5)
+    fill(encoder)
+    z = encoder(images(side))
+    assert (z - plain(images(side))).abs().max() > 1e-2
+    assert len(touched_names(encoder)) == 2 * layers
+    plain.load_state_dict(merged_state(encoder))
+    torch.testing.assert_close(plain(images(side)), z, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_split_attention_is_torch_attention(bias: bool) -> None:
+    torch.manual_seed(0)
+    whole = nn.MultiheadAttention(24, 3, bias=bias, batch_first=True)
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    split, x = SplitAttention(copy.deepcopy(whole)), torch.randn(2, 5, 24)
+    expected, found = whole(x, x, x, need_weights=False)[0], split(x, x, x, need_weights=False)[0]
+    torch.testing.assert_close(found, expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    assert whole.in_proj_weight is not None
+    torch.testing.assert_close(split.in_proj.weight.grad, whole.in_proj_weight.grad)
+    torch.testing.assert_close(split.out_proj.weight.grad, whole.out_proj.weight.grad)
+
+
+def refused(encoder: Encoder, blocks: tuple[str, ...], **keys: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        add_lora(encoder, blocks, Lora(**keys), seed=0)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_unknown_target_is_refused_with_the_known_ones(clip: OpenClip) -> None:
+    assert refused(vit(), VIT_BLOCKS, targets="k_proj") == (
+        'trainable.lora.targets: no linear layer of a block is named "k_proj"; '
+        "known: attn.qkv, attn.proj, mlp.fc1, mlp.fc2"
+    )
+    line = refused(copy.deepcopy(clip), CLIP_BLOCKS, targets=["attn", "fc"])
+    assert line.endswith('named "fc"; known: attn.in_proj, attn.out_proj, mlp.c_fc, mlp.c_proj')
+
+
+def test_a_network_without_linear_layers_is_refused() -> None:
+    encoder = Timm(model="test_resnet")
+    line = refused(encoder, ("model.layer3.0", "model.layer4.0"))
+    assert line.startswith("trainable.lora: the blocks of this encoder have no linear layers")
+    assert "trainable: {blocks: 1}" in line
+
+
+def test_an_encoder_without_blocks_is_refused() -> None:
+    assert refused(Reading(), ()).startswith("trainable.lora: the encoder can not be cut")
+
+
+class Reader(nn.Module):
+    """Uses the weight of `read` without calling the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.called(nn.functional.linear(x, self.read.weight))
+
+
+class Reading(Encoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.preprocessing = vit().preprocessing
+        self.blocks = nn.Sequential(Reader(), Reader())
+        self.eval()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.blocks(images.mean((1, 2))[:, :8])
+
+    def identity(self) -> dict[str, object]:
+        raise AssertionError("not used")
+
+    def portable(self) -> Any:
+        raise AssertionError("not used")
+
+
+def test_an_update_without_effect_is_refused() -> None:
+    blocks = ("blocks.0", "blocks.1")
+    line = refused(Reading(), blocks)
+    assert line.startswith("trainable.lora.targets: this model uses the weights of read without calling")
+    assert line.endswith("set targets: [called]")
+    assert refused(Reading(), blocks, targets="read").endswith("use trainable: {blocks: k}")
+    add_lora(Reading(), blocks, Lora(targets=("called",)), seed=0)
+
+
+def test_without_peft_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xdm_ft.encoders._lora.find_spec", lambda name: None)
+    assert refused(vit(), VIT_BLOCKS) == (
+        'trainable.lora: needs peft, which is not installed; pip install "xdm_ft[lora]"'
+    )
+
+
+@pytest.mark.parametrize(
+    "keys", [{"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"blocks": 0}, {"targets": []}, {"rnk": 4}]
+)
+def test_settings_out_of_range_are_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Lora(**keys)
+
+
+def test_checkpoints_hold_the_updates(tmp_path: Path, clip: OpenClip) -> None:
+    first, second = copy.deepcopy(clip), copy.deepcopy(clip)
+    for encoder, seed in ((first, 0), (second, 1)):
+        add_lora(encoder, CLIP_BLOCKS, Lora(rank=2), seed)
+    fill(first)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    with torch.no_grad():
+        assert torch.equal(second(images()), first(images()))
+
+
+@pytest.mark.parametrize("cut_first", [True, False])
+@torch.no_grad()
+def test_updates_above_a_cut(case: Case, cut_first: bool) -> None:
+    encoder, blocks = case
+    assert encoder.block_names == blocks
+    cut = Cut(encoder, 1) if cut_first else None
+    add_lora(encoder, blocks[-1:], Lora(rank=2, dropout=0.5), seed=0)
+    cut = cut or Cut(encoder, 1)
+    fill(encoder)
+    assert torch.equal(cut.above(cut.below(images())), encoder(images()))
+    own = updates(encoder).keys()
+    assert own == {name for name, parameter in cut.parameters_above().items() if parameter.requires_grad}
+    assert len(own) == 8
+    assert all(cut.is_above(name) for name in touched_names(encoder))
+    cut.train_above()
+    dropouts = [m.training for m in encoder.modules() if isinstance(m, nn.Dropout) and m.p == 0.5]
+    assert dropouts == 4 * [True]

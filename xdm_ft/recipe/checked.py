@@ -1,0 +1,108 @@
+"""A checked recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from xdm_ft.data import Augmentation
+from xdm_ft.features import FeatureSettings
+from xdm_ft.protocol.splits import Protocol
+from xdm_ft.recipe.blocks import DataCommon, ListedEncoder, Output
+from xdm_ft.recipe.method_item import Component, MethodItem
+from xdm_ft.recipe.search import Search
+from xdm_ft.recipe.text import as_text
+from xdm_ft.report import ReportSettings
+from xdm_ft.settings import Block
+from xdm_ft.training import Training
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checked recipe."""
+
+    name: str
+    data: Component
+    protocol: Protocol
+    encoders: tuple[Component, ...]
+    features: FeatureSettings
+    methods: tuple[MethodItem, ...]  # with several encoders, all methods under the first one, then under the next
+    training: Training
+    search: Search
+    report: ReportSettings
+    output: Output
+    analyse: bool = False  # measure the models at the end of the run, as `xdm-ft analyse` does
+
+    @property
+    def encoder(self) -> Component:
+        """The encoder, or the first of several."""
+        return self.encoders[0]
+
+    @property
+    def trains_encoders(self) -> bool:
+        """Whether a method trains an encoder, or a part of it."""
+        return any(item.trainable is not False for item in self.methods)
+
+    @property
+    def data_common(self) -> DataCommon:
+        assert isinstance(self.data.block, DataCommon)
+        return self.data.block
+
+    def trains_on_images(self, item: MethodItem) -> bool:
+        """Whether a method reads images at every step: neither cached features nor the cached activations of a cut."""
+        if not item.is_cut:
+            return item.trainable is True
+        augmented = self.data_common.train_augmentation not in (None, "none") and not self.features.views
+        return self.features.cut == "compute" or (self.features.cut == "auto" and augmented)
+
+    @property
+    def train_augmentation(self) -> Augmentation:
+        """The recipe's augmentation. If it sets none: the data set's own, or "none" if a method reads what is cached.
+
+        All methods of a table train on the same kind of images.
+        """
+        trained = [item for item in self.methods if not item.is_solver]
+        on_images = bool(trained) and all(self.trains_on_images(item) for item in trained)
+        own: Augmentation = self.data.cls.train_augmentation if on_images or self.features.views else "none"
+        return self.data_common.train_augmentation or own
+
+    def needs_features(self, encoder: Component | None = None) -> bool:
+        """Whether a method reads cached features of an encoder (None: of any) before training."""
+        wanted = (item for item in self.methods if encoder is None or item.encoder is encoder)
+        return any(item.trainable is False for item in wanted)
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """The blocks by their keys, in the order in which a recipe is printed; `methods` is not among them."""
+        encoder = {} if self.several_encoders else {"encoder": self.encoder.block}
+        return {
+            "data": self.data.block,
+            "protocol": self.protocol,
+            **encoder,
+            "features": self.features,
+            "training": self.training,
+            "search": self.search,
+            "report": self.report,
+            "output": self.output,
+        }
+
+    def resolved(self) -> dict[str, Any]:
+        """Returns the recipe as plain values, including every default."""
+        plain: dict[str, Any] = {name: block.model_dump(mode="json") for name, block in self.blocks.items()}
+        if self.several_encoders:
+            plain["encoders"] = [encoder.block.model_dump(mode="json") for encoder in self.encoders]
+        methods = [item.block.model_dump(mode="json") for item in self.own_methods]
+        return {"name": self.name, **plain, "analyse": self.analyse, "methods": methods}
+
+    @property
+    def several_encoders(self) -> bool:
+        """Whether the recipe has `encoders`, which may be a list of one."""
+        return isinstance(self.encoder.block, ListedEncoder)
+
+    @property
+    def own_methods(self) -> tuple[MethodItem, ...]:
+        """The entries of `methods`, each once, under the first encoder."""
+        return tuple(item for item in self.methods if item.encoder is self.encoder)
+
+    def as_yaml(self) -> str:
+        return as_text(self.resolved())

@@ -1,0 +1,184 @@
+"""The model that trains: an encoder, or what lies above its cut, and an algorithm with its head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from xdm_ft.algorithms import Algorithm
+from xdm_ft.encoders import Encoder
+from xdm_ft.encoders._cut import Cut
+from xdm_ft.encoders._lora import add_lora, merged_state, touched_names
+from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable, blocks_above
+from xdm_ft.errors import UserError
+from xdm_ft.features.cache import Features
+from xdm_ft.tensors import Batch
+from xdm_ft.training.end_to_end.batch_norm import batch_norm_layers
+from xdm_ft.training.end_to_end.stage_modules import StageModules
+
+BatchNorm = Literal["train", "frozen"]
+
+
+@dataclass(frozen=True)
+class EncoderPart:
+    """The part of the encoder that trains, and what is cached below it."""
+
+    trainable: Trainable = True
+    activations: Features | None = None  # of the cut, flattened; None: they are computed, or there is no cut
+
+
+WHOLE = EncoderPart()
+
+
+class EndToEnd(nn.Module):
+    """Encoder and algorithm as one module, so that Accelerate wraps all weights at once. The forward pass encodes.
+
+    With a cut, only what lies above it trains, and `Batch.x` are the activations there; what lies below stays in eval
+    mode. `batch_norm: frozen` keeps batch-norm layers in eval mode while training: they normalise by their running
+    statistics, which do not change; their weights and biases are trained (as in DomainBed). With low-rank updates
+    batch norm is always frozen.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        algorithm: Algorithm,
+        batch_norm: BatchNorm,
+        trainable: Trainable = True,
+        *,
+        seed: int = 0,
+        merged: bool = False,
+    ) -> None:
+        """`encoder` is changed. `seed`: of low-rank updates, unless they are `merged` into the plain weights already.
+
+        Raises `UserError` if the encoder can not be cut there, or the algorithm works below the cut.
+        """
+        super().__init__()
+        self.encoder, self.algorithm, self.batch_norm = encoder, algorithm, batch_norm
+        self.cut = cut_of(encoder, trainable) if isinstance(trainable, LastBlocks | LowRank) else None
+        self.low_rank = isinstance(trainable, LowRank) and not merged
+        if self.cut is not None:
+            self.cut.freeze()
+        if isinstance(trainable, LowRank) and not merged:
+            names = encoder.block_names[-(trainable.lora.blocks or 0) :]
+            add_lora(encoder, names, trainable.lora, seed)
+        self._low_rank_names = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+        _freeze_unreached(encoder)
+        modules = algorithm.stage_modules(encoder)
+        below = [name for name in modules if self.cut is not None and not self.cut.lies_above(name)]
+        if below:
+            raise UserError(
+                f"trainable: this method changes feature maps after {below[0]}, which lies below the cut; train more "
+                "blocks, set its places to later ones, or set trainable: true"
+            )
+        self.stages = StageModules(encoder, modules)
+        self.trainable = [p for p in (*encoder.parameters(), *self.stages.parameters()) if p.requires_grad]
+        self.encoder_frozen = False
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Returns features z [B,K] of images, or of activations if there is a cut."""
+        z: Tensor = self.encoder(x) if self.cut is None else self.cut.above(x)
+        return z
+
+    def forward(self, batch: Batch, step: int) -> Tensor:
+        """Returns features z [B,K] of a part of the step's batch, in float32 or float64."""
+        with self.stages.during(batch, step):
+            z = self.encode(batch.x)
+        return z if z.dtype == torch.float64 else z.float()
+
+    def train(self, mode: bool = True) -> EndToEnd:
+        super().train(mode)
+        if self.cut is not None:
+            self.cut.train_above(mode)
+        if self.batch_norm == "frozen" or self.low_rank:
+            for layer in batch_norm_layers(self.encoder):
+                layer.eval()
+        if self.encoder_frozen:
+            self.encoder.eval()
+        return self
+
+    def freeze_encoder(self, frozen: bool) -> None:
+        """Freezes or unfreezes the encoder and the modules in it: frozen, it is in eval mode and has no gradient."""
+        self.encoder_frozen = frozen
+        for parameter in self.trainable:
+            parameter.requires_grad_(not frozen)
+        self.train(self.training)
+
+    def roles(self) -> Roles:
+        """Returns the trainable parameters. An encoder may have others too, such as fixed position embeddings."""
+        encoder = {f"encoder.{name}": p for name, p in self.encoder.named_parameters() if p.requires_grad}
+        own = dict(self.algorithm.named_parameters())
+        auxiliary = {name: p for name, p in own.items() if name.split(".")[0] in self.algorithm.auxiliary}
+        head = {name: p for name, p in own.items() if name not in auxiliary}
+        head |= {f"stages.{name}": p for name, p in self.stages.named_parameters() if p.requires_grad}
+        return Roles(encoder, head, auxiliary)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Returns the parameters and buffers that may change: `encoder.…`, `stages.…` (modules in it), and the
+        algorithm's own names. A checkpoint holds them."""
+        state = {f"encoder.{name}": tensor for name, tensor in self.encoder.state_dict().items() if self._changes(name)}
+        state |= {f"stages.{name}": tensor for name, tensor in self.stages.state_dict().items()}
+        return state | self.algorithm.state_dict()
+
+    def _changes(self, name: str) -> bool:
+        """Whether a part of the encoder's state may change in training."""
+        if self.low_rank:
+            return name in self._low_rank_names
+        return self.cut is None or self.cut.is_above(name)
+
+    @torch.no_grad()
+    def load_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Copies `state`, with the names of `named_weights`, into the parameters and buffers.
+
+        The encoder's may be a part of them: what low-rank updates do not touch is not in the weights that they gave.
+        """
+        weights = self.named_weights()
+        missing = [name for name in weights.keys() - state.keys() if not name.startswith("encoder.")]
+        assert state.keys() <= weights.keys() and not missing, sorted(weights.keys() ^ state.keys())
+        for name, value in state.items():
+            weights[name].copy_(value)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns a copy on the CPU of all that training has changed, under the encoder's plain names.
+
+        Low-rank updates are merged into the weights of their layers.
+        """
+        state = self.named_weights()
+        if self.low_rank:
+            plain = merged_state(self.encoder)
+            own = {name: tensor for name, tensor in state.items() if not name.startswith("encoder.")}
+            state = {f"encoder.{name}": plain[name] for name in touched_names(self.encoder)} | own
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+
+
+def cut_of(encoder: Encoder, trainable: LastBlocks | LowRank) -> Cut:
+    """Returns the cut below the blocks that train. Raises `UserError` if the encoder can not be cut there."""
+    above = blocks_above(trainable)
+    return Cut(encoder, max(1, len(encoder.block_names)) if above is None else above)
+
+
+def _freeze_unreached(encoder: Encoder) -> None:
+    """Freezes parameters without effect on features (CLIP's text side): processes would wait for their gradients."""
+    parameters = [p for p in encoder.parameters() if p.requires_grad]
+    side = encoder.preprocessing.size
+    z = encoder(torch.zeros(2, 3, side, side, device=next(encoder.parameters()).device))
+    for parameter, gradient in zip(
+        parameters, torch.autograd.grad(z.sum(), parameters, allow_unused=True), strict=True
+    ):
+        parameter.requires_grad_(gradient is not None)
+
+
+class Roles(NamedTuple):
+    """The trainable parameters by their role in a step."""
+
+    encoder: dict[str, nn.Parameter]
+    head: dict[str, nn.Parameter]  # all others that `Losses.total` trains: class head, modules in the encoder, …
+    auxiliary: dict[str, nn.Parameter]  # trained by `Losses.auxiliary`, without clipping and sharpness
+
+    @property
+    def main(self) -> dict[str, nn.Parameter]:
+        return self.encoder | self.head
