@@ -99,10 +99,12 @@ def test_a_run_and_its_features_cache_and_retraining(recipe, tmp_path):
     absolute = str(recipe.parent / "cache")  # a raw name: no escape of a terminal's
     filled = call("features", "small.yaml", f"features.dir={json.dumps(absolute)}")
     assert (filled["folder"], filled["images"], filled["computed"], filled["unreadable"]) == (absolute, 36, 0, {})
+    [features] = filled["sets"]
+    assert (features["what"], features["width"], features["computed"]) == ("features", 64, 0)
 
     cached = call("cache", "--dir", "cache")
     [entry] = cached["entries"]
-    assert entry["key"] == filled["key"] and entry["state"] == "current" and entry["images"] == 36
+    assert entry["key"] == features["key"] and entry["state"] == "current" and entry["images"] == 36
     assert entry["bytes"] == sum(file.stat().st_size for file in Path(absolute, entry["key"]).glob("shard-*"))
     shard = next(Path(absolute).glob("*/shard-*"))
     whole = shard.read_bytes()
@@ -118,6 +120,25 @@ def test_a_run_and_its_features_cache_and_retraining(recipe, tmp_path):
 
     [removed] = call("cache", "prune", "--max-size", "0", "--dir", "cache")["removed"]
     assert removed["bytes"] == cached["entries"][0]["bytes"] and not list(Path(absolute).glob("*/shard-*"))
+
+
+def test_activations_of_a_cut(recipe):
+    methods = "methods=[erm, {name: erm, label: block, trainable: {blocks: 1}}]"
+
+    def call(verb):
+        return document(xdm_ft(verb, "small.yaml", methods, "--json", cwd=recipe.parent))
+
+    features, activations = call("features")["sets"]
+    assert (features["what"], features["computed"]) == ("features", 36)
+    assert activations["what"] == "activations, last 1 block trained"
+    assert (activations["computed"], activations["width"]) == (36, 5 * 64)
+    assert call("features")["computed"] == 0
+    [cut] = call("validate")["cuts"]
+    assert (cut["bytes"], cut["missing_bytes"]) == (36 * 5 * 64 * 4, 0)
+    words = DOCS.read_text(encoding="utf-8")
+    assert [name for name in {**cut, **features} if f"`{name}`" not in words] == []
+    entries = document(xdm_ft("cache", "--dir", "cache", "--json", cwd=recipe.parent))["entries"]
+    assert sorted(entry["encoder"].get("cut", "") for entry in entries) == ["", "model.blocks.5"]
 
 
 def test_validate_doctor_ls_and_cp(recipe):

@@ -15,6 +15,7 @@ from small_runs import recipe
 from xdm_ft.experiment import estimate as module
 from xdm_ft.experiment import run
 from xdm_ft.experiment.estimate import Estimate, estimate, first_line
+from xdm_ft.experiment.image_times import CutPasses, ImageTimes, Passes
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoders
 from xdm_ft.features.lookup import cached_images
@@ -50,8 +51,8 @@ def test_small_runs_are_not_measured(monkeypatch: pytest.MonkeyPatch, caplog: py
 
     for name in ("features", "training"):
         monkeypatch.setattr(module._Measured, name, measured)
-    plan, encoder = planned()
-    assert estimate(plan, encoder, CPU).text() == "less than a minute"
+    plan, encoders = planned()
+    assert estimate(plan, encoders, CPU).text() == "less than a minute"
     caplog.set_level(logging.INFO, "xdm_ft")
     made = recipe("methods=[erm]", "protocol.test_domains=[sketch]")
     run(made)
@@ -61,9 +62,9 @@ def test_small_runs_are_not_measured(monkeypatch: pytest.MonkeyPatch, caplog: py
     run(made)
     assert said(caplog).endswith(": nothing is left to train")
     # of the cached images, all are found, and none under other settings
-    count = cached_images(encoder, plan.dataset.decoder, made.features, "none", CPU.device)
+    count = cached_images(encoders[None], plan.dataset.decoder, made.features, "none", CPU.device)
     assert count == [len(plan.dataset)]
-    assert cached_images(encoder, "another decoder", made.features, "none", CPU.device) == [0]
+    assert cached_images(encoders[None], "another decoder", made.features, "none", CPU.device) == [0]
 
 
 @pytest.mark.parametrize(
@@ -71,21 +72,47 @@ def test_small_runs_are_not_measured(monkeypatch: pytest.MonkeyPatch, caplog: py
     [
         ("methods=[erm,vrex]",),
         ("encoder.trainable=true", "methods=[erm,linear_probe]", "search={trials: 2, preset: domainbed}"),
+        ("encoder.trainable={blocks: 1}", "methods=[erm+sam]"),
     ],
 )
 def test_measuring_changes_nothing(measuring: None, overrides: tuple[str, ...]) -> None:
-    plan, encoder = planned(*overrides)
+    plan, encoders = planned(*overrides)
     before, random = files(), torch.get_rng_state()
-    weights = {name: value.clone() for name, value in encoder.state_dict().items()}
+    weights = {name: value.clone() for name, value in encoders[None].state_dict().items()}
     threads = torch.get_num_threads()
-    found = estimate(plan, encoder, CPU)
+    found = estimate(plan, encoders, CPU)
     assert found.problem is None, found.problem
     assert found.seconds is not None and 0 < found.seconds < 600
     assert (found.features or 0) > 0 and (found.training or 0) > 0
     assert files() == before and torch.equal(torch.get_rng_state(), random) and torch.get_num_threads() == threads
-    assert all(torch.equal(value, weights[name]) for name, value in encoder.state_dict().items())
+    assert all(torch.equal(value, weights[name]) for name, value in encoders[None].state_dict().items())
     longer, _ = planned(*overrides, "training.steps=100000")
-    assert (estimate(longer, encoder, CPU).training or 0) > 3 * (found.training or 0)
+    assert (estimate(longer, encoders, CPU).training or 0) > 3 * (found.training or 0)
+
+
+CUT = CutPasses(decode=0.5, below=2.0, above=Passes(forward=3.0, train=10.0))
+
+
+@pytest.mark.parametrize(("use", "before"), [("cache", 0.0), ("compute", 0.5 + 2.0)])
+def test_what_lies_below_a_cut_is_paid_once_or_at_every_step(
+    use: str, before: float, measuring: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cuts, and SAM above one of them; decoding takes one process of one core 0.5 s."""
+    monkeypatch.setattr("xdm_ft.experiment.image_times.cores", lambda: 1)
+    monkeypatch.setattr(ImageTimes, "cut", lambda self, below, batch_size: CUT)
+    monkeypatch.setattr(ImageTimes, "whole", lambda self, encoder, batch_size, trains: (0.5, Passes(2.0)))
+    one, two = "{name: erm, trainable: {blocks: 1}}", "{name: sam, trainable: {blocks: 2}}"
+    plan, encoders = planned(f"methods=[{one}, {two}]", f"features.cut={use}", "protocol.test_domains=[sketch]")
+    found = estimate(plan, encoders, CPU)
+    rows = len(plan.dataset)
+    assert found.features == pytest.approx(2 * rows * (0.5 + 2.0) if use == "cache" else 0.0)
+    (split,) = plan.splits
+    assert plan.rules == ("train_val", "oracle")  # both measure at every evaluation, and all images at the end
+    sizes = {name: len(rows) for name, rows in split.evaluation.items()}
+    looks = 5 * (sizes["train_val"] + sizes["test_val"]) + 2 * sum(sizes.values())
+    steps = 10 * 12  # steps × images
+    expected = steps * (before + 10.0) + steps * (before + 20.0) + 2 * looks * (before + 3.0)
+    assert found.training == pytest.approx(expected + 2 * module.SECONDS_PER_MODEL)
 
 
 def test_what_can_not_be_measured_is_said_and_the_run_goes_on(
@@ -109,7 +136,7 @@ def test_the_parts_of_the_text() -> None:
 
 
 def test_known_models_take_no_time(measuring: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, encoder = planned("methods=[erm]")
+    plan, encoders = planned("methods=[erm]")
     timed: list[int] = []
     real: Callable[..., Any] = module.timed
 
@@ -119,5 +146,5 @@ def test_known_models_take_no_time(measuring: None, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module, "timed", noted)
     keys = [model.key for model in plan.models]
-    line = first_line(plan, encoder, CPU, keys[:-1])
+    line = first_line(plan, encoders, CPU, keys[:-1])
     assert f"1 of {len(keys)} models to train (erm: 1 model), about" in line and timed == [1]

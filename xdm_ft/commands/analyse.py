@@ -92,7 +92,7 @@ def analyse_run(run_directory: str, reconstruct: str | None = None) -> Analysis:
         main = bool(accelerator.is_main_process)
         dataset = read_data(recipe)
         plan = make_plan(recipe, dataset)
-        prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator)
+        prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator, run.results["environment"])
         notes = _compared_inputs(run, inputs(dataset, prepared))
         if main:
             with RunDirectory(folder, str(accelerator.process_index), main) as directory:

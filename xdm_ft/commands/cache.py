@@ -14,7 +14,7 @@ from xdm_ft.commands.answer import Answer
 from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.maintenance import Cached, prune, stores, verify
-from xdm_ft.features.store import cache_folder
+from xdm_ft.features.store import cache_folder, cut_in
 from xdm_ft.storage.checksummed import Damaged, read_results
 
 GIGABYTE = 10**9
@@ -26,7 +26,7 @@ def cache_folder_of(folder: str | None) -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """A store: the features of one encoder, with one precision, in one view."""
+    """A store: features of one encoder, or activations at a cut of it, with one precision, in one view."""
 
     key: str
     path: Path
@@ -34,7 +34,7 @@ class Entry:
     images: int
     last_used: str  # ISO 8601, UTC
     state: str  # "current"; "outdated": of an earlier version, nothing reads it; "damaged", which only verify looks for
-    encoder: dict[str, Any]  # {"component", "model", …}
+    encoder: dict[str, Any]  # {"component", "model", …}; "cut" of activations: the module that gets them
     precision: str
     view: dict[str, Any] | None  # {"number", "augmentation", …} of an augmented view
     faults: tuple[str, ...] = ()  # one for every damaged file
@@ -57,12 +57,16 @@ class Verified(Answer):
     @property
     def error(self) -> UserError | None:
         faults = [f"{entry.path}: {fault}" for entry in self.entries for fault in entry.faults]
-        remedy = "the next run that uses these features computes the damaged parts again"
+        remedy = "the next run that uses these computes the damaged parts again"
         return UserError(*faults, remedy) if faults else None
 
     def text(self) -> str:
         outdated = sum(entry.state == "outdated" for entry in self.entries)
-        what = f"{plural(len(self.entries) - outdated, 'set')} of features, none damaged"
+        of_cuts = sum(entry.state != "outdated" and "cut" in entry.encoder for entry in self.entries)
+        count = len(self.entries) - outdated
+        what = f"{plural(count, 'set')} of features, none damaged"
+        if of_cuts:
+            what = f"{plural(count, 'set')} of features and activations ({of_cuts} of activations), none damaged"
         return f"{self.folder}: {what}" + (f"; {outdated} of an earlier version, which nothing reads" * bool(outdated))
 
 
@@ -196,7 +200,9 @@ def _entry(store: Cached, faults: Sequence[str] = ()) -> Entry:
 def _line(entry: Entry) -> str:
     used = datetime.datetime.fromisoformat(entry.last_used).astimezone().strftime("%Y-%m-%d %H:%M")
     images = plural(entry.images, "image")
-    what = f"{entry.encoder['component']} {entry.encoder['model']}, {images}, {entry.precision}"
+    cut = cut_in({"encoder": entry.encoder})
+    activations = "" if cut is None else f", activations before {cut}"
+    what = f"{entry.encoder['component']} {entry.encoder['model']}{activations}, {images}, {entry.precision}"
     if entry.view is not None:
         what += f", view {entry.view['number']} of {entry.view['augmentation']}"
     if entry.state == "outdated":

@@ -176,7 +176,7 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     from xdm_ft.experiment.prepared import build_encoder, by_label
     from xdm_ft.features.cache_key import weights_digest
 
-    encoders: list[Encoder] = []
+    encoders: dict[str | None, Encoder] = {}
     for label, component in by_label(recipe).items():
         what = "weights" if label is None else f"weights of {label}"
         try:
@@ -188,28 +188,50 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
         number = sum(tensor.numel() for tensor in encoder.state_dict().values())
         about = f"{encoder.pretraining}; {number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
         yield Finding(what, f"{about}; {encoder.width} features")
-        if recipe.needs_features(component):
-            encoders.append(encoder)
-    checked = yield from check_data(recipe, encoders[0].preprocessing if encoders else None)
+        encoders[label] = encoder
+    read = [encoder for label, encoder in encoders.items() if _reads_cache(recipe, label)]
+    checked = yield from check_data(recipe, read[0].preprocessing if read else None)
     if checked is None:
         return
-    for encoder in encoders:
-        yield from _guarded("cache", partial(features_space, recipe, encoder, *checked))
+    for label, encoder in encoders.items():
+        yield from _guarded("cache", partial(cache_space, recipe, label, encoder, *checked))
 
 
-def features_space(recipe: Recipe, encoder: Encoder, dataset: ImageDataset, hashes: FileHashes) -> Iterator[Finding]:
-    """Checks that the features not cached yet fit on the disk. Raises `UserError` if they do not."""
+def _reads_cache(recipe: Recipe, label: str | None) -> bool:
+    return any(item.encoder_label == label and not recipe.trains_on_images(item) for item in recipe.methods)
+
+
+def cache_space(
+    recipe: Recipe, label: str | None, encoder: Encoder, dataset: ImageDataset, hashes: FileHashes
+) -> Iterator[Finding]:
+    """Checks that the features and activations of one encoder that are not cached yet fit on the disk.
+
+    Raises `UserError` if they do not, or if the encoder can not be cut where the recipe says.
+    """
+    from xdm_ft.experiment.cuts import counted, cuts_of
+    from xdm_ft.experiment.summary import trained_words
     from xdm_ft.features.cache import cached_views, distinct_images
 
-    images = distinct_images(hashes)
-    views = cached_views(encoder, dataset, images, recipe.features, recipe.train_augmentation, _device())
-    missing = sum(len(store.missing()) for _, store in views)
-    needed = sum(store.bytes_needed for _, store in views)
-    plain = views[0].store
-    plain.require_space(needed - plain.bytes_needed)
-    passes = f" in {len(views)} passes" if len(views) > 1 else ""
-    count = len(views) * len(images.contents)
-    yield Finding("features", f"{count - missing} of {count} cached{passes}, {needed / 1e6:,.1f} MB more are needed")
+    items = [item for item in recipe.methods if item.encoder_label == label]
+    images, needed = distinct_images(hashes), 0
+    wanted: list[tuple[str, Encoder]] = []
+    if any(item.trainable is False for item in items):
+        wanted.append(("features", encoder))
+    for cut in cuts_of(recipe, encoder, items, counted(recipe, dataset, hashes, _device())):
+        what = f"activations, {', '.join(map(trained_words, cut.serves))}"
+        if cut.is_cached:
+            wanted.append((what, cut.below))
+        else:
+            yield Finding(what, f"computed at every step ({cut.why_computed})")
+    for what, of_images in wanted:
+        views = cached_views(of_images, dataset, images, recipe.features, recipe.train_augmentation, _device())
+        missing, plain = sum(len(store.missing()) for _, store in views), views[0].store
+        own = sum(store.bytes_needed for _, store in views)
+        plain.require_space(needed + own - plain.bytes_needed)
+        needed += own
+        passes = f" in {len(views)} passes" if len(views) > 1 else ""
+        count = len(views) * len(images.contents)
+        yield Finding(what, f"{count - missing} of {count} cached{passes}, {own / 1e6:,.1f} MB more are needed")
 
 
 def _device() -> torch.device:

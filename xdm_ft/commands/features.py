@@ -22,7 +22,7 @@ from xdm_ft.recipe.checked import Recipe
 class CachedSet(NamedTuple):
     """Features, or the activations of a cut, of all images under one encoder."""
 
-    what: str
+    what: str  # and of what
     key: str  # of the plain view: the name of its folder in the cache
     width: int
     computed: int  # by this process, in all views; equal images count once
@@ -50,12 +50,12 @@ class Filled(Answer):
         )
 
     def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"sets": [one._asdict() for one in self.sets]}
+        return vars(self) | {"sets": [one._asdict() for one in self.sets], "computed": self.computed}
 
 
 def fill_cache(recipe: Recipe) -> Filled:
-    """Extracts the features that the recipe needs. Raises `UserError` if it needs none."""
-    if not recipe.needs_features() and not any(item.is_cut for item in recipe.methods):
+    """Computes the features and activations that the recipe caches. Raises `UserError` if there are none."""
+    if all(recipe.trains_on_images(item) for item in recipe.methods):
         raise UserError(
             f"{recipe.name}: it trains its encoder, and no method of it uses cached features; use `xdm-ft run`"
         )

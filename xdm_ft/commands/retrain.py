@@ -105,7 +105,7 @@ def retrain(run_directory: str, key: Identity, alone: bool, keep: str | None = N
     with _scratch(kept) as scratch, launched(recipe) as accelerator:
         dataset = read_data(recipe)
         plan = make_plan(recipe, dataset)
-        prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator)
+        prepared = prepare(recipe, dataset, build_encoders(recipe), accelerator, results["environment"])
         plan = plan.without(prepared.unreadable)
         with opened(dataclasses.replace(recipe, output=Output(dir=scratch)), accelerator) as directory:
             earlier = Earlier(generations=grown_from(results, recipe.resolved()))  # nothing counts as trained yet

@@ -10,8 +10,10 @@ import yaml
 
 from xdm_ft.commands.answer import Answer
 from xdm_ft.encoders import TextEncoder
+from xdm_ft.encoders._cut import describe_chain
 from xdm_ft.encoders._prompts import warn_of_class_names
 from xdm_ft.errors import printable
+from xdm_ft.experiment.cut_costs import CutCost, cut_costs
 from xdm_ft.experiment.data_faults import faults
 from xdm_ft.experiment.estimate import Estimate, estimate
 from xdm_ft.experiment.findings import Finding
@@ -36,6 +38,8 @@ class Validated(Answer):
     """{method that sets its own: its prompts for the first class}: up to 80, those of one class stand for all"""
     findings: list[Finding]
     estimate: Estimate
+    cuts: list[CutCost]
+    blocks: dict[str | None, list[str]]  # of each encoder that is cut, by its label: a line per block
 
     def text(self) -> str:
         time = f"time: {self.estimate.text()} on this machine, {self.estimate.device}"
@@ -46,6 +50,10 @@ class Validated(Answer):
                 for label, found in self.method_prompts.items()
             ]
             parts = [("prompts, exactly as the text encoder reads them", self.prompts), *own, *parts]
+        for label, lines in self.blocks.items():
+            parts.append((f"blocks of the encoder{'' if label is None else f' {label}'}, in order", lines))
+        if self.cuts:
+            parts.append(("what trains above a cut", [line for cost in self.cuts for line in cost.text()]))
         if self.findings:
             parts.append(("findings", [finding.line for finding in self.findings]))
         lines = [line for heading, found in parts for line in (f"# {heading}", *(f"#   {printable(x)}" for x in found))]
@@ -58,6 +66,8 @@ class Validated(Answer):
             "method_prompts": self.method_prompts,
             "plan": costs(self.plan),
             "estimate": self.estimate.to_json(),
+            "cuts": [cost.to_json() for cost in self.cuts],
+            "blocks": [{"encoder": label, "lines": lines} for label, lines in self.blocks.items()],
             "notes": self.plan.notes,
             "findings": self.findings,
         }
@@ -82,7 +92,9 @@ def validate(recipe: Recipe) -> Validated:
             logger.warning("warning: %s", warning)
     with launched(recipe) as accelerator:
         time = estimate(plan, encoders, accelerator)
-    return Validated(recipe, plan, prompts, own, faults(plan, show=True), time)
+        cuts = cut_costs(plan, encoders, accelerator)
+    blocks = {label: describe_chain(encoders[label]) for label in dict.fromkeys(cost.encoder for cost in cuts)}
+    return Validated(recipe, plan, prompts, own, faults(plan, show=True), time, cuts, blocks)
 
 
 def resolved_with_meanings(recipe: Recipe) -> str:

@@ -57,7 +57,7 @@ def run(recipe: Recipe) -> Results:
             findings = faults(plan, show=True) if main else []
             for finding in findings:
                 logger.warning("finding: %s", finding.line)
-            prepared = prepare(recipe, dataset, encoders, accelerator)
+            prepared = prepare(recipe, dataset, encoders, accelerator, before.environment)
             plan = plan.without(prepared.unreadable)
 
             trained_on = inputs(dataset, prepared)

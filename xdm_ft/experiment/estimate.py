@@ -10,24 +10,24 @@ import copy
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.data._images import UnreadableImage
-from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.errors import plural
+from xdm_ft.experiment.cuts import RecipeCut, counted_unhashed, cuts_of
 from xdm_ft.experiment.engines import SOLVER_PASSES
+from xdm_ft.experiment.image_times import CutPasses, ImageTimes
 from xdm_ft.experiment.jobs import make_job
 from xdm_ft.experiment.machine import cores, local_processes
 from xdm_ft.experiment.parallel import one_thread
 from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel
 from xdm_ft.experiment.prepared import Prepared, PreparedEncoder
 from xdm_ft.features.cache import Features
-from xdm_ft.features.forward import MAX_WORKERS, frozen_copy
+from xdm_ft.features.forward import frozen_copy
 from xdm_ft.features.lookup import cached_images
 from xdm_ft.progress import duration
 from xdm_ft.training import Identity
@@ -45,7 +45,6 @@ MEASURING_SECONDS = 2.0  # for the heads of all methods together, and as much fo
 SECONDS_PER_MODEL = 0.1  # to test a model and to write its files
 MADE_UP = 1024  # distinct made-up features
 NAMED = 5  # methods, at most, that the first line of a resumed run names
-FEW_IMAGES = 4  # that are decoded
 # a generous bound, for runs that need no measurement: seconds of the fixed cost of a head's step and of an image that
 # is decoded, operations per second
 STEP, IMAGE, SPEED = 2e-3, 5e-3, 1e10
@@ -137,14 +136,6 @@ def first_line(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: 
     return f"{found.device}: {count} to train{of_methods}, {found.text()}"
 
 
-class _PerImage(NamedTuple):
-    """Seconds for one image through an encoder, in a batch."""
-
-    decode: float  # by one process
-    forward: float
-    train: float  # forward and backward
-
-
 @dataclass(frozen=True)
 class _Measured:
     plan: Plan
@@ -166,7 +157,8 @@ class _Measured:
             seconds += STEP * steps + 12 * images * width * classes / SPEED
             if trains_encoder:
                 seconds += images * (IMAGE + 6 * self._operations / SPEED)
-        return seconds + self._missing * (IMAGE + self._operations / SPEED)
+        missing = self._missing + sum(cut.activations.missing for cut in self._cuts if cut.is_cached)
+        return seconds + missing * (IMAGE + self._operations / SPEED)
 
     @property
     def _operations(self) -> float:
@@ -174,7 +166,7 @@ class _Measured:
         parameters = sum(parameter.numel() for parameter in self.encoder.parameters())
         return 2.0 * parameters * max(1, self.encoder.preprocessing.size // 4) ** 2
 
-    @property
+    @cached_property
     def _missing(self) -> int:
         """The number of features that are not in the cache. Equal images are taken for different ones."""
         recipe, device = self.plan.recipe, self.accelerator.device
@@ -185,89 +177,57 @@ class _Measured:
         )
         return sum(max(0, len(self.plan.dataset) - count) for count in found)
 
+    @cached_property
+    def _cuts(self) -> list[RecipeCut]:
+        recipe, device = self.plan.recipe, self.accelerator.device
+        items = [item for item in recipe.methods if item.encoder_label == self.label]
+        return cuts_of(recipe, self.encoder, items, counted_unhashed(recipe, self.plan.dataset, device))
+
+    @property
+    def _times(self) -> ImageTimes:
+        return ImageTimes(self.plan.dataset, self.accelerator, MEASURING_SECONDS)
+
     def _trains_encoder(self, model: PlannedModel | ExtraModel) -> bool:
         return model.item.trainable is not False
 
     def features(self) -> float:
-        missing = self._missing
-        if not missing:
-            return 0.0
-        settings = self.plan.recipe.features
-        model = frozen_copy(self.encoder, settings.precision, self.accelerator.device)
-        one = self._per_image(model, settings.batch_size, trains=False)
-        return missing * self._beside(one.decode, one.forward) / self.accelerator.num_processes
+        """Seconds to compute what the cache lacks: features, and activations of cuts."""
+        settings, seconds = self.plan.recipe.features, 0.0
+        wanted: list[tuple[Encoder, int]] = [(self.encoder, self._missing)]
+        wanted += [(cut.below, cut.activations.missing) for cut in self._cuts if cut.is_cached]
+        for encoder, missing in wanted:
+            if missing:
+                model = frozen_copy(encoder, settings.precision, self.accelerator.device)
+                decode, passes = self._times.whole(model, settings.batch_size, trains=False)
+                seconds += missing * self._times.beside(decode, passes.forward)
+        return seconds / self.accelerator.num_processes
 
     def training(self) -> float:
         heads = [model for model in self.models if not self._trains_encoder(model)]
-        end_to_end = [model for model in self.models if self._trains_encoder(model)]
-        overhead = SECONDS_PER_MODEL * len(self.models)
-        return self._heads(heads) + (self._end_to_end(end_to_end) if end_to_end else 0.0) + overhead
+        seconds = SECONDS_PER_MODEL * len(self.models) + self._heads(heads)
+        whole = [model for model in self.models if model.item.trainable is True]
+        if whole:
+            encoder = copy.deepcopy(self.encoder).to(self.accelerator.device).train()
+            decode, passes = self._times.whole(encoder, self.plan.recipe.training.batch_size, trains=True)
+            seconds += self._end_to_end(whole, CutPasses(decode, 0.0, passes))
+        for cut in self._cuts:
+            above = [model for model in self.models if model.item.trainable in cut.serves]
+            if above:
+                one = self._times.cut(cut.below, self.plan.recipe.training.batch_size)
+                seconds += self._end_to_end(above, one.cached() if cut.is_cached else one)
+        return seconds
 
-    def _beside(self, decode: float, encode: float) -> float:
-        """Seconds per image if worker processes decode: on a CPU, they and the encoder share the cores."""
-        mine = max(1, cores() // local_processes())
-        if self.accelerator.device.type == "cpu":
-            return encode + decode / mine
-        return max(encode, decode / min(MAX_WORKERS, mine))
-
-    def _per_image(self, encoder: Encoder, batch_size: int, trains: bool) -> _PerImage:
-        """Measures decoding on images of the data, and the encoder on pixels of its input size."""
-        decode, pixels = self._decoded(encoder)
-        stored = next((parameter.dtype for parameter in encoder.parameters()), torch.float32)
-
-        def batch(n: int) -> Tensor:
-            return pixels.repeat(-(-n // len(pixels)), 1, 1, 1)[:n].to(self.accelerator.device, stored)
-
-        def forward(n: int) -> float:
-            x = batch(n)
-            with torch.inference_mode(), self.accelerator.autocast():
-                encoder(x)  # the first call of a size allocates
-                return seconds_of(lambda: encoder(x), MEASURING_SECONDS / 8) / n
-
-        def train(n: int) -> float:
-            x = batch(n)
-
-            def step() -> None:
-                with self.accelerator.autocast():
-                    z = encoder(x)
-                z.float().square().mean().backward()
-
-            step()
-            return seconds_of(step, MEASURING_SECONDS / 8) / n
-
-        few = forward(min(2, batch_size))
-        n = max(1, min(batch_size, int(MEASURING_SECONDS / 4 / few)))
-        return _PerImage(decode, forward(n), train(max(2, n // 4)) if trains else 0.0)
-
-    def _decoded(self, encoder: Encoder) -> tuple[float, Tensor]:
-        """Returns the seconds to decode and transform an image, and a few images, float32 [n,3,S,S]."""
-        dataset, transform, found = self.plan.dataset, evaluation_transform(encoder.preprocessing), list[Tensor]()
-        quick = float("inf")
-        for row in np.linspace(0, len(dataset) - 1, 4 * FEW_IMAGES).astype(int).tolist():
-            if len(found) == FEW_IMAGES:
-                break
-            try:
-                quick = min(quick, seconds_of(lambda row=row: found.append(transform(dataset.image(row))), 0.0))  # type: ignore[misc]
-            except UnreadableImage:  # extraction reports it
-                continue
-        if not found:
-            raise ValueError("none of the images that were tried decodes")
-        return quick, torch.stack(found)
-
-    def _end_to_end(self, models: Models) -> float:
+    def _end_to_end(self, models: Models, one: CutPasses) -> float:
         """All processes train each model together."""
-        recipe, rules = self.plan.recipe, self.plan.rules
-        encoder = copy.deepcopy(self.encoder).to(self.accelerator.device).train()
-        one = self._per_image(encoder, recipe.training.batch_size, trains=True)
-        step, look = self._beside(one.decode, one.train), self._beside(one.decode, one.forward)
         seconds = 0.0
         for model in models:
-            evaluation = model.split.evaluation
+            evaluation, rules = model.split.evaluation, self.plan.rules
             every = len(evaluation_steps(model.steps, model.training.evaluate_every))
             looks = sum(len(evaluation.get(name, ())) for name in {split_of(rule) for rule in rules})
+            looked_at = every * looks + len(rules) * sum(map(len, evaluation.values()))
             images = model.training.images_per_step(len(model.split.train)) * model.steps
-            seconds += images * (2 if model.item.sharpness else 1) * step
-            seconds += (every * looks + len(rules) * sum(map(len, evaluation.values()))) * look
+            seconds += images * self._times.step(one, 2 if model.item.sharpness else 1)
+            seconds += looked_at * self._times.beside(one.decode, one.below + one.above.forward)
         return seconds / self.accelerator.num_processes
 
     def _heads(self, models: Models) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,9 +15,10 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import scan, unreadable_message
 from xdm_ft.data._transforms import NotAStrip
 from xdm_ft.encoders import Encoder, TextEncoder
-from xdm_ft.encoders._trainable import Trainable
+from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.errors import UserError
-from xdm_ft.experiment.cuts import cuts_of, log_cut
+from xdm_ft.experiment.cuts import counted, counted_unhashed, cuts_of, decided
+from xdm_ft.experiment.heartbeat import from_main
 from xdm_ft.experiment.machine import cores
 from xdm_ft.features.cache import Features, extract
 from xdm_ft.features.cache_key import weights_digest
@@ -27,6 +28,7 @@ from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.storage.digests import digest
 from xdm_ft.training import Job
+from xdm_ft.training.end_to_end.model import cut_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -79,15 +81,20 @@ def build_encoder(component: Component, seed: int) -> Encoder:
 def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
-    Raises `UserError` if a method needs class embeddings and its encoder has none.
+    Raises `UserError` if a method needs class embeddings and its encoder has none, or if an encoder can not be cut
+    where a method trains above a cut.
     """
-    seed = recipe.protocol.seeds[0]
-    encoders = {label: build_encoder(component, seed) for label, component in by_label(recipe).items()}
-    for item in recipe.methods:
-        encoder = encoders[item.encoder_label]
-        if item.reads_text and isinstance(encoder, TextEncoder) and encoder.text_reason:
-            raise UserError(f"methods: {item.label}: class embeddings are needed, but {encoder.text_reason}")
-    return encoders
+    found = dict[str | None, Encoder]()
+    for label, component in by_label(recipe).items():
+        found[label] = encoder = build_encoder(component, recipe.protocol.seeds[0])
+        own = [item for item in recipe.methods if item.encoder_label == label]
+        reading = [item.label for item in own if item.reads_text]
+        if reading and isinstance(encoder, TextEncoder) and encoder.text_reason:
+            raise UserError(f"methods: {', '.join(reading)}: class embeddings are needed, but {encoder.text_reason}")
+        for trainable in dict.fromkeys(item.trainable for item in own):
+            if isinstance(trainable, LastBlocks | LowRank):
+                cut_of(encoder, trainable)
+    return found
 
 
 def by_label(recipe: Recipe) -> dict[str | None, Component]:
@@ -102,14 +109,20 @@ def log_encoder(encoder: Encoder) -> None:
 
 
 def prepare(
-    recipe: Recipe, dataset: ImageDataset, encoders: Mapping[str | None, Encoder], accelerator: Accelerator
+    recipe: Recipe,
+    dataset: ImageDataset,
+    encoders: Mapping[str | None, Encoder],
+    accelerator: Accelerator,
+    environment: Mapping[str, Any] | None = None,
 ) -> Prepared:
     """Reads features and activations from the cache, extracts the missing ones, and computes the class embeddings.
 
+    `environment`: of the results.json of a run that goes on; activations that it cached are cached, others are not.
     Raises `UserError` if an image does not decode and `data.on_bad_image` is `error`.
     """
     on_bad_image, main = recipe.data_common.on_bad_image, bool(accelerator.is_main_process)
-    hashes = hash_files(dataset, index_folder(recipe), main)
+    index = index_folder(recipe)
+    hashes = hash_files(dataset, index, main)
     extracted = partial(
         extract,
         dataset=dataset,
@@ -128,10 +141,14 @@ def prepare(
         items = [item for item in recipe.methods if item.encoder is component]
         features = extracted(encoder) if recipe.needs_features(component) else None
         activations = dict[Trainable, Features | None]()
-        for cut in cuts_of(recipe, encoder, items, dataset, hashes, accelerator):
-            if cut.is_cached:
-                log_cut(cut, main)
-            cached = extracted(cut.below, streamed=True) if cut.is_cached else None
+        device = accelerator.device
+        count = counted(recipe, dataset, hashes, device) if index else counted_unhashed(recipe, dataset, device)
+        cuts = cuts_of(recipe, encoder, items, count, decided(environment, label))
+        # by the time that another process looks, the disk may be fuller
+        for cut, is_cached in zip(cuts, from_main(accelerator, [cut.is_cached for cut in cuts]), strict=True):
+            if main:
+                logger.info("%s", cut.text())
+            cached = extracted(cut.below, streamed=True) if is_cached else None
             activations |= {trainable: cached for trainable in cut.serves}
         read = [one for one in (features, *activations.values()) if one is not None]
         if any(item.trainable is not False and activations.get(item.trainable) is None for item in items):
@@ -146,11 +163,11 @@ def prepare(
 
 
 def index_folder(recipe: Recipe) -> Path | None:
-    """Returns the folder of the hashes, or None if it can not be written and the recipe needs no cached features."""
+    """Returns the folder of the hashes, or None if it can not be used and no method reads what is cached there."""
     try:
         return cache_folder(recipe.features)
     except UserError:
-        if recipe.needs_features() or any(item.is_cut for item in recipe.methods):
+        if not all(recipe.trains_on_images(item) for item in recipe.methods):
             raise
         return None
 

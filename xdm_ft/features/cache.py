@@ -239,8 +239,8 @@ def _require_writable(views: Sequence[CachedView], missing: int) -> None:
     plain = views[0].store
     if not is_writable(plain.cache):
         raise UserError(
-            f"features.dir: {plain.cache} can not be written, and lacks features of {plural(missing, 'image')}; set "
-            "features.dir to a folder of your own"
+            f"features.dir: {plain.cache} can not be written, and lacks {plain.what} of {plural(missing, 'image')}; "
+            f"set features.dir to a folder of your own{plain.instead}"
         )
     plain.require_space(sum(store.bytes_needed for _, store in views[1:]))
 

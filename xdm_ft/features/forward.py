@@ -30,6 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_WORKERS = 4
 IMAGES_PER_SHARD = 256  # at least, and few, so that little is lost when an extraction is killed
 MAX_SHARDS = 1024  # of one extraction; more images than fit in so many shards make the shards larger
+SHARD_BYTES = 2**27  # at most, if a batch takes no more: a shard is in memory until it is written
 
 
 class ImageBatch(NamedTuple):
@@ -136,7 +137,9 @@ class Extraction:
     def _images_per_shard(self, images: int) -> int:
         """A multiple of the batch size, so that only the last batch of all is padded."""
         batch = self.settings.batch_size
-        return batch * math.ceil(max(IMAGES_PER_SHARD, images / MAX_SHARDS) / batch)
+        batches = math.ceil(max(IMAGES_PER_SHARD, images / MAX_SHARDS) / batch)
+        fit = SHARD_BYTES // (batch * self.store.width * self.store.dtype.itemsize)
+        return batch * max(1, min(batches, fit))
 
     def _computed_shards(self, size: int, bar: Progress) -> Iterator[tuple[np.ndarray, Tensor, dict[int, str]]]:
         """Yields shards: (numbers of the images, features [n,K] in the stored precision, row of the shard → why its

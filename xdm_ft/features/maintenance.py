@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from xdm_ft.features.cache_key import SCHEMA
+from xdm_ft.features.cache_key import SCHEMA, key_of
 from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.shards import open_shard
 from xdm_ft.features.store import MANIFEST, SHARDS, WHAT, living_claims, locked, read_manifest
@@ -50,6 +50,12 @@ class Cached:
     @property
     def key(self) -> str:
         return self.folder.name
+
+    @property
+    def plain_key(self) -> str:
+        """The key of the plain view of the same features: runs refer to all views by it."""
+        others = ("what", "key", "width", "created", "view")  # as `Store` writes it
+        return key_of({name: part for name, part in self.manifest.items() if name not in others})
 
     @property
     def is_outdated(self) -> bool:
@@ -125,10 +131,11 @@ def prune(
     *,
     unused_days: float | None = None,
     max_bytes: int | None = None,
-    referenced: Collection[str] | None = None,
+    referenced: Set[str] | None = None,
 ) -> list[File]:
     """Deletes shards and returns them: those not used for `unused_days`, those of stores whose key is not in
-    `referenced`, and then those not used for longest, until at most `max_bytes` remain. None: the limit does not apply.
+    `referenced`, nor that of their plain view, and then those not used for longest, until at most `max_bytes` remain.
+    None: the limit does not apply.
 
     Stores for which a process computes features now, and files of other users, are kept. A shard that a process only
     reads may be deleted: files that are mapped into memory stay readable. Raises `UserError` without permission.
@@ -143,7 +150,7 @@ def prune(
             for store in found
             for file in store.files
             if (unused_days is not None and time.time() - file.last_used > unused_days * SECONDS_PER_DAY)
-            or (referenced is not None and store.key not in referenced)
+            or (referenced is not None and referenced.isdisjoint((store.key, store.plain_key)))
         }
         files = sorted(
             (file for store in found for file in store.files if file.is_own), key=lambda file: file.last_used

@@ -80,7 +80,7 @@ class Store:
     """The features of M different images on disk, shared by all processes that need them."""
 
     def __init__(
-        self, cache: Path, parts: Mapping[str, object], contents: Contents, width: int, dtype: torch.dtype
+        self, cache: Path, parts: Mapping[str, Any], contents: Contents, width: int, dtype: torch.dtype
     ) -> None:
         """`parts`: all that determines the features, as `key_parts` returns it. `contents` [M]: no two are equal."""
         self.key = key_of(parts)
@@ -89,6 +89,9 @@ class Store:
         self.shards: list[Shard] = []  # that hold some of the images
         self.shard_of = np.full(len(contents), -1, np.int32)  # [M], −1: not computed yet
         self.row_of = np.zeros(len(contents), np.int64)  # [M], row of the shard
+        cut = cut_in(parts)
+        self.what = "features" if cut is None else f"activations before {cut}"
+        self.instead = "" if cut is None else ", or features.cut: compute in a new run"
         self._about = {"what": WHAT, "key": self.key, **parts, "width": width}
         self._order = np.argsort(contents)
         self._seen: set[str] = set()  # names of shards that were opened, or are damaged
@@ -143,8 +146,8 @@ class Store:
         free = shutil.disk_usage(self.cache).free
         return UserError(
             f"{self.folder}: the disk is full: {(self.bytes_needed + extra_bytes) / 1e6:,.1f} MB more are needed for "
-            f"features, {free / 1e6:,.1f} MB are free; make room (xdm-ft cache prune) or set features.dir to "
-            "another disk, and run the same command again"
+            f"{self.what}, {free / 1e6:,.1f} MB are free; make room (xdm-ft cache prune) or set features.dir to "
+            f"another disk{self.instead}, and run the same command again"
         )
 
     def unclaimed(self) -> np.ndarray:
@@ -295,6 +298,12 @@ def locked(cache: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def cut_in(parts: Mapping[str, Any]) -> str | None:
+    """Returns the module above the cut whose activations the store of this key or manifest holds; None: features."""
+    cut: str | None = parts["encoder"].get("cut") if "encoder" in parts else None
+    return cut
 
 
 def file_mode(folder: Path) -> int:
