@@ -168,6 +168,21 @@ def test_encoders_of_timm_export(tmp_path, network):
 
 
 @pytest.mark.slow
+def test_pooled_tokens_export(tmp_path):
+    """Those of timm and of open_clip; both poolings of tokens are in cls_mean."""
+    clip = {"model": "demo", "weights": "demo", "pooling": "cls_mean"}
+    for name, (encoder, settings) in {
+        "timm": small_models.timm("test_vit", pooling="cls_mean"),
+        "open_clip": (small_models.find("encoders", "open_clip")(**clip), clip),
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        model = parts(encoder, settings, name=name)
+        file = write_onnx(model, folder, opened(photographs(tmp_path)), include_preprocessing=False)
+        assert file.difference < 1e-5
+
+
+@pytest.mark.slow
 def test_clip_exports_without_its_text_side(tmp_path):
     encoder, settings = small_models.demo_clip()
     model = parts(encoder, settings, "cosine", name="open_clip", normalize=True)

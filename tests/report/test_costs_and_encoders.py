@@ -75,7 +75,7 @@ def test_results_of_earlier_versions_have_seconds_alone() -> None:
     [
         (count_text(5130), "5,130"), (count_text(85_799_936.0), "85.8 million"), (count_text(None), "–"),
         (seconds_text(0.034), "0.03"), (seconds_text(45.67), "45.7"), (seconds_text(4567.8), "4,568"),
-        (bytes_text(0), "0.0 MB"), (bytes_text(12_340_000), "12.3 MB"), (bytes_text(4.5e9), "4.5 GB"),
+        (bytes_text(9_870), "9.9 kB"), (bytes_text(12_340_000), "12.3 MB"), (bytes_text(4.5e9), "4.5 GB"),
         (trained_words(True), "end to end"), (trained_words(False), "frozen"),
         (trained_words({"blocks": 1}), "last block"), (trained_words({"blocks": 4}), "last 4 blocks"),
         (trained_words({"lora": {"rank": 8, "blocks": None}}), "LoRA of rank 8"),
@@ -108,11 +108,11 @@ def test_the_tables_of_two_encoders() -> None:
 def test_what_is_not_known_of_an_encoder() -> None:
     results = results_of(two_sets())
     assert encoder_table(results) is None
-    about = encoder_about("x", ms_per_image=None, feature_bytes=None)
+    about = encoder_about("x", model=None, ms_per_image=None, feature_bytes=None)
     results["environment"]["encoders"] = {"encoder": about}
     validate(results)
     shown = encoder_table(results)
-    assert shown is not None and shown.rows[0][-2:] == ("–", "–")
+    assert shown is not None and shown.rows[0][-2:] == ("–", "–") and shown.rows[0][1] == "timm"
     assert table(results, "selection: train_val (the recipe's rule)").rows[0][0] == "erm", "one encoder is in no label"
 
 

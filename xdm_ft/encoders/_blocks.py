@@ -10,7 +10,12 @@ from torch import nn
 
 
 def timm_blocks(model: Any, root: str) -> list[list[str]]:
-    """Candidates for a model of timm: its own layers for layer-wise decay, coarser ones, its stages."""
+    """Candidates for a model of timm: its own layers for layer-wise decay, coarser ones, its stages.
+
+    A MobileNetV3's final convolution, which timm counts as a layer, is none.
+    """
+    from timm.models._efficientnet_blocks import ConvBnAct
+
     modules = dict(model.named_modules())
     candidates = []
     for coarse in (False, True):
@@ -18,10 +23,14 @@ def timm_blocks(model: Any, root: str) -> list[list[str]]:
         if isinstance(matcher, Mapping):
             candidates.append(_matched(model, _patterns(matcher)))
     candidates.append([info["module"] for info in getattr(model, "feature_info", None) or ()])
-    # a block is a composed module or a convolution (VGG); not a norm or an activation by itself
-    return [
-        [f"{root}.{name}" for name in names if name in modules and _is_block(modules[name])] for names in candidates
-    ]
+    found = []
+    for names in candidates:
+        # a block is a composed module or a convolution (VGG); not a norm or an activation by itself
+        blocks = [name for name in names if name in modules and _is_block(modules[name])]
+        if blocks and isinstance(modules[blocks[-1]], ConvBnAct):
+            del blocks[-1]
+        found.append([f"{root}.{name}" for name in blocks])
+    return found
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -35,7 +35,8 @@ class Chain:
     blocks: tuple[Block, ...] = ()
     reason: str = ""  # why there are no blocks
     places: Mapping[str, int] = field(default_factory=dict)  # parameter → the first place that uses it
-    # module → number of blocks that had begun at the begin of its first call, and at the end of its last one
+    # module → number of blocks that had begun at the begin of its first call, and at the end of its last one; for a
+    # module that is not called itself, from the first call of its parts to the last
     calls: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -111,12 +112,11 @@ class _Probe:
         blocks = []
         for name in order:
             axis = _batch_axis(name, two[name], self.inputs[name])
-            shape = list(two[name].shape)
-            del shape[axis]
-            strides = two[name].stride()
-            layout = sorted(range(two[name].ndim), key=strides.__getitem__, reverse=True)
-            blocks.append(Block(name, tuple(shape), axis, tuple(layout), without_data(self.outputs[name])))
-        return Chain(tuple(blocks), "", places, calls)
+            shape, strides = two[name].shape, two[name].stride()
+            layout = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
+            one = without_data(self.outputs[name])
+            blocks.append(Block(name, (*shape[:axis], *shape[axis + 1 :]), axis, tuple(layout), one))
+        return Chain(tuple(blocks), "", places, self._with_holders(calls))
 
     def _pass(self, images: int) -> Tensor:
         self.order, self.inputs, self.outputs, self.calls = [], {}, {}, {}
@@ -132,7 +132,17 @@ class _Probe:
                 hooks.callback(module.register_forward_pre_hook(begin).remove)
                 hooks.callback(module.register_forward_hook(end).remove)
             z: Tensor = self.encoder(probe_images(self.encoder, self.size, images))
-            return z
+        return z
+
+    def _with_holders(self, calls: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        """`calls`, and those of modules of which only parts are called, as a library's `model` is."""
+        spans = dict(calls)
+        for name, _ in reversed(list(self.encoder.named_modules())):  # parts before what holds them
+            holder = name.rpartition(".")[0]
+            if name in spans and holder not in calls:
+                begin, end = spans.get(holder, spans[name])
+                spans[holder] = min(begin, spans[name][0]), max(end, spans[name][1])
+        return spans
 
     def _begin(self, name: str, inputs: tuple[Any, ...]) -> None:
         if name in self.names:

@@ -27,10 +27,9 @@ class Lora(Block):
         int | None, Field(ge=1, description="number of blocks with updates, counted from the end; null: all")
     ] = None
     targets: Annotated[
-        tuple[str, ...] | None,
+        Annotated[tuple[str, ...], Field(min_length=1)] | None,
         OneOrMany,
         Field(
-            min_length=1,
             description="linear layers inside a block that get an update, by name or a part of it between dots: attn, "
             "mlp.fc1, qkv; null: all, which are those of the attention and the MLP",
         ),

@@ -16,6 +16,13 @@ class ReportSettings(Block):
     images: Annotated[bool, Field(description="show the most confident mistakes as small images in report.html")] = (
         False
     )
+    seeds_averaged: Annotated[
+        bool,
+        Field(
+            description="results.md has a table of each method's models of all seeds as one model, with the mean of "
+            "their logits; reads the predictions of all models"
+        ),
+    ] = False
     log_with: Annotated[
         tuple[Literal["wandb", "trackio", "mlflow", "comet_ml", "clearml", "dvclive", "swanlab"], ...],
         OneOrMany,

@@ -72,7 +72,8 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def bytes_text(size: float | None) -> str:
-    """Returns a size: 12.3 MB or 4.5 GB."""
+    """Returns a size: 9.9 kB, 12.3 MB or 4.5 GB."""
     if size is None:
         return EMPTY
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB") if size >= 1e6 else (1e3, "kB")
+    return f"{size / unit:,.1f} {name}"

@@ -79,12 +79,12 @@ def encoder_table(results: Results) -> ResultTable | None:
         return None
     rows = tuple((label, *encoder_cells(about)) for label, about in found.items())
     about = (("Costs", "milliseconds to encode one image on this machine; bytes of the cached features of all images"),)
-    return ResultTable("Encoders", about, ENCODER_COLUMNS, rows, level=3)
+    return ResultTable("Encoders", about, ENCODER_COLUMNS, rows, level=3, labels=3)
 
 
 def encoder_cells(about: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns a cell for each of `ENCODER_COLUMNS` but the first."""
-    named = f"{about['component']} {about['model']}".rstrip()
+    named = f"{about['component']} {about['model'] or ''}".rstrip()
     speed = EMPTY if about["ms_per_image"] is None else f"{about['ms_per_image']:.3g}"
     sizes = count_text(about["parameters"]), speed, bytes_text(about["feature_bytes"])
     return named, about["pretraining"], str(about["width"]), *sizes
@@ -124,6 +124,6 @@ def pair_table(results: Results, rule: str, metric: str) -> ResultTable | None:
         return None
     cells = tuple((one["method"], pair_name(one), *comparison_cells(one, metric)) for one in pairs)
     header = (f"method{oracle_mark(rule)}", "encoders", "difference", *COMPARISON)
-    notes = each_once((f"{one['method']}, {pair_name(one)}", one["note"]) for one in pairs)
+    notes = each_once((f"{one['method']} ({pair_name(one)})", one["note"]) for one in pairs)
     about = (("Differences", ABOUT_PAIRS),)
     return ResultTable("Pairs of encoders", about, header, cells, tuple(notes), level=3, labels=2)

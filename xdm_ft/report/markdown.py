@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from xdm_ft.report.averaged_seeds import averaged_table
 from xdm_ft.report.costs import cost_table
 from xdm_ft.report.encoders import encoder_table, pair_table
 from xdm_ft.report.finished import ORACLE, Run
@@ -34,13 +35,16 @@ def tables_of(run: Run) -> Iterator[ResultTable]:
     """Yields the tables of each selection rule: the first one, encoders, other metrics, a search, published numbers.
 
     What oracle selects has its first table alone, unless it is the recipe's own rule. Costs do not depend on the rule:
-    they are below the tables of the recipe's own.
+    they are below the tables of the recipe's own, and so are seeds averaged, if the recipe asks for them.
     """
-    for rows in groups(run.results):
+    asked = run.results["recipe"].get("report", {}).get("seeds_averaged")
+    for place, rows in enumerate(groups(run.results)):
         rule = rows[0]["selection"]
         yield result_table(rows, run.results)
         if rule != ORACLE or rule == own_rule(run.results):
             yield from _more_of(run, rows)
+        if asked and place == 0:  # the first tables are those of the recipe's own rule
+            yield from _given(averaged_table(run))
         if rule == own_rule(run.results):
             yield from _given(cost_table(rows, run.records), encoder_table(run.results))
         yield from published_tables(rows, run.results)

@@ -34,8 +34,8 @@ EVERY_OTHER = Training(batch_size=4, evaluate_every=2, encoder_lr=0.01, schedule
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    for module in ("batches", "prediction"):  # starting workers would take most of the time
-        monkeypatch.setattr(f"xdm_ft.training.end_to_end.{module}.worker_count", lambda accelerator: 0)
+    # starting workers would take most of the time
+    monkeypatch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
     with one_process() as accelerator:
         yield accelerator
 
