@@ -22,6 +22,8 @@ from xdm_ft.cli import main
 from xdm_ft.commands.evaluate import evaluate
 from xdm_ft.commands.export import export_model
 from xdm_ft.errors import UserError
+from xdm_ft.export.directory import read_config
+from xdm_ft.export.hub import _checked_files
 from xdm_ft.export.model import load
 from xdm_ft.export.runs import Choice, read_parts
 from xdm_ft.report.finished import read_run
@@ -109,6 +111,14 @@ class TestTwoEncoders:
     def test_the_choice_names_the_encoder(self) -> None:
         with pytest.raises(UserError, match='--method: no model last @ cmn; did you mean "last @ cnn"'):
             xdm_ft.load(RUN, method="last @ cmn")
+
+    def test_the_part_goes_to_the_hub(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        copied(folder / "last", tmp_path / "last", monkeypatch)
+        config, _ = read_config(tmp_path / "last")
+        assert "encoder_part.safetensors" in _checked_files(tmp_path / "last", config)
+        (tmp_path / "last/encoder_part.safetensors").unlink()
+        with pytest.raises(UserError, match=r"lacks encoder_part\.safetensors; export the model again"):
+            _checked_files(tmp_path / "last", config)
 
     def test_a_part_that_is_missing_or_of_another_model_is_one_line(
         self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -84,17 +84,15 @@ def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
     Raises `UserError` if a method needs class embeddings and its encoder has none, or if an encoder can not be cut
     where a method trains above a cut.
     """
-    found = dict[str | None, Encoder]()
-    for label, component in by_label(recipe).items():
-        found[label] = encoder = build_encoder(component, recipe.protocol.seeds[0])
-        own = [item for item in recipe.methods if item.encoder_label == label]
-        reading = [item.label for item in own if item.reads_text]
-        if reading and isinstance(encoder, TextEncoder) and encoder.text_reason:
-            raise UserError(f"methods: {', '.join(reading)}: class embeddings are needed, but {encoder.text_reason}")
-        for trainable in dict.fromkeys(item.trainable for item in own):
-            if isinstance(trainable, LastBlocks | LowRank):
-                cut_of(encoder, trainable)
-    return found
+    seed = recipe.protocol.seeds[0]
+    encoders = {label: build_encoder(component, seed) for label, component in by_label(recipe).items()}
+    for item in recipe.methods:
+        encoder = encoders[item.encoder_label]
+        if item.reads_text and isinstance(encoder, TextEncoder) and encoder.text_reason:
+            raise UserError(f"methods: {item.label}: class embeddings are needed, but {encoder.text_reason}")
+        if isinstance(item.trainable, LastBlocks | LowRank):
+            cut_of(encoder, item.trainable)
+    return encoders
 
 
 def by_label(recipe: Recipe) -> dict[str | None, Component]:

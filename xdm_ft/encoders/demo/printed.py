@@ -140,6 +140,7 @@ def _draw_digits(font: Font) -> Tensor:
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
 
+    face: ImageFont.FreeTypeFont | ImageFont.ImageFont
     if font.file:
         face = ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font.file}.ttf", _EM)
     else:
