@@ -186,8 +186,7 @@ def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
     every = sklearn.datasets.load_digits()
     few = Bunch(images=every.images[:320], target=every.target[:320])
     monkeypatch.setattr("sklearn.datasets.load_digits", lambda: few)
-    for module in ("batches", "prediction"):
-        monkeypatch.setattr(f"xdm_ft.training.end_to_end.{module}.worker_count", lambda accelerator: 0)
+    monkeypatch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
 
 
 def miniature_data(data: dict[str, Any], folder: Path) -> None:

@@ -56,16 +56,19 @@ def test_costs_are_means_over_models() -> None:
     assert found["erm"]._asdict() == {"trained_parameters": 1000, "train_seconds": 1.5, "peak_memory": 1.5e6}
     assert found["xdomainmix"].peak_memory is None
     shown = table(run.results, "Cost")
-    assert shown.header == ("method", "trained parameters", "seconds", "peak memory")
-    assert shown.rows == (("erm", "1,000", "1.50", "1.5 MB"), ("xdomainmix", "1,000", "5.50", "–"))
+    assert shown.header == ("method", "selection value", "trained parameters", "seconds", "peak memory")
+    values = {m: [r["selected"]["train_val"]["value"] for r in two_sets() if r["method"] == m] for m in found}
+    erm, mixed = (f"{100 * sum(of) / len(of):.1f}" for of in values.values())
+    assert shown.rows == (("erm", erm, "1,000", "1.50", "1.5 MB"), ("xdomainmix", mixed, "1,000", "5.50", "–"))
     [(methods, note)] = shown.notes
     assert methods == "xdomainmix" and SHARED in note
-    assert "| erm | 1,000 | 1.50 | 1.5 MB |" in markdown(run) and r"5.50 & \textendash{}" in latex(tables_of(run))
+    assert f"| erm | {erm} | 1,000 | 1.50 | 1.5 MB |" in markdown(run)
+    assert r"5.50 & \textendash{}" in latex(tables_of(run))
 
 
 def test_results_of_earlier_versions_have_seconds_alone() -> None:
     run = run_of(results_of(two_sets()))
-    assert table(run.results, "Cost").rows == (("erm", "–", "1.00", "–"), ("xdomainmix", "–", "1.00", "–"))
+    assert [row[2:] for row in table(run.results, "Cost").rows] == [("–", "1.00", "–")] * 2
     assert SHARED not in markdown(run) and "@" not in markdown(run) and "ncoders" not in markdown(run)
     assert not [one for one in tables_of(run_of(results_of([]))) if one.heading == "Cost"]
 

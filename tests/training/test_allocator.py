@@ -1,4 +1,4 @@
-"""Memory that training frees stays with the process."""
+"""Memory that training frees stays with the process, and its peak is measured."""
 
 import platform
 import resource
@@ -6,7 +6,7 @@ import resource
 import pytest
 import torch
 
-from xdm_ft.training.memory import keep_freed_memory
+from xdm_ft.training.memory import PeakMemory, keep_freed_memory
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is told")
@@ -18,3 +18,13 @@ def test_blocks_that_come_and_go_are_not_faulted_in_again() -> None:
     for _ in range(20):
         torch.ones(4 * 2**20).sum()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 5 * pages  # 20 × pages where handed back
+
+
+def test_the_peak_counts_what_was_freed_and_not_what_was_there() -> None:
+    kept = torch.ones(24 * 2**20)  # 96 MB
+    memory = PeakMemory(torch.device("cpu"))
+    if memory.peak is None:
+        pytest.skip("this system does not tell")
+    assert memory.peak < 32e6
+    torch.ones(32 * 2**20).sum()  # 128 MB
+    assert 120e6 < memory.peak < 200e6 and len(kept)

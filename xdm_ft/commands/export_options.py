@@ -15,9 +15,9 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--best", action="store_true", help=f"{best} (default)")
     add_choice(sub)
     encoder = sub.add_mutually_exclusive_group()
-    include = "include the weights of a frozen encoder (default: only if they came from a file)"
+    include = "include all weights of the encoder (default: only if they came from a file)"
     encoder.add_argument("--with-encoder", action="store_true", default=None, help=include)
-    leave_out = "leave the weights of a frozen encoder out; if they came from a file, loading needs that file"
+    leave_out = "leave out weights of the encoder that were not trained; if they came from a file, loading needs it"
     encoder.add_argument("--without-encoder", action="store_false", dest="with_encoder", default=None, help=leave_out)
     wise = "mean of trained (α) and zero-shot (1 − α) weights, of a method that started from class embeddings"
     sub.add_argument("--wise-ft", type=float, metavar="α", help=wise)

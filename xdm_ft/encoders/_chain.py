@@ -39,6 +39,12 @@ class Chain:
     # module that is not called itself, from the first call of its parts to the last
     calls: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
+    def began(self, module: str) -> int:
+        """The number of blocks that had begun when the module did; a module that is not called is as its parent."""
+        while module not in self.calls and module:
+            module = module.rpartition(".")[0]
+        return self.calls[module][0] if module else 0
+
 
 def find_chain(encoder: nn.Module, size: int, candidates: Sequence[Sequence[str]]) -> Chain:
     """Returns the chain of the first candidate whose modules are one; without blocks, and with the reason, if none is.

@@ -69,10 +69,7 @@ def _demo(model: str, weights: str) -> ClipSource:
     path = DEMO / "demo_clip.safetensors"
     with safe_open(path, framework="pt") as file:
         seen = json.loads(file.metadata()["seen"])
-    pretraining = (
-        f"weights demo, pre-trained on the training parts of the digit styles {seen['source_styles']}; "
-        f"{seen['held_out_style']} never seen"
-    )
+    pretraining = f"weights demo, pre-trained on {seen['images']} alone, never on handwriting"
     return ClipSource(_register(DEMO / "demo_clip.json"), str(path), path, {}, "", pretraining)
 
 

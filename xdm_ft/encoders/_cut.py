@@ -86,7 +86,7 @@ class Cut:
         place = self.encoder.chain.places.get(name)
         if place is not None:  # of the first use: what both parts use, as a position bias of all blocks, lies below
             return place > 2 * self.number + 1
-        return self._began(name.rpartition(".")[0]) > self.number
+        return self.encoder.chain.began(name.rpartition(".")[0]) > self.number
 
     def lies_above(self, module: str) -> bool:
         """Whether the named module returns its output above the cut: a hook after it sees activations of images."""
@@ -111,14 +111,7 @@ class Cut:
         self.encoder.eval()
         for name, module in self.encoder.named_modules():
             holds_both = self.lies_above(name) and any(module.children())
-            module.training = mode and (holds_both or self._began(name) > self.number)
-
-    def _began(self, module: str) -> int:
-        """The number of blocks that had begun when the module did; a module that is not called is as its parent."""
-        calls = self.encoder.chain.calls
-        while module not in calls and module:
-            module = module.rpartition(".")[0]
-        return calls[module][0] if module else 0
+            module.training = mode and (holds_both or self.encoder.chain.began(name) > self.number)
 
 
 class Below(Encoder):
@@ -155,12 +148,18 @@ def depth_from_top(encoder: Encoder, parameter: str) -> int:
 
     0: after the last block (final norm, projection), as for the head; 1: in the last of the n blocks; n: in the first;
     n + 1: in the stem. What runs between two blocks belongs to the later one. A parameter that several layers use
-    belongs to the lowest of them. Raises `UserError` for an encoder whose blocks are not known.
+    belongs to the lowest of them, and one that was added to the encoder later (a low-rank update) to the block around
+    it. Raises `UserError` for an encoder whose blocks are not known.
     """
     chain = encoder.chain
     if not chain.blocks:
-        raise UserError(f"{KEY}: {encoder.blocks_reason}")
-    return len(chain.blocks) + 1 - math.ceil(chain.places.get(parameter, 0) / 2)
+        raise UserError(
+            f"training.layer_decay: the blocks of the encoder are not known ({chain.reason}); set it to 1, or use "
+            "another model"
+        )
+    place = chain.places.get(parameter)
+    block = chain.began(parameter.rpartition(".")[0]) if place is None else math.ceil(place / 2)
+    return len(chain.blocks) + 1 - block
 
 
 def describe_chain(encoder: Encoder) -> list[str]:

@@ -66,6 +66,7 @@ def _encoder(plan: Plan, prepared: PreparedEncoder, item: MethodItem, selected: 
     recipe, is_trained = plan.recipe, any(name.startswith("encoder.") for name in selected.state)
     whole = is_trained and not item.is_cut
     return {
+        "label": item.encoder_label,  # of several encoders
         "settings": item.encoder.block.model_dump(mode="json"),
         "identity": prepared.encoder.identity(),
         "width": prepared.width,

@@ -322,6 +322,6 @@ def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, A
     common |= {key: value for key in ("clip_norm", "patience") if (value := getattr(training, key)) is not None}
     if item.trainable is not False:
         own["trainable"] = item.trainable if item.trainable is True else item.trainable.model_dump(mode="json")
-        common["encoder_lr"] = training.encoder_lr
+        common |= {"encoder_lr": training.encoder_lr, "layer_decay": training.layer_decay}
         common["unfreeze_at"] = item.encoder_common.unfreeze_at
     return {**common, "head_init": item.head_init, **own}

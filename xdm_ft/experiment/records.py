@@ -193,7 +193,7 @@ def _trained_parameters(trained: Trained) -> int:
     method = trained.job.make(trained.job.setup)
     if method.needs_text and not isinstance(method, Algorithm):
         return 0
-    return sum(parameter.numel() for parameter in method.parameters())
+    return sum(parameter.numel() for parameter in method.parameters() if parameter.requires_grad)
 
 
 def restarted(trained: Trained) -> dict[str, Any] | None:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from xdm_ft.errors import plural, printable
+from xdm_ft.experiment.summary import trained_words
 from xdm_ft.export.config import AtHeldOut, Expected, ModelConfig
 
 HUB = "hf-hub:"
@@ -108,7 +109,10 @@ def _training(config: ModelConfig) -> Iterator[str]:
     method, encoder, images = config.method, config.encoder, config.results.get("images")
     is_text = config.prompts is not None and config.step == 0 and "alpha" not in method.get("hparams", {})
     head = "class head from class embeddings, not trained" if is_text else "trained class head"
-    what = "encoder and head trained end to end" if encoder.trained else f"frozen encoder, {head}"
+    if isinstance(encoder.trained, bool):
+        what = "encoder and head trained end to end" if encoder.trained else f"frozen encoder, {head}"
+    else:
+        what = f"encoder: {trained_words(encoder.trained)}; class head trained"
     yield f"* Method: {escaped(method['label'])}; {what}."
     yield f"* Encoder: {encoder.name} {escaped(encoder.settings['model'])}, {escaped(encoder.pretraining)}."
     if images is not None:
@@ -225,7 +229,7 @@ def _loading(config: ModelConfig) -> Iterator[str]:
     yield "```"
     yield ""
     if needs_file:
-        yield f"FILE has the encoder's weights, which are not in the directory (xxh3 {config.encoder.xxh3})."
+        yield f"FILE has the encoder's weights, which are not in the directory (xxh3 {config.encoder.named_xxh3})."
         yield ""
     yield "Labelled images of a new site, in folders `<class>/<image>`, show whether it keeps what this page promises:"
     yield ""

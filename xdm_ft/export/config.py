@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from xdm_ft.data._transforms import Preprocessing
+from xdm_ft.encoders._trainable import Trainable
 from xdm_ft.evaluation.calibration import HIGHEST, LOWEST
 from xdm_ft.settings import Block
 
@@ -20,19 +21,32 @@ def _different(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+class PartConfig(Block):
+    """What was trained of an encoder, in a file of its own; all other weights are those of the named encoder."""
+
+    xxh3: str  # of the tensors in the file
+    named_xxh3: str  # of the weights of the named encoder, as `features.cache_key.weights_digest`
+
+
 class EncoderConfig(Block):
     """The encoder, and where its weights are."""
 
     name: str  # component, see `xdm-ft ls encoders`
     settings: dict[str, Any]  # constructor keywords without preprocessing; `weights` only if a name says where they are
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None  # random weights (weights: null) are drawn from it
-    file: Literal["encoder.safetensors"] | None  # in this directory; None: they are not
+    file: Literal["encoder.safetensors"] | None  # all of them, in this directory; None: they are not
+    part: PartConfig | None = None  # encoder_part.safetensors in this directory; None: no part is by itself
     xxh3: str  # of the weights, as `features.cache_key.weights_digest`
     width: Annotated[int, Field(ge=1)]  # K, size of its features
-    trained: bool  # end to end; else it was frozen
-    precision: ModelPrecision  # in which the run computed features
+    trained: Trainable  # how much of it was trained
+    precision: ModelPrecision  # in which the run computed features; of what was trained, in which it trained
     pretraining: str  # one line: weights and corpus
     identity: dict[str, Any] | None  # as `Encoder.identity` in the run: the key of cached features; None: not portable
+
+    @property
+    def named_xxh3(self) -> str:
+        """The checksum of the weights that a name, or a file of the user, must give."""
+        return self.xxh3 if self.part is None else self.part.named_xxh3
 
 
 class HeadConfig(Block):

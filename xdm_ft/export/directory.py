@@ -1,8 +1,8 @@
 """A model directory: config.json, model.safetensors (the head), reference.safetensors (for distances) and, with the
-encoder, encoder.safetensors.
+encoder, encoder.safetensors, or encoder_part.safetensors with what was trained of it.
 
 encoder.safetensors has the names of the encoder's library, so that this library loads it too. config.json holds a
-checksum of itself and of the tensors of both files.
+checksum of itself and of the tensors of all files.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.encoders._files import is_file_name
 from xdm_ft.errors import UserError
 from xdm_ft.export import reference
-from xdm_ft.export.config import FORMAT, ModelConfig
-from xdm_ft.export.parts import Parts, build_encoder, build_head, first_fault, part_of
+from xdm_ft.export.config import FORMAT, EncoderConfig, ModelConfig, PartConfig
+from xdm_ft.export.parts import Parts, build_encoder, build_head, first_fault, load_trained, part_of
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.heads import Head
 from xdm_ft.storage.atomic import replace_text
 from xdm_ft.storage.checksummed import Damaged, json_object, write_checked, write_tensors
 from xdm_ft.storage.digests import json_digest, tensors_digest
 
-CONFIG, WEIGHTS, ENCODER = "config.json", "model.safetensors", "encoder.safetensors"
+CONFIG, WEIGHTS, ENCODER, PART = "config.json", "model.safetensors", "encoder.safetensors", "encoder_part.safetensors"
 LOCAL = ("local-dir:",)  # model names that are folders
 
 
 def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> ModelConfig:
     """Writes the model's files into a folder, config.json last, and returns the config as it is written.
 
-    `with_encoder` None: the encoder too, if no name leads to its weights: they were trained, or came from a file.
-    No path and no name of a weights file of this machine is in any of them. Raises `UserError` if a file can not be
-    written.
+    `with_encoder` None: the encoder too, if no name leads to its weights: all were trained, or they came from a file.
+    Without it, what was trained of it is in a file of its own. No path and no name of a weights file of this machine is
+    in any of them. Raises `UserError` if a file can not be written.
     """
     config, encoder = parts.config, parts.encoder
     portable = encoder.portable()
     named = config.encoder.settings.get("weights", "")
     is_file = named is not None and is_file_name(named)
-    is_public = not (is_file or config.encoder.trained or str(config.encoder.settings["model"]).startswith(LOCAL))
+    is_whole = config.encoder.trained is True
+    is_public = not (is_file or is_whole or str(config.encoder.settings["model"]).startswith(LOCAL))
     settings, with_encoder = config.encoder.settings, not is_public if with_encoder is None else with_encoder
     if with_encoder or not is_public:
         settings = {**{key: value for key, value in settings.items() if key != "weights"}, **portable.settings}
@@ -50,19 +51,23 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
             replace_text(folder / settings["model"], json.dumps(portable.architecture, indent=1) + "\n")
     if with_encoder:
         write_tensors(folder / ENCODER, _unshared(portable.state), {"format": "pt"})
+    part = None if with_encoder else config.encoder.part
+    if part is not None:
+        whole = encoder.state_dict()
+        write_checked(folder / PART, _unshared({name: whole[name] for name in parts.trained_names}), {"format": "pt"})
     state = {f"{name}.{key}": value for name, head in parts.heads.items() for key, value in head.state_dict().items()}
     write_checked(folder / WEIGHTS, state, {"format": "pt"})
     if parts.reference is not None:
         reference.write(parts.reference, folder)
-    of_encoder = {"settings": settings, "file": ENCODER if with_encoder else None}
+    of_encoder = {"settings": settings, "file": ENCODER if with_encoder else None, "part": part}
     identity = None if _is_local(config.encoder.identity) else config.encoder.identity
     own = config.encoder.model_copy(update={**of_encoder, "identity": identity})
     config = _without_places(
         config.model_copy(update={"encoder": own}), str(named), str(parts.config.encoder.settings["model"])
     )
     document = {**config.model_dump(mode="json"), "weights_xxh3": _digest(state)}
-    whole = {**document, "checksum": json_digest(document)}
-    replace_text(folder / CONFIG, json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    document["checksum"] = json_digest(document)
+    replace_text(folder / CONFIG, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return config
 
 
@@ -123,7 +128,7 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
         settings["weights"] = str(folder / about.file)
     elif "weights" not in settings:
         raise UserError(
-            f"{folder}: the encoder's weights are not in it, and come from a file (xxh3 {about.xxh3}); give that file "
+            f"{folder}: the encoder's weights are not in it, and come from a file (xxh3 {about.named_xxh3}); give it "
             "(encoder_weights, --encoder-weights), or export with --with-encoder"
         )
     elif isinstance(settings["weights"], str) and is_file_name(settings["weights"]):
@@ -132,8 +137,19 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
         encoder = build_encoder(about.name, settings, config.preprocessing, about.seed)
     except UserError as error:
         raise UserError(*(f"{folder}: {line}" for line in error.args)) from error
-    check_encoder(encoder, about.xxh3, settings.get("weights"), folder)
+    check_encoder(encoder, about.named_xxh3, settings.get("weights"), folder)
+    if about.part is not None:
+        _read_part(folder, about, about.part, encoder)
     return encoder
+
+
+def _read_part(folder: Path, about: EncoderConfig, part: PartConfig, encoder: Encoder) -> None:
+    """Loads what was trained of the encoder. Raises `UserError` if the file is damaged, missing or of another model."""
+    try:
+        load_trained(encoder, reference.read_part(folder / PART, part.xxh3))
+    except ValueError as error:
+        raise UserError(f"{folder / PART}: does not fit the encoder ({error}); export the model again") from error
+    check_encoder(encoder, about.xxh3, PART, folder)
 
 
 def check_encoder(encoder: Encoder, xxh3: str, weights: object, of: Path) -> None:

@@ -44,12 +44,12 @@ class AsOnnx:
 def export(parts: Parts, target: Path, with_encoder: bool | None, as_onnx: AsOnnx | None = None) -> OnnxFile | None:
     """Writes the model into a new directory. Returns what is known of its model.onnx, if there is one.
 
-    `with_encoder` None: as `write_directory` says. Weights that were trained are always included.
+    `with_encoder` None: as `write_directory` says. What was trained is always included.
     A killed export leaves nothing under the directory's name. Raises `UserError` if it exists and is not empty, if it
     can not be written, and as `write_onnx` does.
     """
     with new_directory(target) as folder:
-        config = write_directory(parts, folder, True if parts.config.encoder.trained else with_encoder)
+        config = write_directory(parts, folder, True if parts.config.encoder.trained is True else with_encoder)
         replace_text(folder / "example.py", EXAMPLE)
         replace_text(folder / "README.md", card(config, parts.config.encoder.settings))
         return None if as_onnx is None else write_onnx(parts, folder, as_onnx.images, as_onnx.include_preprocessing)

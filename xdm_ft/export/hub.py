@@ -11,7 +11,7 @@ from typing import Any
 from xdm_ft.encoders._downloads import check_hub_cache, network_error
 from xdm_ft.errors import UserError, printable
 from xdm_ft.export.config import ModelConfig
-from xdm_ft.export.directory import CONFIG, ENCODER, WEIGHTS, read_config
+from xdm_ft.export.directory import CONFIG, ENCODER, PART, WEIGHTS, read_config
 from xdm_ft.export.leaks import leaks_in
 from xdm_ft.export.onnx import ONNX
 from xdm_ft.export.reference import REFERENCE
@@ -19,9 +19,9 @@ from xdm_ft.version import __version__
 
 PREFIX = "hf-hub:"
 NEEDED = (CONFIG, WEIGHTS)
-FILES = (*NEEDED, REFERENCE, ENCODER, ONNX, "README.md", "example.py")
+FILES = (*NEEDED, REFERENCE, ENCODER, PART, ONNX, "README.md", "example.py")
 """Files of a model directory, besides the architecture of an encoder that its library does not know."""
-READ = (*NEEDED, REFERENCE, ENCODER, "*.json")  # *.json: the architecture
+READ = (*NEEDED, REFERENCE, ENCODER, PART, "*.json")  # *.json: the architecture
 _REPOSITORY = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>\S+))?", re.ASCII)
 _REMOTE_CODE = "trust_remote_code"
 LOGIN = "run `hf auth login`, or set HF_TOKEN"
@@ -86,7 +86,7 @@ def _checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
     if others:
         names = ", ".join(printable(name) for name in others)
         raise UserError(f"{folder}: {names}: no file of a model, and so not uploaded; move it elsewhere")
-    optional = {ENCODER: config.encoder.file, REFERENCE: config.reference_xxh3}
+    optional = {ENCODER: config.encoder.file, PART: config.encoder.part, REFERENCE: config.reference_xxh3}
     needed = {*NEEDED, *architecture, *(name for name, own in optional.items() if own is not None)}
     missing = sorted(needed - {path.name for path in found})
     if missing:

@@ -34,6 +34,7 @@ class Parts:
     heads: Mapping[str, Head]
     """`head`: the class head, of an ensemble of linear heads their mean; `members.<seed>`: the heads of an ensemble."""
     reference: Reference | None = None  # of the encoder's features of training images; None: distances are not known
+    trained_names: tuple[str, ...] = ()  # names of the encoder's tensors that were trained
 
 
 class Classifier(nn.Module):
@@ -45,7 +46,7 @@ class Classifier(nn.Module):
     def __init__(
         self, parts: Parts, precision: ModelPrecision | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        """`precision` None: that of the run. A frozen encoder is cast to it; one trained end to end runs in autocast.
+        """`precision` None: that of the run. A frozen encoder is cast to it; one that was trained runs in autocast.
 
         Raises `UserError` for fp16 with a frozen encoder, for which runs do not offer it.
         """
@@ -114,6 +115,17 @@ def build_encoder(name: str, settings: Mapping[str, Any], preprocessing: Preproc
         torch.manual_seed(0 if seed is None else seed)
         encoder: Encoder = cls(**keywords)
     return encoder
+
+
+def load_trained(encoder: Encoder, trained: Mapping[str, Tensor], whole: bool = False) -> None:
+    """Replaces the tensors of an encoder that were trained: a part of them, or the `whole` state.
+
+    Raises `ValueError` if the encoder does not have these tensors, or has others beside a whole state.
+    """
+    try:
+        encoder.load_state_dict(dict(trained) if whole else encoder.state_dict() | dict(trained))
+    except RuntimeError as error:
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def first_fault(error: ValidationError) -> str:

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from xdm_ft.algorithms.wise_ft import interpolate
 from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.encoders._trainable import Trainable
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.evaluation.feature_distance import Reference
 from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.trials import best, picked_model, picked_trials, selection_values
 from xdm_ft.experiment.final_fit import median
-from xdm_ft.export.config import EncoderConfig, HeadConfig, ModelConfig
+from xdm_ft.export.config import EncoderConfig, HeadConfig, ModelConfig, PartConfig
 from xdm_ft.export.directory import check_encoder
-from xdm_ft.export.parts import SINGLE, Parts, build_encoder, build_head, part_of
+from xdm_ft.export.parts import SINGLE, Parts, build_encoder, build_head, load_trained, part_of
 from xdm_ft.export.promise import promise
 from xdm_ft.export.reference import digest_of, of_run
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.heads import Head
-from xdm_ft.recipe.blocks import EncoderCommon
+from xdm_ft.recipe.blocks import ListedEncoder
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.version import __version__
 
@@ -152,11 +155,11 @@ def read_parts(
         )
     read = {seed: _read_file(run, file) for seed, file in sorted(chosen.files.items())}
     (state, about), *_ = read.values()
-    encoder_about = about["encoder"]
-    is_trained = bool(encoder_about["in_this_file"])
+    is_trained = bool(about["encoder"]["in_this_file"])
     if ensemble and is_trained:
         raise UserError(f"{run.path}: an ensemble needs one encoder, but each of these models has trained its own")
-    encoder = _encoder(run.path, about, state if is_trained and wise_ft is None else None)
+    trained = part_of(state, "encoder")
+    encoder = _encoder(run.path, about, trained if wise_ft is None else None)
     heads = {seed: _head(run, about, of_seed) for seed, (of_seed, _) in read.items()}
     parts: dict[str, Head] = {SINGLE: next(iter(heads.values()))}
     if wise_ft is not None:
@@ -168,7 +171,7 @@ def read_parts(
             mean = {name: torch.stack([one[name] for one in states]).mean(0) for name in states[0]}
             parts[SINGLE] = build_head(HeadConfig(**about["head"]), encoder.width, len(about["class_names"]), mean)
     fitted = [known for _, one in read.values() if (known := one.get("temperature")) is not None]
-    config = _config(run, chosen, about, encoder, tuple(heads) if len(heads) > 1 else ())
+    config = _config(run, chosen, about, encoder, trained, tuple(heads) if len(heads) > 1 else ())
     known = median(fitted) if fitted and wise_ft is None else None
     if temperature and known is None:
         raise UserError(
@@ -181,14 +184,14 @@ def read_parts(
     if wise_ft is not None:
         mixed = f"WiSE-FT: {wise_ft:g} of the trained and {1 - wise_ft:g} of the zero-shot weights"
         update |= {"wise_ft": wise_ft, "chosen": f"{config.chosen}; {mixed}"}
-    return Parts(config.model_copy(update=update), encoder, parts, reference)
+    return Parts(config.model_copy(update=update), encoder, parts, reference, tuple(trained))
 
 
 def _reference(run: Run, about: Mapping[str, Any], chosen: Chosen) -> Reference | None:
     if about["encoder"]["in_this_file"]:
         file = RunDirectory.reference_beside(*chosen.files.values())
     else:
-        file = RunDirectory.reference_file(tuple(about["method"]["test_domains"]))
+        file = RunDirectory.reference_file(tuple(about["method"]["test_domains"]), about["encoder"].get("label"))
     return of_run(run.path, file, about["encoder"]["width"])
 
 
@@ -206,20 +209,34 @@ def _read_file(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _settings(about: Mapping[str, Any]) -> dict[str, Any]:
-    left_out = {*EncoderCommon.model_fields, "preprocessing"}
+    left_out = {*ListedEncoder.model_fields, "preprocessing"}
     return {key: value for key, value in about["encoder"]["settings"].items() if key not in left_out}
 
 
 def _encoder(path: Path, about: Mapping[str, Any], trained: Mapping[str, Tensor] | None) -> Encoder:
-    """Builds the encoder of a run, with the weights that were `trained` end to end if they are given."""
+    """Builds the encoder of a run, with the weights that were `trained`; None: as it was before training.
+
+    Raises `UserError` if the other weights are not those of the run, or if a trained one does not fit.
+    """
     described = about["encoder"]
     preprocessing = Preprocessing(**about["preprocessing"])
     encoder = build_encoder(described["settings"]["name"], _settings(about), preprocessing, described["seed"])
-    if trained is not None:
-        encoder.load_state_dict(part_of(trained, "encoder"))
-    elif not described["in_this_file"]:
+    if described["xxh3"] is not None:
         check_encoder(encoder, described["xxh3"], described["settings"].get("weights"), path)
+    if trained:
+        try:
+            load_trained(encoder, trained, whole=described["xxh3"] is None)
+        except ValueError as error:
+            raise UserError(f"{path}: the encoder's trained weights do not fit it ({error}); train again") from error
     return encoder
+
+
+def _trained(described: Mapping[str, Any]) -> Trainable:
+    """How much of the encoder was trained. Earlier versions trained all of it or nothing."""
+    if not described["in_this_file"]:
+        return False
+    found: Trainable = TypeAdapter(Trainable).validate_python(described.get("trainable", True))
+    return found
 
 
 def _head(run: Run, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
@@ -257,27 +274,36 @@ def _towards_zero_shot(
         raise UserError(f"{path}: {method['label']} is zero-shot itself; choose a model that was trained")
     mixed = interpolate(zero_shot.state_dict(), head.state_dict(), alpha)
     if is_trained:
-        encoder.load_state_dict(interpolate(encoder.state_dict(), part_of(state, "encoder"), alpha))
+        load_trained(encoder, interpolate(encoder.state_dict(), part_of(state, "encoder"), alpha))
     return build_head(HeadConfig(**about["head"]), encoder.width, len(about["class_names"]), mixed)
 
 
 def _config(
-    run: Run, chosen: Chosen, about: Mapping[str, Any], encoder: Encoder, members: Sequence[int]
+    run: Run,
+    chosen: Chosen,
+    about: Mapping[str, Any],
+    encoder: Encoder,
+    trained_names: Iterable[str],
+    members: Sequence[int],
 ) -> ModelConfig:
-    described = about["encoder"]
-    is_trained = bool(described["in_this_file"])
+    described, state = about["encoder"], encoder.state_dict()
+    trained, part = _trained(described), None
+    if not isinstance(trained, bool):
+        digest = tensors_digest({name: state[name] for name in sorted(trained_names)})
+        part = PartConfig(xxh3=digest, named_xxh3=described["xxh3"])
     precision = {"no": "fp32", None: "fp32"}.get(described["precision"], described["precision"])
     of_encoder = EncoderConfig(
         name=described["settings"]["name"],
         settings=_settings(about),
         seed=described["seed"],
         file=None,
+        part=part,
         xxh3=weights_digest(encoder),
         width=described["width"],
-        trained=is_trained,
+        trained=trained,
         precision=precision,
         pretraining=described["pretraining"],
-        identity=None if is_trained else described["identity"],
+        identity=described["identity"] if trained is False else None,
     )
     names = run.results["recipe"]["data"]["class_names"]
     kept = ("class_names", "preprocessing", "normalize", "head", "method", "prompts", "protocol", "step", "results")

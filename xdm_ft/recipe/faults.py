@@ -149,7 +149,7 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
         if key not in known:
             problem = f"is no searchable hyper-parameter of this recipe's methods{did_you_mean(key, known)}"
             faults.add(("search", "space", key), problem, METHODS)
-        elif key == "encoder_lr" and not recipe.trains_encoders:
+        elif key in ("encoder_lr", "layer_decay") and not recipe.trains_encoders:
             faults.add(("search", "space", key), "has no effect with a frozen encoder; leave it out", TRAINABLE)
         elif key in ("momentum", "beta1", "beta2") and (key == "momentum") != (recipe.training.optimizer == "sgd"):
             problem = f"has no effect on {recipe.training.optimizer}; leave it out"

@@ -108,7 +108,8 @@ DATA_RANGES: dict[tuple[str, str], dict[str, Distribution]] = {
 """{(preset, data set): ranges that replace those of the preset on that data set}"""
 
 TRAINING_KEYS = (
-    "lr", "encoder_lr", "weight_decay", "momentum", "beta1", "beta2", "batch_size", "clip_norm", "patience",
+    "lr", "encoder_lr", "layer_decay", "weight_decay", "momentum", "beta1", "beta2", "batch_size", "clip_norm",
+    "patience",
 )  # fmt: skip
 """Keys of `training` that a search may vary."""
 

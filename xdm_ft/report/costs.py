@@ -7,7 +7,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from xdm_ft.evaluation.records import Record
-from xdm_ft.report.table_rows import EMPTY, ResultTable, Summary
+from xdm_ft.report.finished import Run
+from xdm_ft.report.table_rows import EMPTY, ResultTable, Summary, in_unit, number
 
 COLUMNS = ("trained parameters", "seconds", "peak memory")
 SHARED = "their models trained together and share their memory, so a model has no peak of its own"
@@ -39,15 +40,21 @@ def _mean(records: Sequence[Record], name: str) -> float | None:
     return fmean(known) if known else None
 
 
-def cost_table(rows: Sequence[Summary], records: Sequence[Record]) -> ResultTable | None:
-    """Returns what one model of each of these rows costs; None if no model was trained."""
-    found = costs(records)
+def cost_table(rows: Sequence[Summary], run: Run) -> ResultTable | None:
+    """Returns what one model of each of these rows costs, and what the rule chooses by; None if no model was trained.
+
+    Selection values stand here, and not among the test results, for one who picks a cut by them.
+    """
+    found, values = costs(run.records), run.selection_values
     shown = {row["method"]: found[row["method"]] for row in rows if row["method"] in found}
     if not shown:
         return None
-    about = (("Means", "of one model, over held-out sets, seeds and draws; features are computed once and not in it"),)
-    cells = tuple((method, *cost.texts()) for method, cost in shown.items())
-    return ResultTable("Cost", about, ("method", *COLUMNS), cells, shared_memory(shown), level=3)
+    about = (
+        ("Means", "of one model, over held-out sets, seeds and draws; features are computed once and not in it"),
+        ("Selection value", f"mean {in_unit(run.metric)} by which {run.own_rule} picked; test images are not in it"),
+    )
+    cells = tuple((method, number(values.get(method), run.metric), *cost.texts()) for method, cost in shown.items())
+    return ResultTable("Cost", about, ("method", "selection value", *COLUMNS), cells, shared_memory(shown), level=3)
 
 
 def shared_memory(found: Mapping[str, Cost]) -> tuple[tuple[str, str], ...]:

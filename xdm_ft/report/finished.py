@@ -58,9 +58,14 @@ class Run:
     @cached_property
     def chosen(self) -> str | None:
         """The method with the best mean selection value under `rule`; None if no method has one, and for oracle."""
-        rows = [row for row in self.rows if row.selection == self.rule]
-        values = selection_values(self.records, rows, self.rule, self.metric)
+        values = self.selection_values
         return best(values, self.metric) if values and self.rule != ORACLE else None
+
+    @cached_property
+    def selection_values(self) -> dict[str, float]:
+        """{method: its mean selection value under `rule`}, without methods that have none."""
+        rows = [row for row in self.rows if row.selection == self.rule]
+        return selection_values(self.records, rows, self.rule, self.metric)
 
     @cached_property
     def pools(self) -> Pools:

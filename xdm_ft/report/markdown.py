@@ -46,7 +46,7 @@ def tables_of(run: Run) -> Iterator[ResultTable]:
         if asked and place == 0:  # the first tables are those of the recipe's own rule
             yield from _given(averaged_table(run))
         if rule == own_rule(run.results):
-            yield from _given(cost_table(rows, run.records), encoder_table(run.results))
+            yield from _given(cost_table(rows, run), encoder_table(run.results))
         yield from published_tables(rows, run.results)
 
 

@@ -311,7 +311,7 @@ def test_augmentation_is_a_function_of_seed_step_and_place(
 ) -> None:
     found = []
     for workers in (0, 2):
-        monkeypatch.setattr("xdm_ft.training.end_to_end.batches.worker_count", lambda accelerator, n=workers: n)
+        monkeypatch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator, n=workers: n)
         batches = augmented_batches(accelerator)
         state = torch.get_rng_state()
         found += [images_of(batches), images_of(batches)]  # a second time, as for SWAD's statistics

@@ -1,1 +1,1 @@
-"""The tiny CLIP that comes with the package, and the script that trained it."""
+"""The tiny CLIP that comes with the package, and the scripts that trained it."""

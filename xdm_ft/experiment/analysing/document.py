@@ -68,11 +68,14 @@ def _notes(
     if any(not of_split.own_validation for of_split in images.values()):
         held = "a part of the training images, as the split has no validation images of its training domains"
     yield f"invariances, importance and embeddings are measured on {held}"
-    if not plan.recipe.trains_encoders and len(plan.recipe.encoders) == 1:
-        alike = (
-            "" if len({item.reads_normalized for item in plan.recipe.methods}) == 1 else " that normalise them alike"
+    if on_features := [item for item in plan.recipe.methods if item.trainable is False]:
+        which = " that leave it frozen" if plan.recipe.trains_encoders else ""
+        under = " under one encoder" if len(plan.recipe.encoders) > 1 else ""
+        alike = " and normalise them alike" if len({item.reads_normalized for item in on_features}) > 1 else ""
+        yield (
+            "frozen encoder: the features, and so the representation invariance, are the same for all methods"
+            f"{which}{under}{alike}"
         )
-        yield f"frozen encoder: the features, and so the representation invariance, are the same for all methods{alike}"
     for used, limits, what in ((True, FROZEN, "on cached features"), (False, TRAINED, "that trains its encoder")):
         if any(frozen == used for *_, frozen in images):
             yield (

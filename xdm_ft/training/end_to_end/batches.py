@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -180,7 +180,7 @@ class TrainingBatches:
         place = torch.cat([own, missing])
         return RowsToRead(torch.cat([rows, partners.row])[place], place, position[wanted])
 
-    def begin(self, first: int = 0) -> Iterator[tuple[int, StepBatch]]:
+    def begin(self, first: int = 0) -> Generator[tuple[int, StepBatch], None, None]:
         steps = StepRows(self.rows_to_read, self.seed, first, self.last)
         for step, x in enumerate(self.inputs.of_steps(steps), start=first):
             yield step, self._step_batch(step, x)

@@ -159,15 +159,20 @@ class _Repeated(Iterable[Tensor]):
 
 
 def _ahead(reads: Iterable[Callable[[], Tensor]]) -> Iterator[Tensor]:
-    """Yields what the functions return. A thread calls the next ones meanwhile."""
-    waiting = deque[Future[Tensor]]()
-    with ThreadPoolExecutor(1) as thread:
+    """Yields what the functions return, and raises what they raise. A thread calls the next ones meanwhile.
+
+    The thread ends with the generator, also if that is closed early.
+    """
+    waiting, thread = deque[Future[Tensor]](), ThreadPoolExecutor(1, "activations")
+    try:
         for read in reads:
             waiting.append(thread.submit(read))
             if len(waiting) > STEPS_AHEAD:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 def worker_count(accelerator: Accelerator) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -69,12 +69,8 @@ class EndToEnd(nn.Module):
         self._low_rank_names = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
         _freeze_unreached(encoder)
         modules = algorithm.stage_modules(encoder)
-        below = [name for name in modules if self.cut is not None and not self.cut.lies_above(name)]
-        if below:
-            raise UserError(
-                f"trainable: this method changes feature maps after {below[0]}, which lies below the cut; train more "
-                "blocks, set its places to later ones, or set trainable: true"
-            )
+        if self.cut is not None:
+            _refuse_below(self.cut, modules)
         self.stages = StageModules(encoder, modules)
         self.trainable = [p for p in (*encoder.parameters(), *self.stages.parameters()) if p.requires_grad]
         self.encoder_frozen = False
@@ -159,6 +155,17 @@ def cut_of(encoder: Encoder, trainable: LastBlocks | LowRank) -> Cut:
     """Returns the cut below the blocks that train. Raises `UserError` if the encoder can not be cut there."""
     above = blocks_above(trainable)
     return Cut(encoder, max(1, len(encoder.block_names)) if above is None else above)
+
+
+def _refuse_below(cut: Cut, modules: Iterable[str]) -> None:
+    """Raises `UserError` if an algorithm places a module after one of these modules below the cut."""
+    for name in modules:
+        if not cut.lies_above(name):
+            in_stem = cut.encoder.chain.calls.get(name, (0, 0))[1] == 0  # below any cut
+            raise UserError(
+                f"trainable: this method changes feature maps after {name}, which lies below the cut; "
+                f"{'set' if in_stem else 'train more blocks, or set'} trainable: true"
+            )
 
 
 def _freeze_unreached(encoder: Encoder) -> None:

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
@@ -164,7 +164,7 @@ def _resume(run: _Run, state: LoopState, annotations: Annotations) -> None:
             "processes": accelerator.num_processes,
             "device": accelerator.device.type,
             "data": tensors_digest(dict(enumerate([*images, *split.train, *split.evaluation.values()]))),
-            "weights": tensors_digest(state.inner.named_weights()),
+            "weights": tensors_digest(state.inner.state_dict()),  # below a cut too
         }
     )
     if saved is not None:
@@ -180,8 +180,7 @@ def _resume(run: _Run, state: LoopState, annotations: Annotations) -> None:
 def _train(run: _Run, state: LoopState, unfreeze_at: int, bar: Progress) -> str | None:
     """Takes the remaining steps. Returns why the training failed; None if it did not."""
     steps = run.job.setup.steps
-    batches = run.batches.begin(state.taken)
-    with deferred():
+    with deferred(), closing(run.batches.begin(state.taken)) as batches:  # what reads ahead ends with the loop
         bar.skip(state.taken)
         if state.taken == 0:
             state.average()
