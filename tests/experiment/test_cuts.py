@@ -13,6 +13,8 @@ from small_runs import recipe
 
 from xdm_ft.commands import doctor
 from xdm_ft.commands.validate import validate
+from xdm_ft.encoders import Encoder
+from xdm_ft.encoders._chain import Chain
 from xdm_ft.errors import UserError
 from xdm_ft.experiment import cut_costs
 from xdm_ft.experiment.cuts import RecipeCut, counted_unhashed, cuts_of, decided
@@ -133,7 +135,32 @@ def test_decisions_of_several_encoders() -> None:
 
 def test_an_encoder_that_can_not_be_cut_there_is_refused_before_all_else() -> None:
     made = recipe("methods=[{name: erm, trainable: {blocks: 7}}]")
-    with pytest.raises(UserError, match=r"^trainable\.blocks: 7 is more than the 6 blocks"):
+    with pytest.raises(UserError, match=r"^methods: erm: trainable\.blocks: 7 is more than the 6 blocks"):
+        build_encoders(made)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("methods=[{name: erm, trainable: {lora: {blocks: 7}}}]", "erm: trainable.lora.blocks: 7 is more than the 6"),
+        ("methods=[{name: erm, trainable: {lora: {targets: x}}}]", "erm: trainable.lora.targets: no linear layer of"),
+        ("methods=[{name: dsu, trainable: {blocks: 1}}]", "dsu: trainable: this method changes feature maps after"),
+        ("methods=[{name: mixstyle, trainable: {blocks: 2}}]", "mixstyle: trainable: this method changes feature"),
+    ],
+)
+def test_what_can_not_train_is_refused_before_features_are_computed(overrides: str, expected: str) -> None:
+    with pytest.raises(UserError) as fault:
+        build_encoders(recipe(overrides))
+    assert str(fault.value).startswith(f"methods: {expected}")
+
+
+def test_layer_decay_without_known_blocks_is_refused_before_features_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = recipe("methods=[{name: erm, trainable: true}]", "training.layer_decay=0.5")
+    build_encoders(made)
+    monkeypatch.setattr(Encoder, "chain", Chain(reason="a reason"))
+    with pytest.raises(UserError, match=r"^methods: erm: training\.layer_decay: .* not known \(a reason\)"):
         build_encoders(made)
 
 

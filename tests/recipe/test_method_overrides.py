@@ -179,5 +179,32 @@ def test_faults_of_the_file_keep_their_line() -> None:
 
 
 def test_the_packaged_recipe_of_the_documentation() -> None:
-    recipe = load("demo", ["xdomainmix.warmup_steps=300", "xdomainmix+sam.rho=0.1", "protocol.test_domains=blurred"])
-    assert [v for v in settings(recipe, "warmup_steps") if v is not None] == [300, 300]
+    recipe = load("demo", ["xdomainmix.warmup_steps=100", "xdomainmix+sam.rho=0.1", "protocol.test_domains=blurred"])
+    assert [v for v in settings(recipe, "warmup_steps") if v is not None] == [100, 100]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["erm.trainable={blocks: 2}"], {"blocks": 2}),
+        (["erm.trainable.blocks=2"], {"blocks": 2}),
+        (
+            ["erm.trainable={lora: {rank: 2, blocks: 1}}", "erm.trainable.lora.rank=4"],
+            {"lora": {"rank": 4, "blocks": 1}},
+        ),
+        (["part.trainable.lora.rank=3"], {"lora": {"rank": 3, "blocks": 2}}),  # merged into the item's block
+        (["part.trainable={lora: {rank: 3}}"], {"lora": {"rank": 3}}),  # replaces it
+        (["part.trainable=true"], True),
+    ],
+)
+def test_trainable_of_a_method_is_a_value_or_a_block_of_keys(overrides: list[str], expected: Any) -> None:
+    items = ["erm", {"name": "lisa", "label": "part", "trainable": {"lora": {"rank": 8, "blocks": 2}}}]
+    found = recipe_with(*overrides, items=items).methods[overrides[0].startswith("part")].block.trainable
+    plain = found if isinstance(found, bool) else found.model_dump(exclude_defaults=True)
+    assert plain == expected
+
+
+def test_a_fault_inside_trainable_has_the_key_that_was_written() -> None:
+    for override in ("erm.trainable.blocks=0", "erm.trainable={blocks: 0}"):
+        [fault] = faults(override)
+        assert fault == ("command line: erm.trainable.blocks: input should be greater than or equal to 1, given 0")

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from xdm_ft.algorithms import Algorithm
+from xdm_ft.commands.validate import resolved_with_meanings
 from xdm_ft.errors import UserError
 from xdm_ft.recipe import components
 from xdm_ft.recipe.method_overrides import split_name
@@ -276,3 +277,69 @@ def test_methods_that_can_not_see_the_whole_batch_are_refused(
     searched = "search={trials: 9, space: {xdomainmix.partners: {choice: [global, local]}}}"
     with pytest.raises(UserError, match="of xdomainmix: partners: local averages the loss over each part"):
         load("all_methods_end_to_end", [*overrides, "training.sampler=pooled", "methods=[xdomainmix]", searched])
+
+
+@pytest.mark.parametrize(
+    ("trainable", "expected"),
+    [
+        ("2", "trainable: must be true, false, {blocks: k} or {lora: {rank: r}}, given 2"),
+        ("{blocks: 0}", "trainable.blocks: input should be greater than or equal to 1, given 0"),
+        ("{}", "trainable.blocks: is needed"),
+        ("{lora: 8}", "trainable.lora: must be a block of keys, given 8"),
+        ("{lora: {r: 3}}", "trainable.lora.r: unknown key"),
+        ("{blocks: 1, lora: {}}", "trainable: has both blocks and lora; keep one, or write {lora: {blocks: k}}, given"),
+    ],
+)
+def test_a_fault_in_trainable_is_one_line_about_what_was_meant(trainable: str, expected: str) -> None:
+    for key in ("encoder", "methods.0"):
+        text = GOOD.replace("resnet10t", f"resnet10t, trainable: {trainable}")
+        if key != "encoder":
+            text = GOOD.replace("[erm,", f"[{{name: erm, trainable: {trainable}}},")
+        [fault] = faults(text)
+        assert f"{key}.{expected}" in fault
+
+
+def test_two_rows_of_results_never_have_one_name() -> None:
+    encoders = "encoders:\n- {name: timm, model: resnet10t, label: c}\n- {name: timm, model: resnet18, label: b @ c}"
+    text = GOOD.replace("encoder: {name: timm, model: resnet10t}", encoders)
+    assert check(parse(text, "r.yaml")).several_encoders
+    text = text.replace("[erm,", "[{name: erm, label: a @ b}, {name: erm, label: a}, {name: erm, label: z},")
+    assert faults(text) == ['r.yaml:3: encoders: two rows of results have the name "a @ b @ c"; change a label']
+
+
+SEVERAL = GOOD.replace(
+    "encoder: {name: timm, model: resnet10t}",
+    "encoders:\n- {name: timm, model: resnet10t, trainable: {blocks: 1}}\n- {name: timm, model: resnet18}",
+)
+
+
+def test_validate_prints_a_recipe_of_several_encoders_that_resolves_to_itself() -> None:
+    once = check(parse(SEVERAL, "r.yaml"))
+    assert check(parse(resolved_with_meanings(once), "shown.yaml")).as_yaml() == once.as_yaml()
+
+
+def test_an_override_names_an_item_of_encoders_by_its_place() -> None:
+    text = parse(SEVERAL, "r.yaml")
+    for override in ("encoders.1.trainable={lora: {rank: 2}}", "encoders.0.trainable.blocks=3", "encoders.1.label=x"):
+        apply_override(text, override)
+    recipe = check(text)
+    assert str(recipe.encoder.block.trainable) == "blocks=3"
+    assert recipe.encoders[1].block.trainable.lora.rank == 2 and recipe.encoders[1].block.label == "x"
+    assert faults(SEVERAL, "encoders.0.trainable.blocks=0") == [
+        "command line: encoders.0.trainable.blocks: input should be greater than or equal to 1, given 0"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("encoders.2.model=x", "encoders.2 is not a block of keys"),
+        ("encoders.small.model=x", "encoders.small is not a block of keys"),
+        ("encoders.0=x", "encoders is a list; write encoders.0.KEY=VALUE for its first item"),
+        ("methods.0.head=mlp", "methods is not a block of keys; write METHOD.KEY=VALUE"),
+    ],
+)
+def test_an_override_that_names_no_item_says_what_to_write(override: str, expected: str) -> None:
+    with pytest.raises(UserError) as fault:
+        apply_override(parse(SEVERAL, "r.yaml"), override)
+    assert str(fault.value).endswith(expected)

@@ -102,10 +102,14 @@ def resolved_with_meanings(recipe: Recipe) -> str:
     lines = [f"name: {_value(recipe.name)}"]
     for name, block in recipe.blocks.items():
         lines += [f"{name}:", *_commented(block, "  ")]
-    lines.append("methods:")
-    for item in recipe.methods:
-        first, *rest = _commented(item.block, "    ")
-        lines += [f"  - {first.lstrip()}", *rest]
+    lists: dict[str, list[Block]] = {"methods": [item.block for item in recipe.own_methods]}
+    if recipe.several_encoders:
+        lists = {"encoders": [encoder.block for encoder in recipe.encoders], **lists}
+    for name, blocks in lists.items():
+        lines.append(f"{name}:")
+        for block in blocks:
+            first, *rest = _commented(block, "    ")
+            lines += [f"  - {first.lstrip()}", *rest]
     return "\n".join(lines)
 
 

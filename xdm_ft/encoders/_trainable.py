@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from xdm_ft.settings import Block, OneOrMany
 
@@ -46,8 +46,33 @@ class LowRank(Block):
 
     lora: Lora
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_way(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "blocks" in values:
+            raise ValueError("has both blocks and lora; keep one, or write {lora: {blocks: k}}")
+        return values
 
-Trainable = bool | LastBlocks | LowRank
+
+def _way(value: Any) -> str | None:
+    """Returns the tag of what is written for `trainable`, so that faults are those of one way only."""
+    if isinstance(value, bool):
+        return "tag-all"
+    if isinstance(value, dict):
+        return "tag-lora" if "lora" in value else "tag-blocks"
+    if isinstance(value, LastBlocks | LowRank):
+        return "tag-lora" if isinstance(value, LowRank) else "tag-blocks"
+    return None
+
+
+Trainable = Annotated[
+    Annotated[bool, Tag("tag-all")] | Annotated[LastBlocks, Tag("tag-blocks")] | Annotated[LowRank, Tag("tag-lora")],
+    Discriminator(
+        _way,
+        custom_error_type="trainable",
+        custom_error_message="must be true, false, {blocks: k} or {lora: {rank: r}}",
+    ),
+]
 """false: frozen, on cached features; true: all of it, end to end."""
 
 

@@ -248,7 +248,7 @@ class Costs:
     extra_models: int  # of `cross_domain`
     steps: int
     gradient_evaluations: int
-    feature_passes: int  # of the encoder over all images, unless their features are cached
+    feature_passes: int  # of all encoders together over all images, unless their features are cached
     trained_images: int  # that pass forward and backward through the encoder, without evaluations
 
 
@@ -289,8 +289,10 @@ def describe(plan: Plan) -> str:
         f"steps: {cost.steps}, gradient evaluations: {cost.gradient_evaluations}",
     ]
     if cost.feature_passes:
-        several = f"{cost.feature_passes} passes (1 plain, {cost.feature_passes - 1} augmented)"
-        passes = several if cost.feature_passes > 1 else "one pass"
+        views = plan.recipe.features.views
+        each = f"{1 + views} passes (1 plain, {views} augmented)" if views else "one pass"
+        encoders = cost.feature_passes // (1 + views)
+        passes = f"{each} of each of {encoders} encoders" if encoders > 1 else each
         lines.append(f"encoder: {passes} over {cost.images} images unless their features are cached")
     if cost.trained_images:
         lines.append(f"encoder: {cost.trained_images} images forward and backward, without evaluations")

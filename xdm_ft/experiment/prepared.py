@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import scan, unreadable_message
 from xdm_ft.data._transforms import NotAStrip
 from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.encoders._cut import depth_from_top
 from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.cuts import counted, counted_unhashed, cuts_of, decided
@@ -27,8 +32,9 @@ from xdm_ft.features.store import cache_folder
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.storage.digests import digest
+from xdm_ft.tensors import Task
 from xdm_ft.training import Job
-from xdm_ft.training.end_to_end.model import cut_of
+from xdm_ft.training.end_to_end.model import EndToEnd, cut_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -81,18 +87,42 @@ def build_encoder(component: Component, seed: int) -> Encoder:
 def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
-    Raises `UserError` if a method needs class embeddings and its encoder has none, or if an encoder can not be cut
-    where a method trains above a cut.
+    Raises `UserError` if a method needs class embeddings and its encoder has none, or if an encoder can not train as a
+    method asks: here, so that it is known before features are computed.
     """
-    seed = recipe.protocol.seeds[0]
-    encoders = {label: build_encoder(component, seed) for label, component in by_label(recipe).items()}
+    seed, encoders = recipe.protocol.seeds[0], dict[str | None, Encoder]()
+    for place, (label, component) in enumerate(by_label(recipe).items()):
+        try:
+            encoders[label] = build_encoder(component, seed)
+        except UserError as error:
+            if label is None:
+                raise
+            lines = (line if re.match(r"encoder\b", line) else f"encoder: {line}" for line in error.args)
+            raise UserError(*(line.replace("encoder", f"encoders.{place}", 1) for line in lines)) from error
     for item in recipe.methods:
         encoder = encoders[item.encoder_label]
         if item.reads_text and isinstance(encoder, TextEncoder) and encoder.text_reason:
             raise UserError(f"methods: {item.label}: class embeddings are needed, but {encoder.text_reason}")
+        if item.trainable is not False:
+            _refuse_untrainable(item, encoder, recipe)
+    return encoders
+
+
+def _refuse_untrainable(item: MethodItem, encoder: Encoder, recipe: Recipe) -> None:
+    """Raises `UserError` if the encoder has no such cut or layers, or lacks the places that the method changes."""
+    steps, task = recipe.training.steps or sys.maxsize, Task(("a", "b"), ("a", "b"))  # places do not depend on them
+    try:
+        if recipe.training.layer_decay != 1:
+            depth_from_top(encoder, next(name for name, _ in encoder.named_parameters()))
         if isinstance(item.trainable, LastBlocks | LowRank):
             cut_of(encoder, item.trainable)
-    return encoders
+        algorithm: Algorithm = item.algorithm.build(Setup(task, encoder.width, steps, recipe.protocol.seeds[0]))
+        if isinstance(item.trainable, LowRank) or algorithm.stage_modules(encoder):
+            EndToEnd(copy.deepcopy(encoder), algorithm, "frozen", item.trainable)
+    except UserError as error:
+        key = "trainable.lora.blocks" if isinstance(item.trainable, LowRank) else "trainable.blocks"
+        lines = (line.replace("trainable.blocks", key) for line in error.args)
+        raise UserError(*(f"methods: {item.label}: {line}" for line in lines)) from error
 
 
 def by_label(recipe: Recipe) -> dict[str | None, Component]:

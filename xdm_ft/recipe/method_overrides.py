@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from xdm_ft.errors import did_you_mean
 from xdm_ft.recipe import components
 from xdm_ft.recipe.faults import Faults
-from xdm_ft.recipe.text import leaves
+from xdm_ft.recipe.text import RecipeText, dotted
+
+BLOCK = "trainable"  # the setting of a method that may be a block of keys
 
 
 def split_name(name: str) -> tuple[str, list[str]]:
@@ -31,7 +33,7 @@ def with_method_overrides(faults: Faults, blocks: Collection[str]) -> dict[str, 
     written = [name for item in items for key in ("name", "label") if (name := _text(item, key))]
     names = list(dict.fromkeys([*components.method_parts(), *written]))
     changes: list[tuple[int, int, str, str, Any]] = []  # rank, index in `items`, key of the item, override, value
-    for override, value in (leaf for first in assigned for leaf in leaves(first, text.values[first])):
+    for override, value in (one for first in assigned for one in _written(text, first)):
         key, first = tuple(override.split(".")), override.partition(".")[0]
         named = [name for name in names if f"{override}.".startswith(f"{name}.")]  # labels may contain dots
         if not named and {*first.split("+")} <= components.method_parts().keys():
@@ -48,11 +50,33 @@ def with_method_overrides(faults: Faults, blocks: Collection[str]) -> dict[str, 
                 faults.add(key, problem)
             changes += [(rank, i, own, override, value) for rank, i, own in places]
     for _, i, own, override, value in sorted(changes, key=lambda change: change[0]):
-        items[i] = {**items[i], own: value}
-        text.mark_overridden(("methods", i, own))
-        text.written_as["methods", i, own] = override
+        path = tuple(own.split(".")) if own.startswith(f"{BLOCK}.") else (own,)
+        items[i] = _with(items[i], path, value)
+        text.mark_overridden(("methods", i, *path))
+        text.written_as[("methods", i, *path)] = override
     values = {key: value for key, value in text.values.items() if key not in assigned}
     return values | {"methods": items} if items else values
+
+
+def _written(text: RecipeText, first: str) -> Iterator[tuple[str, Any]]:
+    """Yields the dotted key and value of every setting below `first`; `trainable={…}`, written as a whole, is one."""
+    whole = {name for key in text.overridden if (name := dotted(key)).endswith(f".{BLOCK}")}
+
+    def below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict) and value and name not in whole:
+            for key, inner in value.items():
+                yield from below(f"{name}.{key}", inner)
+        else:
+            yield name, value
+
+    return below(first, text.values[first])
+
+
+def _with(block: Any, path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """Returns a copy of a block in which the key at `path` has the value; what is no block on the way is replaced."""
+    first, *rest = path
+    own = block if isinstance(block, dict) else {}
+    return {**own, first: _with(own.get(first), tuple(rest), value) if rest else value}
 
 
 def _items(methods: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,9 @@ def check(text: RecipeText) -> Recipe:
     faults.raise_if_any()  # the checks across blocks need valid blocks
     found["search"] = found["search"].for_data(found["data"].name)
     methods = tuple(under_encoder(item, encoder) for encoder in encoders for item in written)
+    for label, count in Counter(item.label for item in methods).items():
+        if count > 1:
+            faults.add(("encoders",), f'two rows of results have the name "{label}"; change a label')
     recipe = Recipe(name=str(name), encoders=encoders, methods=methods, **found)
     check_together(faults, recipe)
     faults.raise_if_any()
@@ -100,8 +104,8 @@ def _block(faults: Faults, key: Key, model: type[Block], values: Any) -> Block |
     except ValidationError as error:
         known = list(components.describe(model))
         for fault in error.errors():
-            # pydantic adds the names of validator functions to a fault's location
-            place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
+            # pydantic adds the names of validator functions and the tags of alternatives to a fault's location
+            place = tuple(part for part in fault["loc"] if not str(part).startswith(("function-", "tag-")))
             faults.add((*key, *place), _problem(dict(fault), place, known))
         return None
 
@@ -115,6 +119,8 @@ def _problem(fault: dict[str, Any], place: Key, known: list[str]) -> str:
         return "unknown key" + (f"; write {' or '.join(prefixed)}" if prefixed else did_you_mean(str(place[0]), known))
     if fault["type"] == "missing":
         return "is needed"
+    if fault["type"] == "model_type":
+        return f"must be a block of keys, given {_shown(fault['input'])}"
     message = fault["msg"].removeprefix("Value error, ")
     return f"{message[0].lower()}{message[1:]}, given {_shown(fault['input'])}"
 

@@ -227,18 +227,25 @@ def apply_override(recipe: RecipeText, override: str) -> None:
 
 
 def _override(recipe: RecipeText, name: str, value: Any, origin: str) -> None:
-    """Sets the dotted key `name`; messages call the override `origin`."""
+    """Sets the dotted key `name`, in which encoders.0 is the first item; messages call the override `origin`."""
     parts = name.split(".")
     if parts[:2] == ["search", "space"] and len(parts) > 3 and parts[2] in components.method_parts():
         parts[2:4] = [f"{parts[2]}.{parts[3]}"]
     key: Key = tuple(parts)
-    block = recipe.values
+    block: Any = recipe.values
     for end, part in enumerate(key[:-1], start=1):
-        if block.get(str(part)) is None:
+        if isinstance(block, list) and str(part).isdecimal() and int(part) < len(block):
+            part = int(part)
+        elif isinstance(block, dict) and block.get(str(part)) is None:
             block[str(part)] = {}
-        if not isinstance(block[str(part)], dict):
-            raise UserError(printable(f"{origin}: {dotted(key[:end])} is not a block of keys"))
-        block = block[str(part)]
+        key = (*key[: end - 1], part, *key[end:])
+        inner = block[part] if isinstance(block, dict) or isinstance(part, int) else None
+        if not isinstance(inner, dict) and not (isinstance(inner, list) and key[:end] == ("encoders",)):
+            remedy = "; write METHOD.KEY=VALUE" if key[:end] == ("methods",) else ""
+            raise UserError(printable(f"{origin}: {dotted(key[:end])} is not a block of keys{remedy}"))
+        block = inner
+    if isinstance(block, list):
+        raise UserError(printable(f"{origin}: encoders is a list; write encoders.0.KEY=VALUE for its first item"))
     block[str(key[-1])] = value
     recipe.mark_overridden(key)
     other = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}.get((str(key[0]), str(key[-1])))
