@@ -18,7 +18,7 @@ from xdm_ft.experiment import cut_costs
 from xdm_ft.experiment.cuts import RecipeCut, counted_unhashed, cuts_of, decided
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import read_data
-from xdm_ft.experiment.prepared import Prepared, build_encoders, prepare
+from xdm_ft.experiment.prepared import Prepared, build_encoders, check_low_rank, prepare
 from xdm_ft.experiment.results import inputs
 from xdm_ft.experiment.resume import Earlier
 
@@ -135,6 +135,27 @@ def test_an_encoder_that_can_not_be_cut_there_is_refused_before_all_else() -> No
     made = recipe("methods=[{name: erm, trainable: {blocks: 7}}]")
     with pytest.raises(UserError, match=r"^trainable\.blocks: 7 is more than the 6 blocks"):
         build_encoders(made)
+
+
+@pytest.mark.parametrize(
+    "item, expected",
+    [
+        ("{name: mixstyle, trainable: {blocks: 1}}", r"model\.blocks\.0, which lies below the cut"),
+        ("{name: erm, trainable: {lora: {targets: nowhere}}}", r'^trainable\.lora\.targets: .*"nowhere"'),
+    ],
+)
+def test_what_can_not_train_is_refused_before_all_else(item: str, expected: str) -> None:
+    made = recipe(f"methods=[{item}]")
+    with pytest.raises(UserError, match=expected):
+        check_low_rank(made, build_encoders(made))
+
+
+def test_layer_decay_without_known_blocks_is_refused_before_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xdm_ft.encoders.timm.Timm.block_candidates", lambda self: [])
+    item = "{name: erm, trainable: true}"
+    build_encoders(recipe(f"methods=[{item}]"))
+    with pytest.raises(UserError, match=r"^training\.layer_decay: the blocks of the encoder are not known"):
+        build_encoders(recipe(f"methods=[{item}]", "training.layer_decay=0.5"))
 
 
 def test_validate_says_what_cuts_take_and_save(monkeypatch: pytest.MonkeyPatch) -> None:

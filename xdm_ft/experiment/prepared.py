@@ -15,7 +15,8 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import scan, unreadable_message
 from xdm_ft.data._transforms import NotAStrip
 from xdm_ft.encoders import Encoder, TextEncoder
-from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
+from xdm_ft.encoders._cut import require_blocks
+from xdm_ft.encoders._trainable import LowRank, Trainable
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.cuts import counted, counted_unhashed, cuts_of, decided
 from xdm_ft.experiment.heartbeat import from_main
@@ -25,10 +26,11 @@ from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.store import cache_folder
 from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.faults import checked_algorithm
 from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.storage.digests import digest
 from xdm_ft.training import Job
-from xdm_ft.training.end_to_end.model import cut_of
+from xdm_ft.training.end_to_end.model import check_trainable, check_updates
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -81,8 +83,8 @@ def build_encoder(component: Component, seed: int) -> Encoder:
 def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
-    Raises `UserError` if a method needs class embeddings and its encoder has none, or if an encoder can not be cut
-    where a method trains above a cut.
+    Raises `UserError` if a method needs class embeddings and its encoder has none, or if it can not train the part of
+    its encoder that the recipe says.
     """
     seed = recipe.protocol.seeds[0]
     encoders = {label: build_encoder(component, seed) for label, component in by_label(recipe).items()}
@@ -90,9 +92,26 @@ def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
         encoder = encoders[item.encoder_label]
         if item.reads_text and isinstance(encoder, TextEncoder) and encoder.text_reason:
             raise UserError(f"methods: {item.label}: class embeddings are needed, but {encoder.text_reason}")
-        if isinstance(item.trainable, LastBlocks | LowRank):
-            cut_of(encoder, item.trainable)
+        if item.trainable is not False:
+            _check_trained(recipe, item, encoder)
     return encoders
+
+
+def check_low_rank(recipe: Recipe, encoders: Mapping[str | None, Encoder]) -> None:
+    """Raises `UserError` if an encoder can not have the low-rank updates that methods train: before all else.
+
+    It needs peft, which what only reads trained models does not.
+    """
+    for label, trainable in dict.fromkeys((item.encoder_label, item.trainable) for item in recipe.methods):
+        if isinstance(trainable, LowRank):
+            check_updates(encoders[label], trainable)
+
+
+def _check_trained(recipe: Recipe, item: MethodItem, encoder: Encoder) -> None:
+    """Raises `UserError` if a method can not train its part of the encoder: before all else, not after hours."""
+    if recipe.training.layer_decay != 1 or "layer_decay" in recipe.search.distributions:
+        require_blocks(encoder)
+    check_trainable(encoder, checked_algorithm(item, recipe), item.trainable)
 
 
 def by_label(recipe: Recipe) -> dict[str | None, Component]:
