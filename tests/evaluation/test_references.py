@@ -24,6 +24,12 @@ def test_a_method_has_the_erm_at_its_cut_and_erm_the_first_one() -> None:
     assert erm_of_each(rows) == {"zero_shot": "erm", "erm 2": "erm", "mix": "erm", "mix 2": "erm 2", "mix 4": "erm"}
 
 
+def test_erm_is_compared_with_the_one_on_the_frozen_encoder_wherever_it_stands() -> None:
+    rows = [row("erm all", True), row("erm 2", 2), row("erm"), row("mix 4", 4)]
+    assert erm_of_each(rows) == {"erm all": "erm", "erm 2": "erm", "mix 4": "erm all"}
+    assert erm_of_each(rows[:2]) == {"erm 2": "erm all"}, "without one, the first"
+
+
 def test_no_reference_is_of_another_encoder() -> None:
     rows = [row(f"{name} @ {own}", encoder=own) for own in ("small", "large") for name in ("erm", "mix")]
     assert erm_of_each(rows) == {"mix @ small": "erm @ small", "mix @ large": "erm @ large"}

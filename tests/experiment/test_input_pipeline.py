@@ -99,7 +99,7 @@ def test_augmentation_reaches_the_training_and_the_protocol_line(tmp_path):
 def test_methods_on_cached_features_are_not_said_to_be_augmented(tmp_path):
     mixed = results(tmp_path, ("[erm]", "[erm, linear_probe]"))
     lines = [row["protocol"] for row in mixed["summary"]]
-    assert lines and all("; augmentation domainbed of what trains end to end; " in line for line in lines)
+    assert lines and all("; augmentation domainbed of what trains on images; " in line for line in lines)
     frozen = results(tmp_path, ("trainable: true", "trainable: false"), ("name: small", "name: frozen"))
     assert "; no augmentation; " in frozen["summary"][0]["protocol"]
 

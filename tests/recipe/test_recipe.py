@@ -6,6 +6,7 @@ import yaml
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.commands.validate import resolved_with_meanings
 from xdm_ft.errors import UserError
+from xdm_ft.experiment.prepared import build_encoders
 from xdm_ft.recipe import components
 from xdm_ft.recipe.method_overrides import split_name
 from xdm_ft.recipe.read import check, load
@@ -343,3 +344,10 @@ def test_an_override_that_names_no_item_says_what_to_write(override: str, expect
     with pytest.raises(UserError) as fault:
         apply_override(parse(SEVERAL, "r.yaml"), override)
     assert str(fault.value).endswith(expected)
+
+
+def test_a_fault_of_one_of_several_encoders_names_it() -> None:
+    encoders = build_encoders(check(parse(SEVERAL.replace("resnet18", "test_resnet"), "r.yaml")))
+    assert list(encoders) == ["resnet10t", "test_resnet"]
+    with pytest.raises(UserError, match=r"^encoders\.1\.model: timm .* has no model"):
+        build_encoders(check(parse(SEVERAL.replace("resnet18", "nosuch"), "r.yaml")))

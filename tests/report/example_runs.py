@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.evaluation.encoders import encoder_of, split_label
+from xdm_ft.evaluation.encoders import split_label
 from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.evaluation.summary import Summary, summarise
 from xdm_ft.evaluation.trials import picked_trials
@@ -70,7 +70,7 @@ def results_of(
     if encoders:
         own |= {"methods": list(dict.fromkeys(split_label(method, encoders)[0] for method in methods))}
         own |= {"encoder": None, "encoders": [{"label": one, "model": f"vit_{one}"} for one in encoders]}
-    erm = {method: f"erm @ {one}" if (one := encoder_of(method, encoders)) else "erm" for method in methods}
+    erm = {method: f"erm @ {one}" if (one := split_label(method, encoders)[1]) else "erm" for method in methods}
     records = [Record.from_json(run) for run in runs]
     picked = picked_trials(records, "train_val", "accuracy")
     rows, pairs = Summary([], [])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xdm_ft.evaluation.encoders import encoder_of, split_label
+from xdm_ft.evaluation.encoders import split_label
 from xdm_ft.evaluation.records import Pick, Record, SummaryRow
 from xdm_ft.report.finished import Run
 from xdm_ft.tensors import Score
@@ -50,9 +50,9 @@ def run(
     entries of `encoder_pairs`; what all have in common is filled in.
     """
     rows, records, runs = [], list[Record](), list[dict[str, Any]]()
-    first = {encoder_of(method, encoders): method for method in reversed(list(values))}
+    first = {split_label(method, encoders)[1]: method for method in reversed(list(values))}
     for method, by_domain in values.items():
-        reference = first[encoder_of(method, encoders)]
+        reference = first[split_label(method, encoders)[1]]
         mean = float(np.mean([*by_domain.values()]))
         picked = (chosen_by or {}).get(method, mean)
         own = [

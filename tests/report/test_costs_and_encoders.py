@@ -13,7 +13,7 @@ from test_results_schema import validate
 
 from xdm_ft.report.costs import bytes_text, costs, count_text, seconds_text
 from xdm_ft.report.csv_rows import csv_rows, csv_text
-from xdm_ft.report.encoders import against, encoder_table, trained_words
+from xdm_ft.report.encoders import against, encoder_table, trainable_of, trained_words
 from xdm_ft.report.latex import latex
 from xdm_ft.report.markdown import markdown, tables_of
 from xdm_ft.report.table_rows import ResultTable
@@ -117,6 +117,15 @@ def test_what_is_not_known_of_an_encoder() -> None:
     shown = encoder_table(results)
     assert shown is not None and shown.rows[0][-2:] == ("–", "–") and shown.rows[0][1] == "timm"
     assert table(results, "selection: train_val (the recipe's rule)").rows[0][0] == "erm", "one encoder is in no label"
+
+
+def test_a_solver_trains_nothing_of_an_encoder_that_others_train() -> None:
+    results = results_of(two_sets())
+    results["recipe"]["encoder"]["trainable"] = {"blocks": 2}
+    assert trained_words(trainable_of("erm", results)) == "last 2 blocks"
+    for run in results["runs"]:
+        run["gradient_evaluations"] = 0
+    assert trained_words(trainable_of("erm", results)) == "frozen"
 
 
 def test_a_pair_turns_round() -> None:

@@ -28,3 +28,16 @@ def test_the_peak_counts_what_was_freed_and_not_what_was_there() -> None:
     assert memory.peak < 32e6
     torch.ones(32 * 2**20).sum()  # 128 MB
     assert 120e6 < memory.peak < 200e6 and len(kept)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is told")
+def test_a_later_model_has_a_peak_of_its_own_after_an_earlier_one_has_freed_as_much() -> None:
+    def blocks() -> None:
+        held = [torch.ones(250_000) for _ in range(40)]  # 1 MB each: below the size that malloc maps by itself
+        assert len(held) == 40
+
+    keep_freed_memory()
+    blocks()
+    memory = PeakMemory(torch.device("cpu"))
+    blocks()
+    assert memory.peak is None or memory.peak > 35e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator
 
@@ -24,7 +25,7 @@ from xdm_ft.data._image_rows import ImageRows
 from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.training import Job, Training
-from xdm_ft.training.averages import LOSS_SPLIT
+from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.bank.cached_data import batches
 from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.training.bank.train import chunks
@@ -152,6 +153,20 @@ def test_heads_of_a_bank_average_their_whole_training_by_their_own_beta() -> Non
             torch.testing.assert_close(selected.state[name], expected, rtol=1e-4, atol=1e-5)
     first, second = (trained.selected["oracle"].state["head.weight"] for trained in together[:2])
     assert not torch.allclose(first, second, atol=1e-3)
+
+
+def test_a_training_that_stopped_before_its_first_step_counts_its_start_once() -> None:
+    start, later = {"w": torch.zeros(1, 2)}, {"w": torch.ones(1, 2)}
+    once, twice = (Averages([BMA(beta=0.5)], 1, 1) for _ in range(2))
+    once.add(0, start)
+    twice.load_state(copy.deepcopy(once.state()), torch.device("cpu"))
+    twice.add(0, start)  # the resumed training
+    for averages in (once, twice):
+        averages.add(1, later)
+        averages.evaluated(1, [0.0])
+    first, second = (one.selected(0, lambda mean: mean, ["train_val"])["train_val"] for one in (once, twice))
+    assert torch.equal(first.state["w"], second.state["w"]) and first.hparams == second.hparams == {"averaged_from": 0}
+    torch.testing.assert_close(first.state["w"], torch.full((2,), 0.5))
 
 
 def test_the_loop_averages_its_whole_training_by_beta(accelerator: Accelerator) -> None:

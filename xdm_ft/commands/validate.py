@@ -19,7 +19,7 @@ from xdm_ft.experiment.estimate import Estimate, estimate
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import Plan, costs, describe, make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoders, log_encoder
+from xdm_ft.experiment.prepared import build_encoders, check_low_rank, log_encoder
 from xdm_ft.experiment.trackers import installed_trackers
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import Dumper
@@ -79,6 +79,7 @@ def validate(recipe: Recipe) -> Validated:
     dataset = read_data(recipe)
     plan = make_plan(recipe, dataset)
     encoders = build_encoders(recipe)
+    check_low_rank(recipe, encoders)
     prompts, own = None, {}
     for label, encoder in encoders.items():
         log_encoder(encoder)

@@ -92,10 +92,6 @@ class Cut:
         """Whether the named module returns its output above the cut: a hook after it sees activations of images."""
         return self.encoder.chain.calls.get(module, (0, 0))[1] > self.number
 
-    def parameters_above(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters of the part above, by their names in the encoder."""
-        return {name: parameter for name, parameter in self.encoder.named_parameters() if self.is_above(name)}
-
     def freeze(self) -> None:
         """Sets `requires_grad` of all parameters that do not lie above to False."""
         for name, parameter in self.encoder.named_parameters():
@@ -151,15 +147,20 @@ def depth_from_top(encoder: Encoder, parameter: str) -> int:
     belongs to the lowest of them, and one that was added to the encoder later (a low-rank update) to the block around
     it. Raises `UserError` for an encoder whose blocks are not known.
     """
+    require_blocks(encoder)
     chain = encoder.chain
-    if not chain.blocks:
-        raise UserError(
-            f"training.layer_decay: the blocks of the encoder are not known ({chain.reason}); set it to 1, or use "
-            "another model"
-        )
     place = chain.places.get(parameter)
     block = chain.began(parameter.rpartition(".")[0]) if place is None else math.ceil(place / 2)
     return len(chain.blocks) + 1 - block
+
+
+def require_blocks(encoder: Encoder) -> None:
+    """Raises `UserError` for an encoder whose blocks are not known, which layer-wise decay needs."""
+    if not encoder.chain.blocks:
+        raise UserError(
+            f"training.layer_decay: the blocks of the encoder are not known ({encoder.chain.reason}); set it to 1, or "
+            "use another model"
+        )
 
 
 def describe_chain(encoder: Encoder) -> list[str]:

@@ -29,11 +29,6 @@ def with_encoder(label: str, encoder: str) -> str:
     return f"{label}{SEPARATOR}{encoder}"
 
 
-def encoder_of(label: str, encoders: Collection[str]) -> str | None:
-    """Returns the encoder of a row; None in a run of one encoder."""
-    return split_label(label, encoders)[1]
-
-
 class EncoderPair(NamedTuple):
     """One method under two encoders."""
 
@@ -44,7 +39,7 @@ class EncoderPair(NamedTuple):
     @property
     def rows(self) -> tuple[str, str]:
         """The labels of the rows of both encoders."""
-        return f"{self.method}{SEPARATOR}{self.first}", f"{self.method}{SEPARATOR}{self.second}"
+        return with_encoder(self.method, self.first), with_encoder(self.method, self.second)
 
 
 def encoder_pairs(labels: Sequence[str], encoders: Sequence[str]) -> list[EncoderPair]:

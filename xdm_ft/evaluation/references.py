@@ -13,7 +13,7 @@ class Compared(NamedTuple):
     is_plain_erm: bool  # ERM without add-ons, with any class head
     encoder: str | None  # its label; None in a run of one encoder
     head: tuple[Hashable, ...]  # kind of class head, then its settings
-    cut: object  # how much of the encoder trains: equal ones are the same cut
+    cut: object  # how much of the encoder trains: equal ones are the same cut; False: nothing
 
 
 LINEAR = ("linear",)
@@ -23,15 +23,16 @@ def erm_of_each(rows: Sequence[Compared]) -> dict[str, str]:
     """Returns {label of a row: label of the ERM that it is compared with}, all under the same encoder.
 
     A method is compared with the plain ERM that has its class head at its cut; if there is none, with the first plain
-    ERM of its class head. ERM itself is compared with the first plain ERM that has a linear head: of a recipe that
-    begins with a frozen encoder, that is what more training gains. A row is left out if the recipe has no such ERM.
+    ERM of its class head. ERM itself is compared with the plain ERM that has a linear head on the frozen encoder, which
+    says what more training gains; if there is none, with the first of a linear head. A row is left out if the recipe
+    has no such ERM.
     """
     found = {}
     for row in rows:
         head = LINEAR if row.is_plain_erm else row.head
         erms = [one for one in rows if one.is_plain_erm and (one.encoder, one.head) == (row.encoder, head)]
-        at_cut = [] if row.is_plain_erm else [one for one in erms if one.cut == row.cut]
-        reference = next(iter([*at_cut, *erms]), row)
+        cut = False if row.is_plain_erm else row.cut
+        reference = next(iter([*(one for one in erms if one.cut == cut), *erms]), row)
         if reference.label != row.label:
             found[row.label] = reference.label
     return found

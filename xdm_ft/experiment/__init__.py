@@ -31,7 +31,7 @@ def run(recipe: Recipe) -> Results:
     from xdm_ft.experiment.heartbeat import from_main, heartbeat, wait_for_everyone
     from xdm_ft.experiment.machine import as_launched, launched
     from xdm_ft.experiment.plan import make_plan, read_data
-    from xdm_ft.experiment.prepared import build_encoders, prepare
+    from xdm_ft.experiment.prepared import build_encoders, check_low_rank, prepare
     from xdm_ft.experiment.records import train_models
     from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
     from xdm_ft.experiment.resume import earlier, keeping_final_fit, opened, recorded
@@ -48,6 +48,7 @@ def run(recipe: Recipe) -> Results:
             dataset = read_data(recipe)
             plan = make_plan(recipe, dataset)  # here, so that faults of splits and methods are raised before long work
             encoders = build_encoders(recipe)
+            check_low_rank(recipe, encoders)
         with opened(recipe, accelerator) as directory:
             before = earlier(directory, recipe, accelerator)
             if main:

@@ -97,7 +97,7 @@ def cuts_of(
     for cut in sorted(cuts.values(), key=lambda cut: -cut.number):
         below, of_cut = Below(cut), tuple(serves[cut.name])
         one = RecipeCut(below, of_cut, count(below), DTYPES[recipe.features.precision])
-        before = next((earlier[str(way)] for way in of_cut if str(way) in earlier), None) if earlier else None
+        before = (earlier or {}).get(cut.name)
         one = replace(one, why_computed=_why_computed(recipe, one, on_images, planned, before))
         found.append(one)
         planned += one.missing_bytes if one.is_cached else 0
@@ -162,11 +162,11 @@ def counted_unhashed(recipe: Recipe, dataset: ImageDataset, device: torch.device
 
 
 def decided(environment: Mapping[str, Any] | None, label: str | None) -> dict[str, bool]:
-    """Returns {what trains above a cut: whether the activations below it are cached} of an earlier run.
+    """Returns {module above a cut: whether the activations below it are cached} of an earlier run.
 
     `environment`: of its results.json, None if there is none. `label`: of the encoder. A run that goes on follows it,
     whatever the disk looks like now, so that all its models are trained on the same numbers.
     """
     features = (environment or {}).get("features", {})
     own = features if label is None else features.get(label, {})
-    return {trainable: key is not None for trainable, key in own.get("cuts", {}).items()}
+    return {name: key is not None for name, key in own.get("cuts", {}).items()}

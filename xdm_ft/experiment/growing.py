@@ -14,6 +14,7 @@ from typing import Any
 from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.evaluation.records import Identity
 from xdm_ft.experiment.plan import Plan
+from xdm_ft.report.table_rows import encoder_label
 from xdm_ft.storage.checkpoint import differences
 
 GROWN_FROM = "grown_from"  # key of results.json: the generations of earlier recipes
@@ -70,7 +71,7 @@ def labels_of(recipe: Values) -> dict[str, Any]:
     items = {label_of(item): item for item in recipe["methods"]}
     if "encoders" not in recipe:
         return items
-    encoders = [str(one["label"] or one["model"]) for one in recipe["encoders"]]
+    encoders = map(encoder_label, recipe["encoders"])
     return {with_encoder(label, encoder): item for encoder in encoders for label, item in items.items()}
 
 

@@ -43,8 +43,8 @@ def as_launched(recipe: Recipe) -> Recipe:
         raise UserError(f"{recipe.name}: training.mixed_precision: {own}, but {asked}; leave one of them out")
     if launched not in get_args(Precision):
         raise UserError(f"{recipe.name}: {asked} is not supported; use bf16, fp16 or no")
-    sharp = [item.label for item in recipe.methods if item.sharpness is not None]
-    if recipe.trains_encoders and launched == "fp16" and sharp:
+    sharp = [item.label for item in recipe.methods if item.sharpness is not None and item.trainable is not False]
+    if launched == "fp16" and sharp:
         problem = f"fp16 scales the loss, which makes the second pass of {sharp[0]} wrong"
         raise UserError(f"{recipe.name}: {asked}: {problem}; use bf16 or no")
     if not recipe.trains_encoders and launched != "no":

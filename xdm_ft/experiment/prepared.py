@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import scan, unreadable_message
 from xdm_ft.data._transforms import NotAStrip
 from xdm_ft.encoders import Encoder, TextEncoder
-from xdm_ft.encoders._cut import depth_from_top
-from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
+from xdm_ft.encoders._cut import require_blocks
+from xdm_ft.encoders._trainable import LowRank, Trainable
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.cuts import counted, counted_unhashed, cuts_of, decided
 from xdm_ft.experiment.heartbeat import from_main
@@ -30,11 +27,11 @@ from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.store import cache_folder
 from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.faults import checked_algorithm
 from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.storage.digests import digest
-from xdm_ft.tensors import Task
 from xdm_ft.training import Job
-from xdm_ft.training.end_to_end.model import EndToEnd, cut_of
+from xdm_ft.training.end_to_end.model import check_trainable, check_updates
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -87,8 +84,8 @@ def build_encoder(component: Component, seed: int) -> Encoder:
 def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
-    Raises `UserError` if a method needs class embeddings and its encoder has none, or if an encoder can not train as a
-    method asks: here, so that it is known before features are computed.
+    Raises `UserError` if a method needs class embeddings and its encoder has none, or if it can not train the part of
+    its encoder that the recipe says.
     """
     seed, encoders = recipe.protocol.seeds[0], dict[str | None, Encoder]()
     for place, (label, component) in enumerate(by_label(recipe).items()):
@@ -104,25 +101,25 @@ def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
         if item.reads_text and isinstance(encoder, TextEncoder) and encoder.text_reason:
             raise UserError(f"methods: {item.label}: class embeddings are needed, but {encoder.text_reason}")
         if item.trainable is not False:
-            _refuse_untrainable(item, encoder, recipe)
+            _check_trained(recipe, item, encoder)
     return encoders
 
 
-def _refuse_untrainable(item: MethodItem, encoder: Encoder, recipe: Recipe) -> None:
-    """Raises `UserError` if the encoder has no such cut or layers, or lacks the places that the method changes."""
-    steps, task = recipe.training.steps or sys.maxsize, Task(("a", "b"), ("a", "b"))  # places do not depend on them
-    try:
-        if recipe.training.layer_decay != 1:
-            depth_from_top(encoder, next(name for name, _ in encoder.named_parameters()))
-        if isinstance(item.trainable, LastBlocks | LowRank):
-            cut_of(encoder, item.trainable)
-        algorithm: Algorithm = item.algorithm.build(Setup(task, encoder.width, steps, recipe.protocol.seeds[0]))
-        if isinstance(item.trainable, LowRank) or algorithm.stage_modules(encoder):
-            EndToEnd(copy.deepcopy(encoder), algorithm, "frozen", item.trainable)
-    except UserError as error:
-        key = "trainable.lora.blocks" if isinstance(item.trainable, LowRank) else "trainable.blocks"
-        lines = (line.replace("trainable.blocks", key) for line in error.args)
-        raise UserError(*(f"methods: {item.label}: {line}" for line in lines)) from error
+def check_low_rank(recipe: Recipe, encoders: Mapping[str | None, Encoder]) -> None:
+    """Raises `UserError` if an encoder can not have the low-rank updates that methods train: before all else.
+
+    It needs peft, which what only reads trained models does not.
+    """
+    for label, trainable in dict.fromkeys((item.encoder_label, item.trainable) for item in recipe.methods):
+        if isinstance(trainable, LowRank):
+            check_updates(encoders[label], trainable)
+
+
+def _check_trained(recipe: Recipe, item: MethodItem, encoder: Encoder) -> None:
+    """Raises `UserError` if a method can not train its part of the encoder: before all else, not after hours."""
+    if recipe.training.layer_decay != 1 or "layer_decay" in recipe.search.distributions:
+        require_blocks(encoder)
+    check_trainable(encoder, checked_algorithm(item, recipe), item.trainable)
 
 
 def by_label(recipe: Recipe) -> dict[str | None, Component]:

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
+from xdm_ft.encoders._trainable import LastBlocks, LowRank
 from xdm_ft.evaluation.records import Identity, Record, SummaryRow
 from xdm_ft.evaluation.summary import Summary
 from xdm_ft.experiment.data_faults import images_of
@@ -27,6 +28,7 @@ from xdm_ft.report.finished import Run
 from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.training.end_to_end.model import cut_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -166,7 +168,11 @@ def inputs(dataset: ImageDataset, prepared: Prepared) -> dict[str, Any]:
     found: dict[str, Any] = {"data": data}
     for label, own in prepared.encoders.items():
         keys = {} if own.features is None else {"key": own.features.key}
-        cuts = {str(cut): None if cached is None else cached.key for cut, cached in own.activations.items()}
+        cuts = {
+            cut_of(own.encoder, trainable).name: None if cached is None else cached.key
+            for trainable, cached in own.activations.items()
+            if isinstance(trainable, LastBlocks | LowRank)
+        }
         features = keys | ({"cuts": cuts} if cuts else {})
         for name, value in (("encoder", {"weights": own.weights}), ("features", features)):
             if value and label is None:

@@ -88,15 +88,16 @@ def _flags(records: Sequence[Record], picked: Sequence[Record], method: str, rul
 
 
 def _augmentation(recipe: Recipe) -> str:
-    """Returns the augmentation of methods trained by gradient steps. Solvers always read the plain view."""
-    words: str = recipe.train_augmentation
+    """Returns the augmentation, and which methods have it, if not all. Solvers always read the plain view."""
+    words, views = str(recipe.train_augmentation), recipe.features.views
     if words == "none":
         return words
-    if recipe.features.views:
-        words += f", {recipe.features.views} cached view{'s' if recipe.features.views > 1 else ''} per image"
-    if any(item.is_solver for item in recipe.methods):
-        words += " of what trains " + ("end to end" if recipe.trains_encoders else "by gradient steps")
-    return words
+    if views:
+        words += f", {views} cached view{'s' if views > 1 else ''} per image"
+        plain = any(item.is_solver for item in recipe.methods)
+    else:
+        plain = not all(recipe.trains_on_images(item) for item in recipe.methods)
+    return words + (f" of what trains {'by gradient steps' if views else 'on images'}" if plain else "")
 
 
 def _encoders(recipe: Recipe, prepared: Prepared) -> Iterator[str]:

@@ -138,7 +138,7 @@ def cache_of(folder: str) -> Path:
 def cached_features(model: Model, cache: Path) -> Lookup | None:
     """Returns the cached features of the model's encoder; None if there are none, or if it was trained."""
     encoder, precision = model.config.encoder, model.module.precision
-    if encoder.trained or encoder.identity is None or precision == "fp16":
+    if encoder.trained or encoder.identity is None:
         return None
     # of the libraries that are installed here: an encoder from a file would also report another name than in the run
     identity = {**encoder.identity, "versions": {name: version(name) for name in encoder.identity["versions"]}}

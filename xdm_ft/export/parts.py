@@ -46,17 +46,12 @@ class Classifier(nn.Module):
     def __init__(
         self, parts: Parts, precision: ModelPrecision | None = None, device: torch.device | str = "cpu"
     ) -> None:
-        """`precision` None: that of the run. A frozen encoder is cast to it; one that was trained runs in autocast.
-
-        Raises `UserError` for fp16 with a frozen encoder, for which runs do not offer it.
-        """
+        """`precision` None: that of the run. A frozen encoder is cast to it; one that was trained runs in autocast."""
         super().__init__()
         config, device = parts.config, torch.device(device)
         self.precision: ModelPrecision = config.encoder.precision if precision is None else precision
         self.autocast = AUTOCAST.get(self.precision) if config.encoder.trained else None
-        if self.precision == "fp16" and not config.encoder.trained:
-            raise UserError("precision: fp16 is not offered for a frozen encoder; use fp32 or bf16")
-        in_weights: Precision = "bf16" if self.precision == "bf16" and not config.encoder.trained else "fp32"
+        in_weights: Precision = "fp32" if config.encoder.trained else self.precision
         self.encoder = frozen_copy(parts.encoder, in_weights, device)
         heads = {name: head.to(device).eval().requires_grad_(False) for name, head in parts.heads.items()}
         self.head = heads.pop(SINGLE, None)

@@ -181,7 +181,7 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
             if item in items or item.is_solver:  # items without drawn settings are checked by _check_method
                 continue
             try:
-                reason = _parts_reason(_built(item, recipe), item, recipe)
+                reason = _parts_reason(checked_algorithm(item, recipe), item, recipe)
             except UserError as error:
                 reason = str(error)
             if reason:
@@ -189,7 +189,7 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
                 return
 
 
-def _built(item: MethodItem, recipe: Recipe) -> Algorithm:
+def checked_algorithm(item: MethodItem, recipe: Recipe) -> Algorithm:
     """Builds the method for two classes, two domains and two features, so that it checks its own settings."""
     # with epochs the number of steps is not known before the data; the plan checks these settings again
     steps, task = recipe.training.steps or sys.maxsize, Task(("a", "b"), ("a", "b"))
@@ -213,12 +213,12 @@ def _parts_reason(algorithm: Algorithm, item: MethodItem, recipe: Recipe) -> str
 
 
 def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe) -> None:
-    if item.sharpness is not None and recipe.training.mixed_precision == "fp16":
+    if item.sharpness is not None and item.trainable is not False and recipe.training.mixed_precision == "fp16":
         problem = f"fp16 scales the loss, which makes the second pass of {item.sharpness.name} wrong"
         faults.add(("training", "mixed_precision"), f"{problem}; use bf16 or no with {item.label}", key)
     if not item.is_solver:
         try:
-            algorithm = _built(item, recipe)
+            algorithm = checked_algorithm(item, recipe)
         except UserError as error:
             faults.add(key, str(error), key, STEPS, LOSS_AVERAGE)
         else:

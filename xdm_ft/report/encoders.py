@@ -54,6 +54,8 @@ def encoder_block(label: str, results: Results) -> Mapping[str, Any]:
 def trainable_of(label: str, results: Results) -> Any:
     """Returns how much of its encoder a row trains, as in a recipe: the method's own value, else the encoder's."""
     own = item_of(label, results).get("trainable")
+    if any(run["method"] == label and run.get("gradient_evaluations") == 0 for run in results["runs"]):
+        return False  # a solver, which reads the features of the frozen encoder
     return encoder_block(label, results).get("trainable", False) if own is None else own
 
 

@@ -22,7 +22,8 @@ MANUAL: dict[str, dict[str, str]] = {
     "comparison": {
         "versus erm": "The difference to ERM with the same class head (of ERM with another head: to ERM with a linear "
         "one), paired by held-out domain and seed. It is the ERM under the same encoder that trains as much of it; a "
-        "method without such an ERM, and ERM itself, are compared with the recipe's first ERM.",
+        "method without such an ERM is compared with the recipe's first ERM, and ERM itself with the one that trains a "
+        "head alone, or else with the first.",
         "95% over domains": "Where the difference may lie on other domains like these: a t interval of the held-out "
         "domains' differences.",
         "95% over seeds and images": "Where it may lie with other seeds and other images of the same domains. Images "

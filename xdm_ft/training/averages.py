@@ -33,8 +33,8 @@ class Averages:
     @torch.no_grad()
     def add(self, taken: int, parameters: Tensors) -> None:
         """Adds the weights after `taken` steps to the mean since the last evaluation."""
-        if taken < self.first_step:
-            return
+        if taken < self.first_step or (taken == 0 and self.count):
+            return  # a training that stopped before its first step has added the weights of step 0 already
         self.count += 1
         factors = [averaging.weight(taken, self.steps) for averaging in self.averagings]
         if self.count == 1:

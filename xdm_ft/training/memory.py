@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import sys
 from collections.abc import Iterator
@@ -36,7 +37,8 @@ def keep_freed_memory() -> None:
 class PeakMemory:
     """The memory that this process takes at most from now on, above what it takes now. Not that of its workers.
 
-    On a GPU it is what torch allocates there, else resident memory, which Linux alone measures.
+    On a GPU it is what torch allocates there, else resident memory, which Linux alone measures. The first model of a
+    process also pays for what libraries set up once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,6 +47,11 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             self.start = torch.cuda.memory_allocated(device)
         elif sys.platform.startswith("linux"):
+            # what an earlier model freed is still resident: taking it again would count as nothing
+            gc.collect()
+            c_library = ctypes.CDLL(None)
+            if hasattr(c_library, "malloc_trim"):  # musl has none
+                c_library.malloc_trim(0)
             try:
                 Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; see proc(5)
             except OSError:

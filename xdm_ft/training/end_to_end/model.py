@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -64,8 +65,7 @@ class EndToEnd(nn.Module):
         if self.cut is not None:
             self.cut.freeze()
         if isinstance(trainable, LowRank) and not merged:
-            names = encoder.block_names[-(trainable.lora.blocks or 0) :]
-            add_lora(encoder, names, trainable.lora, seed)
+            add_lora(encoder, updated_blocks(encoder, trainable), trainable.lora, seed)
         self._low_rank_names = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
         _freeze_unreached(encoder)
         modules = algorithm.stage_modules(encoder)
@@ -155,6 +155,23 @@ def cut_of(encoder: Encoder, trainable: LastBlocks | LowRank) -> Cut:
     """Returns the cut below the blocks that train. Raises `UserError` if the encoder can not be cut there."""
     above = blocks_above(trainable)
     return Cut(encoder, max(1, len(encoder.block_names)) if above is None else above)
+
+
+def check_trainable(encoder: Encoder, algorithm: Algorithm, trainable: Trainable) -> None:
+    """Raises `UserError` if the method can not train this part of the encoder, as `EndToEnd` would do much later."""
+    modules = algorithm.stage_modules(encoder)
+    if isinstance(trainable, LastBlocks | LowRank):
+        _refuse_below(cut_of(encoder, trainable), modules)
+
+
+def check_updates(encoder: Encoder, trainable: LowRank) -> None:
+    """Raises `UserError` if the encoder can not have these low-rank updates. Adds them to a copy, and runs it once."""
+    add_lora(copy.deepcopy(encoder), updated_blocks(encoder, trainable), trainable.lora, seed=0)
+
+
+def updated_blocks(encoder: Encoder, trainable: LowRank) -> tuple[str, ...]:
+    """Returns the names of the blocks that have low-rank updates."""
+    return encoder.block_names[-(trainable.lora.blocks or 0) :]  # [-0:] is all
 
 
 def _refuse_below(cut: Cut, modules: Iterable[str]) -> None:
