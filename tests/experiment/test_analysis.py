@@ -82,15 +82,7 @@ def models(folder: Path) -> dict[tuple, TrainedModel]:
         directory = RunDirectory(run.path)
         return {
             record.key: (
-                read_model(
-                    plan,
-                    prepared,
-                    planned[record.key],
-                    record,
-                    directory,
-                    accelerator,
-                    prepared.encoders[None].encoder.float,
-                ),
+                read_model(plan, prepared, planned[record.key], record, directory, accelerator),
                 split_images(plan, planned[record.key], FROZEN),
             )
             for record in run.picked

@@ -152,7 +152,7 @@ def test_what_shares_a_curve(
         for key in (("erm", ("a",), 0, 0), ("erm", ("a",), 1, 2), ("erm", ("b",), 0, 0))
     ]
     plan: Any = SimpleNamespace(
-        models=[None] * models, extra=(), rules=("train_val",), recipe=SimpleNamespace(trainable=trainable)
+        models=[None] * models, extra=(), rules=("train_val",), recipe=SimpleNamespace(trains_encoders=trainable)
     )
     directory = RunDirectory(tmp_path)
     for step, evaluated in ((5, jobs), (10, jobs[1:])):  # the first head has stopped before the second evaluation

@@ -158,7 +158,7 @@ def test_features_of_another_user(
     if mode == 0o700:
         assert status == 2 and "cache can not be read; set features.dir" in error and error.count("xdm-ft:") == 1
         return
-    assert status == 0 and f"{PACS} features of width 64, 0 of them extracted now" in error, error
+    assert status == 0 and f"{PACS} images of width 64, 0 of them extracted now" in error, error
     Image.new("RGB", (20, 20), "teal").save(here / "data" / "PACS" / "photo" / "dog" / "added.png")
     status, error = xdm_ft("features", "small.yaml")
     if mode == 0o777:
