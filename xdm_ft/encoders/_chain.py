@@ -71,13 +71,19 @@ class _NoChain(Exception):
 
 @contextmanager
 def undisturbed(encoder: nn.Module) -> Iterator[None]:
-    """Context in which the encoder is in eval mode; modes and `requires_grad` are restored at its end."""
+    """Context in which the encoder is in eval mode, on one thread; modes and `requires_grad` are restored at its end.
+
+    On several threads, libraries may share the same product out otherwise the next time, and round it otherwise.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     training = {module: module.training for module in encoder.modules()}
     trains = {parameter: parameter.requires_grad for parameter in encoder.parameters()}
     encoder.eval()
     try:
         yield
     finally:
+        torch.set_num_threads(threads)
         for module, mode in training.items():
             module.training = mode
         for parameter, mode in trains.items():
