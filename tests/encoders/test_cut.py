@@ -123,7 +123,8 @@ def clip(folder: Path, kind: str) -> OpenClip:
     open_clip.add_model_config(config)
     torch.manual_seed(0)
     model = open_clip.create_model(config.stem)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, weights)
+    # open_clip leaves CoCa's unused text projection as it found the memory, which may hold NaN
+    save_file({name: value.nan_to_num().contiguous() for name, value in model.state_dict().items()}, weights)
     return OpenClip(model=str(config), weights=str(weights))
 
 
