@@ -134,7 +134,7 @@ def test_decisions_of_several_encoders() -> None:
 
 def test_an_encoder_that_can_not_be_cut_there_is_refused_before_all_else() -> None:
     made = recipe("methods=[{name: erm, trainable: {blocks: 7}}]")
-    with pytest.raises(UserError, match=r"^trainable\.blocks: 7 is more than the 6 blocks"):
+    with pytest.raises(UserError, match=r"^trainable: blocks: 7 is more than the 6 blocks"):
         build_encoders(made)
 
 
