@@ -123,8 +123,16 @@ class Features:
         for number, of_shard, targets in zip(numbers.tolist(), *per_shard, strict=True):
             shard = self._shards[number]
             rows = of_shard - (int(self._ends[number]) - len(shard))
-            z[targets.to(z.device)] = shard[rows].float().to(z.device)
+            if _is_range(rows) and _is_range(targets):  # a copy without an index is several times as fast
+                z[int(targets[0]) : int(targets[-1]) + 1] = shard[int(rows[0]) : int(rows[-1]) + 1].to(z.device)
+            else:
+                z[targets.to(z.device)] = shard[rows].float().to(z.device)
             pulse.beat()
+
+
+def _is_range(numbers: Tensor) -> bool:
+    """Whether each number follows the one before."""
+    return bool((numbers.diff() == 1).all())
 
 
 def _free_memory(device: torch.device) -> float:
