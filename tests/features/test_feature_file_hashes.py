@@ -270,3 +270,15 @@ def test_lists_that_were_not_used_for_longest_are_removed(
     hashes_of(images)
     hashes_of(others[0])
     assert looked_up == [5, 2, 3, 2]
+
+
+def test_processes_divide_the_files_of_which_no_hash_is_known(images: Path, hashed: list[str]) -> None:
+    parts = [hash_files(Files(images), images.parent, show=False, share=(rank, 2)) for rank in range(2)]
+    assert hashed == [f"{number:05d}.png" for number in (0, 2, 4, 1, 3)]
+    assert [part.digests.any(1).tolist() for part in parts] == [
+        [row % 2 == rank for row in range(5)] for rank in range(2)
+    ]
+    whole = hashes_of(images)
+    assert len(hashed) == 5 and np.array_equal(whole.digests, expected(images))
+    known = hash_files(Files(images), images.parent, show=False, share=(1, 2))
+    assert np.array_equal(known.digests, whole.digests), "all of an unchanged data set are found at once"

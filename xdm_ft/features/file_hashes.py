@@ -94,12 +94,18 @@ class FileHashes:
         return None
 
 
-def hash_files(dataset: ImageDataset, cache: Path | None, show: bool, equal_sizes_only: bool = False) -> FileHashes:
+def hash_files(
+    dataset: ImageDataset,
+    cache: Path | None,
+    show: bool,
+    equal_sizes_only: bool = False,
+    share: tuple[int, int] = (0, 1),
+) -> FileHashes:
     """Returns the hash of every image of the data set, from the index `<cache>/index.sqlite` or from the file.
 
     New hashes are added to the index. There is none if `cache` is None or can not be written. `equal_sizes_only` skips
-    files whose size no other file has: they have no duplicate. Raises `UserError` for a file that is being written, and
-    for an index that can not be written.
+    files whose size no other file has: they have no duplicate. `share` (i, n) skips all files but the i-th of every n.
+    Raises `UserError` for a file that is being written, and for an index that can not be written.
     """
     if cache is not None and not is_writable(cache):
         cache = None
@@ -110,7 +116,7 @@ def hash_files(dataset: ImageDataset, cache: Path | None, show: bool, equal_size
             return FileHashes(digests)
     hashes = _unhashed(dataset)
     if hashes.paths:
-        _hash_files(hashes, cache, show, equal_sizes_only)
+        _hash_files(hashes, cache, show, equal_sizes_only, share)
     elif cache is not None and whole is not None and not hashes.unreadable and whole == _of_table(dataset):
         _run_on_index(cache, partial(whole.remember, digests=hashes.digests))
     return hashes
@@ -135,14 +141,16 @@ def _unhashed(dataset: ImageDataset) -> FileHashes:
     return FileHashes(digests, unreadable, paths, stamps)
 
 
-def _hash_files(hashes: FileHashes, cache: Path | None, show: bool, equal_sizes_only: bool) -> None:
+def _hash_files(
+    hashes: FileHashes, cache: Path | None, show: bool, equal_sizes_only: bool, share: tuple[int, int]
+) -> None:
     """Fills in the digests of files, from the index or from the files."""
     rows = np.fromiter(hashes.paths, np.int64, len(hashes.paths))
     whole = _of_files(hashes, rows)
     if cache is not None and (digests := _run_on_index(cache, whole.find)) is not None:
         hashes.digests[rows] = digests
         return
-    wanted = rows
+    wanted = rows[share[0] :: share[1]]
     if equal_sizes_only:
         _, size, files = np.unique(hashes.stamps[rows, 0], return_inverse=True, return_counts=True)
         wanted = rows[files[size] > 1]
