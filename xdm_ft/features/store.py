@@ -97,6 +97,7 @@ class Store:
         self._seen: set[str] = set()  # names of shards that were opened, or are damaged
         self._damaged: dict[Path, Damaged] = {}
         self._claim: _Claim | None = None
+        self._claimed = np.zeros(len(contents), bool)  # [M], by this process
 
     def missing(self) -> np.ndarray:
         """Returns the numbers (int64, in 0…M−1) of the images that are still to be computed. Opens new shards."""
@@ -159,9 +160,11 @@ class Store:
             return self._unclaimed()
 
     def _unclaimed(self) -> np.ndarray:
-        missing = self.missing()
-        theirs = np.concatenate([np.empty(0, "S16"), *living_claims(self.folder)])
-        return missing[~np.isin(self.contents[missing], theirs)]
+        missing, claimed = self.missing(), self._claimed.copy()
+        for theirs in living_claims(self.folder, None if self._claim is None else self._claim.path):
+            numbers = self._wanted.find(theirs)
+            claimed[numbers[numbers >= 0]] = True
+        return missing[~claimed[missing]]
 
     def claim(self, count: int) -> np.ndarray:
         """Returns the numbers of at most `count` missing images that this process is to compute; none if none is free.
@@ -175,6 +178,7 @@ class Store:
             if len(numbers):
                 self._claim = self._claim or _Claim(self.folder)
                 self._claim.add(self.contents[numbers])
+                self._claimed[numbers] = True
         return numbers
 
     def release(self) -> None:
@@ -182,6 +186,7 @@ class Store:
         if self._claim is not None:
             with self._locked():
                 self._claim.release()
+                self._claimed[:] = False
                 if not list(living_claims(self.folder)):
                     remove_unfinished(self.folder)  # of killed processes
             self._claim = None
@@ -276,9 +281,14 @@ class _Claim:
         self._lock.release()
 
 
-def living_claims(folder: Path) -> Iterator[Contents]:
-    """Yields what each living process claims in a store's folder. Removes other claims. The cache must be locked."""
+def living_claims(folder: Path, own: Path | None = None) -> Iterator[Contents]:
+    """Yields what each living process claims in a store's folder, except in the file `own`. Removes other claims.
+
+    The cache must be locked.
+    """
     for path in folder.glob("claim-*"):
+        if path == own:
+            continue
         try:
             with disk_errors(path), FileLock(path, timeout=0):
                 path.unlink()  # its process was killed
