@@ -40,8 +40,8 @@ class WithoutGroups:
         self.groups: dict[Held, Groups] = {}
         wanted: dict[tuple[str, str], set[tuple[int, ...]]] = {}
         for pair in pairs:
-            for runs, seeds in zip(pair, _paired_seeds(*pair), strict=True):
-                wanted.setdefault((runs.rule, runs.method), set()).add(tuple(seeds))
+            for runs, paired_seeds in zip(pair, _paired_seeds(*pair), strict=True):
+                wanted.setdefault((runs.rule, runs.method), set()).add(tuple(paired_seeds))
         self._sums: dict[tuple[str, str, Held, tuple[int, ...]], tuple[np.ndarray, int]] = {}
         first: dict[Held, Prediction] = {}
         for one in predictions:

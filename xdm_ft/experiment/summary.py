@@ -128,6 +128,8 @@ def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
     split = "official split" if recipe.protocol.name == "official" else "leave one domain out"
     notes = [*plan.notes, *_encoders(recipe, prepared)]
     notes.append(f"training loss averaged by {recipe.training.loss_average}")
+    if recipe.training.tf32:
+        notes.append("float32 products in TF32 on GPUs")
     if prepared.unreadable:
         notes.append(f"{plural(len(prepared.unreadable), 'unreadable image')} left out")
     return protocol_line(
