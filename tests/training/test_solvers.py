@@ -110,6 +110,7 @@ print(memory.peak / (4 * n * width))
     assert 0.9 < float(done.stdout) < 1.3
 
 
+@pytest.mark.slow
 def test_the_optimum_is_scikit_learns() -> None:
     from sklearn.linear_model import LogisticRegression
 
