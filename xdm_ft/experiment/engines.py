@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from xdm_ft.experiment.growing import comparable, of_method
 from xdm_ft.experiment.overall import Overall
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared, build_encoder
+from xdm_ft.experiment.profiling import profiled
 from xdm_ft.features.cache import Features
 from xdm_ft.progress import Progress
 from xdm_ft.protocol.splits import Split
@@ -138,8 +140,9 @@ class Engines:
                 train, units = self._banked, sum(job.setup.steps for job in jobs)
                 if isinstance(solver := jobs[0].make(jobs[0].setup), Solver):
                     train, units = self._solved, solver.candidates
-                with overall.share(piece.note, piece.cost, units) as bar:
-                    yield from train(jobs, request, bar)
+                profile = self._profile(jobs[0].method)
+                with overall.share(piece.note, piece.cost, units) as bar, profiled(bar, profile) as watched:
+                    yield from train(jobs, request, watched)
 
     def train_end_to_end(self, requests: Sequence[Request], overall: Overall) -> Iterator[Model]:
         """Yields the wanted models that train end to end, one after the other. All processes train each model."""
@@ -147,8 +150,9 @@ class Engines:
             note, total = f"{job.method}, {', '.join(job.test_domains)}, seed {job.seed}", job.setup.steps
             # all processes do the same work, which counts once
             worth = self._cost(job, request.item) if self.accelerator.is_main_process else 0
-            with overall.share(note, worth, total) as bar:
-                yield from self._end_to_end(job, request, bar)
+            profile = self._profile(job.method) if self.accelerator.is_main_process else None
+            with overall.share(note, worth, total) as bar, profiled(bar, profile) as watched:
+                yield from self._end_to_end(job, request, watched)
 
     def _jobs_end_to_end(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Job]]:
         for request in filter(self._is_end_to_end, requests):
@@ -238,6 +242,13 @@ class Engines:
             return build_encoder(item.encoder, seed), WHOLE
         prepared = self.prepared.of(item)
         return prepared.encoder, EncoderPart(item.trainable, prepared.activations[item.trainable])
+
+    def _profile(self, method: str) -> Path | None:
+        """Returns the file for the trace of a method's training; None: the recipe wants none, or there is one."""
+        if not self.plan.recipe.training.profile:
+            return None
+        file = self.directory.profile_file(method)
+        return None if file.exists() else file
 
     def _checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of jobs that train together."""

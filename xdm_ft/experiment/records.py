@@ -17,7 +17,7 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.calibration import temperature
 from xdm_ft.evaluation.metrics import per_image, score
-from xdm_ft.evaluation.predictions import Prediction, arrays_of, test_images
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import Identity, Pick, Record
 from xdm_ft.experiment.cross_domain import cross_domain_values
 from xdm_ft.experiment.description import weights_metadata
@@ -255,7 +255,9 @@ def _prediction(plan: Plan, planned: PlannedModel, rule: str, logits: Tensor) ->
     predicted = logits.argmax(-1).numpy().astype(np.int64)
     # other rules are for comparison: their probabilities would only multiply the size of the file
     probabilities = _probabilities(logits) if rule == plan.rules[0] else None
-    return Prediction.on(plan.dataset, planned.key, rule, rows.numpy(), predicted, values, probabilities)
+    method, test_domains, seed, _ = planned.key
+    images = HeldOutImages.of(plan.dataset, rows.numpy())
+    return Prediction(method, test_domains, seed, rule, images, predicted, values, probabilities)
 
 
 def _probabilities(logits: Tensor) -> np.ndarray:

@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from xdm_ft.data import Augmentation, ImageDataset
@@ -97,7 +96,7 @@ class Features:
             # cut at `end`, so that index_select refuses a row past the view instead of reading the next one's
             z = self._table[:end].index_select(0, flat.to(self.device))
         if self._normalized:
-            z = F.normalize(z, dim=-1)
+            z /= z.norm(dim=-1, keepdim=True).clamp_min_(1e-12)  # as F.normalize does, without a second copy
         return z.view(*positions.shape, self.width)
 
     def normalized(self) -> Features:

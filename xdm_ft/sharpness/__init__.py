@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from xdm_ft.settings import SearchRanges
 
 Tensors = dict[str, Tensor]  # parameter name → value
+
+
+def products(first: list[Tensor], second: list[Tensor] | Tensor) -> list[Tensor]:
+    """Returns the products of two lists, or of a list and a scalar: on a GPU by a few kernels, not one per tensor."""
+    if is_batchedtensor(first[0]):  # torch.func.vmap has no rule for lists
+        others = [second] * len(first) if isinstance(second, Tensor) else second
+        return [a * b for a, b in zip(first, others, strict=True)]
+    return list(torch._foreach_mul(first, second))
 
 
 class Sharpness(ABC):

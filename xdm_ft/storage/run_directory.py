@@ -177,6 +177,13 @@ class RunDirectory:
         file = self.path / "state" / "checkpoints" / f"{name}.safetensors"
         return Checkpoint(file, about, self._pace, writes, self._check)
 
+    def profile_file(self, method: str) -> Path:
+        """Returns the file for the profiler's trace of a method's training, in a folder that exists."""
+        file = self._checked(f"profiles/{file_name(method, safe='+ ')}.json")
+        with disk_errors(file):
+            file.parent.mkdir(exist_ok=True)
+        return file
+
     def append(self, kind: str, value: Any) -> None:
         """Appends a JSON line to this process's file of that kind, and returns when it is on the disk."""
         append_line(self._checked(f"state/{kind}/{self.process}.jsonl"), value)

@@ -71,6 +71,24 @@ class Training(Block):
             "--mixed_precision`, or no"
         ),
     ] = None
+    tf32: Annotated[
+        bool,
+        Field(
+            description="on a GPU: products and convolutions of float32 numbers in TF32, with 10 bits of mantissa "
+            "instead of 23; faster, and of another precision, which the protocol line says"
+        ),
+    ] = False
+    compile: Annotated[
+        bool,
+        Field(
+            description="compile a trainable encoder's passes by torch.compile (end to end only); rounding differs, "
+            "and the first step takes minutes"
+        ),
+    ] = False
+    profile: Annotated[
+        bool,
+        Field(description="leave a trace of five steps of each method, by torch's profiler, in `profiles/` of the run"),
+    ] = False
     evaluate_every: Annotated[
         int | None, Field(ge=1, description="steps between evaluations; null: a twentieth of the steps")
     ] = None

@@ -44,8 +44,7 @@ class Averages:
         self.weights = [weight + factor for weight, factor in zip(self.weights, factors, strict=True)]
         shares = [factor / weight for factor, weight in zip(factors, self.weights, strict=True)]
         if len(set(shares)) == 1:
-            for name, mean in self.mean.items():
-                mean.lerp_(parameters[name], shares[0])
+            torch._foreach_lerp_([*self.mean.values()], [parameters[name] for name in self.mean], shares[0])
             return
         for name, mean in self.mean.items():  # [H,…]
             own = torch.tensor(shares, dtype=mean.dtype, device=mean.device).view(-1, *[1] * (mean.dim() - 1))
