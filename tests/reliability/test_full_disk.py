@@ -22,7 +22,7 @@ from xdm_ft.experiment.parallel import run_forked
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.storage import checkpoint
 from xdm_ft.storage.atomic import replace_text
-from xdm_ft.storage.checksummed import append_line, write_tensors
+from xdm_ft.storage.checksummed import append_lines, write_tensors
 from xdm_ft.storage.events import EventFile
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -76,7 +76,7 @@ def events(folder: Path) -> None:
 WRITERS: dict[str, Callable[[Path], object]] = {
     "weights": lambda folder: write_tensors(folder / "w", {"w": torch.ones(5000)}, {}),
     "text": lambda folder: replace_text(folder / "t", "x" * 20_000),
-    "line": lambda folder: append_line(folder / "l", "x" * 20_000),
+    "line": lambda folder: append_lines(folder / "l", ["x" * 20_000]),
     "checkpoint": lambda folder: checkpoint.write(folder / "c", {"a": torch.ones(5000)}, {}),
     "events": lambda folder: events(folder / "e"),
 }
