@@ -23,13 +23,13 @@ from test_order_statistic import SCORES, SIZE
 from xdm_ft.xdomainmix import _triton, order_statistic
 
 for kind, scores in SCORES.items():
-    for rank in (0, 100, SIZE - 1):
-        assert torch.equal(_triton.exceeds(scores[:8], rank), order_statistic.reference(scores[:8], rank)), (kind, rank)
-broken = SCORES["half zeros"][:8].clone()
+    for ranks in (torch.arange(8) * 30, torch.full((8,), SIZE - 1), torch.tensor(100).expand(8)):
+        assert torch.equal(_triton.exceeds(scores[:8], ranks), order_statistic.reference(scores[:8], ranks)), kind
+broken, ranks = SCORES["half zeros"][:8].clone(), torch.full((8,), 100)
 broken[5, 5] = torch.nan
 broken[6, 6] = -torch.nan
-assert torch.equal(_triton.exceeds(broken, 100), order_statistic.reference(broken, 100))
-assert _triton.exceeds(broken, 100).any(1).tolist() == [True] * 5 + [False] * 2 + [True]
+assert torch.equal(_triton.exceeds(broken, ranks), order_statistic.reference(broken, ranks))
+assert _triton.exceeds(broken, ranks).any(1).tolist() == [True] * 5 + [False] * 2 + [True]
 
 from triton.runtime.cache import FileCacheManager
 

@@ -17,10 +17,10 @@ INFINITE, NAN = 0x7F800000, 0x7FFFFFFF  # `_order` of +∞, and of a NaN: NaNs l
 GUESSES = 24  # then bisection takes over; half of the rows need at most five
 
 
-def exceeds(rows: Tensor, rank: int) -> Tensor:
-    """`order_statistic.reference` of rows [n,K]."""
+def exceeds(rows: Tensor, ranks: Tensor) -> Tensor:
+    """`order_statistic.reference` of rows [n,K] and their ranks [n]."""
     mask = torch.empty(rows.shape, dtype=torch.bool)
-    _exceeds(rows.contiguous().numpy().view(np.int32), rank, mask.numpy())
+    _exceeds(rows.contiguous().numpy().view(np.int32), ranks.contiguous().numpy(), mask.numpy())
     return mask
 
 
@@ -86,13 +86,13 @@ def _divider(row: Any, rank: int, guess: Any) -> Any:
     return np.int32(high)
 
 
-@njit(void(int32[:, ::1], int64, boolean[:, ::1]), nogil=True)
-def _exceeds(bits: Any, rank: int, mask: Any) -> None:
+@njit(void(int32[:, ::1], int64[::1], boolean[:, ::1]), nogil=True)
+def _exceeds(bits: Any, ranks: Any, mask: Any) -> None:
     row, guess = np.empty(bits.shape[1], np.int32), np.int32(0)
     for n in range(len(bits)):
         for k in range(row.size):
             row[k] = _order(bits[n, k])
-        tau = _divider(row, rank, guess)
+        tau = _divider(row, ranks[n], guess)
         for k in range(row.size):
             mask[n, k] = row[k] > tau
         guess = guess if tau == NAN else tau  # for the next row

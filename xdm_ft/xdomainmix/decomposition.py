@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from xdm_ft.tensors import Parts
 from xdm_ft.xdomainmix.order_statistic import exceeds
-from xdm_ft.xdomainmix.stacking import stacked
+from xdm_ft.xdomainmix.stacking import runs_kernel, stacked
 
 
-def specific_mask(scores: Tensor, quantile: float | Fraction) -> Tensor:
+def specific_mask(scores: Tensor, quantile: float | Fraction | Tensor) -> Tensor:
     """M[k] = 1 where score(z^k) > τ, τ the `quantile` of the K scores of that sample. Strictly greater. (3)
 
     One order statistic decides. With r = q(K−1) the interpolated τ lies in [x_(⌊r⌋), x_(⌈r⌉)), or equals both if they
@@ -27,12 +28,21 @@ def specific_mask(scores: Tensor, quantile: float | Fraction) -> Tensor:
 
     Args:
         scores: importance scores, [...,K].
-        quantile: q in [0, 1]; a third is `Fraction(1, 3)`.
+        quantile: q in [0, 1]; a third is `Fraction(1, 3)`. As a tensor, which may depend on the step or differ between
+            heads: numerator and denominator, int64 [2] (`as_tensor`).
 
     Returns:
         bool [...,K].
     """
-    return exceeds(scores, rank_of(quantile, scores.shape[-1]))
+    size = scores.shape[-1]
+    if isinstance(quantile, Tensor):
+        return exceeds(scores, quantile[0] * (size - 1) // quantile[1])
+    return exceeds(scores, rank_of(quantile, size))
+
+
+def as_tensor(quantiles: Sequence[float | Fraction]) -> Tensor:
+    """Returns quantiles as numerators and denominators, int64 [n,2], for `specific_mask`."""
+    return torch.tensor([Fraction(str(quantile)).as_integer_ratio() for quantile in quantiles])
 
 
 @cache
@@ -79,7 +89,7 @@ def reference(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
 class _MaskedParts(torch.autograd.Function):
     @staticmethod
     def forward(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
-        if z.device.type != "cpu" or z.dtype != torch.float32 or z.shape != masks[0].shape:
+        if not runs_kernel(z, "cpu") or z.shape != masks[0].shape:
             return reference(z, *masks)
         # `torch.where` takes twenty times as long on a CPU: it branches on every element of an irregular mask
         from xdm_ft.xdomainmix import _numba  # takes two seconds to import
