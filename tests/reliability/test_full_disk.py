@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -157,15 +157,15 @@ def test_a_run_directory_that_is_deleted_during_the_run(
     saves, save = [], ResultsFile.save
     other = '{"run": "of another"}'
 
-    def deleting(self: ResultsFile, outcome: Outcome, directory: RunDirectory) -> None:
-        saves.append(outcome)
+    def deleting(self: ResultsFile, outcomes: Iterable[Outcome], directory: RunDirectory) -> None:
+        saves.append(outcomes)
         if len(saves) == at + 1:
             shutil.rmtree(tmp_path / "small")
             if replaced:
                 (tmp_path / "small").mkdir()
                 (tmp_path / "small" / "run.lock").touch()
                 (tmp_path / "small" / "results.json").write_text(other)
-        save(self, outcome, directory)
+        save(self, outcomes, directory)
 
     command = ["run", str(finished / "small.yaml"), f"output.dir={tmp_path}", METHODS]
     with monkeypatch.context() as patch:

@@ -22,9 +22,9 @@ from xdm_ft.xdomainmix import (
     draw_partners,
     linear_scores,
     mix,
-    specific_mask,
 )
-from xdm_ft.xdomainmix.decomposition import as_tensor
+from xdm_ft.xdomainmix.decomposition import rank_of
+from xdm_ft.xdomainmix.order_statistic import exceeds
 from xdm_ft.xdomainmix.partners import OtherPartner
 from xdm_ft.xdomainmix.threshold import quantile_cycle, quantile_stage
 
@@ -118,10 +118,12 @@ class XDomainMix(Algorithm):
         self.loss_over = "batch" if partners == "global" else "part"
         self.first_selectable_step = self.warmup_steps + 1
         self.domain_head = Linear(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
-        self.quantiles: Tensor  # the cycle of τ_d as fractions, int64 [stages,2]
-        self.register_buffer("quantiles", as_tensor(quantile_cycle()), persistent=False)
-        self.class_quantile: Tensor
-        self.register_buffer("class_quantile", as_tensor([CLASS_QUANTILE])[0], persistent=False)
+        # tensors on the device, which a step reads without a copy from Python
+        self.class_rank: Tensor  # of τ_c among K scores, int64 []
+        self.register_buffer("class_rank", torch.tensor(rank_of(CLASS_QUANTILE, setup.width)), persistent=False)
+        self.domain_ranks: Tensor  # of τ_d, int64 [stages]
+        ranks = [rank_of(quantile, setup.width) for quantile in quantile_cycle()]
+        self.register_buffer("domain_ranks", torch.tensor(ranks), persistent=False)
         self.streams: Tensor
         self.register_buffer("streams", torch.tensor(STREAMS)[:, None], persistent=False)  # int64 [5,1]
 
@@ -166,10 +168,10 @@ class XDomainMix(Algorithm):
         else:
             by_class = autograd_scores(z, self.logits, batch.y)  # (1)
         by_domain = linear_scores(z, self.domain_head.weight, batch.domain)  # (2)
-        stage = quantile_stage(step - self.warmup_steps, self.quantile_steps, len(self.quantiles))
-        # an index that is a tensor would be read from the device
-        quantile = self.quantiles[stage] if isinstance(stage, int) else self.quantiles.index_select(0, stage[None])[0]
-        of_class, of_domain = specific_mask(by_class, self.class_quantile), specific_mask(by_domain, quantile)  # (3)
+        stage = quantile_stage(step - self.warmup_steps, self.quantile_steps, len(self.domain_ranks))
+        # indexing by a tensor [] would read its value from the device
+        rank = self.domain_ranks[stage] if isinstance(stage, int) else self.domain_ranks.index_select(0, stage[None])[0]
+        of_class, of_domain = exceeds(by_class, self.class_rank), exceeds(by_domain, rank)  # (3)
         return dict(zip(MASKS, (of_class, of_domain), strict=True))
 
     def draws(self, batch: Batch, step: int | Tensor) -> tuple[Partners, Tensor, Tensor]:

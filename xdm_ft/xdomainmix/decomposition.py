@@ -68,33 +68,30 @@ def decompose(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
         Four tensors like z. The gradient of each element of z is that of the one part that contains it.
     """
     space = (None,) * (z.ndim - class_mask.ndim)
-    of_class, of_domain = class_mask[(..., *space)], domain_mask[(..., *space)]  # [B,K,1,1] for maps
-    return Parts(
-        *masked_parts(z, of_class & of_domain, of_class & ~of_domain, ~of_class & of_domain, ~(of_class | of_domain))
-    )
+    parts: tuple[Tensor, ...] = _Parts.apply(z, class_mask[(..., *space)], domain_mask[(..., *space)])
+    return Parts(*parts)
 
 
-def masked_parts(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
-    """Returns M ⊙ z for four masks M, −0.0 where M is False. Masks are like z, or [...,B,K,1,1] for maps."""
-    parts: tuple[Tensor, ...] = _MaskedParts.apply(z, *masks)
-    return parts
-
-
-def reference(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
-    """`masked_parts` in plain torch, which the kernel must equal."""
+def reference(z: Tensor, of_class: Tensor, of_domain: Tensor) -> tuple[Tensor, ...]:
+    """`decompose` in plain torch, which the kernel must equal. Masks are like z, or [...,B,K,1,1] for maps."""
     nothing = torch.full((), -0.0, dtype=z.dtype, device=z.device)
-    return tuple(torch.where(mask, z, nothing) for mask in masks)
+    return tuple(torch.where(mask, z, nothing) for mask in _combinations(of_class, of_domain))
 
 
-class _MaskedParts(torch.autograd.Function):
+def _combinations(of_class: Tensor, of_domain: Tensor) -> tuple[Tensor, ...]:
+    """Returns the masks of the four parts, in the order of `Parts`."""
+    return of_class & of_domain, of_class & ~of_domain, ~of_class & of_domain, ~(of_class | of_domain)
+
+
+class _Parts(torch.autograd.Function):
     @staticmethod
-    def forward(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
-        if not runs_kernel(z, "cpu") or z.shape != masks[0].shape:
-            return reference(z, *masks)
+    def forward(z: Tensor, of_class: Tensor, of_domain: Tensor) -> tuple[Tensor, ...]:
+        if not runs_kernel(z, "cpu") or z.shape != of_class.shape:
+            return reference(z, of_class, of_domain)
         # `torch.where` takes twenty times as long on a CPU: it branches on every element of an irregular mask
         from xdm_ft.xdomainmix import _numba  # takes two seconds to import
 
-        return _numba.masked_parts(z, *masks)
+        return _numba.parts(z, of_class, of_domain)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -102,11 +99,12 @@ class _MaskedParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        terms = (torch.where(mask, gradient, 0.0) for mask, gradient in zip(ctx.saved_tensors, gradients, strict=True))
-        return torch.stack(tuple(terms)).sum(0), None, None, None, None
+        masks = _combinations(*ctx.saved_tensors)
+        terms = (torch.where(mask, gradient, 0.0) for mask, gradient in zip(masks, gradients, strict=True))
+        return torch.stack(tuple(terms)).sum(0), None, None
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return _MaskedParts.apply(*stacked(info, in_dims, tensors)), (0,) * 4
+        return _Parts.apply(*stacked(info, in_dims, tensors)), (0,) * 4

@@ -27,13 +27,13 @@ def exceeds(scores: Tensor, rank: int | Tensor) -> Tensor:
 
 
 def reference(rows: Tensor, ranks: Tensor) -> Tensor:
-    """`exceeds` in plain torch for rows [n,K] and their ranks, int64 [n], which both kernels must equal.
+    """`exceeds` in plain torch for rows [n,K], which both kernels must equal.
 
-    torch sorts NaN as the largest; no score exceeds a NaN.
+    `ranks`, int64 [m], are those of m equal blocks of rows. torch sorts NaN as the largest; no score exceeds a NaN.
     """
-    ordered = rows.sort(-1).values
+    ordered, own = rows.sort(-1).values, ranks.repeat_interleave(len(rows) // len(ranks))
     largest = ordered[:, -1:]
-    return rows > torch.where(largest.isnan(), largest, ordered.gather(1, ranks[:, None]))
+    return rows > torch.where(largest.isnan(), largest, ordered.gather(1, own[:, None]))
 
 
 class _Exceeds(torch.autograd.Function):
@@ -44,8 +44,7 @@ class _Exceeds(torch.autograd.Function):
 
     @staticmethod
     def forward(scores: Tensor, rank: Tensor) -> Tensor:
-        rows = scores.reshape(-1, scores.shape[-1])  # [n,K]
-        ranks = rank[(..., *(None for _ in scores.shape[rank.ndim + 1 :]))].expand(scores.shape[:-1]).reshape(-1)
+        rows, ranks = scores.reshape(-1, scores.shape[-1]), rank.reshape(-1)  # [n,K]; one rank per block of rows
         if runs_kernel(rows, "cpu"):
             from xdm_ft.xdomainmix import _numba  # takes two seconds to import
 

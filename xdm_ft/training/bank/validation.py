@@ -112,11 +112,11 @@ class BankValidation:
             heads = of.to(place.device)
             own, own_right = (values.index_select(1, heads).index_select(0, place) for values in (finite, right))
             counts.append(torch.cat([own.sum(0, keepdim=True), images.count(own_right)]))
-        read = torch.cat([self.labels[:0], *(of.flatten() for of in counts)]).cpu()  # the only copy to the host
-        found, begin = [], 0
+        read = torch.cat([self.labels[:0], *(of.flatten() for of in counts)]).tolist()  # the only copy to the host
+        found = []
         for (place, images, _), of in zip(self.measured, counts, strict=True):
-            rows = read[begin : begin + of.numel()].view(of.shape).T.tolist()
-            begin += of.numel()
+            own, read = read[: of.numel()], read[of.numel() :]
+            rows = (own[head :: of.shape[1]] for head in range(of.shape[1]))
             found.append([images.accuracy(right) if n == len(place) else None for n, *right in rows])
         return found
 
