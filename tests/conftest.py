@@ -3,6 +3,7 @@
 Their products are small: a second thread gains nothing, and waits for its core for ever where others want it too.
 """
 
+import gc
 import os
 import sys
 
@@ -15,6 +16,16 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True, scope="module")
+def unseen_libraries() -> None:
+    """A run collects garbage more than once, and each collection looks at all that libraries have made: half a second.
+
+    What there is before the tests of a file is left out of it, after a last collection of the garbage of earlier ones.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)  # a run in an earlier test has set as many as there are cores
@@ -25,6 +36,10 @@ def no_accelerator() -> None:
     """Accelerate keeps the precision of an earlier test for the whole process."""
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # libraries that count their objects at the end miss none
 
 
 @pytest.hookimpl(wrapper=True)

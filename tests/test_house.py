@@ -25,6 +25,7 @@ def test_files_and_functions_stay_small(path):
             assert (node.end_lineno or 0) - node.lineno < 80, f"{path.name}: {node.name}"
 
 
+@pytest.mark.slow
 def test_functions_are_short_as_a_rule():
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     lengths = sorted(
@@ -55,6 +56,7 @@ def settings() -> list[str]:
     return sorted(keys)
 
 
+@pytest.mark.slow
 def test_something_reads_every_setting():
     """A key counts as read where its name stands outside its own declaration: as an attribute, argument or variable."""
     found = settings()

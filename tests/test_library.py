@@ -56,6 +56,7 @@ def test_faults_name_what_was_given() -> None:
         xdm_ft.run("demo", **{"methods.erm": 1})
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     recipe = QUICK | {"name": "quick", "features": {"dir": str(tmp_path / "cache"), "workers": 0}}

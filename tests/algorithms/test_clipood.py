@@ -91,6 +91,7 @@ def accelerator() -> Iterator[Accelerator]:
         yield accelerator
 
 
+@pytest.mark.slow
 def test_end_to_end_the_encoder_alone_trains(accelerator: Accelerator) -> None:
     job = make_job(CLIPood, steps=4)
     text = 10 * F.normalize(torch.randn(10, SmallCNN.width, generator=torch.Generator().manual_seed(0)), dim=1)

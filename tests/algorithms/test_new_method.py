@@ -181,6 +181,7 @@ def test_a_recipe_is_checked_against_them(own_methods, capsys):
     assert 'did you mean "weight"' in complaint and 'did you mean "smoothed"' in complaint
 
 
+@pytest.mark.slow
 def test_they_train_and_are_searched_on_cached_features(own_methods):
     records = trained("[smoothed+sam, contrastive]", "search={trials: 3, preset: frozen}")
     assert [record["method"] for record in records] == ["smoothed+sam"] * 3 + ["contrastive"] * 3

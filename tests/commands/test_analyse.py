@@ -68,6 +68,7 @@ def refused(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
 def test_text_and_document(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     capsys.readouterr()
@@ -143,6 +144,7 @@ def test_other_data_is_refused(finished: Path, run: Path, tmp_path: Path, capsys
     assert not (run / "analysis.json").exists()
 
 
+@pytest.mark.slow
 def test_features_of_another_device_are_noted(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def test_started_as_a_module_it_is_the_same_program(tmp_path):
     one_line(python("-m", "xdm_ft", "validate", "missing.yaml", cwd=tmp_path), "missing.yaml")
 
 
+@pytest.mark.slow
 def test_run_twice_continue_and_refuse(recipe, tmp_path):
     first = xdm_ft("run", recipe, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
@@ -152,6 +153,7 @@ def test_validate_prints_a_recipe_that_resolves_to_itself(recipe, tmp_path):
     assert xdm_ft("validate", resolved, cwd=tmp_path).stdout == first.stdout
 
 
+@pytest.mark.slow
 def test_validate_prints_the_exact_prompts_and_warns(tmp_path):
     make_images(tmp_path / "images", classes=("0", "golden_retriever"))
     result = xdm_ft(
@@ -164,6 +166,7 @@ def test_validate_prints_the_exact_prompts_and_warns(tmp_path):
     assert "warning: class names 0 are numbers" in warned.stderr
 
 
+@pytest.mark.slow
 def test_features_fills_the_cache_and_stops(recipe, tmp_path):
     first = xdm_ft("features", recipe, cwd=tmp_path)
     assert first.returncode == 0 and "1797 of them extracted now" in first.stdout, first.stderr
@@ -175,6 +178,7 @@ def test_features_fills_the_cache_and_stops(recipe, tmp_path):
 FOLDER = ["data={name: folder, root: images}", "protocol={}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -243,6 +247,7 @@ def test_a_damaged_results_file_is_named(recipe, tmp_path):
     one_line(xdm_ft("run", recipe, cwd=tmp_path), "results.json", "damaged")
 
 
+@pytest.mark.slow
 def test_the_cache_is_listed_checked_and_cleared(recipe, tmp_path):
     def cache(*arguments):
         return xdm_ft("cache", *arguments, "--dir", tmp_path / "cache", cwd=tmp_path)

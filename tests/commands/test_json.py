@@ -122,6 +122,7 @@ def test_a_run_and_its_features_cache_and_retraining(recipe, tmp_path):
     assert removed["bytes"] == cached["entries"][0]["bytes"] and not list(Path(absolute).glob("*/shard-*"))
 
 
+@pytest.mark.slow
 def test_activations_of_a_cut(recipe):
     methods = "methods=[erm, {name: erm, label: block, trainable: {blocks: 1}}]"
 
@@ -141,6 +142,7 @@ def test_activations_of_a_cut(recipe):
     assert sorted(entry["encoder"].get("cut", "") for entry in entries) == ["", "model.blocks.5"]
 
 
+@pytest.mark.slow
 def test_validate_doctor_ls_and_cp(recipe):
     def call(*arguments, status=0):
         return document(xdm_ft(*arguments, "--json", cwd=recipe.parent), status)

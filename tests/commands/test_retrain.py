@@ -47,6 +47,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and "events" not in str(path)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exists", [False, True])
 def test_what_is_kept_is_a_run_directory_with_this_model(
     exists: bool, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -150,6 +151,7 @@ def test_models_of_every_generation_are_trained_with_their_chunk(
         assert capsys.readouterr().out.count("weights the same bits") == 3
 
 
+@pytest.mark.slow
 def test_a_domain_whose_name_holds_a_comma(tmp_path: Path) -> None:
     miniature.domainbed(tmp_path / "data", "pacs", per_class=3)
     (root := tmp_path / "data/PACS").joinpath("photo").rename(root / "pho,to")

@@ -47,6 +47,7 @@ def quickly_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV])
 def test_a_worker_that_dies_is_one_line(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     loader = image_loader(Rows(number), 2, CPU, batch_size=1)

@@ -124,6 +124,7 @@ def test_images_are_what_their_attributes_say_and_repeat_with_their_generator() 
     assert ((skew > 0) == light).float().mean() > 0.9
 
 
+@pytest.mark.slow
 def test_the_script_runs_where_handwriting_can_not_be_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

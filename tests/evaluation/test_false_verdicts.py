@@ -66,7 +66,7 @@ def table(
 
 
 @pytest.mark.parametrize("encoders", [(), pytest.param(ENCODERS, marks=pytest.mark.slow)], ids=["erm", "encoders"])
-@pytest.mark.parametrize("domains", [("a",), ("a", "b", "c", "d")])
+@pytest.mark.parametrize("domains", [("a",), pytest.param(("a", "b", "c", "d"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_same_method_gets_a_verdict_in_at_most_5_percent_of_tables(
     domains: tuple[str, ...], grouped: bool, encoders: tuple[str, ...]

@@ -120,6 +120,7 @@ def len_half(found, model):
     return found["images"][model["test_domains"][0]]["training"] // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["erm", "xdomainmix", "mlp", "cosine", "linear_probe", "unit"])
 def test_values_are_those_of_a_naive_loop(method, folder, models):
     results = json.loads((folder / "out/small/results.json").read_text())
@@ -197,6 +198,7 @@ def test_values_are_those_of_a_naive_loop(method, folder, models):
             assert accuracy == {"score": expected, "gradient_norm": expected, "random": expected}
 
 
+@pytest.mark.slow
 def test_a_second_analysis_measures_nothing_and_a_grown_run_the_new_models_only(folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     before, measured = (tmp_path / "out/small/analysis.json").read_bytes(), []
@@ -292,6 +294,7 @@ def test_a_sample_has_as_many_images_of_every_domain_and_depends_on_their_number
     assert not set(found.training.rows.tolist()) & set(found.validation.rows.tolist())
 
 
+@pytest.mark.slow
 def test_one_training_domain_gives_nulls(tmp_path):
     for domain in ("art_painting", "cartoon"):
         for c, name in enumerate(("dog", "horse")):
@@ -310,6 +313,7 @@ def test_one_training_domain_gives_nulls(tmp_path):
             assert model["importance"]["domain"] is model["importance"]["area"]["domain"] is None
 
 
+@pytest.mark.slow
 def test_the_official_split_with_a_validation_domain(tmp_path):
     miniature.camelyon17(tmp_path / "data", per_slide=4)
     protocol = "name: official, selection: val_domain, seeds: 1"

@@ -33,6 +33,7 @@ def rows_of_table() -> dict[str, list[str]]:
     return {line[0]: line[1:] for line in lines[1:]}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pacs")
 def test_the_row_is_the_exported_ensemble() -> None:
     methods = "methods=[erm, knn, {name: erm, head: mlp, label: mlp}]"
@@ -49,6 +50,7 @@ def test_the_row_is_the_exported_ensemble() -> None:
         assert rows[f"{method}, seeds averaged"] == ["3", *shown]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pacs")
 def test_only_on_request_and_with_two_seeds() -> None:
     run("methods=[erm]", "protocol.seeds=2")

@@ -57,6 +57,7 @@ def of_search(monkeypatch: pytest.MonkeyPatch, name: str, most: int, cores: int)
     return found, Path("output", name, "events")
 
 
+@pytest.mark.slow
 def test_curves_and_rows_of_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     found, events = of_search(monkeypatch, "single", 1000, 1)
     models = {(r["method"], tuple(r["test_domains"]), r["seed"], r["trial"]): r for r in found["runs"]}

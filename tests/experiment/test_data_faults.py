@@ -104,6 +104,7 @@ def test_clean_data_have_none(images, told):
     assert "tested on domains never trained on" in results["summary"][0]["protocol"]
 
 
+@pytest.mark.slow
 def test_every_fault_is_reported_by_all(images, told):
     shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
     shutil.copy(images / "a" / "cat" / "0.png", images / "a" / "cat" / "again.png")
@@ -180,6 +181,7 @@ def table(images: Path, split_of) -> None:
 OFFICIAL = ("data={name: table, file: table.csv}", "protocol={name: official, seeds: 1}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domains", ["abc", "a"])
 def test_a_random_split_tests_on_seen_domains(domains, images, told):
     for other in set("abc") - set(domains):

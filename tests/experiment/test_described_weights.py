@@ -110,6 +110,7 @@ def test_every_head_on_a_frozen_encoder() -> None:
     assert {one["prompts"] for one in about.values()} == {None}
 
 
+@pytest.mark.slow
 def test_heads_that_start_from_prompts() -> None:
     about = check(*CLIP, f"methods=[{FROM_TEXT}, erm]")
     assert about["zero_shot"]["prompts"] == about["cosine"]["prompts"] == ["{}", "a {}"]
@@ -129,6 +130,7 @@ def test_clip_end_to_end() -> None:
     assert {name for name, one in about.items() if not one["encoder"]["in_this_file"]} == {"zero_shot"}
 
 
+@pytest.mark.slow
 def test_probabilities_of_very_many_images_and_classes_are_those_of_the_predicted_classes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -143,6 +145,7 @@ def test_probabilities_of_very_many_images_and_classes_are_those_of_the_predicte
     assert torch.equal(short["train_val.predicted"], predicted.int()) and "oracle.probabilities" not in whole
 
 
+@pytest.mark.slow
 def test_the_final_fit_has_the_estimate_instead_of_metrics() -> None:
     found = small_runs.results("methods=[erm]", "protocol.final_fit=true")
     path = RUN / found["final_fit"]["weights"]
@@ -152,6 +155,7 @@ def test_the_final_fit_has_the_estimate_instead_of_metrics() -> None:
     assert encoder_of(about, state) and state["head.weight"].shape[0] == len(about["class_names"])
 
 
+@pytest.mark.slow
 def test_equal_runs_write_equal_files_wherever_they_and_their_data_lie(tmp_path: Path) -> None:
     keys = "methods=[erm]", "protocol.final_fit=true", "protocol.test_domains=[photo, sketch]"
     small_runs.results(*keys)

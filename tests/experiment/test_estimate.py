@@ -45,6 +45,7 @@ def files() -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in Path().rglob("*")}
 
 
+@pytest.mark.slow
 def test_small_runs_are_not_measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def measured(*_: Any) -> float:
         raise AssertionError("it is small")

@@ -50,6 +50,7 @@ def naive_training(made, item, known, rules=("r",), steps=10):
     return trained
 
 
+@pytest.mark.slow
 def test_the_method_of_the_best_selection_value_on_every_image():
     found = results()
     final, runs = found["final_fit"], found["runs"]
@@ -157,6 +158,7 @@ def test_the_linear_probe_is_the_median_strength():
     assert results("methods=[linear_probe]")["final_fit"] == final
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_while_it_trains(monkeypatch):
     """Neither a metric nor a loss: the validation of the fit has no images."""
     from xdm_ft.training.bank import train as bank
@@ -211,6 +213,7 @@ def test_each_searched_key_on_its_own():
     assert combined(made, probe, [{"strengths": [1.0]}]) == {}
 
 
+@pytest.mark.slow
 def test_trials_that_differ_between_runs_are_combined_and_said():
     made = recipe(SEARCH, "methods=[xdomainmix+sam]", "protocol.seeds=2")
     found = results(SEARCH, "methods=[xdomainmix+sam]", "protocol.seeds=2")

@@ -51,6 +51,7 @@ def contents():
     return {seed: (RUN / file).read_bytes() for seed, file in FILES.items()}
 
 
+@pytest.mark.slow
 def test_one_model_for_each_seed_of_the_recipe():
     alone = results(ONE, "output.dir=alone")["final_fit"]
     final = results(ALL)["final_fit"]
@@ -64,6 +65,7 @@ def test_one_model_for_each_seed_of_the_recipe():
         assert (about["step"], about["temperature"]) == (final["step"], final["temperature"])
 
 
+@pytest.mark.slow
 def test_a_kill_between_two_seeds_repeats_none(monkeypatch):
     results(ALL)
     whole, expected = contents(), json.loads((RUN / "results.json").read_text())["final_fit"]
@@ -94,6 +96,7 @@ def test_a_damaged_file_trains_its_seed_again_and_nothing_else(monkeypatch):
     assert results(ALL)["final_fit"] == final and saved == [1, 0] and contents() == whole
 
 
+@pytest.mark.slow
 def test_more_seeds_are_added_to_a_fit_of_one(monkeypatch):
     before = results(ONE)["final_fit"]
     first = (RUN / FILES["4"]).read_bytes()
@@ -147,6 +150,7 @@ def test_end_to_end_every_seed_too():
     assert all(any(name.startswith("encoder.") for name in one) for one in weights)
 
 
+@pytest.mark.slow
 def test_temperatures_of_models_and_their_median():
     found = results(ONE, "training.steps=10")
     picks = [run["selected"] for run in found["runs"]]
@@ -164,6 +168,7 @@ def test_temperatures_of_models_and_their_median():
     assert metadata(final["weights"])["temperature"] == final["temperature"] and "temperature" in final["how"]
 
 
+@pytest.mark.slow
 def test_without_validation_images_of_training_domains_there_is_no_temperature(tmp_path):
     lines = ["path,label,domain,split"]
     parts = {"photo": "train", "sketch": "val", "cartoon": "test"}

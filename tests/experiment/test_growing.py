@@ -120,6 +120,7 @@ def runs_by_key() -> dict[tuple[Any, ...], str]:
     return {(r["method"], *r["test_domains"], r["seed"], r["trial"]): json.dumps(r) for r in found}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pacs")
 def test_growing_trains_what_is_new_alone(caplog: pytest.LogCaptureFixture) -> None:
     small_runs.results(*SHORT)

@@ -75,6 +75,7 @@ def test_wilds_two(name, metric, test_domains, images, tmp_path):
     assert all("official split" in row["protocol"] for row in found["summary"])
 
 
+@pytest.mark.slow
 def test_each_hospital_of_camelyon17_in_turn(tmp_path):
     miniature.camelyon17(tmp_path / "data")
     found = results(tmp_path, "camelyon17", "{name: leave_one_domain_out, seeds: 1}")

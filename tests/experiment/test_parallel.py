@@ -95,6 +95,7 @@ run_forked(work, 2)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the death of a parent is signalled to its children on Linux only")
 def test_no_process_outlives_the_one_that_forked_it(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ORPHAN, str(tmp_path)])

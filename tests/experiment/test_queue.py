@@ -92,6 +92,7 @@ def test_small_methods_are_shared_out_and_the_numbers_are_the_same(monkeypatch: 
     assert hashes(Path("alone/small")) == hashes(Path("shared/small"))
 
 
+@pytest.mark.slow
 def test_the_longest_piece_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     _, kept = run_on(1, monkeypatch)
     order = list(dict.fromkeys(one["method"] for one in kept))

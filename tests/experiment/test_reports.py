@@ -80,6 +80,7 @@ def test_a_kill_between_results_and_reports_is_mended(
     assert name in changed(files) <= {*REPORTS} and not (RUN / "state").exists()
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_page_does_not_lose_the_run(
     fault: list[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,6 +65,7 @@ def test_pacs(made, tmp_path, capsys):
     assert "On a domain never seen, expect" in printed and "published" not in printed and "CHEATING" not in printed
 
 
+@pytest.mark.slow
 def test_camelyon17(made, tmp_path):
     miniature.camelyon17(tmp_path / "data")
     found, text = made("camelyon17", "{name: official, selection: val_domain, seeds: 2}")
@@ -74,6 +75,7 @@ def test_camelyon17(made, tmp_path):
     assert "published: densenet121 (scratch), fine-tuned" in text and "published: clip vit-b/16, frozen" in text
 
 
+@pytest.mark.slow
 def test_own_images_are_beside_nothing(made, tmp_path):
     miniature.domainbed(tmp_path / "data", "pacs")
     found, text = made("folder", "{name: leave_one_domain_out, test_domains: [photo], seeds: 1}", "/PACS")

@@ -47,6 +47,7 @@ def recipe(*overrides):
     return load("search.yaml", list(overrides))
 
 
+@pytest.mark.slow
 def test_every_trial_is_kept_and_selection_picks_one():
     made = recipe()
     assert not run(made).failed
@@ -104,6 +105,7 @@ def test_a_search_end_to_end_trains_its_trials_one_after_another():
     assert lr == encoder_lr
 
 
+@pytest.mark.slow
 def test_doubtful_picks_are_flagged():
     assert not run(recipe("methods=[erm]", "training.lr=0.2", "training.evaluate_every=6", "search.space={}")).failed
     found = json.loads(Path("output/search/results.json").read_text())

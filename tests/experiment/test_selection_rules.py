@@ -39,6 +39,7 @@ def chosen(found, rule):
     }
 
 
+@pytest.mark.slow
 def test_a_run_tells_what_each_rule_would_have_told_alone():
     both = results()
     assert all(list(run["selected"]) == ["train_val", "oracle"] for run in both["runs"])
@@ -52,6 +53,7 @@ def test_a_run_tells_what_each_rule_would_have_told_alone():
     assert marked == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_each_rule_keeps_its_own_weights_and_the_value_that_it_saw():
     found = results()
     for record in found["runs"]:
@@ -100,6 +102,7 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
     assert "extra models" in found["summary"][0]["protocol"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_cross_domain_measures_nothing_twice(monkeypatch):
     overrides = ("protocol.selection=cross_domain", "methods=[erm]")
     whole = results(*overrides)
@@ -133,6 +136,7 @@ def test_an_interrupted_cross_domain_measures_nothing_twice(monkeypatch):
     assert chosen(resumed, "cross_domain") == chosen(whole, "cross_domain")
 
 
+@pytest.mark.slow
 def test_cross_domain_needs_domains_to_spare():
     shutil.rmtree(next(Path("data").rglob("sketch")))
     found = results("protocol.selection=cross_domain")
@@ -162,6 +166,7 @@ def test_mean_course_leaves_out_steps_that_some_model_lacks():
     assert mean_course([{1: 0.2}, {}]) == {}
 
 
+@pytest.mark.slow
 def test_a_domain_where_the_metric_is_not_defined_is_left_out_and_named():
     """Validation images of `sketch` are of one class: an AUROC needs two."""
     lines = ["path,label,domain,split"]

@@ -48,6 +48,7 @@ class Kept(GeneralTracker):
         Kept.log_of.append(("finish", None))
 
 
+@pytest.mark.slow
 def test_a_tracker_receives_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Kept)
     monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])

@@ -87,6 +87,7 @@ def check_curve(found: dict[str, Any], seed: int) -> dict[str, Any]:
     return wise
 
 
+@pytest.mark.slow
 def test_on_cached_features(tmp_path: Path) -> None:
     found = results(tmp_path)
     for seed in (0, 1):
@@ -101,6 +102,7 @@ def test_on_cached_features(tmp_path: Path) -> None:
         torch.testing.assert_close(half[name], (zero[name] + one[name]) / 2)
 
 
+@pytest.mark.slow
 def test_a_cosine_head_starts_where_zero_shot_is(tmp_path: Path) -> None:
     """Without a normalising encoder; rows with that head are compared with ERM on it."""
     found = results(
@@ -121,6 +123,7 @@ def test_a_cosine_head_starts_where_zero_shot_is(tmp_path: Path) -> None:
     assert run["hparams"]["head"] == "cosine" and run["hparams"]["cosine.scale"] == 1 / 0.07
 
 
+@pytest.mark.slow
 def test_the_shipped_model_has_the_median_alpha(tmp_path: Path) -> None:
     only_wise = (
         ("  - zero_shot\n  - {name: erm, head_init: zero_shot}\n", ""),
@@ -158,6 +161,7 @@ def test_a_method_with_normalize_is_as_with_a_normalising_encoder(tmp_path: Path
     assert accuracies(own) != accuracies(other)
 
 
+@pytest.mark.slow
 def test_each_method_has_its_own_prompts(tmp_path: Path) -> None:
     """The rows of one recipe: the head is that of its own prompts, not of the encoder's or of another row."""
     rows = "  - zero_shot\n  - {name: zero_shot, prompts: ['{}, drawn'], label: drawn}\n"

@@ -17,11 +17,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 IMPORTED = [
-    "accelerate", "open_clip", "timm", "rich.console", "rich.table", "sklearn.datasets",
-    "torch.utils.tensorboard",
-    "xdm_ft.cli", "xdm_ft.experiment.data_faults", "xdm_ft.experiment.engines", "xdm_ft.experiment.final_fit",
-    "xdm_ft.experiment.summary", "xdm_ft.report.tables", "xdm_ft.report.written", "xdm_ft.training.bank.train",
-    "xdm_ft.training.end_to_end.train", "xdm_ft.xdomainmix._numba",
+    "accelerate", "matplotlib.backends.backend_svg", "matplotlib.figure", "open_clip", "peft", "rich.console",
+    "rich.table", "sklearn.datasets", "tensorboard.plugins.hparams.summary_v2", "timm", "torch.utils.tensorboard",
+    "xdm_ft.cli", "xdm_ft.experiment.analysing", "xdm_ft.experiment.data_faults", "xdm_ft.experiment.engines",
+    "xdm_ft.experiment.final_fit", "xdm_ft.experiment.summary", "xdm_ft.report.tables", "xdm_ft.report.written",
+    "xdm_ft.training.bank.train", "xdm_ft.training.end_to_end.train", "xdm_ft.xdomainmix._numba",
 ]  # fmt: skip
 PATIENCE = 180.0  # seconds, on a machine that does other things too
 server = multiprocessing.get_context("forkserver")

@@ -69,6 +69,7 @@ def results() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 class TestTwoEncoders:
     @pytest.fixture(autouse=True)
     def here(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ def checked(model: xdm_ft.export.model.Model, *overrides: str) -> None:
     np.testing.assert_allclose(found, shares, atol=step + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_pacs")
 def test_distances_are_those_of_the_training_images_of_the_first_seed() -> None:
     results = run("methods=[erm]", "protocol.seeds=2")

@@ -79,6 +79,7 @@ def test_clip_trained_end_to_end() -> None:
     check(run(CLIP, *END_TO_END, "methods=[{name: erm, head_init: zero_shot}]"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_another_precision_is_near(precision: str) -> None:
     results = run("methods=[erm]", f"features.precision={precision}")
@@ -92,6 +93,7 @@ def test_another_precision_is_near(precision: str) -> None:
         load("model", precision="half")
 
 
+@pytest.mark.slow
 def test_all_kinds_of_images_give_the_same(tmp_path: Path) -> None:
     run("methods=[erm]")
     model = exported(Choice(method="erm"))
@@ -111,6 +113,7 @@ def test_all_kinds_of_images_give_the_same(tmp_path: Path) -> None:
             model.predict(wrong)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_runs_the_example() -> None:
     run("methods=[erm]")
     model = exported(Choice(method="erm"))
@@ -134,6 +137,7 @@ class TestWhichModel:
         assert Path("model/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
         assert load(str(RUN)).config.chosen == answer.model
 
+    @pytest.mark.slow
     def test_the_run_goes_on_as_before_an_export_that_added_the_final_fit(self) -> None:
         run("methods=[erm]", "protocol.seeds=2")
         export_model(str(RUN), "model", Choice(), ensemble=True)
@@ -142,6 +146,7 @@ class TestWhichModel:
         assert len(grown["runs"]) == 6 and grown["recipe"]["protocol"]["final_fit"] == "all_seeds"
         assert list(run("methods=[erm, linear_probe]", "protocol.seeds=3")["final_fit"]["seeds"])
 
+    @pytest.mark.slow
     def test_no_test_result_chooses(self) -> None:
         """The method and seed with the best validation accuracy is taken, though another is best on the test domain."""
         results = run("methods=[erm, linear_probe]", "protocol.seeds=3", "protocol.final_fit=false")
@@ -159,6 +164,7 @@ class TestWhichModel:
         assert "no test result was read" in model.config.chosen
         assert xdm_ft.load(RUN, seed=2).config.method["seed"] == 2
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("choice", "message"),
         [
@@ -192,10 +198,12 @@ class TestCombined:
             assert model.config.members == (0, 1, 2) and (model.module.head is not None) == has_mean
             assert model.module.member_logits(z).shape == (3, len(paths), len(model.class_names))
 
+    @pytest.mark.slow
     def test_the_ensemble_of_the_final_fit_has_all_seeds(self) -> None:
         run("methods=[erm]", "protocol.seeds=2")
         assert exported(Choice(), ensemble=True).config.members == (0, 1)
 
+    @pytest.mark.slow
     def test_an_ensemble_of_linear_heads_is_their_mean(self) -> None:
         run("methods=[erm]", "protocol.seeds=2")
         model, paths = exported(Choice(method="erm"), ensemble=True), held_out()
@@ -204,12 +212,14 @@ class TestCombined:
         z = torch.from_numpy(model.encode(paths))
         torch.testing.assert_close(model.module.logits(z), model.module.member_logits(z).mean(0), rtol=0, atol=1e-5)
 
+    @pytest.mark.slow
     def test_one_seed_is_no_ensemble(self) -> None:
         run("methods=[linear_probe]")
         for choice in (Choice(), Choice(method="linear_probe")):
             with pytest.raises(UserError, match="--ensemble needs models of several seeds, but there is one"):
                 exported(choice, ensemble=True)
 
+    @pytest.mark.slow
     def test_the_temperature_divides_the_logits(self) -> None:
         results = run("methods=[erm]")
         choice, paths = choice_of(results["runs"][0]), held_out()
@@ -241,6 +251,7 @@ class TestCombined:
         torch.testing.assert_close(b, (a + c) / 2)
         assert not torch.equal(a, c)
 
+    @pytest.mark.slow
     def test_wise_ft_without_class_embeddings_is_refused(self) -> None:
         run("methods=[erm]")
         with pytest.raises(UserError, match="did not start from class embeddings"):
@@ -274,6 +285,7 @@ class TestFaults:
         with pytest.raises(UserError, match=r"encoder's weights .* are not those that the model was trained with"):
             load(model)
 
+    @pytest.mark.slow
     def test_weights_from_a_file_are_asked_for_and_checked(self, model: Path) -> None:
         (model / "encoder.safetensors").rename("mine.safetensors")
         small = ("encoder.weights=mine.safetensors", "name=small")

@@ -135,6 +135,7 @@ HEADS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_head_of_training_features_exports(tmp_path):
     given = tiny(head="neighbours")
     keys = torch.nn.functional.normalize(

@@ -68,6 +68,7 @@ def expected(small_model, images, tmp_path):
     return model.class_names, model.predict_proba([tmp_path / path for path in images])
 
 
+@pytest.mark.slow
 def test_labels_and_probabilities_are_the_models(small_model, images, expected, tmp_path):
     names, p = expected
     found = rows(predict(small_model, tmp_path, "new").stdout)
@@ -81,6 +82,7 @@ def test_labels_and_probabilities_are_the_models(small_model, images, expected, 
     assert rows(listed.stdout) == found, listed.stderr
 
 
+@pytest.mark.slow
 def test_all_columns_in_all_formats(small_model, images, expected, tmp_path):
     names, p = expected
     options = ["new", "--probabilities", "--entropy", "--top-k", "2", "--abstain-below", "0.3"]
@@ -252,6 +254,7 @@ def test_signals(small_model, images, tmp_path, number, status):
     assert workers and not psutil.wait_procs(workers, 5)[1]
 
 
+@pytest.mark.slow
 def test_only_one_command_writes(tmp_path):
     with opened(tmp_path / "o.csv", {"a": 1}, resume=False) as found:
         found.add([], {}, [])

@@ -21,6 +21,7 @@ def assert_same(model: Model, expected: np.ndarray) -> None:
     np.testing.assert_allclose(model.predict_proba(held_out()), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_way_to_a_model_gives_the_recorded_probabilities() -> None:
     found = run(METHODS, "protocol.seeds=2", "protocol.final_fit=true")
     records = [record for record in found["runs"] if record["method"] in ("knn", "prototypes")]
@@ -35,6 +36,7 @@ def test_every_way_to_a_model_gives_the_recorded_probabilities() -> None:
     assert versus["knn"] is not None and versus["prototypes"] is not None
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_the_mean_of_its_logits_and_retraining_gives_the_same_bits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -61,6 +63,7 @@ def test_the_head_of_a_solver_is_no_choice_and_no_head_of_other_methods() -> Non
         assert problem in str(fault.value)
 
 
+@pytest.mark.slow
 def test_the_resolved_recipe_of_a_solver_is_read_again() -> None:
     run("methods=[{name: knn, neighbours: [3], temperatures: 0.1}]")
     resolved = json.loads((RUN / "results.json").read_text())["recipe"]

@@ -159,6 +159,7 @@ def test_an_undecodable_image_is_reported_in_one_line_even_from_a_worker(tmp_pat
     assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_image_rows_can_be_sent_to_a_worker(tmp_path: Path) -> None:
     transform = evaluation_transform(Preprocessing(mean=(0.5, 0.4, 0.3), std=(1, 1, 1), size=8, resize="pad"))
     rows = ImageRows(make_folder(tmp_path), transform)

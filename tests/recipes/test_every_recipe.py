@@ -94,6 +94,7 @@ def test_the_commands_in_the_comment_are_valid(name: str) -> None:
         load(str(RECIPES[name]), words[1:])
 
 
+@pytest.mark.slow
 def test_losses_are_averaged_as_in_the_published_code() -> None:
     recipes = [load(str(path)) for path in RECIPES.values()]
     averages = {

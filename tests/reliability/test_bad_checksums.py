@@ -86,6 +86,7 @@ def of_another_model(path: Path) -> None:
     shutil.copyfile(other, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [

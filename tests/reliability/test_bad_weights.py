@@ -134,6 +134,7 @@ def encoder_of(library: str, folder: Path) -> tuple[str, State]:
     return f"name: open_clip, model: {folder / 'tiny_of_tests.json'}", state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["timm", "open_clip"])
 @pytest.mark.parametrize(("fault", "suffix", "wording"), FAULTS, ids=[f"{f.__name__}-{s}" for f, s, _ in FAULTS])
 def test_each_fault(

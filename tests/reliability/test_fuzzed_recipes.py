@@ -106,6 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzzed")
 
 
+@pytest.mark.slow
 @quick
 @given(recipe=mutations())
 def test_mutations_of_packaged_recipes(folder: Path, recipe: dict[str, Any]) -> None:
@@ -126,6 +127,7 @@ def test_any_bytes(folder: Path, data: bytes) -> None:
     assert is_refused_or_loads(path) is None
 
 
+@pytest.mark.slow
 @quick
 @given(name=st.sampled_from(NAMES), data=st.data())
 def test_bytes_of_a_packaged_recipe_changed(folder: Path, name: str, data: st.DataObject) -> None:

@@ -161,6 +161,7 @@ def test_a_file_of_another_kind_as_checkpoint(finished: Path, tmp_path: Path) ->
         checkpoint.read(tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_a_million_empty_tensors_with_a_checksum(tmp_path: Path) -> None:
     (tmp_path / "w").touch()
     empty_tensors(tmp_path / "w", 4_000_000, {"xxh3": "0"})

@@ -25,6 +25,7 @@ output: {{dir: {folder}/deep/out}}
 LONG = "語" * 60
 
 
+@pytest.mark.slow
 def test_a_run_with_odd_names(tmp_path: Path) -> None:
     domains = ["..", ".", LONG, LONG + "語", "a/../../b", "a,b", ".hidden.unfinished"]
     with (tmp_path / "images.csv").open("w", newline="") as file:

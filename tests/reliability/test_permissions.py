@@ -147,6 +147,7 @@ def test_a_home_folder_that_nobody_has(key: str, finished: Path, capfd: pytest.C
     assert f"{key}: ~nobody-has-this-name/w.safetensors: the home folder is unknown" in line
 
 
+@pytest.mark.slow
 def test_with_folders_that_are_set(finished: Path, no_home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recipe, inputs = str(finished / "small.yaml"), {"data.root": "data", "encoder.weights": "w.safetensors"}
     folders = [f"{key}={finished / path}" for key, path in inputs.items()]

@@ -48,6 +48,7 @@ def encoded(caplog: pytest.LogCaptureFixture, data: str = "name: pacs, root: dat
         return fill_cache(load("small.yaml")).computed
 
 
+@pytest.mark.slow
 def test_only_new_images_are_encoded(here: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert encoded(caplog) == PACS
     assert encoded(caplog) == 0
@@ -115,6 +116,7 @@ def test_other_inputs_are_refused_end_to_end(
     assert Path("out/small/results.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_other_weights_of_a_frozen_encoder_are_named_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights_file(here / "w.safetensors", seed=1)
     text = RECIPE.format(data="name: pacs, root: data, counts: any")
@@ -140,6 +142,7 @@ def give_away(folder: Path) -> None:
         os.chown(path, 65533, 65533)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
 def test_features_of_another_user(

@@ -111,6 +111,7 @@ def begun(tmp_path: Path) -> tuple[Run, list[psutil.Process]]:
     return run, workers_of(run.process.pid, 1)
 
 
+@pytest.mark.slow
 def test_twice_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     run, workers = begun(tmp_path)
     for _ in range(2):
@@ -128,6 +129,7 @@ def test_a_killed_run_leaves_no_process(tmp_path: Path) -> None:
     assert all_end(workers, 1.0)
 
 
+@pytest.mark.slow
 def test_a_loader_worker_that_is_killed(tmp_path: Path) -> None:
     run, workers = begun(tmp_path)
     workers[0].kill()

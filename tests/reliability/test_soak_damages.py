@@ -158,6 +158,7 @@ def test_a_damage(number: int, base: Path) -> None:
     damaged(number, list(scenarios.SCENARIOS), base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(8))
 def test_some_damages(number: int, base: Path) -> None:
     damaged(number, ["final_fit"], base)

@@ -192,6 +192,7 @@ def test_a_sequence(kind: str, number: int, folder: Path, tmp_path: Path) -> Non
     check(kind, number, EACH, folder, tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["views", "cross_domain"])
 def test_some_kills(kind: str, folder: Path, tmp_path: Path) -> None:
     check(kind, 0, 3, folder, tmp_path / "out")

@@ -177,6 +177,7 @@ def quiet(work: Callable[[], object], log: pytest.LogCaptureFixture) -> list[str
     return [message for message in log.messages if "damaged" in message]
 
 
+@pytest.mark.slow
 def test_pillows_warnings_name_the_image(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = with_damaged_exif(PIXELS)
     with caplog.at_level(logging.WARNING, "xdm_ft"):

@@ -99,6 +99,7 @@ def finished(results: dict[str, Any]) -> Run:
     return Run(Path("output"), results | {"recipe": recipe}, records, rows)
 
 
+@pytest.mark.slow
 @quick
 @given(hostile)
 def test_tables(capsys: pytest.CaptureFixture[str], name: str) -> None:
@@ -115,6 +116,7 @@ def test_tables(capsys: pytest.CaptureFixture[str], name: str) -> None:
     shown(capsys)
 
 
+@pytest.mark.slow
 @settings(quick, max_examples=1)
 @given(arguments)
 @example(ALL_EVIL)
@@ -162,6 +164,7 @@ def images(root: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_names_in_data_and_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

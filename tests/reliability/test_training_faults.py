@@ -77,6 +77,7 @@ def one_line(text: str) -> str:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cores", [1, 2])
 def test_heads_that_do_not_fit_the_memory(
     cores: int, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -87,6 +88,7 @@ def test_heads_that_do_not_fit_the_memory(
     assert re.search("(erm|irm), one head: does not fit the memory of this machine; lower training.batch_size", line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [

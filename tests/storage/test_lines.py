@@ -83,6 +83,7 @@ def test_each_process_has_a_file_of_its_own_and_all_are_read(tmp_path: Path) -> 
     assert sorted(main.lines("records")) == ["by a fork", "by another rank", "by it too", "by the main process"]
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_no_line_that_it_had_added(tmp_path: Path) -> None:
     code = f"""
 import os, signal

@@ -20,24 +20,25 @@ def test_blocks_that_come_and_go_are_not_faulted_in_again() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 5 * pages  # 20 × pages where handed back
 
 
+# Linux adds up a process's pages per core and reads the sum with an error: on 64 cores tens of megabytes
 def test_the_peak_counts_what_was_freed_and_not_what_was_there() -> None:
-    kept = torch.ones(24 * 2**20)  # 96 MB
+    kept = torch.ones(128 * 2**20)  # 512 MB
     memory = PeakMemory(torch.device("cpu"))
     if memory.peak is None:
         pytest.skip("this system does not tell")
-    assert memory.peak < 32e6
-    torch.ones(32 * 2**20).sum()  # 128 MB
-    assert 120e6 < memory.peak < 200e6 and len(kept)
+    assert memory.peak < 150e6
+    torch.ones(128 * 2**20).sum()
+    assert 400e6 < memory.peak < 700e6 and len(kept)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is told")
 def test_a_later_model_has_a_peak_of_its_own_after_an_earlier_one_has_freed_as_much() -> None:
     def blocks() -> None:
-        held = [torch.ones(250_000) for _ in range(40)]  # 1 MB each: below the size that malloc maps by itself
-        assert len(held) == 40
+        held = [torch.ones(250_000) for _ in range(400)]  # 1 MB each: below the size that malloc maps by itself
+        assert len(held) == 400
 
     keep_freed_memory()
     blocks()
     memory = PeakMemory(torch.device("cpu"))
     blocks()
-    assert memory.peak is None or memory.peak > 35e6
+    assert memory.peak is None or memory.peak > 250e6

@@ -169,6 +169,7 @@ def test_a_training_that_stopped_before_its_first_step_counts_its_start_once() -
     torch.testing.assert_close(first.state["w"], torch.full((2,), 0.5))
 
 
+@pytest.mark.slow
 def test_the_loop_averages_its_whole_training_by_beta(accelerator: Accelerator) -> None:
     """Also the steps in which the encoder is frozen, with the encoder as it is in them."""
     training, job = Training(batch_size=4, encoder_lr=0.01, lr=0.01), make_job(steps=3)

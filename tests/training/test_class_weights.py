@@ -82,6 +82,7 @@ def test_heads_of_a_bank_train_as_by_hand_each_with_its_weights(average: LossAve
         torch.testing.assert_close(selected.state["class_weight"], weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", ["domain", "sample"])
 def test_the_loop_trains_as_by_hand(average: LossAverage) -> None:
     job = weighted(make_job(steps=3, weight_decay=0.0), WEIGHTS[0], average)

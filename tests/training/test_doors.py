@@ -87,6 +87,7 @@ class Spy(LISA):
         return super().loss(z, batch, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", ["mixup", "cutmix"])
 def test_the_loop_encodes_the_changed_inputs_and_both_passes_see_the_same(accelerator: Accelerator, mix: str) -> None:
     Spy.seen = []
@@ -99,6 +100,7 @@ def test_the_loop_encodes_the_changed_inputs_and_both_passes_see_the_same(accele
             assert torch.equal(x, expected.x) and torch.equal(targets, expected.targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [LISA, Mixup])
 def test_both_engines_record_the_share_of_samples_without_a_partner(
     accelerator: Accelerator, method: type[ERM]
@@ -349,6 +351,7 @@ def fish_by_hand(job: Job, encoder: SmallCNN, training: Training, meta_lr: float
     return {f"encoder.{name}": value for name, value in encoder.state_dict().items()} | algorithm.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_loop_with_fish_equals_one_written_out(accelerator: Accelerator, accumulation: int) -> None:
     training = Training(batch_size=4, accumulation=accumulation, clip_norm=0.5, encoder_lr=0.003)

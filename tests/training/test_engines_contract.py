@@ -226,6 +226,7 @@ def test_both_engines_honour_amsgrad(engine: str, accelerator: Accelerator) -> N
     assert error < difference / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["bank", "loop"])
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
 def test_both_engines_honour_a_reset_of_the_optimizer(name: str, engine: str, accelerator: Accelerator) -> None:

@@ -140,6 +140,7 @@ def lopsided(job: Job) -> Job:
     return dataclasses.replace(job, split=split)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accuracy", "nll"])
 def test_the_loop_selects_by_the_mean_over_domains(name: str, accelerator: Accelerator) -> None:
     training, dataset = Training(batch_size=4, evaluate_every=2), loop_models.digits()
@@ -163,6 +164,7 @@ def losses_seen(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
     return seen
 
 
+@pytest.mark.slow
 def test_swad_looks_at_the_mean_loss_over_domains(monkeypatch: pytest.MonkeyPatch, accelerator: Accelerator) -> None:
     seen = losses_seen(monkeypatch)
     job = dataclasses.replace(job_of(steps=8, split=uneven(0)), averaging=SWAD(n_converge=1))

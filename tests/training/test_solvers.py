@@ -60,6 +60,7 @@ def test_every_candidate_is_an_optimum(average: LossAverage) -> None:
     assert gradient_norm(other, z, batch, average) > 1e-3  # the two averages are two problems
 
 
+@pytest.mark.slow
 def test_the_optimum_is_scikit_learns() -> None:
     from sklearn.linear_model import LogisticRegression
 

@@ -43,6 +43,7 @@ def test_every_kind_of_scores(kind: str, find) -> None:
         assert torch.equal(find(scores, rank), scores > ordered[:, rank, None]), rank
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_scores(data: st.DataObject) -> None:

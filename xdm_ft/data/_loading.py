@@ -18,7 +18,8 @@ from xdm_ft.errors import UserError
 from xdm_ft.interrupt import end_with_parent, stop_requested
 
 T = TypeVar("T")
-SECONDS_TO_END = 1.0  # the connection to a worker that dies breaks before the system reports its end
+SECONDS_TO_END = 1.0  # for the end of a worker to be reported
+SECONDS_TO_DIE = 10.0  # the same where its connection broke: that happens first, and writing a core file takes a while
 
 
 def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **how: Any) -> DataLoader[T]:
@@ -51,7 +52,8 @@ def loaded(loader: DataLoader[Any], what: str, remedy: str) -> Iterator[Any]:
         if stop_requested():
             return
         if workers:
-            wait([worker.sentinel for worker in workers], SECONDS_TO_END)
+            broken = isinstance(error, ConnectionError | EOFError)
+            wait([worker.sentinel for worker in workers], SECONDS_TO_DIE if broken else SECONDS_TO_END)
         if not any(worker.exitcode for worker in workers):
             raise
         raise UserError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.encoders._chain import Chain, find_chain
+from xdm_ft.encoders._prompts import expand_templates, fill, in_words
 
 
 class Portable(NamedTuple):
@@ -88,6 +89,7 @@ class TextEncoder(ABC):
 
     text_reason: str = ""  # why this model has no class embeddings, and what to do; "" if it has
     logit_scale: float  # exp of the learned parameter
+    prompts: tuple[str, ...]  # its own templates
 
     @abstractmethod
     def text_embeddings(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> Tensor:
@@ -96,6 +98,7 @@ class TextEncoder(ABC):
         `prompts` replace the encoder's own templates.
         """
 
-    @abstractmethod
     def exact_prompts(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> list[str]:
         """Returns every prompt exactly as it is tokenised, class by class; `validate` prints them."""
+        templates = expand_templates(prompts or self.prompts)
+        return [fill(template, in_words(name)) for name in class_names for template in templates]

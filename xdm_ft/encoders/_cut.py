@@ -14,7 +14,7 @@ from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders._chain import PROBE_ERRORS, Block, probe_images, undisturbed, zeros
 from xdm_ft.errors import UserError, plural
 
-KEY = "trainable.blocks"
+KEY = "trainable"  # {blocks: k}, or {lora: {blocks: k}}
 TOLERANCE = 0.02  # of the probe, relative to the largest feature, where arithmetic is not float32 on a CPU
 
 
@@ -34,8 +34,8 @@ class Cut:
             raise UserError(f"{KEY}: {encoder.blocks_reason}")
         if blocks > len(chain.blocks):
             raise UserError(
-                f"{KEY}: {blocks} is more than the {plural(len(chain.blocks), 'block')} of the encoder; set at most "
-                f"{len(chain.blocks)}, or trainable: true, which trains its stem too"
+                f"{KEY}: blocks: {blocks} is more than the {plural(len(chain.blocks), 'block')} of the encoder; set at "
+                f"most {len(chain.blocks)}, or trainable: true, which trains its stem too"
             )
         assert blocks >= 1, "a cut has blocks above it"
         self.encoder = encoder
@@ -210,7 +210,7 @@ def _in_layout(activations: Tensor, layout: tuple[int, ...]) -> Tensor:
 def _verify(cut: Cut) -> None:
     """Raises `UserError` if above(below(x)) differs from z, or if above changes its input."""
     encoder, images = cut.encoder, probe_images(cut.encoder, cut.encoder.preprocessing.size, 2)
-    advice = f"cut it elsewhere ({KEY}), or set trainable: true or false"
+    advice = "cut it elsewhere (blocks), or set trainable: true or false"
     with undisturbed(encoder):
         z = encoder(images)
         activations = cut.below(images)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from xdm_ft.errors import UserError
 from xdm_ft.settings import OneOrMany
 
 PLACEHOLDER = "{}"
@@ -26,6 +27,22 @@ def check_templates(templates: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Prompts = Annotated[tuple[str, ...], OneOrMany, AfterValidator(check_templates), Field(min_length=1)]
+EncoderPrompts = Annotated[
+    Prompts,
+    Field(
+        description="prompt templates; {} is the class name; the embeddings of several are averaged; "
+        "openai_imagenet: the 80 templates of CLIP's authors"
+    ),
+]
+"""The setting `encoder.prompts`."""
+
+
+def checked(prompts: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the templates of an encoder that no recipe has checked. Raises `UserError` as `check_templates` does."""
+    try:
+        return check_templates(prompts)
+    except ValueError as error:
+        raise UserError(f"encoder.prompts: {error}") from error
 
 
 def expand_templates(prompts: tuple[str, ...]) -> list[str]:

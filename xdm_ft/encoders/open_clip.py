@@ -21,7 +21,7 @@ from xdm_ft.encoders._clip_source import ClipSource, is_built_in, resolve
 from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import mismatch, read_weights
 from xdm_ft.encoders._pooling import PoolingChoice, clip_pooled, clip_reason, outside_text_space, pooling_part, refused
-from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, Prompts, check_templates, expand_templates, fill, in_words
+from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, expand_templates, fill, in_words
 from xdm_ft.encoders._stage_names import StageNames, timm_stage_names
 from xdm_ft.encoders._versions import versions
 from xdm_ft.encoders._width import measure_width
@@ -72,21 +72,12 @@ class OpenClip(Encoder, TextEncoder):
             PreprocessingOverrides, Field(description="replaces parts of the model's own preprocessing")
         ] = OWN_PREPROCESSING,
         normalize: Annotated[bool, Field(description="L2-normalise the features (zero_shot always does)")] = False,
-        prompts: Annotated[
-            Prompts,
-            Field(
-                description="prompt templates; {} is the class name; the embeddings of several are averaged; "
-                "openai_imagenet: the 80 templates of CLIP's authors"
-            ),
-        ] = DEFAULT_PROMPTS,
+        prompts: EncoderPrompts = DEFAULT_PROMPTS,
         pooling: PoolingChoice = None,
     ) -> None:
         super().__init__()
         refuse_reserved(kwargs, RESERVED)
-        try:
-            check_templates(prompts)
-        except ValueError as error:
-            raise UserError(f"encoder.prompts: {error}") from error
+        self.prompts = checked(prompts)
         self.source = resolve(model, weights, kwargs)
         self.model: Any = _create(self.source, kwargs)
         self.eval()  # open_clip returns its models in training mode
@@ -94,7 +85,7 @@ class OpenClip(Encoder, TextEncoder):
             parameter.requires_grad_(name.startswith("visual."))
         if pooling is not None and (reason := clip_reason(self.model.visual, pooling)):
             raise refused(model, pooling, reason)
-        self.normalize, self.prompts, self.kwargs = normalize, prompts, kwargs
+        self.normalize, self.kwargs = normalize, kwargs
         self.pooling, self.text_reason = pooling, outside_text_space(pooling)
         self.pretraining = self.source.pretraining
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model))
@@ -167,10 +158,6 @@ class OpenClip(Encoder, TextEncoder):
             device=next(self.model.parameters()).device,
         )  # [K,C]
         return weight.T.float().cpu()
-
-    def exact_prompts(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> list[str]:
-        templates = expand_templates(prompts or self.prompts)
-        return [fill(template, in_words(name)) for name in class_names for template in templates]
 
     def _warn_about_cut_prompts(self, prompts: list[str]) -> None:
         from open_clip import SimpleTokenizer

@@ -23,7 +23,7 @@ from xdm_ft.encoders import _image_side as image_side
 from xdm_ft.encoders import _transformers_source as hub
 from xdm_ft.encoders._pooling import PoolingChoice, outside_text_space, pooling_part, refused
 from xdm_ft.encoders._processor import from_processor
-from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, Prompts, check_templates, expand_templates, fill, in_words
+from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, EncoderPrompts, checked
 from xdm_ft.encoders._versions import versions
 from xdm_ft.encoders._width import measure_width
 from xdm_ft.errors import UserError
@@ -62,24 +62,15 @@ class Transformers(Encoder, TextEncoder):
             PreprocessingOverrides, Field(description="replaces parts of the model's own preprocessing")
         ] = OWN_PREPROCESSING,
         normalize: Annotated[bool, Field(description="L2-normalise the features (zero_shot always does)")] = False,
-        prompts: Annotated[
-            Prompts,
-            Field(
-                description="prompt templates; {} is the class name; the embeddings of several are averaged; "
-                "openai_imagenet: the 80 templates of CLIP's authors"
-            ),
-        ] = DEFAULT_PROMPTS,
+        prompts: EncoderPrompts = DEFAULT_PROMPTS,
         pooling: PoolingChoice = None,
     ) -> None:
         super().__init__()
-        try:
-            check_templates(prompts)
-        except ValueError as error:
-            raise UserError(f"encoder.prompts: {error}") from error
+        self.prompts = checked(prompts)
         self.source = hub.resolve(model, weights, kwargs)
         self.model: Any = hub.create(self.source, kwargs)
         self.eval()
-        self.normalize, self.prompts, self.pooling = normalize, prompts, pooling
+        self.normalize, self.pooling = normalize, pooling
         self.pretraining = self.source.pretraining
         self.preprocessing = preprocessing.applied_to(self._own_preprocessing(preprocessing))
         self.has_text = image_side.has_text(self.model)
@@ -176,7 +167,3 @@ class Transformers(Encoder, TextEncoder):
         }
         found: Tensor = self.model.get_text_features(**inputs).pooler_output
         return found
-
-    def exact_prompts(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> list[str]:
-        templates = expand_templates(prompts or self.prompts)
-        return [fill(template, in_words(name)) for name in class_names for template in templates]

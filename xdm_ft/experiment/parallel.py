@@ -38,18 +38,19 @@ def run_forked(
     context, children = multiprocessing.get_context("fork"), list[tuple[BaseProcess, Connection]]()
     sys.stdout.flush()  # or every fork would print a copy of what is still in the buffers
     sys.stderr.flush()
-    for number in range(1, processes):
-        reader, writer = context.Pipe(duplex=False)
-        child: BaseProcess = context.Process(target=_in_child, args=(work, number, os.getpid(), writer), daemon=True)
-        child.start()
-        writer.close()  # only the child keeps this end, so that `recv` raises EOFError when the child has ended
-        children.append((child, reader))
     try:
-        with one_thread(), before_exit(lambda: _stop(children)), watched():
-            work(0)
-            for process, reader in children:
-                process.join()
-                _raise(process, reader)
+        with before_exit(lambda: _stop(children)):  # a signal between two forks ends the first one
+            for number in range(1, processes):
+                reader, writer = context.Pipe(duplex=False)
+                target = context.Process(target=_in_child, args=(work, number, os.getpid(), writer), daemon=True)
+                target.start()
+                writer.close()  # only the child keeps this end, so that `recv` raises EOFError when the child has ended
+                children.append((target, reader))
+            with one_thread(), watched():
+                work(0)
+                for process, reader in children:
+                    process.join()
+                    _raise(process, reader)
     except BaseException:
         _stop(children)
         raise

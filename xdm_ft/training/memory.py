@@ -37,8 +37,8 @@ def keep_freed_memory() -> None:
 class PeakMemory:
     """The memory that this process takes at most from now on, above what it takes now. Not that of its workers.
 
-    On a GPU it is what torch allocates there, else resident memory, which Linux alone measures. The first model of a
-    process also pays for what libraries set up once.
+    On a GPU it is what torch allocates there, else resident memory, which Linux alone measures, on machines with many
+    cores with an error of tens of megabytes. The first model of a process also pays for what libraries set up once.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -69,6 +69,7 @@ def test_the_example_is_one_that_the_analysis_could_write() -> None:
     jsonschema.Draft202012Validator(schema).validate(analysis(METHODS, HELD, DOMAINS, (0, 1)))
 
 
+@pytest.mark.slow
 def test_models_that_the_run_does_not_pick_are_left_out() -> None:
     made = analysed()
     assert made.analysis is not None

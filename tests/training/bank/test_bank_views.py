@@ -129,6 +129,7 @@ def test_evaluation_reads_the_plain_view(metric: str) -> None:
     assert plain.values(model, state) == other.values(model, state)
 
 
+@pytest.mark.slow
 def test_training_on_views_ends_elsewhere_and_still_learns() -> None:
     for method in (None, XDomainMix):
         job = job_of(steps=200) if method is None else job_of(method, steps=200)

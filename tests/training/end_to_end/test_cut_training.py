@@ -135,6 +135,7 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], atol: floa
         torch.testing.assert_close(got[name], value, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, number", in_brief(ABOVE, ("vit", 2), ("cnn", 3)))
 def test_equals_a_loop_over_the_whole_model(accelerator: Accelerator, kind: str, number: int) -> None:
     encoder, job = ENCODERS[kind](), make_job(steps=3, width=WIDTHS[kind])

@@ -95,6 +95,7 @@ def trained_by_hand(job: Job, encoder: SmallCNN, training: Training, batch_norm:
     return {f"encoder.{name}": value for name, value in encoder.state_dict().items()} | algorithm.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_norm", ["train", "frozen"])
 def test_equals_a_loop_written_out(accelerator: Accelerator, batch_norm: str) -> None:
     training = Training(batch_size=8, schedule=COSINE, clip_norm=0.5, encoder_lr=0.003)
@@ -257,6 +258,7 @@ def test_accumulation_by_accelerate_is_refused(accelerator: Accelerator) -> None
         train(make_job(), SmallCNN(), Training(batch_size=4), accelerator)
 
 
+@pytest.mark.slow
 def test_more_micro_batches_than_images_are_refused(accelerator: Accelerator) -> None:
     with pytest.raises(UserError, match=r"training\.batch_size: 2"):
         train(make_job(), SmallCNN(), Training(batch_size=2, accumulation=3), accelerator)

@@ -134,6 +134,7 @@ def test_a_stop_saves_and_loses_nothing(
     assert_same(train(job, SmallCNN(), training, accelerator, checkpoint=Cut(tmp_path / "c")), expected)
 
 
+@pytest.mark.slow
 def test_the_seconds_add_up(accelerator: Accelerator, tmp_path: Path) -> None:
     job, training, _ = CASES["fish"]
     with pytest.raises(Killed):
@@ -163,6 +164,7 @@ def test_a_checkpoint_of_something_else_is_named_and_not_used(
     assert f"written for other settings ({key}" in message and "starts again" in message
 
 
+@pytest.mark.slow
 def test_what_started_again_says_so(accelerator: Accelerator, tmp_path: Path) -> None:
     job, training, arguments = CASES["adam, domain head, buffers"]
     path = tmp_path / "c.safetensors"

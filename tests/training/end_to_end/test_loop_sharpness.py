@@ -72,6 +72,7 @@ def sam_by_hand(
     return {f"encoder.{name}": value for name, value in encoder.state_dict().items()} | algorithm.state_dict()
 
 
+@pytest.mark.slow
 def test_equals_sam_written_out(accelerator: Accelerator) -> None:
     training = Training(batch_size=4, accumulation=2, clip_norm=0.5, encoder_lr=0.003)
     job, encoder = make_job(WithDomainHead, steps=5, sharpness=SAM(rho=0.1)), SmallCNN()
@@ -180,6 +181,7 @@ def test_xdomainmix_with_sam_trains_a_timm_model(accelerator: Accelerator) -> No
     assert recorded[40]["without_same_partner"] < 0.5
 
 
+@pytest.mark.slow
 def test_mixed_steps_are_those_taken_where_patience_ends_the_training(accelerator: Accelerator) -> None:
     job = make_job(lambda setup: XDomainMix(setup, warmup_steps=2), steps=10, lr=0.0, weight_decay=0.0)
     training = Training(batch_size=4, encoder_lr=1e-30, evaluate_every=1, patience=1)

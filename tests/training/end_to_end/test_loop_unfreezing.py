@@ -51,6 +51,7 @@ class Watching(ERM):
         return super().loss(z, batch, step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharpness", [None, SAM()], ids=["erm", "sam"])
 def test_the_encoder_is_exactly_frozen_until_the_step(accelerator: Accelerator, sharpness: SAM | None) -> None:
     encoder, passes = Watched(dropout=0.3), 2 if sharpness else 1
@@ -65,6 +66,7 @@ def test_the_encoder_is_exactly_frozen_until_the_step(accelerator: Accelerator, 
     assert not torch.equal(final["head.weight"], ERM(job.setup).head.weight)
 
 
+@pytest.mark.slow
 def test_the_first_phase_is_a_linear_probe_and_the_second_goes_on_from_it(accelerator: Accelerator) -> None:
     job, encoder = make_job(steps=5), SmallCNN()
     got = final_state(train(job, encoder, TRAINING, accelerator, unfreeze_at=3))
@@ -105,6 +107,7 @@ def batch_of(job: Job, number: int) -> tuple[Tensor, Tensor]:
     return torch.stack([images[int(row)][0] for row in rows]), torch.from_numpy(digits().labels)[rows]
 
 
+@pytest.mark.slow
 def test_steps_of_the_head_alone_are_not_selected(accelerator: Accelerator) -> None:
     class Worsens(ERM):
         """After the first step every further one takes the head away from what it learned."""
@@ -122,6 +125,7 @@ def test_steps_of_the_head_alone_are_not_selected(accelerator: Accelerator) -> N
     assert trained.selected["train_val"].step > 20
 
 
+@pytest.mark.slow
 def test_both_phases_in_bf16() -> None:
     with one_process("bf16") as accelerator:
         job = make_job(steps=3)
