@@ -15,13 +15,14 @@ from xdm_ft.algorithms.irm import IRM
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.rsc import RSC
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.features.cache import Features
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch
 from xdm_ft.training import Job
 from xdm_ft.training.bank import stacked
-from xdm_ft.training.bank.cached_data import batches
+from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.bank.stacked import stack, step
 
 STEPS = 9
@@ -86,3 +87,15 @@ def test_a_step_reads_nothing_from_the_device(case: str, number: int, monkeypatc
     bank = stack(jobs, torch.device("meta"))
     scalars = step(bank, Batch(**{name: value.to("meta") for name, value in batch.fields().items()}), number)
     assert scalars["loss"].device.type == "meta" and scalars["loss"].shape == (2,)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_trains_as_the_cpu(case: str) -> None:
+    jobs, gpu, data = CASES[case], torch.device("cuda"), digits()
+    features = Features([data.features[torch.arange(len(data.annotations.labels))]], device=gpu)
+    bank = stack(jobs, gpu)
+    for number, batch in enumerate(batches(jobs, CachedData(features, data.annotations.to(gpu)))):
+        step(bank, batch, number)
+    for name, expected in weights(jobs).items():
+        torch.testing.assert_close(bank.stacked()[name].detach().cpu(), expected, rtol=1e-3, atol=1e-4)

@@ -112,12 +112,13 @@ class BankValidation:
             heads = of.to(place.device)
             own, own_right = (values.index_select(1, heads).index_select(0, place) for values in (finite, right))
             counts.append(torch.cat([own.sum(0, keepdim=True), images.count(own_right)]))
-        read = torch.cat([self.labels[:0], *(of.flatten() for of in counts)]).tolist()  # the only copy to the host
-        found = []
+        flat = torch.cat([self.labels[:0], *(of.flatten() for of in counts)]).tolist()  # the only copy to the host
+        found, begin = [], 0
         for (place, images, _), of in zip(self.measured, counts, strict=True):
-            own, read = read[: of.numel()], read[of.numel() :]
-            rows = (own[head :: of.shape[1]] for head in range(of.shape[1]))
+            end, number = begin + of.numel(), of.shape[1]
+            rows = (flat[begin + head : end : number] for head in range(number))
             found.append([images.accuracy(right) if n == len(place) else None for n, *right in rows])
+            begin = end
         return found
 
     def _others(self, logits: Tensor, columns: Sequence[Tensor]) -> list[list[float | None]]:
