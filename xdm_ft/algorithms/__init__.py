@@ -145,7 +145,7 @@ class Algorithm(Method):
     `loss` is a pure function of its arguments, the parameters, the buffers and the seed. It runs under
     `torch.func.vmap` over stacked heads, so it has no data-dependent Python branches and no in-place change of state.
     Numeric settings that may differ between heads are buffers (`persistent=False` if the settings determine them). In a
-    bank `step` is a tensor, int64 [], so that a step can be compiled: no Python branch reads it, but `phase` does.
+    bank `step` is a tensor, int64 [], so that a GPU need not wait: no Python branch reads it, but `phase` does.
 
     A method that is more than a loss replaces one of three functions: `on_inputs` (with `input_partners`),
     `stage_modules` or `update`.
