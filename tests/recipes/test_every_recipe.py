@@ -39,12 +39,13 @@ WILDS = ("camelyon17", "fmow")
 STEPS = 4
 TINY_CLIP = {
     "embed_dim": 24,
-    "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
+    "vision_cfg": {"image_size": 32, "layers": 4, "width": 32, "head_width": 16, "patch_size": 16},
     "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
 }
 TINY_TIMM: dict[str, dict[str, Any]] = {
     "resnet50": {"layers": [1, 1, 1, 1], "channels": [4, 8, 8, 8]},
     "densenet121": {"growth_rate": 4, "block_config": [1, 1, 1, 1]},
+    "vit_base_patch14_dinov2": {"img_size": 28, "embed_dim": 24, "depth": 1, "num_heads": 2},
 }
 
 
@@ -215,7 +216,12 @@ def tiny_encoder(encoder: dict[str, Any], clip: dict[str, str]) -> None:
         encoder |= clip if model != "demo" else {}
     elif model in TINY_TIMM:
         own = encoder.get("preprocessing", {})
-        encoder |= {"model": model, "weights": None, "kwargs": TINY_TIMM[model], "preprocessing": {**own, "size": 32}}
+        encoder |= {
+            "model": model,
+            "weights": None,
+            "kwargs": TINY_TIMM[model],
+            "preprocessing": {**own, "size": TINY_TIMM[model].get("img_size", 32)},
+        }
 
 
 def one_domain(data: str) -> str:
@@ -229,10 +235,12 @@ def shrink(values: dict[str, Any], folder: Path, clip: dict[str, str]) -> None:
     """As few steps and seeds as show that it runs; every method stays, with its settings, in the same proportions."""
     (folder / "data").mkdir()
     miniature_data(values["data"], folder / "data")
-    tiny_encoder(values["encoder"], clip)
+    encoders = values.get("encoders") or [values["encoder"]]
+    for encoder in encoders:
+        tiny_encoder(encoder, clip)
     protocol, training = values["protocol"], values["training"]
     protocol["seeds"] = 1
-    if values["encoder"].get("trainable") and protocol["name"] == "leave_one_domain_out":
+    if encoders[0].get("trainable") and protocol["name"] == "leave_one_domain_out":
         protocol["test_domains"] = [one_domain(values["data"]["name"])]
     training.pop("epochs", None)
     training |= {"steps": STEPS, "batch_size": 6, "evaluate_every": STEPS // 2}

@@ -173,7 +173,7 @@ def test_a_million_empty_tensors_with_a_checksum(tmp_path: Path) -> None:
 def test_40_megabytes_of_empty_tensors(tmp_path: Path) -> None:
     (tmp_path / "w").touch()
     empty_tensors(tmp_path / "w", 40_000_000)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(Damaged, match="it has no checksum"):
         read_checked(tmp_path / "w")
-    assert time.monotonic() - started < 10
+    assert time.process_time() - started < 10  # where it is read tensor by tensor: minutes
