@@ -116,7 +116,8 @@ class Engines:
             item = request.item
             if self._is_end_to_end(request):
                 continue
-            for jobs in [[job] for job in request.jobs] if item.is_solver else chunks(request.jobs):
+            each = ([job] for job in request.jobs)
+            for jobs in each if item.is_solver else chunks(request.jobs, self.accelerator.device):
                 if any(job.key in request.wanted for job in jobs):
                     found.append(Piece(request, jobs, len(jobs) * self._cost(jobs[0], item)))
         # with the longest first, all processes end at about the same time
@@ -129,10 +130,11 @@ class Engines:
     def _cost(self, job: Job, item: MethodItem) -> int:
         return cost(item, job.training, job.split, job.setup.steps, item.trainable is not False)
 
-    def train_pieces(self, queue: Sequence[Piece], overall: Overall) -> Iterator[Model]:
-        """Takes the next piece that no other process has taken, until none is left. Yields the wanted models.
+    def train_pieces(self, queue: Sequence[Piece], overall: Overall) -> Iterator[list[Model]]:
+        """Takes the next piece that no other process has taken, until none is left. Yields its wanted models.
 
-        The numbers of a piece do not depend on the process that trains it.
+        They must be saved before the next piece is requested. The numbers of a piece do not depend on the process that
+        trains it.
         """
         for piece in queue:
             request, jobs, _ = piece
@@ -161,7 +163,7 @@ class Engines:
     def _is_end_to_end(self, request: Request) -> bool:
         return request.item.trainable is not False
 
-    def _banked(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[Model]:
+    def _banked(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
         """Trains a chunk of heads on cached features, and yields its wanted models."""
         from xdm_ft.training.bank.train import train_bank
 
@@ -178,11 +180,11 @@ class Engines:
                 bar=bar,
                 checkpoint=lambda jobs: self._checkpoint(jobs, request.criteria.rules),
             ):
-                if trained.job.key in request.wanted:
-                    yield Model(trained, _cached_logits(trained.job, features, named))
+                wanted = (one for one in trained if one.job.key in request.wanted)
+                yield [Model(one, _cached_logits(one.job, features, named)) for one in wanted]
 
-    def _solved(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[Model]:
-        """Computes the head of a solver, which takes no gradient steps, and yields its model."""
+    def _solved(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
+        """Computes the head of a solver, which takes no gradient steps, and yields its model in a list."""
         from xdm_ft.training.solvers import solve
 
         [job] = jobs
@@ -191,7 +193,7 @@ class Engines:
         named = partial(out_of_memory_as_user_error, f"{job.method}, {', '.join(job.test_domains)} held out", remedy)
         with named():
             trained = solve(job, features, self.plan.annotations, request.criteria, bar)
-            yield Model(trained, _cached_logits(job, features, named))
+            yield [Model(trained, _cached_logits(job, features, named))]
 
     def _end_to_end(self, job: Job, request: Request, bar: Progress) -> Iterator[Model]:
         from xdm_ft.training.end_to_end.train import predict, train_model

@@ -47,10 +47,13 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
     """Trains every planned model without a record, and saves its record, weights and predictions."""
     plan, accelerator = engines.plan, engines.accelerator
     if accelerator.is_main_process:
-        for model in plan.models:
-            if model.skipped:
-                record = Record(*model.key, hparams(plan.recipe, model.item, model.training), "skipped", model.skipped)
-                results.save(Outcome(RECORDS, record), engines.directory)
+        skipped = [
+            Record(*model.key, hparams(plan.recipe, model.item, model.training), "skipped", model.skipped)
+            for model in plan.models
+            if model.skipped
+        ]
+        if skipped:
+            results.save((Outcome(RECORDS, record) for record in skipped), engines.directory)
         keep_test_images(plan.dataset, plan.splits, engines.directory)
         keep_references(plan, engines.prepared, plan.splits, engines.directory)
     planned = {model.key: model for model in plan.models if not model.skipped}

@@ -32,10 +32,11 @@ class Sharpness(ABC):
     source: str = ""  # paper and equation
     search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
     rho: float  # ρ, see `offset`
+    numbers: tuple[str, ...] = ("rho",)  # settings in which heads of one bank may differ: arguments of `offset`
 
     @abstractmethod
     def offset(self, parameters: Tensors, gradients: Tensors, rho: float | Tensor) -> Tensors:
-        """The second pass is at θ + this. `rho` is an argument, since heads of one bank may differ in it."""
+        """The second pass is at θ + this. A kind with more `numbers` has more arguments."""
 
     @abstractmethod
     def combine(self, first: Tensors, second: Tensors) -> Tensors:

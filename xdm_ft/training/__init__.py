@@ -143,9 +143,12 @@ class Job:
         return self.method, self.test_domains, self.seed, self.trial
 
     def sampler(self, labels: Tensor) -> BatchSampler:
-        """Returns the sampler of the rows of its batches; `labels` int64 [N] are those of all images."""
-        training = self.training
-        return sampler(training.sampler, self.split.train, training.batch_size, self.seed, labels)
+        """Returns the sampler of the rows of its batches, which draws on the device of `labels`.
+
+        `labels` int64 [N] are those of all images.
+        """
+        training, pools = self.training, [pool.to(labels.device) for pool in self.split.train]
+        return sampler(training.sampler, pools, training.batch_size, self.seed, labels)
 
 
 Record = Callable[[int, list[tuple[Job, dict[str, float]]]], None]

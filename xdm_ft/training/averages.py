@@ -58,13 +58,14 @@ class Averages:
         """
         if self.count == 0:
             return
+        means = {name: value.cpu() for name, value in self.mean.items()}  # one copy from the device for all heads
         for head, (average, loss) in enumerate(zip(self.averages, losses, strict=True)):
             if head in ended:
                 continue
             if loss is None:
                 self.broken_at.setdefault(head, taken)
             elif head not in self.broken_at:
-                mean = {name: value[head].to("cpu", copy=True) for name, value in self.mean.items()}
+                mean = {name: value[head].clone() for name, value in means.items()}
                 average.add(Segment(taken - self.count + 1, taken, mean, self.weights[head]), loss)
         self.count = 0
 

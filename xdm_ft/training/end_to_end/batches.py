@@ -115,8 +115,8 @@ class TrainingBatches:
         training = job.training
         self.device, self.seed, self.last = accelerator.device, job.seed, job.setup.steps
         pools = job.split.train
-        self.whole = job.sampler(annotations.labels)
         self.labels = annotations.labels.cpu()
+        self.whole = job.sampler(self.labels)
         self.domain = job.split.domain_of[annotations.domains].cpu()  # int64 [N], −1 outside the training domains
         self.training = self._samples(torch.cat(list(pools)))
         algorithm = job.make(job.setup)  # on the CPU, where batches are drawn; the trained one is on the device

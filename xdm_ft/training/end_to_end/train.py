@@ -309,7 +309,8 @@ def _step(
         optimizer.step()
         optimizer.zero_grad()
 
-    algorithm.update(gradients.roles.main | gradients.roles.auxiliary, inner_step, step)
+    parameters = gradients.roles.main | gradients.roles.auxiliary
+    algorithm.update(parameters, dict(algorithm.named_buffers()), inner_step, step)
     return StepLosses.mean(taken)
 
 
