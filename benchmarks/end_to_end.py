@@ -1,6 +1,6 @@
 """How fast models train end to end: each method ÷ ERM, and ERM against a bare loop on tensors in memory.
 
-    python benchmarks/end_to_end.py                                       a small ResNet at 96 px, 6 minutes on 2 cores
+    python benchmarks/end_to_end.py                                       a small ResNet at 96 px
     python benchmarks/end_to_end.py --model resnet50 --size 224 --batch 32 --precision bf16 --set compile=true
     python benchmarks/end_to_end.py --methods erm xdomainmix erm+sam --turns 9
 
@@ -14,7 +14,7 @@ memory     the most that torch allocates in a training ÷ ERM's, weights and opt
 bare       images per second of ERM ÷ those of: encoder, linear head, cross-entropy, backward, Adam, on batches that
            are tensors on the device already
 
-The last line is JSON. docs/results.md, "Speed", has measured numbers.
+The last line is JSON.
 """
 
 from __future__ import annotations
