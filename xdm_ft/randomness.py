@@ -121,6 +121,7 @@ def beta(u: Tensor, quantiles: Tensor) -> Tensor:
     # nor draws with an index allow that.
     position = u * BETA_KNOTS
     below = position.long()  # 0…4095, as u < 1
+    quantiles = quantiles.to(u.dtype)  # a method in another precision has cast them
     return torch.lerp(quantiles[below], quantiles[below + 1], position - below)
 
 

@@ -110,9 +110,9 @@ def set_precision_on_gpus(tf32: bool) -> None:
     """Sets whether GPUs multiply float32 numbers in TF32. By torch's default convolutions do, and nothing else."""
     import torch
 
-    precision = "tf32" if tf32 else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision  # type: ignore[attr-defined]  # torch declares it late
+    # not the newer `fp32_precision` of each operator: where it is used, torch refuses to read these, as its exporter does
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def _refuse_missing_gpus() -> None:
