@@ -87,7 +87,7 @@ from xdm_ft.tensors import Batch, Criteria
 from xdm_ft.training.memory import PeakMemory
 from xdm_ft.training.solvers import solve
 import dataclasses, bank_problems
-n, width, classes = 100_000, 512, bank_problems.CLASSES
+n, width, classes = 200_000, 512, bank_problems.CLASSES
 job = job_of(LinearProbe)
 pool = torch.arange(n).chunk(len(job.split.train))
 split = dataclasses.replace(job.split, train=tuple(pool), evaluation={"train_val": torch.arange(n, n + 5000)})

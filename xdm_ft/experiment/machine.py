@@ -110,7 +110,7 @@ def set_precision_on_gpus(tf32: bool) -> None:
     """Sets whether GPUs multiply float32 numbers in TF32. By torch's default convolutions do, and nothing else."""
     import torch
 
-    # not the newer `fp32_precision` of each operator: where it is used, torch refuses to read these, as its exporter does
+    # not `fp32_precision` of each operator: where it is set, torch refuses to read these, as its exporter does
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
 
