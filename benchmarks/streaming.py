@@ -140,7 +140,7 @@ def train(features: Features, training: Training, heads: int) -> dict[str, float
         started = time.perf_counter()
         with timed_evaluations(evaluating):
             bank = train_bank(jobs, features, about, Criteria(("train_val",), "accuracy"), record=lambda *_: None)
-            trained = list(bank)
+            trained = [one for chunk in bank for one in chunk]
         seconds = time.perf_counter() - started - sum(evaluating)
         assert all(one.failure is None for one in trained)
         found[f"{method}_head_steps_per_second"] = round(heads * training.steps / seconds, 1)

@@ -50,15 +50,16 @@ from scipy import stats
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT, Comparison, HeldOut, compare, paired, verdicts
-from xdm_ft.evaluation.jackknife import effective_number, group_sizes, without_each_group
-from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.jackknife import effective_number, without_each_group
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.recipe.read import load
-from xdm_ft.storage.checksummed import read_arrays, read_results
-from xdm_ft.storage.run_directory import PREDICTIONS
+from xdm_ft.storage.checksummed import read_results
+from xdm_ft.storage.run_directory import RunDirectory
 
 DRAWS = 2000  # of the bootstrap of the earlier rule
+BLOCK, DRAWS_AT_ONCE = 1 << 16, 100  # groups and draws of the bootstrap that are multiplied at once
 SLIDES = np.array([30_000, 16_000, 12_000, 9_000, 7_000, 5_000, 3_000, 1_500, 1_000, 554])
 DIFFERENCES = (0.05, 0.1, 0.2, 0.4)
 SPREADS = {"end to end": (0.064, 0.03), "frozen": (0.01, 0.005)}  # SD over seeds: E of all slides, e of each slide
@@ -84,11 +85,13 @@ def comparisons(pools: Sequence[Pool], seeds: np.ndarray) -> dict[str, Compariso
     """Returns {method: comparison}. `seeds` int [1 + methods, S] index the models of the pools, reference first."""
     found = {}
     for m, own in enumerate(seeds[1:]):
-        sets = [
-            paired(p.values[own], p.values[seeds[0]], (p.without[own], p.without[seeds[0]]), p.groups) for p in pools
-        ]
+        sets = [paired(p.values[own], p.values[seeds[0]], _means(p, own, seeds[0]), p.groups) for p in pools]
         found[str(m)] = compare(sets)
     return found
+
+
+def _means(pool: Pool, own: np.ndarray, reference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return pool.without[own].mean(0), pool.without[reference].mean(0)
 
 
 def any_verdict(rows: dict[str, Comparison]) -> bool:
@@ -153,19 +156,51 @@ def read_pools(folders: Sequence[Path], method: str, rule: str | None) -> list[P
 
 
 def prediction_of(folder: Path, record: Record, rule: str, dataset: ImageDataset) -> Prediction:
-    arrays = read_arrays((folder / record.selected[rule].weights).parent / PREDICTIONS)
-    return Prediction.from_arrays(arrays, dataset, record.key, rule)
+    directory = RunDirectory(folder)
+    images = HeldOutImages.of(dataset, directory.test_images(record.test_domains)["rows"])
+    return Prediction.from_arrays(directory.predictions(directory.model_folder(*record.key)), images, record.key, rule)
 
 
 def pool_of(held_out: tuple[str, ...], runs: Sequence[Prediction]) -> Pool:
-    right = np.stack([(run.predicted == run.labels).astype(np.float64) for run in runs])  # [R,n]
-    sizes = group_sizes(runs[0])
-    members = np.arange(right.shape[1]) if runs[0].groups is None else np.unique(runs[0].groups, return_inverse=True)[1]
-    times = np.random.default_rng(0).multinomial(len(sizes), np.full(len(sizes), 1 / len(sizes)), DRAWS)  # [k,groups]
-    sums = np.stack([np.bincount(members, row, len(sizes)) for row in right])  # [R,groups]
-    draws = (times @ sums.T) / (times @ sizes)[:, None]
+    images = runs[0].images
+    right = np.stack([run.predicted == images.labels for run in runs])  # bool [R,n]
+    members = np.arange(right.shape[1]) if images.members is None else images.members
+    sums = np.stack([np.bincount(members, row, len(images.sizes)) for row in right])  # [R,groups]
     without = np.stack([without_each_group("accuracy", run) for run in runs])
-    return Pool(" + ".join(held_out), right.mean(1), without, effective_number(sizes), draws)
+    draws = bootstrap(sums, images.sizes, DRAWS)
+    return Pool(" + ".join(held_out), right.mean(1), without, effective_number(images.sizes), draws)
+
+
+def bootstrap(sums: np.ndarray, sizes: np.ndarray, draws: int) -> np.ndarray:
+    """Returns the accuracy of R models on `draws` resamples of the groups, float64 [draws,R].
+
+    `sums` [R,groups] are the correct images of each group, `sizes` [groups] all of them. A resample is a weight per
+    group: how often it is drawn. Weights and sums are multiplied in blocks, so that neither is ever whole or copied.
+    """
+    generator, both = np.random.default_rng(0), np.zeros((draws, len(sums) + 1))  # all images in the last column
+    starts = range(0, len(sizes), BLOCK)
+    lengths = np.array([min(BLOCK, len(sizes) - start) for start in starts])
+    of_block = generator.multinomial(len(sizes), lengths / len(sizes), draws)  # [draws,blocks]
+    # whole numbers are exact in float32 up to 2^24, and its products take a third of the time
+    dtype = np.float32 if int(of_block.max()) * int(sizes.max()) < 1 << 24 else np.float64
+    for number, (start, length) in enumerate(zip(starts, lengths.tolist(), strict=True)):
+        block = slice(start, start + length)
+        of_groups = np.concatenate([sums[:, block], sizes[None, block]]).astype(dtype)  # [R+1,length]
+        for first in range(0, draws, DRAWS_AT_ONCE):
+            some = slice(first, first + DRAWS_AT_ONCE)
+            both[some] += _times(generator, of_block[some, number], length, dtype) @ of_groups.T
+    return both[:, :-1] / both[:, -1:]
+
+
+def _times(generator: np.random.Generator, drawn: np.ndarray, groups: int, dtype: type) -> np.ndarray:
+    """Returns how often each of `groups` groups is drawn in `drawn` [k] uniform draws, [k,groups]."""
+    if groups < BLOCK:
+        return generator.multinomial(drawn, np.full(groups, 1 / groups)).astype(dtype)
+    # the same distribution; a multinomial takes 8 times as long, but its draws made the published numbers
+    times = np.empty((len(drawn), groups), dtype)
+    for row, count in zip(times, drawn, strict=True):
+        row[:] = np.bincount(generator.integers(0, groups, count), minlength=groups)
+    return times
 
 
 def share(count: int, tables: int) -> str:

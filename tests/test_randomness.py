@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.func import vmap
 
-from xdm_ft.randomness import BETA_KNOTS, Stream, beta, bits, integers, normal, permutation, uniform
+from xdm_ft.randomness import BETA_KNOTS, Stream, beta, beta_quantiles, bits, integers, normal, permutation, uniform
 
 WORD = (1 << 64) - 1
 
@@ -108,16 +108,18 @@ def test_beta(alpha: float) -> None:
     """
     knots = torch.arange(BETA_KNOTS) / BETA_KNOTS
     exact = stats.beta(alpha, alpha)
-    torch.testing.assert_close(beta(knots, alpha).double(), torch.tensor(exact.ppf(knots.numpy())), rtol=1e-6, atol=0)
-    draws = beta(uniform(3, 0, Stream.LAMBDA, torch.arange(200_000)), alpha)
+    quantiles = beta_quantiles(alpha)
+    at_knots = torch.tensor(exact.ppf(knots.numpy()))
+    torch.testing.assert_close(beta(knots, quantiles).double(), at_knots, rtol=1e-6, atol=0)
+    draws = beta(uniform(3, 0, Stream.LAMBDA, torch.arange(200_000)), quantiles)
     assert draws.min() >= 0 and draws.max() <= 1
     lower = draws[draws < 0.5].double().numpy()
     assert abs(len(lower) / len(draws) - 0.5) < 0.005
     assert stats.kstest(lower, lambda x: 2 * exact.cdf(x)).statistic < 0.006
     u = torch.rand(10_000, generator=torch.Generator().manual_seed(0)) / 2
-    assert abs(exact.cdf(beta(u, alpha).double().numpy()) - u.double().numpy()).max() < 1 / BETA_KNOTS
-    torch.testing.assert_close(beta(1 - u, alpha), 1 - beta(u, alpha), atol=1e-4, rtol=0)
-    assert beta(torch.tensor(1 - 2.0**-24), alpha) <= 1  # the largest draw of `uniform`
+    assert abs(exact.cdf(beta(u, quantiles).double().numpy()) - u.double().numpy()).max() < 1 / BETA_KNOTS
+    torch.testing.assert_close(beta(1 - u, quantiles), 1 - beta(u, quantiles), atol=1e-4, rtol=0)
+    assert beta(torch.tensor(1 - 2.0**-24), quantiles) <= 1  # the largest draw of `uniform`
 
 
 def test_normal() -> None:

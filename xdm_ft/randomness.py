@@ -111,27 +111,29 @@ def normal(seed: int | Tensor, step: int | Tensor, stream: int | Tensor, index: 
 BETA_KNOTS = 4096
 
 
-def beta(u: Tensor, alpha: float) -> Tensor:
+def beta(u: Tensor, quantiles: Tensor) -> Tensor:
     """Returns Beta(α, α) draws, one for each uniform draw in `u`: its quantile function, linear between 4097 knots.
 
-    The knots are exact, so the distribution function is off by less than 1/4096 (before float32 rounding).
+    `quantiles` are `beta_quantiles(α)`, on the device of `u`. They are exact, so the distribution function is off by
+    less than 1/4096 (before float32 rounding).
     """
     # Rejection sampling, the usual way, needs a number of draws that depends on their values. Neither `vmap` over heads
     # nor draws with an index allow that.
     position = u * BETA_KNOTS
     below = position.long()  # 0…4095, as u < 1
-    quantiles = _beta_quantiles(alpha, u.device)
+    quantiles = quantiles.to(u.dtype)  # a method in another precision has cast them
     return torch.lerp(quantiles[below], quantiles[below + 1], position - below)
 
 
 @cache
-def _beta_quantiles(alpha: float, device: torch.device) -> Tensor:
+def beta_quantiles(alpha: float, device: torch.device | None = None) -> Tensor:
+    """Returns the quantiles of Beta(α, α) at 0, 1/4096, …, 1: float32 [4097]."""
     from scipy.special import betaincinv
 
     levels = torch.arange(BETA_KNOTS + 1, dtype=torch.float64) / BETA_KNOTS
     return torch.from_numpy(betaincinv(alpha, alpha, levels.numpy())).float().to(device)
 
 
-def permutation(seed: int, step: int, stream: int, n: int) -> Tensor:
+def permutation(seed: int, step: int, stream: int, n: int, device: torch.device | None = None) -> Tensor:
     """Returns a permutation of 0…n−1 (int64 [n]) that depends on the three keys only: the order of n 64-bit draws."""
-    return torch.argsort(bits(seed, step, stream, torch.arange(n)), stable=True)
+    return torch.argsort(bits(seed, step, stream, torch.arange(n, device=device)), stable=True)

@@ -109,7 +109,7 @@ def test_an_update_trains_on_all_domains_and_goes_nowhere_by_itself(name: str, s
     algorithm, asked = METHODS[name](setup()), list[int | None]()
     parameters = dict(algorithm.named_parameters())
     before = {key: value.detach().clone() for key, value in parameters.items()}
-    algorithm.update(parameters, asked.append, step)
+    algorithm.update(parameters, dict(algorithm.named_buffers()), asked.append, step)
     assert asked == [None] or sorted(asked) == list(range(DOMAINS))  # type: ignore[type-var]
     assert all(torch.equal(value, before[key]) for key, value in parameters.items())
     assert (asked == [None]) == (name not in HAS_UPDATE)
@@ -125,7 +125,9 @@ def test_an_update_follows_its_inner_steps_and_stacks(name: str) -> None:
         def inner_step(domain: int | None) -> None:
             parameter.add_(1.0)
 
-        METHODS[name](setup()).update({"a": parameter}, inner_step, 0)
+        algorithm, heads = METHODS[name](setup()), parameter.shape[:-2]
+        buffers = {key: value.expand((*heads, *value.shape)) for key, value in algorithm.named_buffers()}
+        algorithm.update({"a": parameter}, buffers, inner_step, 0)
         return parameter
 
     assert (moved(one) > 0).all()
@@ -144,5 +146,5 @@ def test_a_step_takes_as_many_gradients_as_it_says(name: str) -> None:
         assert METHODS[name].gradients_per_step(DOMAINS) == 0  # no steps
         return
     algorithm, taken = METHODS[name](setup()), list[int | None]()
-    algorithm.update(dict(algorithm.named_parameters()), taken.append, 3)
+    algorithm.update(dict(algorithm.named_parameters()), dict(algorithm.named_buffers()), taken.append, 3)
     assert len(taken) == METHODS[name].gradients_per_step(DOMAINS) > 0

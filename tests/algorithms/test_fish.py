@@ -47,7 +47,7 @@ def trained(algorithm: Fish, golden: dict[str, Tensor]) -> list[tuple[Tensor, Te
             algorithm(x, batch, step).total.backward()  # noqa: B023 (called before the next step)
             optimizer.step()
 
-        algorithm.update(dict(head.named_parameters()), inner_step, step)
+        algorithm.update(dict(head.named_parameters()), dict(algorithm.named_buffers()), inner_step, step)
         after.append((head.weight.detach().clone(), head.bias.detach().clone()))
     return after
 
@@ -65,7 +65,7 @@ def test_training_is_the_recorded_one_in_its_order_and_differs_in_ours(golden: d
 
 def test_meta_step_is_the_recorded_one(golden: dict[str, Tensor]) -> None:
     for name in ("a", "b"):
-        moved = meta_step(golden[f"meta_{name}"], golden[f"inner_{name}"], float(golden["step_meta_lr"]))
+        moved = meta_step(golden[f"meta_{name}"], golden[f"inner_{name}"], golden["step_meta_lr"].float())
         torch.testing.assert_close(moved, golden[f"step_{name}"], atol=1e-6, rtol=0)
 
 

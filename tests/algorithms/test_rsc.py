@@ -41,17 +41,17 @@ def test_recorded_training() -> None:
     assert step == 2
 
 
-def by_hand(algorithm: RSC, batch: Batch) -> tuple[Tensor, Tensor]:
+def by_hand(algorithm: RSC, batch: Batch, feature_drop: float, batch_drop: float) -> tuple[Tensor, Tensor]:
     """Masks [B,K] and losses [B]: gradients by autograd, percentiles by numpy in float64."""
     z = batch.x.clone().requires_grad_()
     logits = algorithm.head(z)
     gradient = torch.autograd.grad(logits.gather(1, batch.y[:, None]).sum(), z, retain_graph=True)[0].double().numpy()
     mask, falls = torch.ones_like(z), []
     for i, row in enumerate(gradient):
-        mask[i] = torch.tensor(row < np.percentile(row, 100 * (1 - algorithm.feature_drop)))
+        mask[i] = torch.tensor(row < np.percentile(row, 100 * (1 - feature_drop)))
         muted = algorithm.head((z[i] * mask[i])[None])[0]
         falls.append((logits[i].softmax(0)[batch.y[i]] - muted.softmax(0)[batch.y[i]]).item())
-    bound = np.percentile(np.array(falls), 100 * (1 - algorithm.batch_drop))
+    bound = np.percentile(np.array(falls), 100 * (1 - batch_drop))
     for i, fall in enumerate(falls):
         if fall < bound:
             mask[i] = 1
@@ -66,7 +66,7 @@ def test_loop_over_samples(feature_drop: float, batch_drop: float) -> None:
     y, domain = (torch.randint(0, high, (23,), generator=generator) for high in (4, 2))
     batch = Batch(z, y, domain, torch.arange(23), torch.arange(23))
     algorithm = RSC(setup, feature_drop=feature_drop, batch_drop=batch_drop)
-    mask, per_sample = by_hand(algorithm, batch)
+    mask, per_sample = by_hand(algorithm, batch, feature_drop, batch_drop)
     losses = algorithm(z, batch, 0)
     assert torch.equal(losses.reuse["kept"] | losses.reuse["spared"][:, None], mask.bool())
     expected = algorithm.average(per_sample, batch)

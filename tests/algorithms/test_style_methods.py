@@ -14,7 +14,7 @@ from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.dsu import DSU, redraw, spread
 from xdm_ft.algorithms.mixstyle import MixStyle, mix_style, moments
 from xdm_ft.errors import UserError
-from xdm_ft.randomness import beta
+from xdm_ft.randomness import beta, beta_quantiles
 from xdm_ft.tensors import Batch, Task
 
 SETUP = Setup(Task(tuple("ab"), tuple("xy")), width=4, steps=10, seed=3)
@@ -156,7 +156,7 @@ def test_dsu_s_noise_is_normal_and_independent() -> None:
 def test_mixstyle_s_lambda_is_beta() -> None:
     u = (torch.arange(100_000) + 0.5) / 100_000
     for alpha in (0.1, 0.2, 1.0, 2.0):
-        lam = beta(u, alpha)
+        lam = beta(u, beta_quantiles(alpha))
         assert lam.min() >= 0 and lam.max() <= 1
         assert abs(float(lam.mean()) - 0.5) < 1e-3
         assert float(lam.var()) == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=1e-3)

@@ -1,6 +1,7 @@
 """Parquet files, imagefolders and hub repositories, read by `datasets`: bit for bit as from plain folders."""
 
 import logging
+import os
 from pathlib import Path
 
 import miniature
@@ -73,6 +74,36 @@ def test_parquet_and_imagefolder_give_the_features_of_the_folder(folder, tmp_pat
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     same(parquet, folder)
     same(imagefolder, folder)
+
+
+def test_an_unchanged_table_is_not_read_again(folder, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    first = hash_files(Parquet(file=write(tmp_path / "images.parquet", table_of(folder))), cache, show=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(Parquet, "content", None)
+        again = hash_files(Parquet(file=tmp_path / "images.parquet"), cache, show=False)
+    assert np.array_equal(again.digests, first.digests) and again.digests.any(1).all()
+    assert np.array_equal(hash_files(folder, None, show=False).digests, first.digests)
+    table = table_of(folder)
+    table["image"].reverse()
+    found = hash_files(Parquet(file=write(tmp_path / "images.parquet", table)), cache, show=False)
+    assert np.array_equal(found.digests, first.digests[::-1])
+    arrow = Parquet(file=tmp_path / "images.parquet").container.files[0]
+    os.utime(arrow)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):  # it is read again
+        patch.setattr(Parquet, "content", None)
+        hash_files(Parquet(file=tmp_path / "images.parquet"), cache, show=False)
+
+
+def test_the_files_of_an_imagefolder_are_looked_at_one_by_one(folder, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    data = ImageFolder(root=tmp_path / "data" / "PACS")
+    first = hash_files(data, cache, show=False)
+    Path(data.content(3)).write_bytes(b"changed")
+    changed = (hash_files(data, cache, show=False).digests != first.digests).any(1)
+    assert changed.nonzero()[0].tolist() == [3]
 
 
 def test_several_files_other_columns_groups_and_splits(folder, tmp_path):
@@ -165,7 +196,7 @@ def hub(folder, tmp_path, monkeypatch):
     real = datasets.load_dataset
     asked = []
 
-    def load_dataset(name, configuration=None, *, revision=None, **files):
+    def load_dataset(name, configuration=None, *, revision=None, keep_in_memory, **files):
         if files:
             return real(name, **files)
         asked.append((name, configuration, revision))

@@ -11,7 +11,10 @@ from pydantic import ValidationError
 from xdm_ft.data._transforms import (
     Preprocessing,
     PreprocessingOverrides,
+    augmenting_transform,
     evaluation_transform,
+    normalized,
+    normalizing_transform,
     training_transform,
 )
 
@@ -107,3 +110,36 @@ def test_domainbeds_augmentation_in_the_encoders_own_numbers() -> None:
 def test_values_that_can_not_be_computed_with_are_refused(values: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         PreprocessingOverrides(**values)
+
+
+def test_batches_are_normalised_to_the_same_bits_as_single_images() -> None:
+    """All 256 values in each channel, with the mean and deviation of ImageNet and of CLIP."""
+    noise = np.random.default_rng(0)
+    pixels = noise.permuted(np.arange(3 * 32 * 32 * 3).reshape(3, 32, 32, 3) % 256, axis=2).astype(np.uint8)
+    for mean, std in ((MEAN, STD), ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))):
+        preprocessing = Preprocessing(mean=mean, std=std, size=32)
+        one_by_one = torch.stack([normalizing_transform(preprocessing)(Image.fromarray(image)) for image in pixels])
+        batch = normalized(torch.from_numpy(pixels), preprocessing)
+        assert torch.equal(batch, one_by_one)
+        assert batch.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.gpu
+def test_a_gpu_normalises_to_rounding() -> None:
+    pixels, preprocessing = (
+        torch.arange(256, dtype=torch.uint8).view(1, 16, 16, 1),
+        Preprocessing(mean=MEAN, std=STD, size=16),
+    )
+    pixels = pixels.expand(2, 16, 16, 3).contiguous()
+    on_gpu = normalized(pixels.cuda(), preprocessing).cpu()
+    torch.testing.assert_close(on_gpu, normalized(pixels, preprocessing), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("augmentation", ["none", "domainbed"])
+def test_the_image_of_an_augmentation_is_that_of_the_training_transform(augmentation: str) -> None:
+    preprocessing, (image, *_) = Preprocessing(mean=MEAN, std=STD, size=24), images()
+    torch.manual_seed(3)
+    expected = training_transform(preprocessing, augmentation)(image)
+    torch.manual_seed(3)
+    pixels = augmenting_transform(preprocessing, augmentation)(image)
+    assert torch.equal(normalizing_transform(preprocessing)(pixels), expected)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Pick, Record
 from xdm_ft.evaluation.summary import summarise
 from xdm_ft.tensors import Score
@@ -44,11 +44,8 @@ def table(
                 score_of = Score(accuracy, 0.0, 0.0, None, None, 0.0, 0.0, IMAGES, {}, per_domain)
                 picks = {"train_val": Pick(1, "", {"test": score_of})}
                 runs.append(Record(method, (domain,), seed, 0, {}, "ok", selected=picks))
-                predictions.append(
-                    Prediction(
-                        method, (domain,), seed, "train_val", np.arange(IMAGES), labels, predicted, labels, groups
-                    )
-                )
+                images = HeldOutImages(np.arange(IMAGES), labels, labels, groups)
+                predictions.append(Prediction(method, (domain,), seed, "train_val", images, predicted))
     references = {f"{METHODS[1]} @ {encoder}": f"erm @ {encoder}" for encoder in encoders}
     rows, pairs = summarise(
         runs,

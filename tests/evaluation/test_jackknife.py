@@ -6,17 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from xdm_ft.evaluation import jackknife
+from xdm_ft.evaluation import predictions
 from xdm_ft.evaluation.comparison import paired
 from xdm_ft.evaluation.jackknife import (
     check_same_images,
     effective_number,
-    group_sizes,
     jackknife_variance,
     without_each_group,
 )
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, metric, per_image
-from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 
 
 def run(
@@ -34,14 +33,15 @@ def run(
         test_domains=("a",),
         seed=seed,
         rule="train_val",
-        rows=np.arange(n),
-        labels=labels,
+        images=HeldOutImages(np.arange(n), labels, worst_of, groups if grouped else None),
         predicted=tensor.argmax(1).numpy(),
-        worst_of=worst_of,
-        groups=groups if grouped else None,
         per_image=per_image(name, tensor, torch.from_numpy(labels)),
     )
     return prediction, tensor
+
+
+def with_images(prediction: Prediction, **changes: np.ndarray) -> Prediction:
+    return dataclasses.replace(prediction, images=dataclasses.replace(prediction.images, **changes))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -49,23 +49,29 @@ def run(
 @pytest.mark.parametrize("name", [m for m in HIGHER_IS_BETTER if m != "auroc"])
 def test_it_is_the_metric_of_the_other_images(name: str, num_classes: int, grouped: bool) -> None:
     prediction, logits = run(name, 3, num_classes, grouped)
-    members = prediction.groups if prediction.groups is not None else prediction.rows
+    members = prediction.images.groups if prediction.images.groups is not None else prediction.images.rows
     found = without_each_group(name, prediction)
-    assert len(found) == len(np.unique(members)) == len(group_sizes(prediction))
+    assert len(found) == len(np.unique(members)) == len(prediction.images.sizes)
     for g, value in zip(np.unique(members), found, strict=True):
         left = torch.from_numpy(np.flatnonzero(members != g))
-        labels, worst_of = torch.from_numpy(prediction.labels)[left], torch.from_numpy(prediction.worst_of)[left]
+        labels, worst_of = (
+            torch.from_numpy(prediction.images.labels)[left],
+            torch.from_numpy(prediction.images.worst_of)[left],
+        )
         assert value == pytest.approx(metric(name, logits[left], labels, worst_of), abs=1e-9)
 
 
 @pytest.mark.parametrize("num_classes", [2, 5])
 def test_linearised_auroc_follows_the_real_one(num_classes: int) -> None:
     prediction, logits = run("auroc", 0, num_classes, grouped=True, n=600)
-    assert prediction.groups is not None
+    assert prediction.images.groups is not None
     exact = []
-    for g in np.unique(prediction.groups):
-        left = torch.from_numpy(np.flatnonzero(prediction.groups != g))
-        labels, worst_of = torch.from_numpy(prediction.labels)[left], torch.from_numpy(prediction.worst_of)[left]
+    for g in np.unique(prediction.images.groups):
+        left = torch.from_numpy(np.flatnonzero(prediction.images.groups != g))
+        labels, worst_of = (
+            torch.from_numpy(prediction.images.labels)[left],
+            torch.from_numpy(prediction.images.worst_of)[left],
+        )
         exact.append(metric("auroc", logits[left], labels, worst_of))
     found = without_each_group("auroc", prediction)
     assert np.corrcoef(found, exact)[0, 1] > 0.99
@@ -84,8 +90,8 @@ def test_blocks_of_many_images_estimate_the_same_variance(name: str, monkeypatch
     pair = [run(name, seed, 5, grouped=False, n=3000)[0] for seed in range(2)]
     found = [without_each_group(name, prediction) for prediction in pair]
     assert [len(values) for values in found] == [1000, 1000]
-    monkeypatch.setattr(jackknife, "BLOCKS", 3000)
-    each = [without_each_group(name, prediction) for prediction in pair]
+    monkeypatch.setattr(predictions, "BLOCKS", 3000)
+    each = [without_each_group(name, with_images(prediction)) for prediction in pair]
     assert [len(values) for values in each] == [3000, 3000]
     blocks, exact = jackknife_variance(found[1] - found[0]), jackknife_variance(each[1] - each[0])
     assert blocks == pytest.approx(exact, rel=0.2)
@@ -99,29 +105,29 @@ def test_100_000_images_take_a_moment() -> None:
 
 def test_effective_number_of_groups() -> None:
     prediction, _ = run("accuracy", 0, 3, grouped=False, n=100)
-    assert effective_number(group_sizes(prediction)) == 100
-    equal = dataclasses.replace(prediction, groups=np.arange(100) % 4)
-    assert effective_number(group_sizes(equal)) == 4
-    unequal = dataclasses.replace(prediction, groups=np.repeat([5, 7, 9], [80, 10, 10]))
-    assert group_sizes(unequal).tolist() == [80, 10, 10]
-    assert effective_number(group_sizes(unequal)) == pytest.approx(100**2 / 6600)
+    assert effective_number(prediction.images.sizes) == 100
+    equal = with_images(prediction, groups=np.arange(100) % 4)
+    assert effective_number(equal.images.sizes) == 4
+    unequal = with_images(prediction, groups=np.repeat([5, 7, 9], [80, 10, 10]))
+    assert unequal.images.sizes.tolist() == [80, 10, 10]
+    assert effective_number(unequal.images.sizes) == pytest.approx(100**2 / 6600)
 
 
 def test_one_group_or_less_than_two_effective_ones_tell_no_variance() -> None:
     prediction, _ = run("accuracy", 0, 3, grouped=False, n=100)
     for groups in (np.zeros(100, dtype=np.int64), np.repeat([0, 1], [90, 10])):
-        one = dataclasses.replace(prediction, groups=groups)
-        values = without_each_group("accuracy", one)[None]
+        one = with_images(prediction, groups=groups)
+        values = without_each_group("accuracy", one)
         seeds = np.array([0.1, 0.2, 0.3])
-        assert paired(seeds, seeds + 0.1, (values, values), effective_number(group_sizes(one))).variance is None
+        assert paired(seeds, seeds + 0.1, (values, values), effective_number(one.images.sizes)).variance is None
 
 
 def test_a_metric_that_needs_a_group_tells_no_variance() -> None:
     prediction, _ = run("worst_domain_accuracy", 0, 3, grouped=False, n=100)
     only = np.where(np.arange(100) < 20, 0, -1)  # all that have a domain are in one group
-    one = dataclasses.replace(prediction, worst_of=only, groups=np.arange(100) // 20)
+    one = with_images(prediction, worst_of=only, groups=np.arange(100) // 20)
     assert jackknife_variance(without_each_group("worst_domain_accuracy", one)) is None
-    none = dataclasses.replace(prediction, worst_of=np.full(100, -1))
+    none = with_images(prediction, worst_of=np.full(100, -1))
     assert jackknife_variance(without_each_group("worst_domain_accuracy", none)) is None
 
 
@@ -129,7 +135,7 @@ def test_runs_on_other_images_are_refused() -> None:
     one, _ = run("accuracy", 0, 3, grouped=False, n=50)
     other, _ = run("accuracy", 0, 3, grouped=False, n=40, method="sam")
     with pytest.raises(ValueError, match="sam and erm were not tested on the same images"):
-        check_same_images([one, other])
+        check_same_images(one, other)
 
 
 def test_a_metric_that_lacks_its_values_is_refused() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from scipy import stats
 
 from xdm_ft.evaluation.conventions import DOMAINBED, WILDS
-from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Pick, Record, Status
 from xdm_ft.evaluation.summary import protocol_line, summarise
 from xdm_ft.tensors import Score
@@ -40,7 +42,7 @@ def prediction(
 ) -> Prediction:
     labels = np.zeros(ROWS, dtype=np.int64)
     predicted = (np.arange(ROWS) >= right).astype(np.int64)
-    return Prediction(method, held, seed, rule, np.arange(ROWS), labels, predicted, labels, groups)
+    return Prediction(method, held, seed, rule, HeldOutImages(np.arange(ROWS), labels, labels, groups), predicted)
 
 
 def right_of(method: str, domain: str, seed: int) -> int:
@@ -51,7 +53,7 @@ def grid(seeds: int = 3) -> list[tuple[str, tuple[str, ...], int, int]]:
     return [(m, (d,), s, right_of(m, d, s)) for m in ("erm", "sam") for d in ("a", "b") for s in range(seeds)]
 
 
-def summary(runs: list[Record], predictions: list[Prediction], **changes: Any) -> list[dict[str, Any]]:
+def summary(runs: list[Record], predictions: Iterable[Prediction], **changes: Any) -> list[dict[str, Any]]:
     settings: dict[str, Any] = {
         "methods": ["zero_shot", "erm", "sam"],
         "rules": ["train_val"],
@@ -293,7 +295,7 @@ def test_every_rule_has_rows_of_its_own() -> None:
 def test_a_lower_loss_is_better() -> None:
     runs = [(m, ("a",), s, {"erm": 20, "sam": 40 + s}[m]) for m in ("erm", "sam") for s in range(3)]
     predictions = [prediction(*r) for r in runs]
-    predictions = [Prediction(**{**vars(p), "per_image": (p.predicted != p.labels).astype(float)}) for p in predictions]
+    predictions = [Prediction(**{**vars(p), "per_image": (p.predicted != 0).astype(float)}) for p in predictions]
     versus = summary([record(*r) for r in runs], predictions, metric="nll")[1]["versus_erm"]
     assert versus["difference"] < 0
     assert versus["verdict"] == "better on this domain"
@@ -354,3 +356,18 @@ def test_protocol_line_marks_the_oracle_and_stays_one_line() -> None:
     assert "(oracle: picked on the test domain)" in line
     assert line.startswith("my data; ")
     assert "; augmentation domainbed; 20 hyper-parameter draws; " in line
+
+
+def test_predictions_are_read_one_at_a_time() -> None:
+    alive: list[weakref.ref[Prediction]] = []
+
+    def one_by_one() -> Iterator[Prediction]:
+        for runs in grid():
+            one = prediction(*runs)
+            assert sum(known() is not None for known in alive) <= 3, "the first of each set, and the last one"
+            alive.append(weakref.ref(one))
+            yield one
+            del one
+
+    read = summary([record(*r) for r in grid()], one_by_one())
+    assert len(alive) == 12 and read == summary([record(*r) for r in grid()], [prediction(*r) for r in grid()])

@@ -46,7 +46,7 @@ def naive_training(made, item, known, rules=("r",), steps=10):
     )
     job = Job("x", (), 0, 0, split, setup, item.algorithm.build, None, made.training, known=known)
     arguments = (plan.annotations, Criteria(rules, "accuracy"))
-    (trained,) = train_bank([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
+    [[trained]] = train_bank([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
     return trained
 
 

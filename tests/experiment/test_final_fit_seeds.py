@@ -36,12 +36,13 @@ def fits_saved(monkeypatch, stop_after=None):
     """The seeds of final fits that are saved from now on; the run is ended after `stop_after` of them."""
     saved, save = [], ResultsFile.save
 
-    def watched(self, outcome, directory):
-        save(self, outcome, directory)
-        if outcome.kind == "final_fit":
-            saved.append(outcome.line["seed"])
-            if len(saved) == stop_after:
-                raise InterruptedError
+    def watched(self, outcomes, directory):
+        outcomes = list(outcomes)
+        fits = [outcome.line["seed"] for outcome in outcomes if outcome.kind == "final_fit"]
+        save(self, outcomes[: stop_after if fits else None], directory)
+        saved.extend(fits[:stop_after])
+        if fits and stop_after is not None:
+            raise InterruptedError
 
     monkeypatch.setattr(ResultsFile, "save", watched)
     return saved

@@ -209,9 +209,9 @@ def test_models_share_chunks_with_those_of_their_generation(selection: str, monk
     asked: list[tuple[str, int, list[int]]] = []  # method, number of test domains, seeds
     chunks = bank.chunks
 
-    def watched(jobs: Any) -> Any:
+    def watched(jobs: Any, device: Any) -> Any:
         asked.append((jobs[0].method, len(jobs[0].test_domains), [job.seed for job in jobs]))
-        return chunks(jobs)
+        return chunks(jobs, device)
 
     def stop(*_: object) -> None:
         raise Stopped

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,16 @@ def run_on(cores: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tupl
     log, save = Path("log"), ResultsFile.save
     log.write_text("")
 
-    def noted(self: ResultsFile, outcome: Outcome, directory: RunDirectory) -> None:
+    def noted(self: ResultsFile, outcomes: Iterable[Outcome], directory: RunDirectory) -> None:
+        save(self, (outcome for outcome in outcomes if note(outcome)), directory)
+
+    def note(outcome: Outcome) -> bool:
         method = outcome.line.method if isinstance(outcome.line, Record) else None
         with log.open("a") as file:
             file.write(json.dumps({"process": os.getpid(), "method": method}) + "\n")
         while cores > 1 and method in HEADS and len(head_trainers(log)) == 1:
             time.sleep(0.01)  # a piece of heads is left, and another process is there to take it
-        save(self, outcome, directory)
+        return True
 
     made = recipe(*overrides)
     with monkeypatch.context() as patch:

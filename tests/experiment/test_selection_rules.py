@@ -89,7 +89,7 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
         setup = Setup(task, width=prepared.encoders[None].features.width, steps=10, seed=0)
         job = Job("erm", (held_out,), 0, 0, split, setup, ERM, None, made.training)
         arguments = (plan.annotations, Criteria(LEFT_OUT[:1], "accuracy"))
-        (trained,) = train_bank([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
+        [[trained]] = train_bank([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
         return trained.course[LEFT_OUT[0]]
 
     for record in found["runs"]:
@@ -110,10 +110,11 @@ def test_an_interrupted_cross_domain_measures_nothing_twice(monkeypatch):
 
     save = ResultsFile.save
 
-    def killed(self, outcome, directory):
-        if outcome.kind == RECORDS:
+    def killed(self, outcomes, directory):
+        found = list(outcomes)
+        if found[0].kind == RECORDS:
             raise KeyboardInterrupt
-        save(self, outcome, directory)
+        save(self, found, directory)
 
     again = (*overrides, "output.dir=again")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -13,7 +13,7 @@ from scipy.stats import t
 from xdm_ft.evaluation.description import interval_of
 from xdm_ft.evaluation.metrics import score
 from xdm_ft.evaluation.new_site import new_site
-from xdm_ft.evaluation.predictions import Prediction, arrays_of
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
 from xdm_ft.evaluation.records import Pick, Record
 from xdm_ft.export.config import Expected
 from xdm_ft.export.promise import error_at, promise
@@ -46,8 +46,8 @@ def made_run(path, held_out, *, groups=True, metric="accuracy", protocol="leave_
             record = Record(METHOD, held, seed, 0, {}, "ok", selected={RULE: pick})
             records.append(record)
             probabilities = logits.double().softmax(-1).float().numpy()
-            one = Prediction(METHOD, held, seed, RULE, images["rows"], labels, probabilities.argmax(1), domains,
-                             None, None, probabilities)  # fmt: skip
+            tested = HeldOutImages(images["rows"], labels, domains)
+            one = Prediction(METHOD, held, seed, RULE, tested, probabilities.argmax(1), None, probabilities)
             directory.write_predictions(directory.model_folder(*record.key), arrays_of([one]))
     recipe = {"protocol": {"name": protocol, "metric": metric}, "data": {"name": "folder"}}
     results = {"recipe": recipe, "runs": [{"test_domains": list(held)} for held in held_out]}
@@ -100,13 +100,11 @@ def test_the_interval_of_a_domain_adds_the_variances_over_groups_and_seeds(four)
 def test_the_interval_of_a_domain_covers_in_nearly_95_percent(seeds, spread):
     """The truth is 0.8; a seed's models are better or worse by `spread`, and 40 images are drawn for all seeds."""
     rng, covered, tables = np.random.default_rng(seeds), 0, 400
+    images = HeldOutImages(np.arange(40), np.ones(40, int), np.zeros(40, int))
     for _ in range(tables):
         difficulty = rng.random(40)
         right = [difficulty < 0.8 + shift for shift in rng.normal(0, spread, seeds)]
-        predictions = [
-            Prediction("m", (), seed, RULE, np.arange(40), np.ones(40, int), one.astype(int), np.zeros(40, int))
-            for seed, one in enumerate(right)
-        ]
+        predictions = [Prediction("m", (), seed, RULE, images, one.astype(int)) for seed, one in enumerate(right)]
         estimate = error_at("accuracy", np.mean(right, axis=1), predictions, 40)
         low, high = interval_of("accuracy", estimate, 40)
         covered += low <= 0.8 <= high

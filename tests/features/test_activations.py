@@ -126,12 +126,12 @@ def test_a_damaged_shard_is_computed_again(tmp_path: Path) -> None:
 
 
 class Killer(Pixels):
-    """Kills the process that reads an image of the second shard."""
+    """Kills the process that reads an image of the third shard: the second one may still be being written."""
 
     decoder = "cache_scenario.Pixels.image"
 
     def image(self, row: int) -> object:
-        if row == SHARD + 5:
+        if row == 2 * SHARD + 5:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().image(row)
 
@@ -147,9 +147,10 @@ def test_a_killed_extraction_resumes_at_the_next_shard(tmp_path: Path) -> None:
             os._exit(1)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
-    assert len(list(tmp_path.glob("*/shard-*"))) == 1
+    kept = len(list(tmp_path.glob("*/shard-*")))
+    assert kept in (1, 2)
     resumed = activations_of(tmp_path)
-    assert resumed.extracted == IMAGES - SHARD
+    assert resumed.extracted == IMAGES - kept * SHARD
     assert torch.equal(every_row(resumed), every_row(activations_of(tmp_path / "undisturbed")))
 
 

@@ -129,9 +129,8 @@ def test_a_damaged_index_is_replaced(damage: bytes | None, images: Path, hashed:
     hashes_of(images)
     path = images.parent / "index.sqlite"
     if damage is None:
-        whole = bytearray(path.read_bytes())
-        whole[4096 : 4096 + 200] = b"\xff" * 200
-        damage = bytes(whole)
+        first, *pages = (path.read_bytes()[place : place + 4096] for place in range(0, path.stat().st_size, 4096))
+        damage = first + b"".join(b"\xff" * 200 + page[200:] for page in pages)
     path.write_bytes(damage)
     assert np.array_equal(hashes_of(images).digests, expected(images))
     assert len(hashed) == 10
@@ -187,7 +186,7 @@ def test_a_file_that_is_being_written_is_refused(images: Path, monkeypatch: pyte
             return bytes(16)
 
     monkeypatch.setattr(file_hashes, "READ_BYTES", 10)
-    monkeypatch.setattr(file_hashes, "xxhash", SimpleNamespace(xxh3_128=WhileAnotherWrites))
+    monkeypatch.setattr(file_hashes, "xxhash", SimpleNamespace(**{**vars(xxhash), "xxh3_128": WhileAnotherWrites}))
     (images / "00003.png").write_bytes(b"eighteen bytes .." + b"!")
     with pytest.raises(UserError, match=r"00003\.png: another program is writing to this file"):
         hashes_of(images)
@@ -211,3 +210,75 @@ def test_processes_may_begin_at_the_same_moment(images: Path) -> None:
 
         with ThreadPoolExecutor(8) as pool:
             assert all(np.array_equal(found, expected(images)) for found in pool.map(begin, range(8)))
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of files that were looked up one by one."""
+    counts: list[int] = []
+    original = file_hashes._look_up
+
+    def spy(index: sqlite3.Connection, hashes: FileHashes, rows: list[int]) -> dict[int, bytes]:
+        counts.append(len(rows))
+        return original(index, hashes, rows)
+
+    monkeypatch.setattr(file_hashes, "_look_up", spy)
+    return counts
+
+
+def test_an_unchanged_data_set_is_found_without_a_look_up_per_file(images: Path, looked_up: list[int]) -> None:
+    first = hashes_of(images)
+    assert looked_up == [5]
+    again = hashes_of(images)
+    assert looked_up == [5] and np.array_equal(again.digests, first.digests) and again.changed_file(range(5)) is None
+    (images / "00003.png").write_bytes(b"other")
+    assert np.array_equal(hashes_of(images).digests, expected(images)) and looked_up == [5, 5]
+    hashes_of(images)
+    (images / "00003.png").rename(images / "zzz.png")
+    assert np.array_equal(hashes_of(images).digests, expected(images)) and looked_up == [5, 5, 5]
+    assert hash_files(Files(images), images.parent, show=False, equal_sizes_only=True).duplicates() == []
+    assert looked_up == [5, 5, 5], "the list of all files serves those of equal size too"
+
+
+def test_a_data_set_with_an_unreadable_file_is_looked_up_each_time(images: Path, looked_up: list[int]) -> None:
+    def fails(path: str) -> object:
+        raise PermissionError(13, "Permission denied")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file_hashes, "_hash_file", fails)
+        assert len(hashes_of(images).unreadable) == 5
+    assert hashes_of(images).unreadable == {} and looked_up == [5, 5]
+
+
+@pytest.mark.parametrize("damage", ["digests", "checksum"])
+def test_a_damaged_list_is_not_used(damage: str, images: Path, looked_up: list[int]) -> None:
+    hashes_of(images)
+    with closing(sqlite3.connect(images.parent / "index.sqlite")) as index, index:
+        column = {"digests": "xxh3_128 = zeroblob(80)", "checksum": "checksum = 'a'"}[damage]
+        index.execute(f"UPDATE lists SET {column}")
+    assert np.array_equal(hashes_of(images).digests, expected(images)) and looked_up == [5, 5]
+
+
+def test_lists_that_were_not_used_for_longest_are_removed(
+    images: Path, looked_up: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_hashes, "KEPT_LISTS", 2)
+    others = [write_images(images.parent / name, rows) for name, rows in (("a", 2), ("b", 3))]
+    for folder in (images, others[0], images, others[1]):
+        hashes_of(folder)
+    assert looked_up == [5, 2, 3]
+    hashes_of(images)
+    hashes_of(others[0])
+    assert looked_up == [5, 2, 3, 2]
+
+
+def test_processes_divide_the_files_of_which_no_hash_is_known(images: Path, hashed: list[str]) -> None:
+    parts = [hash_files(Files(images), images.parent, show=False, share=(rank, 2)) for rank in range(2)]
+    assert hashed == [f"{number:05d}.png" for number in (0, 2, 4, 1, 3)]
+    assert [part.digests.any(1).tolist() for part in parts] == [
+        [row % 2 == rank for row in range(5)] for rank in range(2)
+    ]
+    whole = hashes_of(images)
+    assert len(hashed) == 5 and np.array_equal(whole.digests, expected(images))
+    known = hash_files(Files(images), images.parent, show=False, share=(1, 2))
+    assert np.array_equal(known.digests, whole.digests), "all of an unchanged data set are found at once"

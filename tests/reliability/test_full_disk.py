@@ -7,7 +7,7 @@ import os
 import resource
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from xdm_ft.experiment.parallel import run_forked
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.storage import checkpoint
 from xdm_ft.storage.atomic import replace_text
-from xdm_ft.storage.checksummed import append_line, write_tensors
+from xdm_ft.storage.checksummed import append_lines, write_tensors
 from xdm_ft.storage.events import EventFile
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -76,7 +76,7 @@ def events(folder: Path) -> None:
 WRITERS: dict[str, Callable[[Path], object]] = {
     "weights": lambda folder: write_tensors(folder / "w", {"w": torch.ones(5000)}, {}),
     "text": lambda folder: replace_text(folder / "t", "x" * 20_000),
-    "line": lambda folder: append_line(folder / "l", "x" * 20_000),
+    "line": lambda folder: append_lines(folder / "l", ["x" * 20_000]),
     "checkpoint": lambda folder: checkpoint.write(folder / "c", {"a": torch.ones(5000)}, {}),
     "events": lambda folder: events(folder / "e"),
 }
@@ -157,15 +157,15 @@ def test_a_run_directory_that_is_deleted_during_the_run(
     saves, save = [], ResultsFile.save
     other = '{"run": "of another"}'
 
-    def deleting(self: ResultsFile, outcome: Outcome, directory: RunDirectory) -> None:
-        saves.append(outcome)
+    def deleting(self: ResultsFile, outcomes: Iterable[Outcome], directory: RunDirectory) -> None:
+        saves.append(outcomes)
         if len(saves) == at + 1:
             shutil.rmtree(tmp_path / "small")
             if replaced:
                 (tmp_path / "small").mkdir()
                 (tmp_path / "small" / "run.lock").touch()
                 (tmp_path / "small" / "results.json").write_text(other)
-        save(self, outcome, directory)
+        save(self, outcomes, directory)
 
     command = ["run", str(finished / "small.yaml"), f"output.dir={tmp_path}", METHODS]
     with monkeypatch.context() as patch:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xdm_ft.errors import UserError
-from xdm_ft.storage.checksummed import Damaged, append_line, read_lines
+from xdm_ft.storage.checksummed import Damaged, append_lines, read_lines
 from xdm_ft.storage.run_directory import RunDirectory
 
 VALUES = [{"a": 1, "τ": [0.1, None]}, "text\nwith a newline", {"3": {"4": 5.5}}]
@@ -17,14 +17,14 @@ VALUES = [{"a": 1, "τ": [0.1, None]}, "text\nwith a newline", {"3": {"4": 5.5}}
 
 def written(path: Path) -> bytes:
     for value in VALUES:
-        append_line(path, value)
+        append_lines(path, [value])
     return path.read_bytes()
 
 
 def test_round_trip(tmp_path: Path) -> None:
     written(tmp_path / "new" / "lines")
     assert list(read_lines(tmp_path / "new" / "lines")) == VALUES
-    append_line(tmp_path / "numbers", {3: {4: 5.5}})
+    append_lines(tmp_path / "numbers", [{3: {4: 5.5}}])
     assert list(read_lines(tmp_path / "numbers")) == VALUES[2:], "keys are texts in JSON, and the checksum holds"
 
 
@@ -37,7 +37,7 @@ def test_wherever_the_last_line_is_torn_the_others_stay_and_it_is_cut_off(tmp_pa
         kept = VALUES[: whole[:length].count(b"\n")]
         assert list(read_lines(short)) == kept
         if length in (0, 5, last, last + 1, len(whole) - 1):
-            append_line(short, "next")
+            append_lines(short, ["next"])
             assert list(read_lines(short)) == [*kept, "next"]
 
 
@@ -45,7 +45,7 @@ def test_a_torn_line_longer_than_what_is_read_at_once(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     whole = written(path)
     path.write_bytes(whole + b"x" * 10_000)
-    append_line(path, "next")
+    append_lines(path, ["next"])
     assert list(read_lines(path)) == [*VALUES, "next"]
 
 
@@ -88,9 +88,9 @@ def test_a_killed_process_loses_no_line_that_it_had_added(tmp_path: Path) -> Non
     code = f"""
 import os, signal
 from pathlib import Path
-from xdm_ft.storage.checksummed import append_line
+from xdm_ft.storage.checksummed import append_lines
 for number in range(5):
-    append_line(Path({str(tmp_path)!r}) / "lines", number)
+    append_lines(Path({str(tmp_path)!r}) / "lines", [number])
 os.kill(os.getpid(), signal.SIGKILL)
 """
     subprocess.run([sys.executable, "-c", code], check=False)

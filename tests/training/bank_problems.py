@@ -101,7 +101,8 @@ def train(
     """With `training` in place of the jobs' own, but for learning rate and weight decay."""
     data, jobs = data or digits(), jobs if training is None else [under(training, job) for job in jobs]
     criteria = Criteria(tuple(rules), metric)
-    return list(train_bank(jobs, data.features, data.annotations, criteria, record=record, checkpoint=checkpoint))
+    found = train_bank(jobs, data.features, data.annotations, criteria, record=record, checkpoint=checkpoint)
+    return [trained for chunk in found for trained in chunk]
 
 
 def head_logits(features: Features, rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:

@@ -91,7 +91,7 @@ def test_heads_of_a_bank_have_their_own_settings() -> None:
     """Otherwise all would have the first one's: as a search of `swad.n_converge` draws them."""
     training = Training(batch_size=8, evaluate_every=5, optimizer="sgd", momentum=0.0)
     jobs = [dataclasses.replace(job_of(seed=1, steps=40, lr=0.5), averaging=own) for own in SETTINGS]
-    assert len(chunks(jobs)) == 1
+    assert len(chunks(jobs, torch.device("cpu"))) == 1
     together, windows = bank_problems.train(jobs, training), set()
     for job, among in zip(jobs, together, strict=True):
         [alone] = bank_problems.train([job], training)
@@ -142,7 +142,7 @@ def test_heads_of_a_bank_average_their_whole_training_by_their_own_beta() -> Non
     plain = [job_of(XDomainMix, seed=seed, steps=20, lr=0.05, warmup_steps=9) for seed in (1, 1, 2)]
     betas = (0.5, 5.0, 0.5)
     jobs = [dataclasses.replace(job, averaging=BMA(beta=beta)) for job, beta in zip(plain, betas, strict=True)]
-    assert len(chunks(jobs)) == 1
+    assert len(chunks(jobs, torch.device("cpu"))) == 1
     together = bank_problems.train(jobs, training, ("train_val", "oracle"))
     for job, trained, states, beta in zip(plain, together, path(plain, training), betas, strict=True):
         selected, start = trained.selected["oracle"], job.make(job.setup).state_dict()

@@ -86,8 +86,8 @@ def table() -> Tensor:
 def bank_state(job: Job, training: Training) -> dict[str, Tensor]:
     job = under(training.model_copy(update={"evaluate_every": job.setup.steps}), job)
     features, criteria = Features([table()]), Criteria(("train_val",), "accuracy")
-    trained = list(train_bank([job], features, digit_annotations(), criteria, record=lambda step, heads: None))
-    return final_state(trained[0])
+    [[trained]] = train_bank([job], features, digit_annotations(), criteria, record=lambda step, heads: None)
+    return final_state(trained)
 
 
 def loop_state(job: Job, training: Training, accelerator: Accelerator) -> dict[str, Tensor]:

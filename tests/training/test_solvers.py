@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +28,7 @@ from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.class_weights import balanced
 from xdm_ft.training.solvers import solve
 
+ROOT = Path(__file__).parents[2]
 STRENGTHS = (0.3, 1e-2, 1e-4)
 
 
@@ -58,6 +63,51 @@ def test_every_candidate_is_an_optimum(average: LossAverage) -> None:
         assert gradient_norm(candidate, z, batch, average) < 2e-5
     other = next(iter(problem("sample" if average == "domain" else "domain")[0].solve(z, batch)))
     assert gradient_norm(other, z, batch, average) > 1e-3  # the two averages are two problems
+
+
+def test_blocks_of_images_have_the_same_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe, z, batch = problem()
+    whole = [candidate.head for candidate in probe.solve(z, batch)]
+    monkeypatch.setattr("xdm_ft.algorithms.linear_probe.BLOCK_BYTES", 8 * WIDTH * 100)  # 100 images
+    assert len(z) > 300
+    for head, candidate in zip(whole, probe.solve(z, batch), strict=True):
+        scale = float(head["weight"].abs().max())
+        for name, value in head.items():
+            torch.testing.assert_close(candidate.head[name], value, atol=1e-4 * scale, rtol=0)
+
+
+@pytest.mark.slow
+def test_it_needs_little_more_memory_than_its_features() -> None:
+    script = """
+import torch
+from bank_problems import job_of
+from xdm_ft.algorithms.linear_probe import LinearProbe
+from xdm_ft.features.cache import Features
+from xdm_ft.tensors import Batch, Criteria
+from xdm_ft.training.memory import PeakMemory
+from xdm_ft.training.solvers import solve
+import dataclasses, bank_problems
+n, width, classes = 200_000, 512, bank_problems.CLASSES
+job = job_of(LinearProbe)
+pool = torch.arange(n).chunk(len(job.split.train))
+split = dataclasses.replace(job.split, train=tuple(pool), evaluation={"train_val": torch.arange(n, n + 5000)})
+setup = dataclasses.replace(job.setup, width=width)
+job = dataclasses.replace(job, split=split, setup=setup, make=lambda setup: LinearProbe(setup, strengths=(1.0, 0.3)))
+labels = torch.randint(classes, (n + 5000,))
+domains = (split.domain_of >= 0).nonzero()[:, 0][torch.arange(n + 5000) % len(pool)]
+features = Features([torch.randn(n + 5000, width)]).normalized()
+annotations = bank_problems.Annotations(labels, domains, domains)
+few = dataclasses.replace(job, split=dataclasses.replace(split, train=tuple(rows[:200] for rows in pool)))
+solve(few, features, annotations, Criteria(("train_val",), "accuracy"))  # what libraries set up once
+memory = PeakMemory(torch.device("cpu"))
+solve(job, features, annotations, Criteria(("train_val",), "accuracy"))
+print(memory.peak / (4 * n * width))
+"""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/training")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 0.9 < float(done.stdout) < 1.3
 
 
 @pytest.mark.slow

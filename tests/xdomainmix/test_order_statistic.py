@@ -1,11 +1,14 @@
 """Searching by counting separates the scores as sorting does, whatever they look like."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xdm_ft.xdomainmix import order_statistic, specific_mask
+from xdm_ft.xdomainmix.decomposition import as_tensor
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-42, -1e-42, 3e38, -3e38]
 torch.manual_seed(0)
@@ -27,8 +30,12 @@ SCORES = {
 }
 
 
+def plain(scores: torch.Tensor, rank: int) -> torch.Tensor:
+    return order_statistic.reference(scores, torch.tensor([rank]))
+
+
 @pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("find", [order_statistic.exceeds, order_statistic.reference])
+@pytest.mark.parametrize("find", [order_statistic.exceeds, plain])
 def test_every_kind_of_scores(kind: str, find) -> None:
     scores = SCORES[kind]
     ordered = scores.sort(-1).values
@@ -51,14 +58,14 @@ def test_any_scores(data: st.DataObject) -> None:
     of_numbers = ~scores.isnan().any(1, keepdim=True)
     expected = (scores > scores.sort(-1).values[:, rank, None]) & of_numbers  # NaN is sorted last
     assert torch.equal(order_statistic.exceeds(scores, rank), expected)
-    assert torch.equal(order_statistic.reference(scores, rank), expected)
+    assert torch.equal(plain(scores, rank), expected)
 
 
 def test_rows_with_a_nan_and_inputs_untouched() -> None:
     scores = SCORES["half zeros"].clone()
     scores[5, 5] = torch.nan
     before = scores.clone()
-    for find in (order_statistic.exceeds, order_statistic.reference):
+    for find in (order_statistic.exceeds, plain):
         mask = find(scores, 100)
         assert not mask[5].any() and mask.any(1).sum() == ROWS - 1
     assert torch.equal(scores.nan_to_num(9), before.nan_to_num(9))
@@ -80,3 +87,16 @@ def test_other_floats() -> None:
         scores = SCORES["normal"].to(dtype)
         expected = scores > scores.sort(-1).values[:, 100, None]
         assert torch.equal(order_statistic.exceeds(scores, 100), expected)
+
+
+def test_ranks_as_tensors() -> None:
+    """One for all, or one for each head of a stack; quantiles as fractions have the ranks of the floats."""
+    scores = SCORES["normal"][:390].reshape(5, 78, SIZE)
+    quantiles = [0.9, 0.5, Fraction(1, 3), 0.0, 1.0]
+    stacked = torch.func.vmap(specific_mask)(scores, as_tensor(quantiles))
+    for head, quantile in enumerate(quantiles):
+        expected = specific_mask(scores[head], quantile)
+        assert torch.equal(stacked[head], expected)
+        assert torch.equal(specific_mask(scores[head], as_tensor([quantile])[0]), expected)
+    shared = torch.func.vmap(specific_mask, in_dims=(0, None))(scores, as_tensor([0.9])[0])
+    assert torch.equal(shared, specific_mask(scores, 0.9))

@@ -144,7 +144,8 @@ class Algorithm(Method):
 
     `loss` is a pure function of its arguments, the parameters, the buffers and the seed. It runs under
     `torch.func.vmap` over stacked heads, so it has no data-dependent Python branches and no in-place change of state.
-    Numeric settings that may differ between heads are buffers. Code that depends on `step` alone may branch in Python.
+    Numeric settings that may differ between heads are buffers (`persistent=False` if the settings determine them). In a
+    bank `step` is a tensor, int64 [], so that a GPU need not wait: no Python branch reads it, but `phase` does.
 
     A method that is more than a loss replaces one of three functions: `on_inputs` (with `input_partners`),
     `stage_modules` or `update`.
@@ -178,25 +179,45 @@ class Algorithm(Method):
     def gradients_per_step(num_domains: int) -> int:
         return 1
 
+    def phase(self, step: int) -> str:
+        """Returns the name of the function that computes the losses at `step`: `loss`, or another one like it.
+
+        A method whose training begins with other losses, such as a warm-up, has a function for them.
+        """
+        return "loss"
+
     @abstractmethod
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+    def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
         """Returns the losses at `step` (counted from 0) of features z, float32 [B,K]; cached features are `batch.x`."""
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor]) -> Losses:
+    def second_pass(self, z: Tensor, batch: Batch, step: int | Tensor, reuse: Mapping[str, Tensor]) -> Losses:
         """Returns the losses at the perturbed weights of a sharpness-aware step.
 
         `reuse` is the first pass's `Losses.reuse`. Masks belong there: they depend on the weights, so that the second
-        pass would compute others. Random draws repeat by themselves.
+        pass would compute others. Random draws repeat by themselves; in `reuse` they are not computed twice.
         """
         return self.loss(z, batch, step)
 
-    def forward(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor] | None = None) -> Losses:
-        """Calls `second_pass` if there is something to reuse, else `loss`, in float32 or better. Engines call this."""
+    def forward(
+        self,
+        z: Tensor,
+        batch: Batch,
+        step: int | Tensor,
+        reuse: Mapping[str, Tensor] | None = None,
+        phase: str | None = None,
+    ) -> Losses:
+        """Calls `second_pass` if there is something to reuse, else the function of the phase, in float32 or better.
+
+        Engines call this. `phase`: that of `step`, if `step` is a tensor.
+        """
         with torch.autocast(z.device.type, enabled=False):
             z = z if z.dtype == torch.float64 else z.float()
-            return self.second_pass(z, batch, step, reuse) if reuse else self.loss(z, batch, step)
+            if reuse:
+                return self.second_pass(z, batch, step, reuse)
+            losses: Losses = getattr(self, phase or self.phase(int(step)))(z, batch, step)
+            return losses
 
-    def on_inputs(self, batch: Batch, step: int) -> Batch:
+    def on_inputs(self, batch: Batch, step: int | Tensor) -> Batch:
         """Returns the batch to train on at `step`: it may replace images or cached features, and set soft `targets`.
 
         Pure like `loss` (mapped over heads by `torch.func.vmap`), and independent of the parameters, so that both
@@ -226,12 +247,18 @@ class Algorithm(Method):
         """
         return {}
 
-    def update(self, parameters: Mapping[str, Tensor], inner_step: Callable[[int | None], None], step: int) -> None:
+    def update(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inner_step: Callable[[int | None], None],
+        step: int,
+    ) -> None:
         """Takes one training step: changes the `parameters` in place.
 
         `inner_step(domain)` takes a step of the engine's optimizer, which keeps its state, on the batch's samples of
-        one domain; `inner_step(None)` takes it on the whole batch (the default). In a bank the first axis of every
-        parameter is that of the heads.
+        one domain; `inner_step(None)` takes it on the whole batch (the default). `buffers` are the algorithm's. In a
+        bank the first axis of every parameter and buffer is that of the heads.
         """
         inner_step(None)
 

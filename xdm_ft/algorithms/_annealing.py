@@ -39,12 +39,15 @@ class AnnealedPenalty(Algorithm):
     def penalty(self, logits: Tensor, per_sample: Tensor, batch: Batch) -> Tensor:
         """Returns the penalty, a scalar, from logits [B,C] and their cross-entropies [B]."""
 
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+    def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
         logits = self.logits(z)
         per_sample = F.cross_entropy(logits, batch.y, reduction="none")
         penalty = self.penalty(logits, per_sample, batch)
         risk = self.average(per_sample, batch)
-        total = risk + (self.penalty_weight if step >= self.anneal_steps else 1) * penalty
+        is_annealed = step >= self.anneal_steps
+        if not isinstance(is_annealed, Tensor):
+            is_annealed = torch.full((), is_annealed, device=penalty.device)
+        total = risk + torch.where(is_annealed, self.penalty_weight, 1.0) * penalty
         return Losses(total, auxiliary=total.new_zeros(()), logs={"risk": risk, "penalty": penalty})
 
     def resets_optimizer(self, step: int) -> bool:

@@ -63,7 +63,7 @@ class CLIPood(Algorithm):
         # [C,C]; not in the state dict, because the setup determines it
         self.register_buffer("margins", margins(text, margin), persistent=False)
 
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+    def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
         logits = self.logits(z) + self.margins[batch.y]  # [B,C]
         total = self.average(F.cross_entropy(logits, batch.y, reduction="none"), batch)
         return Losses(total, auxiliary=total.new_zeros(()))

@@ -43,7 +43,7 @@ class CORAL(Algorithm):
         self.gamma: Tensor
         self.register_buffer("gamma", torch.tensor(gamma, dtype=torch.float32))
 
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+    def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
         risk = self.average(F.cross_entropy(self.logits(z), batch.y, reduction="none"), batch)
         distance = mean_distance(z, batch.domain, self.task.num_domains)
         total = risk + self.gamma * distance

@@ -21,7 +21,7 @@ class ERM(Algorithm):
     source = "Vapnik 1999; XDomainMix paper, L_erm"
     loss_over = "sample"
 
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+    def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
         target = batch.y if batch.targets is None else self.weighted_labels(batch.targets)
         per_sample = F.cross_entropy(self.logits(z), target, reduction="none")  # [B]
         total = self.average(per_sample, batch)

@@ -38,26 +38,33 @@ class Fish(ERM):
         ] = 0.5,
     ) -> None:
         super().__init__(setup)
-        self.meta_lr = meta_lr
+        self.meta_lr: Tensor
+        self.register_buffer("meta_lr", torch.tensor(meta_lr, dtype=torch.float32), persistent=False)
 
     @staticmethod
     def gradients_per_step(num_domains: int) -> int:
         """One per inner step; together the inner steps see as many images as one step of ERM."""
         return num_domains
 
-    def update(self, parameters: Mapping[str, Tensor], inner_step: Callable[[int | None], None], step: int) -> None:
+    def update(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inner_step: Callable[[int | None], None],
+        step: int,
+    ) -> None:
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         for domain in self.order(step):
             inner_step(domain)
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(meta_step(before[name], parameter, self.meta_lr))
+                parameter.copy_(meta_step(before[name], parameter, buffers["meta_lr"]))
 
     def order(self, step: int) -> list[int]:
         """Returns the order of the domains: the same for all seeds, as the heads of a bank step together."""
         return permutation(0, step, Stream.DOMAIN_ORDER, self.task.num_domains).tolist()
 
 
-def meta_step(before: Tensor, inner: Tensor, meta_lr: float) -> Tensor:
-    """θ + ε (θ̃ − θ)."""
-    return before + meta_lr * (inner - before)
+def meta_step(before: Tensor, inner: Tensor, meta_lr: Tensor) -> Tensor:
+    """θ + ε (θ̃ − θ), with ε [], or [H] for H stacked models."""
+    return before + meta_lr[(..., *(None for _ in before.shape[meta_lr.ndim :]))] * (inner - before)

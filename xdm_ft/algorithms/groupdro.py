@@ -45,12 +45,12 @@ class GroupDRO(Algorithm):
         self.q: Tensor
         self.register_buffer("q", torch.full((domains,), 1 / domains))  # [D]
 
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+    def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
         means = self.domain_losses(z, batch)
         q = (self.q.log() + self.eta * means.detach()).softmax(0)  # in logarithms: exp would overflow
         return self.weighted(means, q)
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor]) -> Losses:
+    def second_pass(self, z: Tensor, batch: Batch, step: int | Tensor, reuse: Mapping[str, Tensor]) -> Losses:
         return self.weighted(self.domain_losses(z, batch), reuse["q"])
 
     def domain_losses(self, z: Tensor, batch: Batch) -> Tensor:

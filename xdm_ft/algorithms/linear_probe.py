@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Iterable, Iterator
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from xdm_ft.tensors import Batch
 MOST_ITERATIONS = 2000
 MEMORY = 20  # pairs of steps and gradient changes that L-BFGS keeps
 FINEST_IN_FLOAT32 = 1e-5  # tolerance that products in float32 still reach
-GRAM_ROWS = 4096  # images that are added to the Gram matrix at a time, in float64
+BLOCK_BYTES = 1 << 23  # of a block of images: its features, or its probabilities of all classes, in float64
 logger = logging.getLogger("xdm_ft")
 
 
@@ -58,14 +58,14 @@ class LinearProbe(Solver):
 
     def solve(self, z: Tensor, batch: Batch) -> Iterable[Candidate]:
         dtype = torch.float32 if self.tolerance >= FINEST_IN_FLOAT32 else torch.float64
-        x = torch.cat([z.to(dtype), z.new_ones(len(z), 1, dtype=dtype)], dim=1)  # [n,K+1], 1 for the bias
         y, weight = batch.y.to(z.device), self._sample_weight(batch).to(z.device)
-        gram = _gram(x, weight)
+        images = _Images(z, y, weight, self.setup.task.num_classes, dtype)
+        gram = _gram(images)
         unit = float(gram.diagonal()[:-1].mean())  # the features' mean square
         path: list[Tensor] = []
         for place, strength in enumerate(self.strengths):
-            start = self._start(path, x)
-            path.append(self._minimum(_Problem(x, y, weight, strength * unit, gram, start), strength))
+            start = self._start(path, gram)
+            path.append(self._minimum(_Problem(images, strength * unit, gram, start), strength))
             head = path[-1].float().cpu()
             hparams = {"strength": strength, "l2": strength * unit}
             yield Candidate.linear(place, head[:, :-1].clone(), head[:, -1].clone(), hparams)
@@ -78,10 +78,10 @@ class LinearProbe(Solver):
         loss = mean_loss(per_sample, batch.domain, self.setup.task.num_domains, self.setup.loss_average, weight)
         return torch.autograd.grad(loss, per_sample)[0]
 
-    def _start(self, path: list[Tensor], x: Tensor) -> Tensor:
+    def _start(self, path: list[Tensor], gram: Tensor) -> Tensor:
         """Returns a guess of the next optimum, [C,K+1]: the last two, extrapolated linearly in log l2."""
         if not path:
-            return x.new_zeros(self.setup.task.num_classes, x.shape[1], dtype=torch.float64)
+            return gram.new_zeros(self.setup.task.num_classes, len(gram))
         if len(path) == 1:
             return path[0]
         before, last, now = (math.log(strength) for strength in self.strengths[len(path) - 2 : len(path) + 1])
@@ -110,21 +110,37 @@ class LinearProbe(Solver):
         return problem.coefficients(end.x)
 
 
+class _Images(NamedTuple):
+    """The n training images, of which passes read one block after the other: nothing else has the features' size."""
+
+    z: Tensor  # [n,K]
+    y: Tensor  # int64 [n]
+    weight: Tensor  # float64 [n], each image's factor in the mean loss
+    classes: int
+    dtype: torch.dtype  # of the products with z
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yields z [b,K] in `dtype`, y [b] and weight [b] of each block."""
+        rows = max(1, BLOCK_BYTES // (8 * max(self.z.shape[1], self.classes)))
+        for z, y, weight in zip(*(field.split(rows) for field in self[:3]), strict=True):
+            yield z.to(self.dtype), y, weight
+
+
 class _Problem:
     """f(A) = Σ_i w_i ℓ(A x_i, y_i) + ½ l2 ‖A without the bias‖² in coordinates V with A = V L⁻¹, L Lᵀ = M.
 
-    If l2 is far below the features' scale, f is badly conditioned in A. M = p̄ Σ_i w_i x_i x_iᵀ + diag(penalty) is the
-    Hessian of f with every p(1−p) replaced by their mean p̄ at the start. The Hessian in V is therefore near the
-    identity: L-BFGS needs a tenth of the iterations, and one tolerance of the gradient fits features of every scale.
-    All computation is in float64, except the products with x in x's own type: they are nearly all of the work.
+    x_i are the features z_i with a 1 for the bias. If l2 is far below the features' scale, f is badly conditioned in A.
+    M = p̄ Σ_i w_i x_i x_iᵀ + diag(penalty) is the Hessian of f with every p(1−p) replaced by their mean p̄ at the start.
+    The Hessian in V is therefore near the identity: L-BFGS needs a tenth of the iterations, and one tolerance of the
+    gradient fits features of every scale. All computation is in float64, except the products with z in their own type:
+    they are nearly all of the work.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, weight: Tensor, l2: float, gram: Tensor, start: Tensor) -> None:
-        self.x, self.y, self.weight = x, y, weight
+    def __init__(self, images: _Images, l2: float, gram: Tensor, start: Tensor) -> None:
+        self.images = images
         self.penalty = torch.full_like(gram[0], l2)  # [K+1]
         self.penalty[-1] = 0
-        probability = self._logits(start).softmax(0)  # [C,n]
-        spread = ((probability * (1 - probability)) @ weight).mean().clamp(min=1e-9)  # p̄
+        spread = self._spread(start)
         # a small multiple of the mean diagonal keeps M invertible in float64
         diagonal = torch.diag(self.penalty + 1e-12 * spread * gram.diagonal().mean())
         lower = torch.linalg.cholesky(spread * gram + diagonal)  # L
@@ -132,27 +148,43 @@ class _Problem:
         self.start = _to_numpy(start @ lower)
 
     def coefficients(self, v: np.ndarray) -> Tensor:
-        return torch.from_numpy(v).to(self.x.device).view(-1, self.x.shape[1]) @ self.inverse  # [C,K+1]
+        return torch.from_numpy(v).to(self.inverse.device).view(-1, len(self.inverse)) @ self.inverse  # [C,K+1]
 
     def value_and_gradient(self, v: np.ndarray) -> tuple[float, np.ndarray]:
         pulse.beat()  # one candidate may need many of these calls, each of them long
         coefficients = self.coefficients(v)
-        log_probability = self._logits(coefficients).log_softmax(0)  # [C,n]
-        true = F.one_hot(self.y, len(coefficients)).T
-        loss = -((log_probability * true).sum(0) @ self.weight) + (coefficients.square() @ self.penalty).sum() / 2
-        residual = (log_probability.exp() - true) * self.weight  # [C,n]
-        gradient = (residual.to(self.x.dtype) @ self.x).double() + coefficients * self.penalty
+        loss = (coefficients.square() @ self.penalty).sum() / 2
+        gradient = coefficients * self.penalty  # [C,K+1]
+        for z, y, weight in self.images.blocks():
+            log_probability = _logits(coefficients, z).log_softmax(0)  # [C,b]
+            true = y[None]  # [1,b]
+            loss -= log_probability.gather(0, true)[0] @ weight
+            residual = log_probability.exp_().scatter_add_(0, true, torch.full_like(weight, -1.0)[None]).mul_(weight)
+            gradient[:, :-1] += (residual.to(z.dtype) @ z).double()
+            gradient[:, -1] += residual.sum(1)
         return float(loss), _to_numpy(gradient @ self.inverse.T)
 
-    def _logits(self, coefficients: Tensor) -> Tensor:
-        return (coefficients.to(self.x.dtype) @ self.x.T).double()  # [C,n]
+    def _spread(self, start: Tensor) -> Tensor:
+        """Returns p̄: the mean over classes of Σ_i w_i p_i (1 − p_i), in float64."""
+        total = torch.zeros_like(start[:, 0])  # [C]
+        for z, _, weight in self.images.blocks():
+            probability = _logits(start, z).softmax(0)  # [C,b]
+            total += (probability * (1 - probability)) @ weight
+        return total.mean().clamp(min=1e-9)
 
 
-def _gram(x: Tensor, weight: Tensor) -> Tensor:
+def _logits(coefficients: Tensor, z: Tensor) -> Tensor:
+    """Returns logits float64 [C,b] of features z [b,K]."""
+    return (coefficients[:, :-1].to(z.dtype) @ z.T).double().add_(coefficients[:, -1:])
+
+
+def _gram(images: _Images) -> Tensor:
     """Returns Σ_i w_i x_i x_iᵀ in float64, [K+1,K+1]."""
-    gram = x.new_zeros(x.shape[1], x.shape[1], dtype=torch.float64)
-    for rows, of_rows in zip(x.split(GRAM_ROWS), weight.split(GRAM_ROWS), strict=True):
-        gram += (rows.double().T * of_rows) @ rows.double()
+    width = images.z.shape[1]
+    gram = images.weight.new_zeros(width + 1, width + 1)
+    for z, _, weight in images.blocks():
+        x = F.pad(z.double(), (0, 1), value=1.0)  # [b,K+1], 1 for the bias
+        gram += (x.T * weight) @ x
     return gram
 
 

@@ -13,7 +13,7 @@ from xdm_ft.algorithms._input_mixing import PartnerSource, draw_partners
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.mixup import mix_up, mixed_labels, partners_of
 from xdm_ft.errors import UserError
-from xdm_ft.randomness import Stream, beta, uniform
+from xdm_ft.randomness import Stream, beta, beta_quantiles, uniform
 from xdm_ft.tensors import Batch, InputPartners, Samples
 
 
@@ -50,7 +50,9 @@ class LISA(ERM):
         self.partners = partners
         self.p_sel: Tensor
         self.register_buffer("p_sel", torch.tensor(p_sel, dtype=torch.float32))
-        self.mix, self.alpha = mix, alpha
+        self.mix = mix
+        self.lam_quantiles: Tensor  # of Beta(α, α), float32 [4097]; not saved, as α determines them
+        self.register_buffer("lam_quantiles", beta_quantiles(alpha), persistent=False)
         if mix == "cutmix":
             self.frozen_reason = (
                 "mix: cutmix needs images, and a frozen encoder trains on cached features; set mix: mixup, or "
@@ -72,9 +74,9 @@ class LISA(ERM):
             *(torch.where(is_intra_label, *both) for both in zip(intra_label, intra_domain, strict=True))
         )
 
-    def on_inputs(self, batch: Batch, step: int) -> Batch:
+    def on_inputs(self, batch: Batch, step: int | Tensor) -> Batch:
         partner, _, has_partner = partners_of(batch)
-        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.place), self.alpha)  # [B]
+        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.place), self.lam_quantiles)  # [B]
         lam = torch.where(has_partner, lam, 1.0)
         if self.mix == "mixup":
             return mix_up(batch, lam, self.task.num_classes)

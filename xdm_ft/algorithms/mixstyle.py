@@ -12,7 +12,7 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError, plural
-from xdm_ft.randomness import Stream, beta, uniform
+from xdm_ft.randomness import Stream, beta, beta_quantiles, uniform
 from xdm_ft.tensors import Batch
 
 STAGES = 2  # as in the paper, and in XDomainMix's experiments
@@ -71,7 +71,8 @@ class _MixStyleAt(nn.Module):
             return x
         key = keys_at(self.number, batch.place)
         permutation = torch.argsort(uniform(self.seed, step, Stream.STYLE_PARTNERS, key), stable=True)
-        lam = beta(uniform(self.seed, step, Stream.STYLE_LAMBDA, key), self.alpha)
+        quantiles = beta_quantiles(self.alpha, key.device)
+        lam = beta(uniform(self.seed, step, Stream.STYLE_LAMBDA, key), quantiles)
         return mix_style(x, permutation, lam, self.eps)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms._input_mixing import PartnerSource, draw_partners, permuted
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.randomness import Stream, beta, uniform
+from xdm_ft.randomness import Stream, beta, beta_quantiles, uniform
 from xdm_ft.tensors import Batch, InputPartners, Samples
 
 
@@ -42,7 +42,9 @@ class Mixup(ERM):
         ] = "any",
     ) -> None:
         super().__init__(setup)
-        self.alpha, self.partners, self.partner_domain = alpha, partners, partner_domain
+        self.partners, self.partner_domain = partners, partner_domain
+        self.lam_quantiles: Tensor  # of Beta(α, α), float32 [4097]; not saved, as α determines them
+        self.register_buffer("lam_quantiles", beta_quantiles(alpha), persistent=False)
 
     def input_partners(self, drawn: Samples, training: Samples, steps: Tensor) -> InputPartners:
         places = torch.arange(drawn.y.shape[-1], device=drawn.y.device)
@@ -52,9 +54,9 @@ class Mixup(ERM):
         other: Literal["domain"] | None = "domain" if self.partner_domain == "other" else None
         return draw_partners(drawn, training, u, self.partners, same=None, other=other)
 
-    def on_inputs(self, batch: Batch, step: int) -> Batch:
+    def on_inputs(self, batch: Batch, step: int | Tensor) -> Batch:
         has_partner = partners_of(batch)[2]
-        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.place), self.alpha)  # [B]
+        lam = beta(uniform(self.seed, step, Stream.INPUT_LAMBDA, batch.place), self.lam_quantiles)  # [B]
         return mix_up(batch, torch.where(has_partner, lam, 1.0), self.task.num_classes)
 
 

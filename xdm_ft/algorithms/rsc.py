@@ -15,6 +15,7 @@ from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.heads.linear import Linear
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.xdomainmix import specific_mask
+from xdm_ft.xdomainmix.decomposition import as_tensor
 from xdm_ft.xdomainmix.importance import target_gradient
 
 
@@ -48,23 +49,24 @@ class RSC(Algorithm):
         ] = 1 / 3,
     ) -> None:
         super().__init__(setup)
-        self.feature_drop, self.batch_drop = feature_drop, batch_drop
+        self.drops: Tensor  # p and p_b as fractions, int64 [2,2], so that heads of a bank may differ in them
+        self.register_buffer("drops", as_tensor([as_fraction(feature_drop), as_fraction(batch_drop)]), persistent=False)
 
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
+    def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
         kept = self.kept(z, batch.y)
         logits = self.both_logits(z, kept)
         with torch.no_grad():
             whole, muted = (self.true_probability(v, batch.y) for v in logits)
-        spared = specific_mask(muted - whole, as_fraction(self.batch_drop))  # bool [B], from minus the fall
+        spared = specific_mask(muted - whole, self.drops[1])  # bool [B], from minus the fall
         return self.losses(logits, batch, kept, spared)
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor]) -> Losses:
+    def second_pass(self, z: Tensor, batch: Batch, step: int | Tensor, reuse: Mapping[str, Tensor]) -> Losses:
         """Returns the loss with the first pass's masks."""
         return self.losses(self.both_logits(z, reuse["kept"]), batch, reuse["kept"], reuse["spared"])
 
     def kept(self, z: Tensor, y: Tensor) -> Tensor:
         """Returns m, bool [B,K]: g < its (1−p)-quantile is equivalent to −g > its p-quantile."""
-        part = as_fraction(self.feature_drop)
+        part = self.drops[0]
         if isinstance(self.head, Linear):  # g = W[y]: one row serves all samples of its class
             return specific_mask(-self.head.weight, part)[y]
         return specific_mask(-target_gradient(z, self.logits, y), part)

@@ -19,19 +19,21 @@ from xdm_ft.xdomainmix import (
     Partners,
     autograd_scores,
     decompose,
-    domain_quantile,
     draw_partners,
     linear_scores,
     mix,
-    specific_mask,
 )
+from xdm_ft.xdomainmix.decomposition import rank_of
+from xdm_ft.xdomainmix.order_statistic import exceeds
 from xdm_ft.xdomainmix.partners import OtherPartner
+from xdm_ft.xdomainmix.threshold import quantile_cycle, quantile_stage
 
 CLASS_QUANTILE = 0.5
 """τ_c is this quantile of a sample's class scores."""
 
+MASKS = ("class_mask", "domain_mask")
 # streams of the five random numbers of a sample: for x_i, x_j, λ1, λ2 and discarding
-STREAMS = torch.tensor([[Stream.PARTNERS], [Stream.PARTNERS], [Stream.LAMBDA], [Stream.LAMBDA], [Stream.DISCARD]])
+STREAMS = (Stream.PARTNERS, Stream.PARTNERS, Stream.LAMBDA, Stream.LAMBDA, Stream.DISCARD)
 
 
 class Noise(NamedTuple):
@@ -50,6 +52,11 @@ class Augmented(NamedTuple):
     lam: Tensor  # λ1 and λ2 in effect, [B,2]: 1 without a partner
     keep: Tensor  # bool [B]; False discards Z_c,d
     masks: dict[str, Tensor]  # `class_mask` and `domain_mask`, bool [B,K]
+
+    @property
+    def reuse(self) -> dict[str, Tensor]:
+        """All but z̃, for a second pass."""
+        return {**self.masks, **self.partners._asdict(), "lam": self.lam, "keep": self.keep}
 
 
 class XDomainMix(Algorithm):
@@ -111,48 +118,76 @@ class XDomainMix(Algorithm):
         self.loss_over = "batch" if partners == "global" else "part"
         self.first_selectable_step = self.warmup_steps + 1
         self.domain_head = Linear(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
+        # tensors on the device, which a step reads without a copy from Python
+        self.class_rank: Tensor  # of τ_c among K scores, int64 []
+        self.register_buffer("class_rank", torch.tensor(rank_of(CLASS_QUANTILE, setup.width)), persistent=False)
+        self.domain_ranks: Tensor  # of τ_d, int64 [stages]
+        ranks = [rank_of(quantile, setup.width) for quantile in quantile_cycle()]
+        self.register_buffer("domain_ranks", torch.tensor(ranks), persistent=False)
+        self.streams: Tensor
+        self.register_buffer("streams", torch.tensor(STREAMS)[:, None], persistent=False)  # int64 [5,1]
 
     def mixed_steps(self, steps: int) -> int:
         return max(0, steps - self.warmup_steps)
 
-    def loss(self, z: Tensor, batch: Batch, step: int) -> Losses:
-        if step >= self.warmup_steps:
-            return self.mixed_loss(z, batch, self.augment(z, batch, step))
+    def phase(self, step: int) -> str:
+        return "warmup_loss" if step < self.warmup_steps else "loss"
+
+    def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
+        return self.mixed_loss(z, batch, self.augment(z, batch, step))
+
+    def warmup_loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
+        """Returns the losses of plain ERM, with that of the domain head."""
         of_class = F.cross_entropy(self.logits(z), batch.y, reduction="none")  # [B]
         of_domain = self.domain_loss(self.domain_head(z.detach()), batch)  # [B]
         return Losses(*self.averages(of_class, of_domain, batch))
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor]) -> Losses:
+    def second_pass(self, z: Tensor, batch: Batch, step: int | Tensor, reuse: Mapping[str, Tensor]) -> Losses:
         return self.mixed_loss(z, batch, self.augment(z, batch, step, reuse))
 
-    def augment(self, z: Tensor, batch: Batch, step: int, reuse: Mapping[str, Tensor] | None = None) -> Augmented:
+    def augment(
+        self, z: Tensor, batch: Batch, step: int | Tensor, reuse: Mapping[str, Tensor] | None = None
+    ) -> Augmented:
         """Returns z̃ at a step after the warm-up, by equations (1) to (7) in order.
 
-        `reuse` holds the masks of a first pass; None: the masks are computed.
+        `reuse` holds the masks of a first pass, and its draws, if it has made them; None: both are computed.
         """
-        if reuse is None:
-            if isinstance(self.head, Linear):
-                by_class = linear_scores(z, self.head.weight, batch.y)  # (1)
-            else:
-                by_class = autograd_scores(z, self.logits, batch.y)  # (1)
-            by_domain = linear_scores(z, self.domain_head.weight, batch.domain)  # (2)
-            quantile = domain_quantile(step - self.warmup_steps, self.quantile_steps)
-            of_class, of_domain = specific_mask(by_class, CLASS_QUANTILE), specific_mask(by_domain, quantile)  # (3)
-            reuse = {"class_mask": of_class, "domain_mask": of_domain}
-        parts = decompose(z, reuse["class_mask"], reuse["domain_mask"])  # (4)
+        known = dict(reuse or {})
+        masks = {name: known[name] for name in MASKS} if known else self.masks(z, batch, step)
+        parts = decompose(z, *(masks[name] for name in MASKS))  # (4)
+        if "lam" in known:
+            partners, lam, keep = Partners(*(known[name] for name in Partners._fields)), known["lam"], known["keep"]
+        else:
+            partners, lam, keep = self.draws(batch, step)
+        return Augmented(mix(parts, partners, lam, keep), partners, lam, keep, masks)  # (5)(6)(7)
+
+    def masks(self, z: Tensor, batch: Batch, step: int | Tensor) -> dict[str, Tensor]:
+        """Returns M_c and M_d, bool [B,K]: `class_mask` and `domain_mask`."""
+        if isinstance(self.head, Linear):
+            by_class = linear_scores(z, self.head.weight, batch.y)  # (1)
+        else:
+            by_class = autograd_scores(z, self.logits, batch.y)  # (1)
+        by_domain = linear_scores(z, self.domain_head.weight, batch.domain)  # (2)
+        stage = quantile_stage(step - self.warmup_steps, self.quantile_steps, len(self.domain_ranks))
+        # indexing by a tensor [] would read its value from the device
+        rank = self.domain_ranks[stage] if isinstance(stage, int) else self.domain_ranks.index_select(0, stage[None])[0]
+        of_class, of_domain = exceeds(by_class, self.class_rank), exceeds(by_domain, rank)  # (3)
+        return dict(zip(MASKS, (of_class, of_domain), strict=True))
+
+    def draws(self, batch: Batch, step: int | Tensor) -> tuple[Partners, Tensor, Tensor]:
+        """Returns x_i and x_j, λ1 and λ2 in effect [B,2], and bool [B]: whether Z_c,d is kept."""
         noise = self.noise(batch.place, step)
         partners = draw_partners(batch.y, batch.domain, noise.partners, self.other_partner)  # x_i and x_j of (5)
         is_mixed = partners.has_same & self.mix_class_specific, partners.has_other & self.mix_class_generic
         lam = torch.where(torch.stack(is_mixed, 1), noise.lam, 1.0)
         # discarded if u < p: never at p = 0, always at p = 1 (the paper's ≤ differs with probability 0)
-        keep = noise.discard >= self.p_discard
-        return Augmented(mix(parts, partners, lam, keep), partners, lam, keep, dict(reuse))  # (5)(6)(7)
+        return partners, lam, noise.discard >= self.p_discard
 
-    def noise(self, place: Tensor, step: int) -> Noise:
+    def noise(self, place: Tensor, step: int | Tensor) -> Noise:
         """Returns the random numbers of a step, a function of the seed, the step and the places in the batch."""
         two = 2 * place, 2 * place + 1  # indices of the draws for x_i and x_j
         discard = place if self.discard_per == "sample" else torch.zeros_like(place)
-        u = uniform(self.seed, step, STREAMS.to(place.device), torch.stack([*two, *two, discard]))  # [5,B]
+        u = uniform(self.seed, step, self.streams, torch.stack([*two, *two, discard]))  # [5,B]
         return Noise(partners=u[:2].mT, lam=u[2:4].mT, discard=u[4])
 
     def mixed_loss(self, z: Tensor, batch: Batch, augmented: Augmented) -> Losses:
@@ -169,7 +204,7 @@ class XDomainMix(Algorithm):
         return Losses(
             *self.averages(of_class, of_domain, batch),
             logs={"without_same_partner": without_same, "without_other_partner": without_other},
-            reuse=augmented.masks,
+            reuse=augmented.reuse,
         )
 
     def domain_loss(self, logits: Tensor, batch: Batch) -> Tensor:

@@ -7,13 +7,20 @@ with `_`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 Augmentation = Literal["none", "domainbed"]
 """Random changes of training images, see `xdm_ft.data._transforms.training_transform`."""
+
+
+class Container(NamedTuple):
+    """The files of a table that holds the bytes of all images, in the order of the rows, and the column."""
+
+    files: tuple[str, ...]
+    column: str
 
 
 class ImageDataset(ABC):
@@ -37,6 +44,8 @@ class ImageDataset(ABC):
     """Whether the rows of a domain are in the order of class and file names, on which DomainBed's split depends."""
     train_augmentation: ClassVar[Augmentation] = "none"
     """The default augmentation of end-to-end training and of `features.views`."""
+    container: Container | None = None
+    """Where `content` reads bytes from, if it is a table on the disk: as long as its files stay, so do all contents."""
     as_published: bool = False
     """Whether the images are known to be the published ones. A class missing from a domain is then not reported."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field
 
+from xdm_ft.data import Container
 from xdm_ft.data._cells import name_in
 from xdm_ft.data._files import numbered
 from xdm_ft.data._images import EncodedImages
@@ -82,6 +83,8 @@ class ImageTable(EncodedImages):
         if isinstance(table.features[columns.image], ImageFeature):
             table = table.cast_column(columns.image, ImageFeature(decode=False))  # else reading a row decodes it
         self.table = table.select_columns([columns.image])
+        files = tuple(part["filename"] for part in table.cache_files)
+        self.container = Container(files, columns.image) if files else None
         self.class_names, self.labels = self._numbered(table, columns.label)
         part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts.values()])
         if columns.domain is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -152,14 +152,19 @@ def _from_deep_grey(image: Image.Image) -> Image.Image:
 
 
 def scan(
-    dataset: ImageDataset, workers: int, check: Callable[[Image.Image], object] | None = None, show: bool = True
+    dataset: ImageDataset,
+    workers: int,
+    check: Callable[[Image.Image], object] | None = None,
+    show: bool = True,
+    rows: Sequence[int] | None = None,
 ) -> dict[int, str]:
-    """Decodes every image once. Returns {row: reason} for the images that do not decode, in the order of rows.
+    """Decodes every image, or those of `rows`, once. Returns {row: reason} for those that do not decode, in order.
 
     `check` may raise `UnreadableImage` for an image that decodes.
     """
+    wanted = range(len(dataset)) if rows is None else rows
 
-    def faults(rows: range) -> list[tuple[int, str]]:
+    def faults(rows: Sequence[int]) -> list[tuple[int, str]]:
         found = []
         for row in rows:
             try:
@@ -171,16 +176,14 @@ def scan(
                 found.append((row, error.reason))
         return found
 
-    def tasks() -> Iterator[range]:
-        for first in range(0, len(dataset), ROWS_PER_TASK):
-            yield range(first, min(first + ROWS_PER_TASK, len(dataset)))
+    tasks = [wanted[first : first + ROWS_PER_TASK] for first in range(0, len(wanted), ROWS_PER_TASK)]
 
     unreadable: dict[int, str] = {}
     # threads suffice: Pillow releases the interpreter lock while it decodes
-    with ThreadPoolExecutor(max(1, workers)) as pool, progress("checking", len(dataset), "images", show) as bar:
-        for rows, found in zip(tasks(), pool.map(faults, tasks()), strict=True):
+    with ThreadPoolExecutor(max(1, workers)) as pool, progress("checking", len(wanted), "images", show) as bar:
+        for task, found in zip(tasks, pool.map(faults, tasks), strict=True):
             unreadable.update(found)
-            bar.advance(len(rows), f"{len(unreadable)} unreadable" if unreadable else "")
+            bar.advance(len(task), f"{len(unreadable)} unreadable" if unreadable else "")
     return unreadable
 
 

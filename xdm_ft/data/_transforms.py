@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal
@@ -107,6 +108,24 @@ def normalizing_transform(preprocessing: Preprocessing) -> Callable[[Image.Image
     return transforms.Compose([transforms.ToTensor(), transforms.Normalize(preprocessing.mean, preprocessing.std)])
 
 
+def normalized(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """uint8 [B,S,S,3] → float32 [B,3,S,S] in the memory format channels last, on the same device.
+
+    Equals `normalizing_transform` of every image, on a CPU bit for bit.
+    """
+    side, of_row = pixels.shape[1], (len(pixels), pixels.shape[1], -1)
+    # [3·S], as a broadcast over the last dimension of 3 alone is slow
+    mean, std = (
+        torch.tensor(colour, device=pixels.device).repeat(side) for colour in (preprocessing.mean, preprocessing.std)
+    )
+    x = torch.empty(pixels.shape, device=pixels.device)
+    # on a CPU image by image, which stays in the processor's cache through all four passes
+    at_once = 1 if pixels.device.type == "cpu" else len(pixels)
+    for source, target in zip(pixels.view(of_row).split(at_once), x.view(of_row).split(at_once), strict=True):
+        target.copy_(source).div_(255).sub_(mean).div_(std)
+    return x.permute(0, 3, 1, 2)
+
+
 def resizing_transform(preprocessing: Preprocessing) -> Callable[[Image.Image], Image.Image]:
     """Returns a transform, RGB image → RGB image of size × size pixels.
 
@@ -143,22 +162,42 @@ def training_transform(preprocessing: Preprocessing, augmentation: Augmentation)
 
     if augmentation == "none":
         return evaluation_transform(preprocessing)
+    normalizing = [transforms.ToTensor(), transforms.Normalize(preprocessing.mean, preprocessing.std)]
+    return transforms.Compose([*_augmenting_steps(preprocessing), *normalizing])
+
+
+def augmenting_transform(
+    preprocessing: Preprocessing, augmentation: Augmentation
+) -> Callable[[Image.Image], Image.Image]:
+    """Returns `training_transform` without its normalisation: an RGB image of size × size pixels."""
+    from torchvision import transforms
+
+    if augmentation == "none":
+        return resizing_transform(preprocessing)
+    return transforms.Compose(_augmenting_steps(preprocessing))
+
+
+def _augmenting_steps(preprocessing: Preprocessing) -> list[Any]:
+    from torchvision import transforms
+
     filter_ = transforms.InterpolationMode(preprocessing.interpolation)
-    return transforms.Compose(
-        [
-            transforms.RandomResizedCrop(preprocessing.size, scale=(0.7, 1.0), interpolation=filter_),
-            transforms.RandomHorizontalFlip(),
-            transforms.ColorJitter(0.3, 0.3, 0.3, 0.3),
-            transforms.RandomGrayscale(),
-            transforms.ToTensor(),
-            transforms.Normalize(preprocessing.mean, preprocessing.std),
-        ]
-    )
+    return [
+        transforms.RandomResizedCrop(preprocessing.size, scale=(0.7, 1.0), interpolation=filter_),
+        transforms.RandomHorizontalFlip(),
+        transforms.ColorJitter(0.3, 0.3, 0.3, 0.3),
+        transforms.RandomGrayscale(),
+    ]
+
+
+_DRAWING = threading.Lock()
 
 
 @contextmanager
 def drawing_from(seed: int) -> Iterator[None]:
-    """Context in which a `training_transform` draws from `seed`. torch's generator gets its earlier state back."""
-    with torch.random.fork_rng(devices=[]):
+    """Context in which a `training_transform` draws from `seed`. torch's generator gets its earlier state back.
+
+    One thread at a time is in it: all of them share the generator.
+    """
+    with _DRAWING, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the generators of GPUs
         yield

@@ -30,9 +30,10 @@ def images_below(root: Path, folders: str = "<domain>/<class>") -> tuple[list[st
     """
     found = list(_files(str(root), "", set()))
     depth = folders.count("/") + 1
-    images = [path for path in found if path.count("/") >= depth and is_image(path)]
-    if images:
-        _log_ignored(root, found, folders)
+    of_images = [path for path in found if is_image(path)]
+    images = [path for path in of_images if path.count("/") >= depth]
+    if images and len(images) < len(found):
+        _log_ignored(root, found, set(of_images), set(images), folders)
     return images, found
 
 
@@ -78,12 +79,12 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def is_image(path: str) -> bool:
-    return os.path.splitext(path)[1].lower() in extensions()
+    return path[path.rfind(".") :].lower() in extensions()  # without a dot: its last character, which is no extension
 
 
-def _log_ignored(root: Path, found: list[str], folders: str) -> None:
-    other = [path for path in found if not is_image(path)]
-    higher = [path for path in found if path.count("/") < folders.count("/") + 1 and is_image(path)]
+def _log_ignored(root: Path, found: list[str], of_images: set[str], images: set[str], folders: str) -> None:
+    other = [path for path in found if path not in of_images]
+    higher = [path for path in found if path in of_images and path not in images]
     for paths, what in ((other, "without an image"), (higher, f"outside a {folders} folder")):
         if paths:
             ignored = plural(len(paths), "image" if paths is higher else "file")

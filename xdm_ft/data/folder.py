@@ -36,11 +36,12 @@ class Folder(ImageFiles):
             raise UserError(
                 f"data.root: {printable(root)} contains no images in <domain>/<class>/ folders; {_found(found)}"
             )
-        self.base, absolute = root, os.path.abspath(root)
-        self.paths = [os.path.join(absolute, path) for path in images]
-        self.shown = [os.path.join(root, path) for path in images]
-        self.domain_names, self.domains = numbered([path.split("/")[0] for path in images])
-        self.class_names, self.labels = numbered([path.split("/")[1] for path in images])
+        self.base, absolute, shown = root, os.path.join(os.path.abspath(root), ""), os.path.join(root, "")
+        self.paths = [absolute + path for path in images]
+        self.shown = [shown + path for path in images]
+        parts = [path.split("/", 2) for path in images]
+        self.domain_names, self.domains = numbered([part[0] for part in parts])
+        self.class_names, self.labels = numbered([part[1] for part in parts])
         self.groups = None if group is None else groups_of(images, group)
 
 

@@ -65,7 +65,7 @@ class Hub(ImageTable):
             f"check data.repository and the network, or run `hf download --repo-type dataset {name}` on a machine "
             "with a network"
         )
-        found = load(lambda: load_dataset(name, configuration, revision=revision), where, remedy)
+        found = load(lambda: load_dataset(name, configuration, revision=revision, keep_in_memory=False), where, remedy)
         self._fill(found, columns, where, use_splits)
         if repository in KNOWN:
             self._as_in_domainbed(repository, counts)

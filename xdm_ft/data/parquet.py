@@ -33,5 +33,9 @@ class Parquet(ImageTable):
         if not files:
             raise UserError(f"data.file: {printable(file)} contains no .parquet files; name a folder that does")
         where = printable(file)
-        parts = load(lambda: load_dataset("parquet", data_files=files), where, "write the file again, or remove it")
+        parts = load(
+            lambda: load_dataset("parquet", data_files=files, keep_in_memory=False),
+            where,
+            "write the file again, or remove it",
+        )
         self._fill(parts, columns, where)

@@ -86,13 +86,13 @@ def paired(
     Args:
         own: the method's metric by seed, float64 [S]; [1] if it is deterministic: it is compared with every seed.
         reference: the reference's metric, in the same order of seeds; [1] if it is deterministic.
-        without: both metrics without each group of test images in turn (`jackknife.without_each_group`), [S,groups] or
-            [1,groups]; None if they are unknown.
+        without: both metrics without each group of test images in turn (`jackknife.without_each_group`), the mean over
+            their seeds, [groups]; None if they are unknown.
         groups: effective number of groups of test images.
     """
     variance = None
     if without is not None and groups >= 2:  # fewer than two leave no degree of freedom
-        variance = jackknife_variance(without[0].mean(0) - without[1].mean(0))
+        variance = jackknife_variance(without[0] - without[1])
     return HeldOut(own - reference, variance, groups)
 
 

@@ -7,19 +7,13 @@ group g of G, and θ_(·) the mean of all θ_(g). The variance of the metric is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.randomness import Stream, permutation
 
-BLOCKS = 1000
-"""Largest number of groups for metrics that are not a mean over images. Such a metric needs sums per class, domain or
-bin for every group, which is too much for 100,000 groups. More groups than this are merged at random into this many
-blocks of (nearly) equally many groups. Leaving out blocks estimates the same variance, with a relative error of about
-√(2/1000) = 4%."""
 MEANS = ("accuracy", "nll", "auroc")  # metrics that are a mean of one value per image
 
 Sums = Callable[[np.ndarray | int, np.ndarray | int, int], np.ndarray]
@@ -35,20 +29,29 @@ def without_each_group(metric: str, prediction: Prediction) -> np.ndarray:
     linearised (see `metrics.auroc_contributions`); the other metrics are exact. A value is not finite where the metric
     is not defined without that group.
     """
-    members = _members(prediction)
-    if metric not in MEANS and members.max() >= BLOCKS:
-        groups = int(members.max()) + 1
-        members = (permutation(0, 0, Stream.BLOCKS, groups).numpy() % BLOCKS)[members]
-    groups = int(members.max()) + 1
+    images = prediction.images
+    members = images.members if metric in MEANS else images.blocks  # None: each image is a group
+    groups = len(images.sizes) if metric in MEANS else int(images.blocks.max()) + 1
 
     def sums(values: np.ndarray | int, codes: np.ndarray | int, num_codes: int) -> np.ndarray:
-        inside = np.broadcast_to(np.asarray(codes) >= 0, members.shape)
-        cells = (members * num_codes + codes)[inside]
-        summed = np.broadcast_to(values, members.shape)[inside]
-        of_groups = np.bincount(cells, summed, minlength=groups * num_codes).reshape(groups, num_codes)
+        if members is None:  # of a mean: one code
+            of_groups = np.broadcast_to(np.asarray(values, np.float64), groups)[:, None]
+        else:
+            of_groups = _of_groups(members * num_codes + codes, values, codes, groups * num_codes)
+            of_groups = of_groups.reshape(groups, num_codes)
         return of_groups.sum(0) - of_groups  # without each group, [groups, codes]
 
     return _METRICS[metric](prediction, sums)
+
+
+def _of_groups(cells: np.ndarray, values: np.ndarray | int, codes: np.ndarray | int, count: int) -> np.ndarray:
+    """Returns the sum of the values in each of `count` cells, float64; those of images with a negative code in none."""
+    if np.min(codes) < 0:
+        inside = np.asarray(codes) >= 0
+        cells, values = cells[inside], values if np.ndim(values) == 0 else np.asarray(values)[inside]
+    if np.ndim(values) == 0:
+        return values * np.bincount(cells, minlength=count).astype(np.float64)
+    return np.bincount(cells, values, minlength=count)
 
 
 def jackknife_variance(without: np.ndarray) -> float | None:
@@ -58,26 +61,14 @@ def jackknife_variance(without: np.ndarray) -> float | None:
     return float((len(without) - 1) * np.var(without))  # np.var holds the 1/G
 
 
-def group_sizes(prediction: Prediction) -> np.ndarray:
-    """Number of test images of each group, int64 [groups]; ones if groups are unknown."""
-    return np.bincount(_members(prediction))
-
-
 def effective_number(sizes: np.ndarray) -> float:
     """(Σ_g n_g)² / Σ_g n_g², Kish's (1965) effective number: this many groups of equal size are as informative."""
     counts = sizes.astype(np.float64)
     return float(counts.sum() ** 2 / np.square(counts).sum())
 
 
-def _members(prediction: Prediction) -> np.ndarray:
-    """The group of each image, int64 [n], numbered from 0 without gaps."""
-    if prediction.groups is None:
-        return np.arange(len(prediction.labels))
-    return np.unique(prediction.groups, return_inverse=True)[1]
-
-
 def _right(prediction: Prediction) -> np.ndarray:
-    return (prediction.predicted == prediction.labels).astype(np.float64)  # [n]
+    return (prediction.predicted == prediction.images.labels).astype(np.float64)  # [n]
 
 
 def _per_image(prediction: Prediction) -> np.ndarray:
@@ -96,7 +87,7 @@ def _mean(values: np.ndarray, sums: Sums) -> np.ndarray:
 
 
 def _balanced_accuracy(prediction: Prediction, sums: Sums) -> np.ndarray:
-    labels = prediction.labels
+    labels = prediction.images.labels
     classes = int(labels.max()) + 1
     images = sums(1, labels, classes)  # [groups, C]
     recalls = _per_image_means(sums(_right(prediction), labels, classes), images, 0.0)
@@ -104,13 +95,13 @@ def _balanced_accuracy(prediction: Prediction, sums: Sums) -> np.ndarray:
 
 
 def _worst_domain_accuracy(prediction: Prediction, sums: Sums) -> np.ndarray:
-    domains = prediction.worst_of
+    domains = prediction.images.worst_of
     count = max(1, int(domains.max()) + 1)  # 1 even if every image is in no domain (−1)
     return _per_image_means(sums(_right(prediction), domains, count), sums(1, domains, count), np.inf).min(1)
 
 
 def _macro_f1(prediction: Prediction, sums: Sums) -> np.ndarray:
-    labels, predicted = prediction.labels, prediction.predicted
+    labels, predicted = prediction.images.labels, prediction.predicted
     classes = int(max(labels.max(), predicted.max())) + 1
     support, claims = sums(1, labels, classes), sums(1, predicted, classes)  # [groups, C]
     f1 = 2 * sums(_right(prediction), labels, classes) / np.maximum(support + claims, 1)
@@ -134,10 +125,9 @@ _METRICS: dict[str, Callable[[Prediction, Sums], np.ndarray]] = {
 }
 
 
-def check_same_images(runs: Sequence[Prediction]) -> None:
-    """Raises `ValueError` if one of the runs was tested on other images than the first: they can not be paired."""
-    for run in runs:
-        if not np.array_equal(run.rows, runs[0].rows):
-            raise ValueError(
-                f"{run.method} and {runs[0].method} were not tested on the same images of {run.test_domains}"
-            )
+def check_same_images(first: Prediction, other: Prediction) -> None:
+    """Raises `ValueError` if one of them was tested on other images than the other: they can not be paired."""
+    if other.images is not first.images and not np.array_equal(other.images.rows, first.images.rows):
+        raise ValueError(
+            f"{other.method} and {first.method} were not tested on the same images of {other.test_domains}"
+        )

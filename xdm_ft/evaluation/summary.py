@@ -67,7 +67,7 @@ class Summary(NamedTuple):
 
 def summarise(
     records: Sequence[Record],
-    predictions: Sequence[Prediction],
+    predictions: Iterable[Prediction],
     *,
     methods: Sequence[str],
     rules: Sequence[str],
@@ -85,8 +85,9 @@ def summarise(
 
     Args:
         records: one per method, held-out domains and seed. Raises `ValueError` if there are two.
-        predictions: of these models. If some are missing, the row has no interval over seeds and images and no verdict,
-            and its note says so.
+        predictions: of these models, those of a method and held-out set in the order of the seeds; they are read once
+            and not kept. If some are missing, the row has no interval over seeds and images and no verdict, and its
+            note says so.
         methods: labels of the recipe's methods.
         rules: selection rules.
         metric: the metric to summarise.
@@ -98,12 +99,15 @@ def summarise(
     _refuse_duplicates(records)
     held_out = tuple(dict.fromkeys(record.test_domains for record in records))
     by_method = {m: tuple(r for r in records if r.method == m) for m in methods}
-    without = WithoutGroups(metric, held_out, predictions)
+    runs_by_rule = {
+        rule: {m: Runs(m, rule, metric, held_out, own) for m, own in by_method.items() if own} for rule in rules
+    }
+    pairs = encoder_pairs([m for m, own in by_method.items() if own], encoders)
+    comparisons = {rule: _comparisons(runs_of, references, pairs) for rule, runs_of in runs_by_rule.items()}
+    without = WithoutGroups(metric, (pair for found in comparisons.values() for pair in found.values()), predictions)
     found = Summary([], [])
-    for rule in rules:
-        runs_of = {m: Runs(m, rule, metric, held_out, own) for m, own in by_method.items() if own}
-        pairs = encoder_pairs([*runs_of], encoders)
-        compared = versus(_comparisons(runs_of, references, pairs), without)
+    for rule, runs_of in runs_by_rule.items():
+        compared = versus(comparisons[rule], without)
         _name_references(compared, references)
         between = {pair: compared[pair] for pair in pairs if pair in compared}
         found.encoder_pairs.extend({"selection": rule, **pair._asdict(), **of} for pair, of in between.items())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from xdm_ft.evaluation.comparison import SEEDS, Comparison, compare, paired, verdicts
-from xdm_ft.evaluation.jackknife import check_same_images, effective_number, group_sizes, without_each_group
+from xdm_ft.evaluation.jackknife import check_same_images, effective_number, without_each_group
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.runs import Held, Runs
 
@@ -24,33 +24,50 @@ class Groups(NamedTuple):
     known: bool  # False: each image counts as one group
 
 
+Pair = tuple[Runs, Runs]
+"""The method and what it is compared with."""
+
+
 class WithoutGroups:
-    """The metric of every prediction without each group of its test images, computed once."""
+    """The metric without each group of test images, as its mean over the seeds of each side of the comparisons.
 
-    def __init__(self, metric: str, held_out: Sequence[Held], predictions: Sequence[Prediction]) -> None:
-        self.metric, self.held_out = metric, tuple(held_out)
-        self.metrics: dict[tuple[str, str, Held, int], np.ndarray] = {}
+    One pass over the predictions: of them, no more than one mean per side is kept.
+    """
+
+    def __init__(self, metric: str, pairs: Iterable[Pair], predictions: Iterable[Prediction]) -> None:
+        """`predictions` of a method and held-out set come in the order of the seeds, which decides the rounding."""
+        self.metric = metric
         self.groups: dict[Held, Groups] = {}
-        for held in held_out:
-            runs = [p for p in predictions if tuple(p.test_domains) == held]
-            if metric == "auroc":
-                runs = [p for p in runs if p.per_image is not None]  # None if the AUROC is not defined
-            if not runs:
+        wanted: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+        for pair in pairs:
+            for runs, paired_seeds in zip(pair, _paired_seeds(*pair), strict=True):
+                wanted.setdefault((runs.rule, runs.method), set()).add(tuple(paired_seeds))
+        self._sums: dict[tuple[str, str, Held, tuple[int, ...]], tuple[np.ndarray, int]] = {}
+        first: dict[Held, Prediction] = {}
+        for one in predictions:
+            if metric == "auroc" and one.per_image is None:  # the AUROC is not defined
                 continue
-            check_same_images(runs)
-            sizes = group_sizes(runs[0])
-            self.groups[held] = Groups(len(sizes), effective_number(sizes), runs[0].groups is not None)
-            for p in runs:
-                self.metrics[p.rule, p.method, held, p.seed] = without_each_group(metric, p)
+            held, images = tuple(one.test_domains), one.images
+            if held not in first:
+                first[held] = one
+                self.groups[held] = Groups(len(images.sizes), effective_number(images.sizes), images.groups is not None)
+            check_same_images(first[held], one)
+            sides = [seeds for seeds in wanted.get((one.rule, one.method), ()) if one.seed in seeds]
+            if not sides:
+                continue
+            without = without_each_group(metric, one)
+            for seeds in sides:
+                total, count = self._sums.get((one.rule, one.method, held, seeds), (np.zeros_like(without), 0))
+                total += without
+                self._sums[one.rule, one.method, held, seeds] = total, count + 1
 
-    def of(self, runs: Runs, held: Held, seeds: Sequence[int]) -> np.ndarray | None:
-        """The metric without each group, [seeds, groups]; None if a prediction is missing."""
-        rows = [self.metrics.get((runs.rule, runs.method, held, seed)) for seed in seeds]
-        known = [row for row in rows if row is not None]
-        return np.stack(known) if len(known) == len(rows) else None
+    def mean(self, runs: Runs, held: Held, seeds: Sequence[int]) -> np.ndarray | None:
+        """The mean over these seeds, [groups]; None if a prediction is missing."""
+        total, count = self._sums.get((runs.rule, runs.method, held, tuple(seeds)), (None, 0))
+        return total / count if total is not None and count == len(seeds) else None
 
 
-def versus(pairs: Mapping[K, tuple[Runs, Runs]], without: WithoutGroups) -> dict[K, dict[str, Any]]:
+def versus(pairs: Mapping[K, Pair], without: WithoutGroups) -> dict[K, dict[str, Any]]:
     """Returns the differences first − second, paired by held-out domain and seed, under one selection rule.
 
     All `pairs` are one family of Holm's correction. A pair without a common seed is not in the result.
@@ -61,7 +78,8 @@ def versus(pairs: Mapping[K, tuple[Runs, Runs]], without: WithoutGroups) -> dict
         own, theirs = _paired_seeds(first, second)
         if own and theirs:
             comparisons[key], notes[key] = _compared(first, second, own, theirs, without)
-    found = verdicts(without.metric, comparisons, _where(without.held_out))
+    held_out = next(iter(pairs.values()))[0].held_out if pairs else ()
+    found = verdicts(without.metric, comparisons, _where(held_out))
     return {
         key: {
             "difference": one.difference,
@@ -75,7 +93,7 @@ def versus(pairs: Mapping[K, tuple[Runs, Runs]], without: WithoutGroups) -> dict
 
 
 def _where(held_out: Sequence[Held]) -> str:
-    if len(held_out) > 1:
+    if len(held_out) != 1:
         return ""
     return "on these domains" if len(held_out[0]) > 1 else "on this domain"
 
@@ -100,7 +118,7 @@ def _compared(
     ours, base, sets, missing = runs.values, reference.values, [], False
     for held in runs.held_out:
         values = np.array([ours[held, s] for s in own]), np.array([base[held, s] for s in theirs])
-        of_own, of_reference = without.of(runs, held, own), without.of(reference, held, theirs)
+        of_own, of_reference = without.mean(runs, held, own), without.mean(reference, held, theirs)
         both = None if of_own is None or of_reference is None else (of_own, of_reference)
         missing |= both is None
         groups = without.groups[held].effective if held in without.groups else 0.0

@@ -31,7 +31,7 @@ def run(recipe: Recipe) -> Results:
     from xdm_ft.experiment.heartbeat import from_main, heartbeat, wait_for_everyone
     from xdm_ft.experiment.machine import as_launched, launched
     from xdm_ft.experiment.plan import make_plan, read_data
-    from xdm_ft.experiment.prepared import build_encoders, check_low_rank, prepare
+    from xdm_ft.experiment.prepared import build_encoders, check_low_rank, image_hashes, prepare
     from xdm_ft.experiment.records import train_models
     from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
     from xdm_ft.experiment.resume import earlier, keeping_final_fit, opened, recorded
@@ -55,10 +55,11 @@ def run(recipe: Recipe) -> Results:
                 logger.info("%s", first_line(plan, encoders, accelerator, before.records.keys()))
             if before.recipe is not None and (added := growth(before.recipe, plan)):
                 logger.info("%s: %s", directory.path, added)
-            findings = faults(plan, show=True) if main else []
+            hashes = image_hashes(recipe, dataset, accelerator)
+            findings = faults(plan, True, hashes) if main else []
             for finding in findings:
                 logger.warning("finding: %s", finding.line)
-            prepared = prepare(recipe, dataset, encoders, accelerator, before.environment)
+            prepared = prepare(recipe, dataset, encoders, accelerator, before.environment, hashes)
             plan = plan.without(prepared.unreadable)
 
             trained_on = inputs(dataset, prepared)

@@ -24,10 +24,13 @@ counts the groups that they share.
 """
 
 
-def faults(plan: Plan, show: bool) -> list[Finding]:
-    """Returns all faults. Reads and hashes only image files of equal size. `show`: whether to show progress."""
-    # files of different sizes can not be copies of each other
-    hashes = hash_files(plan.dataset, index_folder(plan.recipe), show, equal_sizes_only=True)
+def faults(plan: Plan, show: bool, hashes: FileHashes | None = None) -> list[Finding]:
+    """Returns all faults. Reads and hashes only image files of equal size, unless all `hashes` are known.
+
+    `show`: whether to show progress.
+    """
+    if hashes is None:  # files of different sizes can not be copies of each other
+        hashes = hash_files(plan.dataset, index_folder(plan.recipe), show, equal_sizes_only=True)
     return [*data_faults(plan.dataset, hashes, plan.splits), *plan_faults(plan)]
 
 

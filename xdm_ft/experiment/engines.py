@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from xdm_ft.experiment.growing import comparable, of_method
 from xdm_ft.experiment.overall import Overall
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared, build_encoder
+from xdm_ft.experiment.profiling import profiled
 from xdm_ft.features.cache import Features
 from xdm_ft.progress import Progress
 from xdm_ft.protocol.splits import Split
@@ -114,7 +116,8 @@ class Engines:
             item = request.item
             if self._is_end_to_end(request):
                 continue
-            for jobs in [[job] for job in request.jobs] if item.is_solver else chunks(request.jobs):
+            each = ([job] for job in request.jobs)
+            for jobs in each if item.is_solver else chunks(request.jobs, self.accelerator.device):
                 if any(job.key in request.wanted for job in jobs):
                     found.append(Piece(request, jobs, len(jobs) * self._cost(jobs[0], item)))
         # with the longest first, all processes end at about the same time
@@ -127,10 +130,11 @@ class Engines:
     def _cost(self, job: Job, item: MethodItem) -> int:
         return cost(item, job.training, job.split, job.setup.steps, item.trainable is not False)
 
-    def train_pieces(self, queue: Sequence[Piece], overall: Overall) -> Iterator[Model]:
-        """Takes the next piece that no other process has taken, until none is left. Yields the wanted models.
+    def train_pieces(self, queue: Sequence[Piece], overall: Overall) -> Iterator[list[Model]]:
+        """Takes the next piece that no other process has taken, until none is left. Yields its wanted models.
 
-        The numbers of a piece do not depend on the process that trains it.
+        They must be saved before the next piece is requested. The numbers of a piece do not depend on the process that
+        trains it.
         """
         for piece in queue:
             request, jobs, _ = piece
@@ -138,8 +142,9 @@ class Engines:
                 train, units = self._banked, sum(job.setup.steps for job in jobs)
                 if isinstance(solver := jobs[0].make(jobs[0].setup), Solver):
                     train, units = self._solved, solver.candidates
-                with overall.share(piece.note, piece.cost, units) as bar:
-                    yield from train(jobs, request, bar)
+                profile = self._profile(jobs[0].method)
+                with overall.share(piece.note, piece.cost, units) as bar, profiled(bar, profile) as watched:
+                    yield from train(jobs, request, watched)
 
     def train_end_to_end(self, requests: Sequence[Request], overall: Overall) -> Iterator[Model]:
         """Yields the wanted models that train end to end, one after the other. All processes train each model."""
@@ -147,8 +152,9 @@ class Engines:
             note, total = f"{job.method}, {', '.join(job.test_domains)}, seed {job.seed}", job.setup.steps
             # all processes do the same work, which counts once
             worth = self._cost(job, request.item) if self.accelerator.is_main_process else 0
-            with overall.share(note, worth, total) as bar:
-                yield from self._end_to_end(job, request, bar)
+            profile = self._profile(job.method) if self.accelerator.is_main_process else None
+            with overall.share(note, worth, total) as bar, profiled(bar, profile) as watched:
+                yield from self._end_to_end(job, request, watched)
 
     def _jobs_end_to_end(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Job]]:
         for request in filter(self._is_end_to_end, requests):
@@ -157,7 +163,7 @@ class Engines:
     def _is_end_to_end(self, request: Request) -> bool:
         return request.item.trainable is not False
 
-    def _banked(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[Model]:
+    def _banked(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
         """Trains a chunk of heads on cached features, and yields its wanted models."""
         from xdm_ft.training.bank.train import train_bank
 
@@ -174,11 +180,11 @@ class Engines:
                 bar=bar,
                 checkpoint=lambda jobs: self._checkpoint(jobs, request.criteria.rules),
             ):
-                if trained.job.key in request.wanted:
-                    yield Model(trained, _cached_logits(trained.job, features, named))
+                wanted = (one for one in trained if one.job.key in request.wanted)
+                yield [Model(one, _cached_logits(one.job, features, named)) for one in wanted]
 
-    def _solved(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[Model]:
-        """Computes the head of a solver, which takes no gradient steps, and yields its model."""
+    def _solved(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
+        """Computes the head of a solver, which takes no gradient steps, and yields its model in a list."""
         from xdm_ft.training.solvers import solve
 
         [job] = jobs
@@ -187,7 +193,7 @@ class Engines:
         named = partial(out_of_memory_as_user_error, f"{job.method}, {', '.join(job.test_domains)} held out", remedy)
         with named():
             trained = solve(job, features, self.plan.annotations, request.criteria, bar)
-            yield Model(trained, _cached_logits(job, features, named))
+            yield [Model(trained, _cached_logits(job, features, named))]
 
     def _end_to_end(self, job: Job, request: Request, bar: Progress) -> Iterator[Model]:
         from xdm_ft.training.end_to_end.train import predict, train_model
@@ -238,6 +244,13 @@ class Engines:
             return build_encoder(item.encoder, seed), WHOLE
         prepared = self.prepared.of(item)
         return prepared.encoder, EncoderPart(item.trainable, prepared.activations[item.trainable])
+
+    def _profile(self, method: str) -> Path | None:
+        """Returns the file for the trace of a method's training; None: the recipe wants none, or there is one."""
+        if not self.plan.recipe.training.profile:
+            return None
+        file = self.directory.profile_file(method)
+        return None if file.exists() else file
 
     def _checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of jobs that train together."""

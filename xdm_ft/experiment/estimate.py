@@ -33,7 +33,7 @@ from xdm_ft.progress import duration
 from xdm_ft.training import Identity
 from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.bank.timing import seconds_of, timed
-from xdm_ft.training.bank.train import CHUNK_HEADS, chunks
+from xdm_ft.training.bank.train import chunks, most_heads
 from xdm_ft.training.selection import evaluation_steps, split_of
 
 if TYPE_CHECKING:
@@ -249,12 +249,12 @@ class _Measured:
 
     def _pieces(self, group: Models, models: int) -> list[float]:
         """Seconds of the pieces of work of one method's models, all taken for as long as those that are measured."""
-        plan, some = self.plan, group[:CHUNK_HEADS]
+        plan, some = self.plan, group[: most_heads(self.accelerator.device)]
         prepared = self._made_up()
         if group[0].item.is_solver:
             return [self._solver(model) for model in group]
         jobs = [make_job(plan, prepared, model, {}) for model in some]
-        largest = max(chunks(jobs), key=len)
+        largest = max(chunks(jobs, self.accelerator.device), key=len)
         features = prepared.of(group[0].item).features_of(largest[0])
         data = CachedData(features, plan.annotations.to(features.device))
         methods = len({model.item.label for model in self.models})

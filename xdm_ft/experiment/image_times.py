@@ -17,7 +17,6 @@ from xdm_ft.data._transforms import Preprocessing, evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders._cut import Below
 from xdm_ft.experiment.machine import cores, local_processes
-from xdm_ft.features.forward import MAX_WORKERS
 from xdm_ft.training.bank.timing import seconds_of
 
 if TYPE_CHECKING:
@@ -78,11 +77,11 @@ class ImageTimes:
         return quick, torch.stack(found)
 
     def beside(self, decode: float, encode: float) -> float:
-        """Seconds per image if worker processes decode: on a CPU, they and the encoder share the cores."""
+        """Seconds per image if all cores decode: on a CPU, decoding and the encoder share them."""
         mine = max(1, cores() // local_processes())
         if self.accelerator.device.type == "cpu":
             return encode + decode / mine
-        return max(encode, decode / min(MAX_WORKERS, mine))
+        return max(encode, decode / mine)
 
     def step(self, one: CutPasses, gradients: int = 1) -> float:
         """Seconds of a training step per image; `gradients`: forward and backward passes of a step."""

@@ -62,7 +62,7 @@ def launched(recipe: Recipe, trackers: Sequence[str] = ()) -> Iterator[Accelerat
     """
     from accelerate.state import AcceleratorState, is_initialized
 
-    from xdm_ft.training.end_to_end.train import shut_down
+    from xdm_ft.training.end_to_end.accelerated import shut_down
 
     of_the_caller = is_initialized()
     accelerator = start(recipe, trackers)
@@ -100,7 +100,19 @@ def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))],
     )
     torch.set_num_threads(max(1, cores() // local_processes()))
+    set_precision_on_gpus(recipe.training.tf32)
+    # images of one training all have one size: the fastest convolutions are found once
+    torch.backends.cudnn.benchmark = recipe.trains_encoders
     return accelerator
+
+
+def set_precision_on_gpus(tf32: bool) -> None:
+    """Sets whether GPUs multiply float32 numbers in TF32. By torch's default convolutions do, and nothing else."""
+    import torch
+
+    # not `fp32_precision` of each operator: where it is set, torch refuses to read these, as its exporter does
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def _refuse_missing_gpus() -> None:

@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data._images import scan, unreadable_message
-from xdm_ft.data._transforms import NotAStrip
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.encoders._cut import require_blocks
 from xdm_ft.encoders._trainable import LowRank, Trainable
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.cuts import counted, counted_unhashed, cuts_of, decided
-from xdm_ft.experiment.heartbeat import from_main
-from xdm_ft.experiment.machine import cores
+from xdm_ft.experiment.heartbeat import from_main, wait_for_everyone
 from xdm_ft.features.cache import Features, extract
 from xdm_ft.features.cache_key import weights_digest
-from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.features.decoding import undecodable
+from xdm_ft.features.file_hashes import FileHashes, hash_files
+from xdm_ft.features.forward import own_cores, refuse_unreadable
 from xdm_ft.features.store import cache_folder
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.faults import checked_algorithm
@@ -139,15 +138,17 @@ def prepare(
     encoders: Mapping[str | None, Encoder],
     accelerator: Accelerator,
     environment: Mapping[str, Any] | None = None,
+    hashes: FileHashes | None = None,
 ) -> Prepared:
     """Reads features and activations from the cache, extracts the missing ones, and computes the class embeddings.
 
     `environment`: of the results.json of a run that goes on; activations that it cached are cached, others are not.
-    Raises `UserError` if an image does not decode and `data.on_bad_image` is `error`.
+    `hashes`: of `image_hashes`, if they are known. Raises `UserError` if an image does not decode and
+    `data.on_bad_image` is `error`.
     """
     on_bad_image, main = recipe.data_common.on_bad_image, bool(accelerator.is_main_process)
     index = index_folder(recipe)
-    hashes = hash_files(dataset, index, main)
+    hashes = image_hashes(recipe, dataset, accelerator) if hashes is None else hashes
     extracted = partial(
         extract,
         dataset=dataset,
@@ -176,8 +177,11 @@ def prepare(
             cached = extracted(cut.below, streamed=True) if is_cached else None
             activations |= {trainable: cached for trainable in cut.serves}
         read = [one for one in (features, *activations.values()) if one is not None]
-        if any(item.trainable is not False and activations.get(item.trainable) is None for item in items):
-            unreadable |= _scanned(encoder, dataset, on_bad_image)
+        # before training end to end, which would fail at a broken image after hours; extraction decodes all of them too
+        if not read and any(item.trainable is not False for item in items):
+            broken = undecodable(dataset, hashes, encoder.preprocessing, index, own_cores(), main)
+            refuse_unreadable(broken, dataset, on_bad_image)
+            unreadable |= broken
         for one in read:
             unreadable |= one.unreadable
         texts = text_weights(items, encoder, dataset.class_names)
@@ -197,6 +201,17 @@ def index_folder(recipe: Recipe) -> Path | None:
         return None
 
 
+def image_hashes(recipe: Recipe, dataset: ImageDataset, accelerator: Accelerator) -> FileHashes:
+    """Returns the hash of every image. Processes of a run divide the files of which no hash is known."""
+    index, main, ranks = index_folder(recipe), bool(accelerator.is_main_process), accelerator.num_processes
+    if index is not None and ranks > 1:
+        found = hash_files(dataset, index, main, share=(accelerator.process_index, ranks))
+        wait_for_everyone(accelerator)  # the others' hashes are in the index now, if it is the same one
+        if found.digests.any(1).sum() + len(found.unreadable) == len(dataset):
+            return found
+    return hash_files(dataset, index, main)
+
+
 def text_weights(
     items: Sequence[MethodItem], encoder: Encoder, class_names: tuple[str, ...]
 ) -> dict[tuple[str, ...] | None, Tensor]:
@@ -206,14 +221,3 @@ def text_weights(
         assert isinstance(encoder, TextEncoder), "checked with the recipe"
         weights[prompts] = encoder.logit_scale * encoder.text_embeddings(class_names, prompts)
     return weights
-
-
-def _scanned(encoder: Encoder, dataset: ImageDataset, on_bad_image: str) -> dict[int, str]:
-    """Decodes every image before training end to end, which would otherwise fail at a broken image after hours.
-
-    Returns {row: reason} of the unreadable images. Raises `UserError` if `on_bad_image` is `error`.
-    """
-    unreadable = scan(dataset, cores(), NotAStrip(encoder.preprocessing))
-    if unreadable and on_bad_image == "error":
-        raise UserError(unreadable_message(unreadable, dataset))
-    return unreadable

@@ -17,7 +17,7 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.calibration import temperature
 from xdm_ft.evaluation.metrics import per_image, score
-from xdm_ft.evaluation.predictions import Prediction, arrays_of, test_images
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import Identity, Pick, Record
 from xdm_ft.experiment.cross_domain import cross_domain_values
 from xdm_ft.experiment.description import weights_metadata
@@ -47,10 +47,13 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
     """Trains every planned model without a record, and saves its record, weights and predictions."""
     plan, accelerator = engines.plan, engines.accelerator
     if accelerator.is_main_process:
-        for model in plan.models:
-            if model.skipped:
-                record = Record(*model.key, hparams(plan.recipe, model.item, model.training), "skipped", model.skipped)
-                results.save(Outcome(RECORDS, record), engines.directory)
+        skipped = [
+            Record(*model.key, hparams(plan.recipe, model.item, model.training), "skipped", model.skipped)
+            for model in plan.models
+            if model.skipped
+        ]
+        if skipped:
+            results.save((Outcome(RECORDS, record) for record in skipped), engines.directory)
         keep_test_images(plan.dataset, plan.splits, engines.directory)
         keep_references(plan, engines.prepared, plan.splits, engines.directory)
     planned = {model.key: model for model in plan.models if not model.skipped}
@@ -255,7 +258,9 @@ def _prediction(plan: Plan, planned: PlannedModel, rule: str, logits: Tensor) ->
     predicted = logits.argmax(-1).numpy().astype(np.int64)
     # other rules are for comparison: their probabilities would only multiply the size of the file
     probabilities = _probabilities(logits) if rule == plan.rules[0] else None
-    return Prediction.on(plan.dataset, planned.key, rule, rows.numpy(), predicted, values, probabilities)
+    method, test_domains, seed, _ = planned.key
+    images = HeldOutImages.of(plan.dataset, rows.numpy())
+    return Prediction(method, test_domains, seed, rule, images, predicted, values, probabilities)
 
 
 def _probabilities(logits: Tensor) -> np.ndarray:

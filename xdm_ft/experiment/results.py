@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.experiment.resume import Earlier
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.report.finished import Run
+from xdm_ft.storage.atomic import Together
 from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory
@@ -33,6 +35,7 @@ from xdm_ft.training.end_to_end.model import cut_of
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+KEEP_SECONDS = 5.0  # outcomes are made safe on the disk together, after this time at the latest
 LIBRARIES = ("xdm_ft", "torch", "torchvision", "timm", "open_clip_torch", "accelerate", "numpy", "pillow")
 
 
@@ -102,24 +105,37 @@ class ResultsFile:
         """Returns method and generation of a model. Only models with equal ones share chunks of heads."""
         return key[0], generation(key, self.generations)
 
-    def save(self, outcome: Outcome, directory: RunDirectory) -> None:
-        """Writes the files of an outcome, then its line, so that a line never refers to a missing file.
+    def save(self, outcomes: Iterable[Outcome], directory: RunDirectory) -> None:
+        """Writes the files of outcomes, then their lines, so that a line never refers to a missing file.
 
+        Outcomes that come within `KEEP_SECONDS` are made safe on the disk together; a killed run loses those only.
         `directory` belongs to the calling process, which may be a fork of the main one. The main process also rewrites
         results.json, unless that would take too large a share of its time.
         """
-        for file, (state, metadata) in outcome.weights.items():
-            directory.write_weights(file, state, metadata)
-        for folder, arrays in outcome.predictions.items():
-            directory.write_predictions(folder, arrays)
-        for file, arrays in outcome.references.items():
-            directory.write_reference(file, arrays, {})
-        if not isinstance(outcome.line, Record):
-            directory.append(outcome.kind, outcome.line)
-            return
-        directory.append(outcome.kind, outcome.line.to_json())
-        self.records[outcome.line.key] = outcome.line
-        if directory.main and directory.results_are_due:
+        with Together() as files:
+            written, began = list[Outcome](), time.monotonic()
+            for outcome in outcomes:
+                for file, (state, metadata) in outcome.weights.items():
+                    directory.write_weights(file, state, metadata, files.add)
+                for folder, arrays in outcome.predictions.items():
+                    directory.write_predictions(folder, arrays, files.add)
+                for file, arrays in outcome.references.items():
+                    directory.write_reference(file, arrays, {}, files.add)
+                written.append(Outcome(outcome.kind, outcome.line))  # without the arrays, which need memory
+                if time.monotonic() - began > KEEP_SECONDS:
+                    self._keep(files, written, directory)
+                    written, began = [], time.monotonic()
+            self._keep(files, written, directory)
+
+    def _keep(self, files: Together, written: Sequence[Outcome], directory: RunDirectory) -> None:
+        """Makes files safe on the disk, then the lines that refer to them."""
+        files.replace()
+        for kind in dict.fromkeys(outcome.kind for outcome in written):
+            lines = [outcome.line for outcome in written if outcome.kind == kind]
+            directory.append(kind, *(line.to_json() if isinstance(line, Record) else line for line in lines))
+        records = [outcome.line for outcome in written if isinstance(outcome.line, Record)]
+        self.records |= {record.key: record for record in records}
+        if records and directory.main and directory.results_are_due:
             self.write()
 
     def write(self) -> Results:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.errors import plural
-from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.references import Compared, erm_of_each
 from xdm_ft.evaluation.summary import Summary, protocol_line, summarise
@@ -31,23 +31,25 @@ def summary_of(plan: Plan, prepared: Prepared, records: Sequence[Record], direct
     picks = [pick for record in records for pick in record.selected.values()]
     tested = {(name, of["n"]) for pick in picks for name, of in pick.metrics["test"].per_domain.items()}
     benchmark = benchmark_of(plan.recipe.data.block.model_dump(mode="json"), tested)
-    rows = {split.test_domains: directory.test_images(split.test_domains)["rows"] for split in plan.splits}
+    images = {
+        split.test_domains: HeldOutImages.of(plan.dataset, directory.test_images(split.test_domains)["rows"])
+        for split in plan.splits
+    }
     found = Summary([], [])
     for rule in plan.rules:
         picked = picked_trials(records, rule, metric)
         of_rule = summarise(
             picked,
-            [
+            (  # one at a time: those of all models would fill the memory
                 Prediction.from_arrays(
                     directory.predictions(directory.model_folder(*record.key)),
-                    rows[record.test_domains],
-                    plan.dataset,
+                    images[record.test_domains],
                     record.key,
                     rule,
                 )
-                for record in picked
+                for record in sorted(picked, key=lambda record: record.seed)
                 if rule in record.selected
-            ],
+            ),
             methods=[item.label for item in methods],
             rules=[rule],
             metric=metric,
@@ -126,6 +128,8 @@ def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
     split = "official split" if recipe.protocol.name == "official" else "leave one domain out"
     notes = [*plan.notes, *_encoders(recipe, prepared)]
     notes.append(f"training loss averaged by {recipe.training.loss_average}")
+    if recipe.training.tf32:
+        notes.append("float32 products in TF32 on GPUs")
     if prepared.unreadable:
         notes.append(f"{plural(len(prepared.unreadable), 'unreadable image')} left out")
     return protocol_line(

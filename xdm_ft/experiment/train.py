@@ -48,13 +48,17 @@ def train(
         if accelerator.is_main_process:
             bar.add(spared=done.cost, models=done.models)
 
+        def measured(model: Model) -> Outcome:
+            outcome = measure(model)
+            bar.add(models=1)
+            return outcome
+
         def work(number: int) -> None:
             bar.in_process(number)
             with engines.directory.in_fork(number) as directory:
                 own = dataclasses.replace(engines, directory=directory)
-                for model in own.train_pieces(queue, bar):
-                    results.save(measure(model), directory)
-                    bar.add(models=1)
+                for models in own.train_pieces(queue, bar):
+                    results.save(map(measured, models), directory)
             bar.add(note="other processes")  # if there are any
 
         if queue:
@@ -66,6 +70,6 @@ def train(
         for model in engines.train_end_to_end(requests, bar):
             outcome = measure(model)  # in every process: all of them predict together
             if accelerator.is_main_process:
-                results.save(outcome, engines.directory)
+                results.save([outcome], engines.directory)
                 bar.add(models=1)
         wait_for_everyone(accelerator)

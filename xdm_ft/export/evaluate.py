@@ -21,10 +21,10 @@ from torch import Tensor
 
 from xdm_ft.evaluation.comparison import Estimate
 from xdm_ft.evaluation.description import interval_of
-from xdm_ft.evaluation.jackknife import effective_number, group_sizes
+from xdm_ft.evaluation.jackknife import effective_number
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, per_image, score
 from xdm_ft.evaluation.new_site import NewSite, within_bounds
-from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.reliability import Bin, reliability
 from xdm_ft.export.config import Expected
 from xdm_ft.export.promise import error_at
@@ -126,22 +126,19 @@ def _estimate(metric: str, value: float, images: Labelled) -> tuple[Estimate | N
     """The metric with its error over groups of images (None: unknown), the number of groups (None: unknown), and the
     effective number of groups, or of images."""
     labels = torch.from_numpy(images.labels)
+    tested = HeldOutImages(np.arange(len(images.labels)), images.labels, images.domains, images.groups)
     prediction = Prediction(
         method="",
         test_domains=(),
         seed=0,
         rule="",
-        rows=np.arange(len(images.labels)),
-        labels=images.labels,
+        images=tested,
         predicted=images.logits.argmax(1).numpy(),
-        worst_of=images.domains,
-        groups=images.groups,
         per_image=per_image(metric, images.logits, labels),
     )
-    sizes = group_sizes(prediction)
-    effective = effective_number(sizes)
+    effective = effective_number(tested.sizes)
     estimate = error_at(metric, np.array([value]), [prediction], effective)
-    return estimate, None if images.groups is None else len(sizes), effective
+    return estimate, None if images.groups is None else len(tested.sizes), effective
 
 
 def _versus(

@@ -21,11 +21,12 @@ from xdm_ft.export.model import Model
 from xdm_ft.export.sources import Item
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_of, key_parts_of
-from xdm_ft.features.forward import DTYPES, MAX_WORKERS
+from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.lookup import Lookup
 from xdm_ft.features.store import cache_path
 from xdm_ft.report.finished import is_run, read_run
 
+MAX_WORKERS = 4  # by default
 READ_AT_MOST = 1 << 30  # bytes of a file that are read at once; a larger one is decoded from the disk
 DECODER = f"{EncodedImages.image.__module__}.{EncodedImages.image.__qualname__}"
 NOT_FINITE = "the model returns values that are not finite"

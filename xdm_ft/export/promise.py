@@ -17,10 +17,10 @@ import torch
 from xdm_ft.errors import UserError, plural
 from xdm_ft.evaluation.comparison import Estimate, HeldOut
 from xdm_ft.evaluation.description import interval_of, over_seeds_and_groups
-from xdm_ft.evaluation.jackknife import effective_number, group_sizes, jackknife_variance, without_each_group
+from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance, without_each_group
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, confidences, expected_calibration_error, per_image_nll
 from xdm_ft.evaluation.new_site import FEWEST_SETS, new_site, seeds_by_set, within_bounds
-from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.runs import Held, Runs
 from xdm_ft.evaluation.trials import picked_trials
@@ -91,23 +91,25 @@ class _Stored(NamedTuple):
         directory, found = RunDirectory(path), list[Prediction]()
         own = {one.seed: one for one in runs.records if one.test_domains == held}
         temperatures = [own[seed].selected[runs.rule].temperature for seed in seeds]
-        images: Arrays = {}
+        stored: Arrays = {}
         try:
-            images = directory.test_images(held)
+            stored = directory.test_images(held)
+            images = HeldOutImages.from_arrays(stored)
             for seed in seeds:
                 arrays = directory.predictions(directory.model_folder(*own[seed].key))
-                found.append(Prediction.from_files(arrays, images, own[seed].key, runs.rule))
+                found.append(Prediction.from_arrays(arrays, images, own[seed].key, runs.rule))
         except (UserError, KeyError):  # without them the estimate has no intervals, and its notes say so
             found = []
-        return cls(found, temperatures, not found, bool(images) and "worst_of" not in images)
+        return cls(found, temperatures, not found, bool(stored) and "worst_of" not in stored)
 
 
 def _at(metric: str, runs: Runs, held: Held, by_seed: np.ndarray, stored: _Stored) -> AtHeldOut:
     scores = [score for one in runs.records if one.test_domains == held and (score := runs.score(one)) is not None]
     interval, groups = None, None
     if stored.predictions:
-        sizes = group_sizes(stored.predictions[0])
-        groups = None if stored.predictions[0].groups is None else len(sizes)
+        images = stored.predictions[0].images
+        sizes = images.sizes
+        groups = None if images.groups is None else len(sizes)
         estimate = error_at(metric, by_seed, stored.predictions, effective_number(sizes))
         interval = interval_of(metric, estimate, effective_number(sizes))
     return AtHeldOut(
@@ -177,8 +179,9 @@ def _tempered(prediction: Prediction, temperature: float | None) -> tuple[float,
     # probabilities are float32: the smallest of them are 0, and a logarithm must be finite
     stored = torch.from_numpy(prediction.probabilities).double().clamp_min(torch.finfo(torch.float32).tiny)
     logits = stored.log() / temperature
-    right = prediction.predicted == prediction.labels
-    nll = float(per_image_nll(logits, torch.from_numpy(prediction.labels)).mean())
+    labels = prediction.images.labels
+    right = prediction.predicted == labels
+    nll = float(per_image_nll(logits, torch.from_numpy(labels)).mean())
     return expected_calibration_error(confidences(logits), right), nll
 
 

@@ -24,7 +24,7 @@ from xdm_ft.export.predictions import Row
 from xdm_ft.export.sources import Item
 from xdm_ft.progress import pulse
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_file
-from xdm_ft.storage.checksummed import Damaged, append_line, read_lines
+from xdm_ft.storage.checksummed import Damaged, append_lines, read_lines
 
 SECONDS = 1.0  # between two writes: what a kill loses
 LOCK_SECONDS = 3.0  # the decoding processes of a killed command end a moment after it
@@ -83,7 +83,7 @@ class Unfinished:
     def begin(self) -> None:
         with disk_errors(self.file):
             os.truncate(self.file, 0)
-        append_line(self.file, self.about)
+        append_lines(self.file, [self.about])
 
     def earlier(self) -> dict[str, Any] | None:
         """Returns what an earlier command has done; None if nothing. Raises `UserError` if it was another one."""
@@ -111,7 +111,7 @@ class Unfinished:
             self.flush()
 
     def flush(self) -> None:
-        append_line(self.file, {"tally": self.tally.to_json(), "rows": self._rows})
+        append_lines(self.file, [{"tally": self.tally.to_json(), "rows": self._rows}])
         self._rows, self._due = [], time.monotonic() + SECONDS
 
     def rows(self) -> Iterator[Row]:

@@ -55,6 +55,7 @@ class FeatureSettings(Block):
         int | None,
         Field(
             ge=0,
-            description="processes that decode images; null: one per core, at most 4, and none for images in memory",
+            description="processes that decode images; 0: threads decode a batch on all cores between two passes of "
+            "the encoder; null: 0 on a CPU and for images in memory, else one per core",
         ),
     ] = None

@@ -6,12 +6,11 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from xdm_ft.data import Augmentation, ImageDataset
@@ -25,7 +24,7 @@ from xdm_ft.features.maintenance import stores
 from xdm_ft.features.shards import Contents, contents_of
 from xdm_ft.features.store import Store, cache_folder, is_writable
 from xdm_ft.features.views import View, all_views
-from xdm_ft.progress import progress, pulse
+from xdm_ft.progress import Progress, progress, pulse
 
 logger = logging.getLogger("xdm_ft")
 
@@ -97,7 +96,7 @@ class Features:
             # cut at `end`, so that index_select refuses a row past the view instead of reading the next one's
             z = self._table[:end].index_select(0, flat.to(self.device))
         if self._normalized:
-            z = F.normalize(z, dim=-1)
+            z /= z.norm(dim=-1, keepdim=True).clamp_min_(1e-12)  # as F.normalize does, without a second copy
         return z.view(*positions.shape, self.width)
 
     def normalized(self) -> Features:
@@ -123,8 +122,16 @@ class Features:
         for number, of_shard, targets in zip(numbers.tolist(), *per_shard, strict=True):
             shard = self._shards[number]
             rows = of_shard - (int(self._ends[number]) - len(shard))
-            z[targets.to(z.device)] = shard[rows].float().to(z.device)
+            if _is_range(rows) and _is_range(targets):  # a copy without an index is several times as fast
+                z[int(targets[0]) : int(targets[-1]) + 1] = shard[int(rows[0]) : int(rows[-1]) + 1].to(z.device)
+            else:
+                z[targets.to(z.device)] = shard[rows].float().to(z.device)
             pulse.beat()
+
+
+def _is_range(numbers: Tensor) -> bool:
+    """Whether each number follows the one before."""
+    return bool((numbers.diff() == 1).all())
 
 
 def _free_memory(device: torch.device) -> float:
@@ -188,8 +195,9 @@ def extract(
     extracted, unreadable = 0, dict[int, str]()  # a long strip may decode in augmented views, which see a part of it
     for view, store in views:
         extraction = Extraction(model, view, dataset, hashes, store, images.rows, settings, device, on_bad_image)
-        extracted += _compute_missing(extraction, show)
-        unreadable |= _unreadable(store, images, hashes)
+        what = f"features, view {view.number}" if view.number else "features"
+        extracted += complete(store, extraction.run, what, show)
+        unreadable |= unreadable_rows(store, images, hashes)
         refuse_unreadable(unreadable, dataset, on_bad_image)
     nothing = torch.zeros(1, encoder.width, dtype=DTYPES[settings.precision])  # for rows whose bytes can not be read
     shards, places, rows = [nothing], [], 1
@@ -255,31 +263,33 @@ def _mention_outdated(store: Store) -> None:
         )  # fmt: skip
 
 
-def _compute_missing(extraction: Extraction, show: bool) -> int:
-    """Computes features, or waits for processes that do, until none is missing. Returns how many images it computed."""
-    store, view, extracted, wait_logged = extraction.store, extraction.view.number, 0, False
-    missing = len(store.missing())
+def complete(store: Store, run: Callable[[Progress], int], what: str, show: bool) -> int:
+    """Computes what a store lacks, or waits for processes that do. Returns how many images this process computed.
+
+    `run` computes the missing images that no other process computes, and returns their number. `what`: for the bar.
+    """
+    computed_here, wait_logged, missing = 0, False, len(store.missing())
     if not missing:
         return 0
-    with progress(f"features, view {view}" if view else "features", missing, "images", show) as bar:
+    with progress(what, missing, "images", show) as bar:
         while missing:
-            computed = extraction.run(bar)
-            extracted += computed
+            computed = run(bar)
+            computed_here += computed
             still_missing = len(store.missing())
             by_others = missing - still_missing - computed
             if by_others:
                 bar.advance(by_others, "another process helps")
             elif still_missing and not computed:
                 if not wait_logged:
-                    logger.info("features: waiting for another process to compute %s", plural(still_missing, "image"))
+                    logger.info("%s: waiting for another process to compute %s", what, plural(still_missing, "image"))
                 wait_logged = True
                 with pulse.waiting():
                     time.sleep(WAIT_SECONDS)
             missing = still_missing
-    return extracted
+    return computed_here
 
 
-def _unreadable(store: Store, images: DistinctImages, hashes: FileHashes) -> dict[int, str]:
+def unreadable_rows(store: Store, images: DistinctImages, hashes: FileHashes) -> dict[int, str]:
     """Row → why its image does not decode."""
     reasons = store.unreadable()
     rows = np.flatnonzero(np.isin(images.number_of, list(reasons)))

@@ -3,16 +3,21 @@
 A file counts as unchanged if its path, size, time of modification and time of status change (ctime, which a program can
 not set back) equal those in the index. A file that was moved or touched is hashed again, with the same result. On a
 file system without ctime, a change that restores both size and time of modification is not noticed.
+
+`index.sqlite` has two tables: `files`, one row per file, and `lists`, all hashes of a data set under a hash of the
+paths and states of its files. A data set of which no file has changed is found in `lists` as a whole, without a look-up
+per image. The images of a table are found there under the state of the table's files.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sqlite3
 import stat
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -39,8 +44,12 @@ FILES_PER_COMMIT = 1024  # at most so many hashes are lost when a process is kil
 WAIT_SECONDS = 60.0  # at most, for another process that writes to the index
 _EMPTY_FILE = xxhash.xxh3_128_digest(b"")
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}  # the last: it has other tables
-_SCHEMA = """CREATE TABLE IF NOT EXISTS files
-    (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, xxh3_128 BLOB) WITHOUT ROWID"""
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS files"
+    " (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, xxh3_128 BLOB) WITHOUT ROWID",
+    "CREATE TABLE IF NOT EXISTS lists (key TEXT PRIMARY KEY, used REAL, checksum TEXT, xxh3_128 BLOB)",
+)
+KEPT_LISTS = 32  # that were used last; 16 bytes per image each
 
 
 class Stamp(NamedTuple):
@@ -57,11 +66,13 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class FileHashes:
-    """Hashes of N images. An image in memory has a digest and no file."""
+    """Hashes of N images. An image in memory or in a table has a digest and no file."""
 
     digests: np.ndarray  # uint8 [N,16]: xxh3_128 of the bytes; zeros where they can not be read
     unreadable: dict[int, str] = field(default_factory=dict)  # row → why its bytes can not be read
-    files: dict[int, tuple[str, Stamp]] = field(default_factory=dict)  # row → file, and its state when hashed
+    paths: dict[int, str] = field(default_factory=dict)  # row → absolute path of its file
+    stamps: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
+    """int64 [N,3], the `Stamp` of each file when it was hashed; [0,3] if no image is a file."""
 
     def duplicates(self) -> list[list[int]]:
         """One list of rows for each image that occurs more than once, byte for byte. Empty files are not compared."""
@@ -73,53 +84,135 @@ class FileHashes:
 
     def changed_file(self, rows: Iterable[int]) -> str | None:
         """The first file of these rows that has changed since it was hashed; None if none has."""
-        for path, stamp in (self.files[row] for row in rows if row in self.files):
-            try:
-                if Stamp.of(os.stat(path)) != stamp:
-                    return path
-            except OSError:
-                return path
+        for row in rows:
+            if row in self.paths:
+                try:
+                    if Stamp.of(os.stat(self.paths[row])) != tuple(self.stamps[row].tolist()):
+                        return self.paths[row]
+                except OSError:
+                    return self.paths[row]
         return None
 
 
-def hash_files(dataset: ImageDataset, cache: Path | None, show: bool, equal_sizes_only: bool = False) -> FileHashes:
+def hash_files(
+    dataset: ImageDataset,
+    cache: Path | None,
+    show: bool,
+    equal_sizes_only: bool = False,
+    share: tuple[int, int] = (0, 1),
+) -> FileHashes:
     """Returns the hash of every image of the data set, from the index `<cache>/index.sqlite` or from the file.
 
     New hashes are added to the index. There is none if `cache` is None or can not be written. `equal_sizes_only` skips
-    files whose size no other file has: they have no duplicate. Raises `UserError` for a file that is being written, and
-    for an index that can not be written.
+    files whose size no other file has: they have no duplicate. `share` (i, n) skips all files but the i-th of every n.
+    Raises `UserError` for a file that is being written, and for an index that can not be written.
     """
-    hashes = FileHashes(np.zeros((len(dataset), 16), dtype=np.uint8))
     if cache is not None and not is_writable(cache):
         cache = None
-    for row in range(len(dataset)):
-        content = dataset.content(row)
-        if isinstance(content, bytes):
-            hashes.digests[row] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
-            continue
-        try:
-            hashes.files[row] = content if os.path.isabs(content) else os.path.abspath(content), _stamp(content)
-        except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-            hashes.unreadable[row] = _reason(error)
-    if equal_sizes_only:
-        files_of = Counter(stamp.size for _, stamp in hashes.files.values())
-        for row in [row for row, (_, stamp) in hashes.files.items() if files_of[stamp.size] == 1]:
-            del hashes.files[row]
-    if hashes.files:
-        known = {} if cache is None else _run_on_index(cache, partial(_look_up, files=hashes.files))
-        for row, digest in known.items():
-            hashes.digests[row] = np.frombuffer(digest, np.uint8)
-        unknown = [row for row in hashes.files if row not in known]
-        if unknown:
-            _hash_new_files(unknown, hashes, cache, show)
+    whole = _of_table(dataset)
+    if cache is not None and whole is not None:
+        digests = _run_on_index(cache, whole.find)
+        if digests is not None:
+            return FileHashes(digests)
+    hashes = _unhashed(dataset)
+    if hashes.paths:
+        _hash_files(hashes, cache, show, equal_sizes_only, share)
+    elif cache is not None and whole is not None and not hashes.unreadable and whole == _of_table(dataset):
+        _run_on_index(cache, partial(whole.remember, digests=hashes.digests))
     return hashes
 
 
-def _stamp(path: str) -> Stamp:
+def _unhashed(dataset: ImageDataset) -> FileHashes:
+    """Returns the states of all image files, and the hashes of images that are no files."""
+    digests, stamps = np.zeros((len(dataset), 16), np.uint8), np.full((len(dataset), 3), -1)
+    paths, unreadable, found = dict[int, str](), dict[int, str](), list[int]()
+    for row in range(len(dataset)):
+        content = dataset.content(row)
+        if isinstance(content, bytes):
+            digests[row] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
+            continue
+        try:
+            status = _regular(content)
+            found += (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            paths[row] = content if content.startswith(os.sep) else os.path.abspath(content)
+        except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+            unreadable[row] = _reason(error)
+    stamps[list(paths)] = np.array(found, np.int64).reshape(-1, 3)
+    return FileHashes(digests, unreadable, paths, stamps)
+
+
+def _hash_files(
+    hashes: FileHashes, cache: Path | None, show: bool, equal_sizes_only: bool, share: tuple[int, int]
+) -> None:
+    """Fills in the digests of files, from the index or from the files."""
+    rows = np.fromiter(hashes.paths, np.int64, len(hashes.paths))
+    whole = _of_files(hashes, rows)
+    if cache is not None and (digests := _run_on_index(cache, whole.find)) is not None:
+        hashes.digests[rows] = digests
+        return
+    wanted = rows[share[0] :: share[1]]
+    if equal_sizes_only:
+        _, size, files = np.unique(hashes.stamps[rows, 0], return_inverse=True, return_counts=True)
+        wanted = rows[files[size] > 1]
+    known = {} if cache is None else _run_on_index(cache, partial(_look_up, hashes=hashes, rows=wanted.tolist()))
+    for row, content in known.items():
+        hashes.digests[row] = np.frombuffer(content, np.uint8)
+    unknown = [row for row in wanted.tolist() if row not in known]
+    if unknown:
+        _hash_new_files(unknown, hashes, cache, show)
+    if cache is not None and len(wanted) == len(rows) == len(
+        hashes.paths
+    ):  # every file was hashed, and none turned out unreadable
+        _run_on_index(cache, partial(_of_files(hashes, rows).remember, digests=hashes.digests[rows]))
+
+
+class _List(NamedTuple):
+    """The digests of all files of a data set, or of all images of a table, as the index keeps them."""
+
+    key: str  # changes with the state of any file
+
+    def find(self, index: sqlite3.Connection) -> np.ndarray | None:
+        """Returns the digests, uint8 [n,16], or None if the index does not have them."""
+        found = index.execute("SELECT checksum, xxh3_128 FROM lists WHERE key = ?", (self.key,)).fetchone()
+        if found is None:
+            return None
+        checksum, content = found
+        if xxhash.xxh3_64_hexdigest(content) != checksum:
+            return None
+        index.execute("UPDATE lists SET used = ? WHERE key = ?", (time.time(), self.key))
+        return np.frombuffer(bytearray(content), np.uint8).reshape(-1, 16)
+
+    def remember(self, index: sqlite3.Connection, digests: np.ndarray) -> None:
+        """Adds the digests, and removes the lists that were not used for longest."""
+        content = digests.tobytes()
+        row = self.key, time.time(), xxhash.xxh3_64_hexdigest(content), content
+        index.execute("INSERT OR REPLACE INTO lists VALUES (?, ?, ?, ?)", row)
+        kept = "SELECT key FROM lists ORDER BY used DESC LIMIT ?"
+        index.execute(f"DELETE FROM lists WHERE key NOT IN ({kept})", (KEPT_LISTS,))
+
+
+def _of_files(hashes: FileHashes, rows: np.ndarray) -> _List:
+    """The list of these rows, all of which are files."""
+    paths = os.fsencode("\0".join(hashes.paths[row] for row in rows.tolist()))
+    return _List(xxhash.xxh3_128_hexdigest(hashes.stamps[rows].tobytes() + paths))
+
+
+def _of_table(dataset: ImageDataset) -> _List | None:
+    """The list of a table's images; None: the data set is no table, or a file of it can not be found."""
+    if dataset.container is None:
+        return None
+    try:
+        files = [[path, *Stamp.of(_regular(path))] for path in dataset.container.files]
+    except OSError:
+        return None
+    return _List(xxhash.xxh3_128_hexdigest(json.dumps([files, dataset.container.column, len(dataset)]).encode()))
+
+
+def _regular(path: str) -> os.stat_result:
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("not a regular file")  # opening a pipe would block for ever
-    return Stamp.of(status)
+    return status
 
 
 def _reason(error: Exception) -> str:
@@ -136,7 +229,7 @@ def _hash_new_files(rows: list[int], hashes: FileHashes, cache: Path | None, sho
 
     def hashed(row: int) -> tuple[Stamp, bytes] | str:
         try:
-            return _hash_file(hashes.files[row][0])
+            return _hash_file(hashes.paths[row])
         except OSError as error:
             return _reason(error)
 
@@ -144,14 +237,14 @@ def _hash_new_files(rows: list[int], hashes: FileHashes, cache: Path | None, sho
         for first in range(0, len(rows), FILES_PER_COMMIT):
             some, known = rows[first : first + FILES_PER_COMMIT], []
             for row, result in zip(some, pool.map(hashed, some), strict=True):
-                path, _ = hashes.files.pop(row)
                 if isinstance(result, str):
+                    del hashes.paths[row]
                     hashes.unreadable[row] = result
                 else:
-                    stamp, digest = result
-                    hashes.files[row] = path, stamp
-                    hashes.digests[row] = np.frombuffer(digest, np.uint8)
-                    known.append((os.fsencode(path), *stamp, digest))
+                    stamp, content = result
+                    hashes.stamps[row] = stamp
+                    hashes.digests[row] = np.frombuffer(content, np.uint8)
+                    known.append((os.fsencode(hashes.paths[row]), *stamp, content))
                 bar.advance()
             if cache is not None:
                 _run_on_index(cache, partial(_insert, known=known))
@@ -168,10 +261,11 @@ def _hash_file(path: str) -> tuple[Stamp, bytes]:
     return before, digest.digest()
 
 
-def _look_up(index: sqlite3.Connection, files: Mapping[int, tuple[str, Stamp]]) -> dict[int, bytes]:
-    """Row → hash, for files whose state equals that in the index."""
+def _look_up(index: sqlite3.Connection, hashes: FileHashes, rows: list[int]) -> dict[int, bytes]:
+    """Row → hash, for the files of these rows whose state equals that in the index."""
     index.execute("CREATE TEMP TABLE wanted (row INTEGER PRIMARY KEY, path BLOB, size, mtime_ns, ctime_ns)")
-    wanted = ((row, os.fsencode(path), *stamp) for row, (path, stamp) in files.items())
+    stamps = hashes.stamps[rows].tolist()
+    wanted = ((row, os.fsencode(hashes.paths[row]), *stamp) for row, stamp in zip(rows, stamps, strict=True))
     index.executemany("INSERT INTO wanted VALUES (?, ?, ?, ?, ?)", wanted)
     # CROSS JOIN keeps SQLite from reordering the tables: it looks each wanted path up in the index by its key
     return dict(
@@ -217,7 +311,8 @@ def _transaction(path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
     with closing(sqlite3.connect(path, timeout=WAIT_SECONDS)) as index:
         index.execute("PRAGMA temp_store = MEMORY")
         with index:
-            index.execute(_SCHEMA)  # an empty file is a database without tables
+            for table in _SCHEMA:
+                index.execute(table)  # an empty file is a database without tables
             return work(index)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +21,7 @@ from torch.utils.data import Dataset
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import UnreadableImage, memory_of, unreadable_message
 from xdm_ft.data._loading import image_loader, loaded
+from xdm_ft.data._transforms import normalized
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError, plural
 from xdm_ft.features import FeatureSettings, Precision
@@ -27,7 +31,6 @@ from xdm_ft.features.views import View, ViewTransform
 from xdm_ft.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MAX_WORKERS = 4
 IMAGES_PER_SHARD = 256  # at least, and few, so that little is lost when an extraction is killed
 MAX_SHARDS = 1024  # of one extraction; more images than fit in so many shards make the shards larger
 SHARD_BYTES = 2**27  # at most, if a batch takes no more: a shard is in memory until it is written
@@ -37,32 +40,44 @@ class ImageBatch(NamedTuple):
     """One batch, as a DataLoader worker returns it."""
 
     rows: list[int]
-    pixels: Tensor  # float32 [features.batch_size,3,H,W]; black where the image does not decode, and after the last row
+    pixels: Tensor  # uint8 [features.batch_size,S,S,3]; black where the image does not decode, and after the last row
     unreadable: dict[int, str]  # row → why its image does not decode
 
 
 class EncoderInputs(Dataset[ImageBatch]):
     """Item `rows` is a whole batch. An image that does not decode is black and reported; it does not raise.
 
-    Every batch has `batch_size` images: the products of a shorter one round differently.
+    Every batch has `batch_size` images: the products of a shorter one round differently. `threads` of this process
+    decode the images of a batch; 0: the process that asks for it does.
     """
 
     def __init__(
-        self, dataset: ImageDataset, digests: np.ndarray, transform: ViewTransform, size: int, batch_size: int
+        self,
+        dataset: ImageDataset,
+        digests: np.ndarray,
+        transform: ViewTransform,
+        size: int,
+        batch_size: int,
+        threads: int = 0,
     ) -> None:
         self.dataset, self.digests, self.transform = dataset, digests, transform
-        self.shape = (batch_size, 3, size, size)
+        self.shape = (batch_size, size, size, 3)
+        self._map = ThreadPoolExecutor(threads, "decoder").map if threads else map
 
     def __getitem__(self, rows: list[int]) -> ImageBatch:
-        pixels = torch.zeros(self.shape)
-        unreadable = {}
-        for position, row in enumerate(rows):
-            try:
-                with memory_of(self.dataset.name(row)):
-                    pixels[position] = self.transform(self.dataset.image(row), self.digests[row])
-            except UnreadableImage as error:
-                unreadable[row] = error.reason
-        return ImageBatch(rows, pixels, unreadable)
+        pixels = np.zeros(self.shape, np.uint8)
+        reasons = self._map(self._decode, rows, pixels)
+        unreadable = {row: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
+        return ImageBatch(rows, torch.from_numpy(pixels), unreadable)
+
+    def _decode(self, row: int, pixels: np.ndarray) -> str | None:
+        """Fills `pixels` [S,S,3]. Returns why the image does not decode, or None."""
+        try:
+            with memory_of(self.dataset.name(row)):
+                pixels[:] = self.transform(self.dataset.image(row), self.digests[row])
+        except UnreadableImage as error:
+            return error.reason
+        return None
 
 
 def refuse_unreadable(unreadable: Mapping[int, str], dataset: ImageDataset, on_bad_image: str) -> None:
@@ -71,14 +86,21 @@ def refuse_unreadable(unreadable: Mapping[int, str], dataset: ImageDataset, on_b
         raise UserError(unreadable_message(unreadable, dataset))
 
 
-def worker_count(settings: FeatureSettings, hashes: FileHashes) -> int:
-    """Number of processes that decode images: `features.workers`, or by default this process's share of the cores."""
+def worker_count(settings: FeatureSettings, hashes: FileHashes, device: torch.device) -> int:
+    """Number of processes that decode images: `features.workers`, or by default this process's share of the cores.
+
+    By default none if the encoder runs on the same cores: each core that a worker takes from it lets all of its threads
+    wait. Threads of this process then decode a batch on all cores, between two passes of the encoder.
+    """
     if settings.workers is not None:
         return settings.workers
-    if not hashes.files and not hashes.unreadable:
-        return 0  # all images are in memory
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // processes))
+    in_memory = not hashes.paths and not hashes.unreadable
+    return 0 if in_memory or device.type == "cpu" else own_cores()
+
+
+def own_cores() -> int:
+    """Returns this process's share of the machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) -> Encoder:
@@ -117,14 +139,12 @@ class Extraction:
             return 0  # no workers are started for nothing
         computed = 0
         try:
-            for numbers, features, unreadable in self._computed_shards(self._images_per_shard(free), bar):
-                changed = self.hashes.changed_file(self.rows[numbers].tolist())
-                if changed is not None:
-                    raise UserError(
-                        f"{changed}: this file was changed while features were computed; run the same command again"
-                    )
-                self.store.write(numbers, features, unreadable)
-                computed += len(numbers)
+            with ThreadPoolExecutor(1, "shard writer") as writer:  # at its end it waits for the shard that it writes
+                writing = deque[tuple[np.ndarray, Future[Path]]]()
+                for numbers, features, unreadable in self._computed_shards(self._images_per_shard(free), bar):
+                    computed += self._add(writing)
+                    writing.append((numbers, writer.submit(self._write, numbers, features, unreadable)))
+                computed += self._add(writing)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"features.batch_size: a batch of {plural(self.settings.batch_size, 'image')} needs more memory than "
@@ -133,6 +153,24 @@ class Extraction:
         finally:
             self.store.release()
         return computed
+
+    def _write(self, numbers: np.ndarray, features: Tensor, unreadable: dict[int, str]) -> Path:
+        """Writes a shard, in the writer's thread."""
+        changed = self.hashes.changed_file(self.rows[numbers].tolist())
+        if changed is not None:
+            raise UserError(
+                f"{changed}: this file was changed while features were computed; run the same command again"
+            )
+        return self.store.write(numbers, features, unreadable)
+
+    def _add(self, writing: deque[tuple[np.ndarray, Future[Path]]]) -> int:
+        """Adds the written shards to the store. Returns the number of their images, and raises what writing raised."""
+        added = 0
+        while writing:
+            numbers, path = writing.popleft()
+            self.store.add(path.result(), numbers)
+            added += len(numbers)
+        return added
 
     def _images_per_shard(self, images: int) -> int:
         """A multiple of the batch size, so that only the last batch of all is padded."""
@@ -147,10 +185,11 @@ class Extraction:
         claimed = deque[np.ndarray]()  # the shards of the batches that were requested
         parts: list[Tensor] = []
         unreadable: dict[int, str] = {}
-        for images in self._load_images(self._batches(size, claimed)):
+        waits = Waits()
+        for images, z in self._encoded(waits.of(self._load_images(self._batches(size, claimed)))):
             first = sum(map(len, parts))
-            parts.append(self._features(images))
-            bar.advance(len(images.rows))
+            parts.append(z)
+            bar.advance(len(images.rows), waits.bound)
             unreadable |= {first + images.rows.index(row): reason for row, reason in images.unreadable.items()}
             if first + len(images.rows) == len(claimed[0]):
                 yield claimed.popleft(), torch.cat(parts), unreadable
@@ -167,26 +206,79 @@ class Extraction:
     def _load_images(self, batches: Iterator[list[int]]) -> Iterator[ImageBatch]:
         """Yields the decoded and transformed images of each batch."""
         preprocessing = self.encoder.preprocessing
-        transform = self.view.transform(preprocessing)
+        workers = worker_count(self.settings, self.hashes, self.device)
         inputs = EncoderInputs(
-            self.dataset, self.hashes.digests, transform, preprocessing.size, self.settings.batch_size
+            self.dataset,
+            self.hashes.digests,
+            self.view.transform(preprocessing),
+            preprocessing.size,
+            self.settings.batch_size,
+            threads=0 if workers else own_cores(),
         )
-        workers = worker_count(self.settings, self.hashes)
         loader = image_loader(inputs, workers, self.device, batch_size=None, sampler=batches)  # it yields whole batches
         smaller = f"set fewer (0: none), or a smaller features.batch_size (now {self.settings.batch_size})"
         yield from loaded(loader, f"features.workers: {workers}", smaller)
 
-    def _features(self, images: ImageBatch) -> Tensor:
-        """float [B,K] in the stored precision, on the CPU; a row of zeros for an image that does not decode."""
-        refuse_unreadable(images.unreadable, self.dataset, self.on_bad_image)
-        stored = DTYPES[self.settings.precision]
-        pixels = images.pixels.to(self.device, stored, non_blocking=True).contiguous(memory_format=torch.channels_last)
+    def _encoded(self, batches: Iterator[ImageBatch]) -> Iterator[tuple[ImageBatch, Tensor]]:
+        """Yields batches with their features, float [B,K] in the stored precision, on the CPU.
+
+        A GPU computes a batch while the features of the one before are copied and checked.
+        """
+        ahead = 0 if self.device.type == "cpu" else 1
+        computed = deque[tuple[ImageBatch, Tensor, torch.cuda.Event | None]]()
+        for images in batches:
+            computed.append((images, *self._begun(images)))
+            if len(computed) > ahead:
+                yield self._finished(*computed.popleft())
+        while computed:
+            yield self._finished(*computed.popleft())
+
+    def _begun(self, images: ImageBatch) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Returns float [B,K] on the CPU, which is filled when the event has happened; None: it is filled."""
+        stored, n = DTYPES[self.settings.precision], len(images.rows)
+        pixels = images.pixels.to(self.device, non_blocking=True)
         with torch.inference_mode():
-            z = self.encoder(pixels)[: len(images.rows)].to("cpu", stored)
+            z = self.encoder(normalized(pixels, self.encoder.preprocessing).to(stored))[:n].to(stored)
+        if self.device.type != "cuda":
+            return z.cpu(), None
+        on_host = torch.empty(z.shape, dtype=stored, pin_memory=True)
+        on_host.copy_(z, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return on_host, event
+
+    def _finished(self, images: ImageBatch, z: Tensor, event: torch.cuda.Event | None) -> tuple[ImageBatch, Tensor]:
+        """Returns the batch with its checked features; a row of zeros for an image that does not decode."""
+        refuse_unreadable(images.unreadable, self.dataset, self.on_bad_image)
+        if event is not None:
+            event.synchronize()
         broken = ~z.isfinite().all(1)
         if broken.any():
             name = self.dataset.name(images.rows[int(broken.nonzero()[0])])
             remedy = " or set features.precision: fp32" if self.settings.precision != "fp32" else ""
             raise UserError(f"{name}: the encoder returns features that are not finite; check encoder.weights{remedy}")
         readable = torch.tensor([row not in images.unreadable for row in images.rows])
-        return z * readable[:, None]
+        return images, z * readable[:, None]
+
+
+class Waits:
+    """The time that an extraction waits for decoded images, and all of its time."""
+
+    def __init__(self) -> None:
+        self.started, self.waited = time.perf_counter(), 0.0
+
+    def of(self, batches: Iterator[ImageBatch]) -> Iterator[ImageBatch]:
+        """Yields the same batches."""
+        while True:
+            asked = time.perf_counter()
+            images = next(batches, None)
+            self.waited += time.perf_counter() - asked
+            if images is None:
+                return
+            yield images
+
+    @property
+    def bound(self) -> str:
+        """What limits the speed, for the bar."""
+        decoding = self.waited > (time.perf_counter() - self.started) / 2
+        return "limited by decoding" if decoding else "limited by the encoder"

@@ -21,7 +21,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +35,7 @@ from torch import Tensor
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_of
-from xdm_ft.features.shards import Contents, Shard, open_shard, write_shard
+from xdm_ft.features.shards import ContentIndex, Contents, Shard, open_shard, write_shard
 from xdm_ft.storage.atomic import disk_errors, remove_unfinished, replace_text
 from xdm_ft.storage.checksummed import Damaged, json_object
 from xdm_ft.storage.digests import digest
@@ -93,44 +93,48 @@ class Store:
         self.what = "features" if cut is None else f"activations before {cut}"
         self.instead = "" if cut is None else ", or features.cut: compute in a new run"
         self._about = {"what": WHAT, "key": self.key, **parts, "width": width}
-        self._order = np.argsort(contents)
+        self._wanted = ContentIndex(contents)
         self._seen: set[str] = set()  # names of shards that were opened, or are damaged
         self._damaged: dict[Path, Damaged] = {}
         self._claim: _Claim | None = None
+        self._claimed = np.zeros(len(contents), bool)  # [M], by this process
 
     def missing(self) -> np.ndarray:
         """Returns the numbers (int64, in 0…M−1) of the images that are still to be computed. Opens new shards."""
-        for path in sorted(self.folder.glob(SHARDS)):
-            if path.name not in self._seen:
-                self._seen.add(path.name)
-                self._open(path)
+        self._open([path for path in sorted(self.folder.glob(SHARDS)) if path.name not in self._seen])
         return np.flatnonzero(self.shard_of < 0)
 
-    def _open(self, path: Path) -> None:
-        try:
-            shard = open_shard(path, self.key, self.width, self.dtype)
-            numbers, rows = self._found(shard.contents)
-            if len(numbers):
-                shard.check()
-        except FileNotFoundError:  # pruned since it was listed
-            return
-        except Damaged as error:
-            self._damaged[path] = error
-            return
-        if len(numbers):
-            self.shard_of[numbers], self.row_of[numbers] = len(self.shards), rows
-            self.shards.append(shard)
-            with suppress(OSError):  # `cache prune` goes by this time; another user's shard can not be touched
-                os.utime(path)
+    def _open(self, paths: Sequence[Path]) -> None:
+        """Takes the missing images from these shards. All are looked up at once, as one by one takes much longer."""
+        shards = list[Shard]()
+        for path in paths:
+            self._seen.add(path.name)
+            with suppress(FileNotFoundError):  # pruned since it was listed
+                try:
+                    shards.append(open_shard(path, self.key, self.width, self.dtype))
+                except Damaged as error:
+                    self._damaged[path] = error
+        numbers = self._wanted.find(np.concatenate([np.empty(0, "S16"), *(shard.contents for shard in shards)]))
+        first = 0
+        for shard in shards:
+            self._take(shard, numbers[first : first + len(shard.contents)])
+            first += len(shard.contents)
 
-    def _found(self, contents: Contents) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the numbers of missing images that are among `contents`, and their rows there."""
-        if not len(self.contents):
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        places = np.searchsorted(self.contents, contents, sorter=self._order)
-        numbers = self._order[np.minimum(places, len(self._order) - 1)]
-        wanted = (self.contents[numbers] == contents) & (self.shard_of[numbers] < 0)
-        return numbers[wanted], np.flatnonzero(wanted)
+    def _take(self, shard: Shard, numbers: np.ndarray) -> None:
+        """Takes the missing images from a shard; `numbers` [n] are its images' here, −1: not of this data set."""
+        rows = np.flatnonzero(numbers >= 0)
+        rows = rows[self.shard_of[numbers[rows]] < 0]
+        if not len(rows):
+            return
+        try:
+            shard.check()
+        except Damaged as error:
+            self._damaged[shard.path] = error
+            return
+        self.shard_of[numbers[rows]], self.row_of[numbers[rows]] = len(self.shards), rows
+        self.shards.append(shard)
+        with suppress(OSError):  # `cache prune` goes by this time; another user's shard can not be touched
+            os.utime(shard.path)
 
     @property
     def bytes_needed(self) -> int:
@@ -156,9 +160,11 @@ class Store:
             return self._unclaimed()
 
     def _unclaimed(self) -> np.ndarray:
-        missing = self.missing()
-        theirs = np.concatenate([np.empty(0, "S16"), *living_claims(self.folder)])
-        return missing[~np.isin(self.contents[missing], theirs)]
+        missing, claimed = self.missing(), self._claimed.copy()
+        for theirs in living_claims(self.folder, None if self._claim is None else self._claim.path):
+            numbers = self._wanted.find(theirs)
+            claimed[numbers[numbers >= 0]] = True
+        return missing[~claimed[missing]]
 
     def claim(self, count: int) -> np.ndarray:
         """Returns the numbers of at most `count` missing images that this process is to compute; none if none is free.
@@ -172,6 +178,7 @@ class Store:
             if len(numbers):
                 self._claim = self._claim or _Claim(self.folder)
                 self._claim.add(self.contents[numbers])
+                self._claimed[numbers] = True
         return numbers
 
     def release(self) -> None:
@@ -179,19 +186,22 @@ class Store:
         if self._claim is not None:
             with self._locked():
                 self._claim.release()
+                self._claimed[:] = False
                 if not list(living_claims(self.folder)):
                     remove_unfinished(self.folder)  # of killed processes
             self._claim = None
 
-    def write(self, numbers: np.ndarray, features: Tensor, unreadable: Mapping[int, str]) -> None:
-        """Writes a shard (features [n,K] in the stored precision), reads it back and checks it.
+    def write(self, numbers: np.ndarray, features: Tensor, unreadable: Mapping[int, str]) -> Path:
+        """Writes a shard (features [n,K] in the stored precision) and returns its path. Another thread may call this.
 
         `unreadable`: row of `features` → why its image does not decode.
         """
         with self._writing():
-            path = write_shard(self.folder, self.key, self.contents[numbers], features, unreadable)
-        self._seen.add(path.name)
-        self._open(path)
+            return write_shard(self.folder, self.key, self.contents[numbers], features, unreadable)
+
+    def add(self, path: Path, numbers: np.ndarray) -> None:
+        """Reads a shard back that `write` has written, and checks it."""
+        self._open([path])
         if path in self._damaged or (self.shard_of[numbers] < 0).any():
             fault = self._damaged.get(path, "it is gone")
             raise UserError(f"{path}: differs from what was written to it ({fault}); check the disk")
@@ -244,7 +254,7 @@ class Store:
         """Removes shards that are damaged, unless another process has written them again."""
         for path in list(self._damaged):
             error = self._damaged.pop(path)
-            self._open(path)
+            self._open([path])
             if path in self._damaged:
                 logger.warning("%s is damaged (%s): removing it, and computing its images again", path, error)
                 del self._damaged[path]
@@ -271,9 +281,14 @@ class _Claim:
         self._lock.release()
 
 
-def living_claims(folder: Path) -> Iterator[Contents]:
-    """Yields what each living process claims in a store's folder. Removes other claims. The cache must be locked."""
+def living_claims(folder: Path, own: Path | None = None) -> Iterator[Contents]:
+    """Yields what each living process claims in a store's folder, except in the file `own`. Removes other claims.
+
+    The cache must be locked.
+    """
     for path in folder.glob("claim-*"):
+        if path == own:
+            continue
         try:
             with disk_errors(path), FileLock(path, timeout=0):
                 path.unlink()  # its process was killed

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image
-from torch import Tensor
 
 from xdm_ft.data import Augmentation
-from xdm_ft.data._transforms import Preprocessing, drawing_from, evaluation_transform, training_transform
+from xdm_ft.data._transforms import (
+    Preprocessing,
+    augmenting_transform,
+    drawing_from,
+    resizing_transform,
+    training_transform,
+)
 from xdm_ft.randomness import Stream, bits
 
 SEED = 0  # of the augmentations; the same in every run, so that runs of all seeds share the cached views
@@ -34,22 +39,22 @@ class View:
 
 
 class ViewTransform:
-    """(RGB image, hash of its content) → float32 [3, size, size]. The random draws depend on view and hash alone."""
+    """(RGB image, hash of its content) → RGB pixels uint8 [size,size,3]. Random draws depend on view and hash alone."""
 
     def __init__(self, view: View, preprocessing: Preprocessing) -> None:
         self.view = view
         if view.number == 0:
-            self._transform = evaluation_transform(preprocessing)
+            self._transform = resizing_transform(preprocessing)
         else:
-            self._transform = training_transform(preprocessing, view.augmentation)
+            self._transform = augmenting_transform(preprocessing, view.augmentation)
 
-    def __call__(self, image: Image.Image, content: np.ndarray) -> Tensor:
+    def __call__(self, image: Image.Image, content: np.ndarray) -> np.ndarray:
         """`content`: uint8 [16]."""
         if self.view.number == 0:
-            return self._transform(image)
+            return np.asarray(self._transform(image))
         index = int.from_bytes(content[:8].tobytes(), "little", signed=True)
         with drawing_from(int(bits(SEED, self.view.number, Stream.VIEW_IMAGE, index))):
-            return self._transform(image)
+            return np.asarray(self._transform(image))
 
 
 def all_views(augmentation: Augmentation, count: int) -> list[View]:

@@ -19,13 +19,22 @@ SamplerName = Literal["per_domain", "class_balanced", "pooled"]
 
 
 class BatchSampler(ABC):
-    """The rows of every batch: a pure function of seed and step. It starts at any step and has no state to save."""
+    """The rows of every batch: a pure function of seed and step. It starts at any step and has no state to save.
+
+    It draws on the device of its pools: the same rows on every kind of device.
+    """
 
     batch: int  # rows per step
+    rows: Tensor  # all rows, int64
 
     @abstractmethod
     def indices(self, first: int, last: int) -> Tensor:
         """Returns the rows of the steps first…last−1: int64 [last − first, batch]."""
+
+    def _keys(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys of the draws: steps [last − first,1], and places in the batch [1,batch]."""
+        device = self.rows.device
+        return torch.arange(first, last, device=device)[:, None], torch.arange(self.batch, device=device)[None]
 
 
 class PerDomainSampler(BatchSampler):
@@ -38,15 +47,14 @@ class PerDomainSampler(BatchSampler):
         _refuse_empty(pools)
         self.batch, self.seed = batch_size * len(pools), seed
         self.rows = torch.cat(list(pools))
-        sizes = torch.tensor([len(pool) for pool in pools])
+        sizes = torch.tensor([len(pool) for pool in pools], device=self.rows.device)
         self.size = sizes.repeat_interleave(batch_size)  # [batch]: size of the pool that each position draws from
         self.start = (sizes.cumsum(0) - sizes).repeat_interleave(
             batch_size
         )  # [batch]: where that pool begins in `rows`
 
     def indices(self, first: int, last: int) -> Tensor:
-        steps = torch.arange(first, last)[:, None]  # [S,1]
-        position = torch.arange(self.batch)[None]  # [1,batch]
+        steps, position = self._keys(first, last)
         return self.rows[self.start + integers(self.seed, steps, Stream.BATCH, position, self.size)]  # [S,batch]
 
 
@@ -66,15 +74,14 @@ class ClassBalancedSampler(BatchSampler):
         sizes = [labels[rows].unique_consecutive(return_counts=True)[1] for rows in ordered]
         self.size = torch.cat(sizes)  # rows of every class of every pool, pool after pool
         self.start = self.size.cumsum(0) - self.size  # where that class begins in `rows`
-        classes = torch.tensor([len(of_pool) for of_pool in sizes])
+        classes = torch.tensor([len(of_pool) for of_pool in sizes], device=self.rows.device)
         self.classes = classes.repeat_interleave(batch_size)  # [batch]: number of classes that each position draws from
         self.first = (classes.cumsum(0) - classes).repeat_interleave(
             batch_size
         )  # [batch]: index of its first class in `size`
 
     def indices(self, first: int, last: int) -> Tensor:
-        steps = torch.arange(first, last)[:, None]  # [S,1]
-        position = torch.arange(self.batch)[None]  # [1,batch]
+        steps, position = self._keys(first, last)
         drawn = self.first + integers(self.seed, steps, Stream.BATCH_CLASS, position, self.classes)  # [S,batch]
         return self.rows[self.start[drawn] + integers(self.seed, steps, Stream.BATCH, position, self.size[drawn])]
 
@@ -93,7 +100,7 @@ class PooledSampler(BatchSampler):
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def _permutation(self, epoch: int) -> Tensor:
-        order = self.rows[permutation(self.seed, epoch, Stream.PERMUTATION, len(self.rows))]
+        order = self.rows[permutation(self.seed, epoch, Stream.PERMUTATION, len(self.rows), self.rows.device)]
         return order.int() if int(order.max()) < 1 << 31 else order  # half the memory
 
     def indices(self, first: int, last: int) -> Tensor:
@@ -115,10 +122,10 @@ def _refuse_empty(pools: Sequence[Tensor]) -> None:
 def sampler(name: SamplerName, pools: Sequence[Tensor], batch_size: int, seed: int, labels: Tensor) -> BatchSampler:
     """Returns the sampler with the name `training.sampler`, over one pool of rows (int64) per training domain.
 
-    `labels` int64 [N] are the labels of all rows of the data set.
+    `labels` int64 [N] are the labels of all rows of the data set, on the device of the pools.
     """
     if name == "class_balanced":
-        return ClassBalancedSampler(pools, batch_size, seed, labels.cpu())
+        return ClassBalancedSampler(pools, batch_size, seed, labels)
     return {"per_domain": PerDomainSampler, "pooled": PooledSampler}[name](pools, batch_size, seed)
 
 

@@ -23,6 +23,7 @@ from xdm_ft.recipe.method_item import (
 from xdm_ft.recipe.search import TRAINING_KEYS
 from xdm_ft.recipe.text import Key, RecipeText
 from xdm_ft.tensors import Task
+from xdm_ft.training import Training
 
 # keys that other blocks depend on
 PROTOCOL: Key = ("protocol", "name")
@@ -74,8 +75,8 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
         problem = "the official split defines the validation images; leave it out"
         faults.add(("protocol", "split_rule"), problem, PROTOCOL)
     if not recipe.trains_encoders:
-        for key, idle in (("mixed_precision", (None, "no")), ("accumulation", (1,)), ("layer_decay", (1.0,))):
-            if getattr(training, key) not in idle:
+        for key in ("mixed_precision", "accumulation", "layer_decay", "compile"):
+            if getattr(training, key) not in (Training.model_fields[key].default, "no"):
                 problem = "has no effect with a frozen encoder; leave it out (for precision set features.precision)"
                 faults.add(("training", key), problem, TRAINABLE)
     if training.steps is not None and training.schedule.warmup_steps >= training.steps:

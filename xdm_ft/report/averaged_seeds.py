@@ -36,7 +36,10 @@ def averaged_log_probabilities(probabilities: Sequence[np.ndarray]) -> np.ndarra
     image. A probability that float32 has rounded to 0 counts as the smallest normal number.
     """
     least = np.finfo(np.float32).tiny
-    return np.mean([np.log(np.maximum(one.astype(np.float64), least)) for one in probabilities], axis=0)
+    total = np.zeros(probabilities[0].shape)
+    for one in probabilities:
+        total += np.log(np.maximum(one, least), dtype=np.float64)
+    return total / len(probabilities)
 
 
 def averaged_table(run: Run) -> ResultTable | None:
@@ -70,8 +73,9 @@ def _averaged(run: Run, records: Sequence[Record]) -> float | None:
     kept = [one.probabilities for one in found if one.probabilities is not None and one.probabilities.ndim == 2]
     if len(kept) < len(found):
         return None
+    images = run.images(records[0])
     logits = torch.from_numpy(averaged_log_probabilities(kept))
-    return metric(run.metric, logits, torch.from_numpy(found[0].labels), torch.from_numpy(found[0].worst_of))
+    return metric(run.metric, logits, torch.from_numpy(images.labels), torch.from_numpy(images.worst_of))
 
 
 def _row(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xdm_ft.errors import UserError
-from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Record, SummaryRow, records_in
 from xdm_ft.evaluation.trials import best, picked_trials, selection_values
 from xdm_ft.report.pooled import Pools, pooled
@@ -96,16 +96,22 @@ class Run:
         """A model's predictions under the recipe's own rule, with probabilities. Raises `UserError` if damaged."""
         directory = RunDirectory(self.path)
         arrays, images = directory.predictions(directory.model_folder(*record.key)), self.images(record)
-        return Prediction.from_files(arrays, images, record.key, self.own_rule)
+        return Prediction.from_arrays(arrays, images, record.key, self.own_rule)
 
-    def images(self, record: Record) -> dict[str, Any]:
-        """The arrays of a model's test images, as `evaluation.predictions.test_images` made them."""
+    def images(self, record: Record) -> HeldOutImages:
+        """A model's test images."""
         if record.test_domains not in self._images:
-            self._images[record.test_domains] = dict(RunDirectory(self.path).test_images(record.test_domains))
+            arrays = RunDirectory(self.path).test_images(record.test_domains)
+            self._images[record.test_domains] = HeldOutImages.from_arrays(arrays)
         return self._images[record.test_domains]
 
+    def image_names(self, record: Record) -> list[str]:
+        """The names of a model's test images in the data."""
+        names = RunDirectory(self.path).test_images(record.test_domains)["names"]
+        return names.tobytes().decode().split("\n")
+
     @cached_property
-    def _images(self) -> dict[tuple[str, ...], dict[str, Any]]:
+    def _images(self) -> dict[tuple[str, ...], HeldOutImages]:
         """The test images that have been read: all models with these test domains share them."""
         return {}
 

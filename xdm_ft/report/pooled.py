@@ -9,7 +9,7 @@ import numpy as np
 
 from xdm_ft.evaluation.comparison import HeldOut, Interval
 from xdm_ft.evaluation.description import interval_of, over_seeds_and_groups
-from xdm_ft.evaluation.jackknife import effective_number, group_sizes, jackknife_variance, without_each_group
+from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance, without_each_group
 from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.records import Identity, Record
@@ -105,8 +105,9 @@ def _of_first_seeds(records: Sequence[Record], sizes: Mapping[Identity, int]) ->
 
 
 def _add(pool: Pool, prediction: Prediction, metric: str) -> None:
-    right = prediction.predicted == prediction.labels  # [n]
-    new = np.unique(prediction.labels * pool.classes + prediction.predicted, return_counts=True)
+    labels = prediction.images.labels
+    right = prediction.predicted == labels  # [n]
+    new = np.unique(labels * pool.classes + prediction.predicted, return_counts=True)
     cells, places = np.unique(np.concatenate([pool.cells[0], new[0]]), return_inverse=True)
     images = np.bincount(places, np.concatenate([pool.cells[1], new[1]])).astype(np.int64)
     pool.cells = np.stack([cells, images])
@@ -120,10 +121,10 @@ def _add(pool: Pool, prediction: Prediction, metric: str) -> None:
         pool.levels += np.stack([np.bincount(levels, w, LEVELS) for w in (None, right)], 1).astype(np.int64)
     # runs of earlier versions lack what some metrics need for each image
     known = metric not in ("nll", "ece", "auroc") or prediction.per_image is not None
-    known &= metric != "worst_domain_accuracy" or bool((prediction.worst_of >= 0).any())
+    known &= metric != "worst_domain_accuracy" or bool((prediction.images.worst_of >= 0).any())
     without = without_each_group(metric, prediction) if known else None
     if pool.read == 0:
-        pool.groups, pool.without = effective_number(group_sizes(prediction)), without
+        pool.groups, pool.without = effective_number(prediction.images.sizes), without
     else:
         pool.without = None if without is None or pool.without is None else pool.without + without
     pool.read += 1

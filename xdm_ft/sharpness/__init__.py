@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from xdm_ft.settings import SearchRanges
 
 Tensors = dict[str, Tensor]  # parameter name → value
+
+
+def products(first: list[Tensor], second: list[Tensor] | Tensor) -> list[Tensor]:
+    """Returns the products of two lists, or of a list and a scalar: on a GPU by a few kernels, not one per tensor."""
+    if is_batchedtensor(first[0]):  # torch.func.vmap has no rule for lists
+        others = [second] * len(first) if isinstance(second, Tensor) else second
+        return [a * b for a, b in zip(first, others, strict=True)]
+    return list(torch._foreach_mul(first, second))
 
 
 class Sharpness(ABC):
@@ -22,10 +32,11 @@ class Sharpness(ABC):
     source: str = ""  # paper and equation
     search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
     rho: float  # ρ, see `offset`
+    numbers: tuple[str, ...] = ("rho",)  # settings in which heads of one bank may differ: arguments of `offset`
 
     @abstractmethod
     def offset(self, parameters: Tensors, gradients: Tensors, rho: float | Tensor) -> Tensors:
-        """The second pass is at θ + this. `rho` is an argument, since heads of one bank may differ in it."""
+        """The second pass is at θ + this. A kind with more `numbers` has more arguments."""
 
     @abstractmethod
     def combine(self, first: Tensors, second: Tensors) -> Tensors:

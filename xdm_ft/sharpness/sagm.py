@@ -25,6 +25,7 @@ class SAGM(Sharpness):
     source = "Wang et al. 2023, Sharpness-Aware Gradient Matching for Domain Generalization (CVPR)"
     # The values that its code draws from (domainbed/hparams_registry.py of Wang-pengfei/SAGM). That code draws ρ but
     # does not use it (algorithms.py holds ρ at 0.05); its default α, 0.001, is not among the draws.
+    numbers = ("rho", "alpha")
     search_ranges = {"rho": {"choice": (0.01, 0.02, 0.05, 0.1)}, "alpha": {"choice": (0.01, 0.02, 0.05, 0.1)}}
 
     def __init__(
@@ -41,11 +42,14 @@ class SAGM(Sharpness):
     ) -> None:
         self.rho, self.alpha, self.adaptive = rho, alpha, adaptive
 
-    def offset(self, parameters: Tensors, gradients: Tensors, rho: float | Tensor) -> Tensors:
-        """ε − α g, in the shapes of the parameters."""
+    def offset(
+        self, parameters: Tensors, gradients: Tensors, rho: float | Tensor, alpha: float | Tensor | None = None
+    ) -> Tensors:
+        """ε − α g, in the shapes of the parameters. `alpha` None: that of the settings."""
+        alpha = self.alpha if alpha is None else alpha
         ascent = SAM(adaptive=self.adaptive).offset(parameters, gradients, rho)
         size = {name: w.square() if self.adaptive else 1.0 for name, w in parameters.items()}
-        return {name: ascent[name] - self.alpha * size[name] * g for name, g in gradients.items()}
+        return {name: ascent[name] - alpha * size[name] * g for name, g in gradients.items()}
 
     def combine(self, first: Tensors, second: Tensors) -> Tensors:
         """The mean of both gradients."""

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.sharpness import Sharpness, Tensors
+from xdm_ft.sharpness import Sharpness, Tensors, products
 
 Rho = Annotated[
     float,
@@ -40,11 +40,13 @@ class SAM(Sharpness):
 
     def offset(self, parameters: Tensors, gradients: Tensors, rho: float | Tensor) -> Tensors:
         """ε, in the shapes of the parameters."""
-        size = {name: w.abs() if self.adaptive else torch.ones_like(w) for name, w in parameters.items()}
+        g = [*gradients.values()]
+        size = [parameters[name].abs() for name in gradients] if self.adaptive else None
+        scaled = g if size is None else products(size, g)
         # one norm for all parameters, not one per tensor (eq. 2)
-        norm = torch.stack([(size[name] * g).square().sum() for name, g in gradients.items()]).sum().sqrt()
-        scale = rho / (norm + 1e-12)
-        return {name: size[name].square() * g * scale for name, g in gradients.items()}
+        norm = torch.stack([square.sum() for square in products(scaled, scaled)]).sum().sqrt()
+        squared = g if size is None else products(products(size, size), g)
+        return dict(zip(gradients, products(squared, rho / (norm + 1e-12)), strict=True))
 
     def combine(self, first: Tensors, second: Tensors) -> Tensors:
         """The gradient at θ + ε; that at θ is used for ε only."""

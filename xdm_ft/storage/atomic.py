@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,27 +15,66 @@ from xdm_ft.errors import UserError
 
 UNFINISHED = ".unfinished"
 UNFINISHED_TENSORS = ".tmp" + 6 * "?"  # pattern of the temporary files that safetensors itself writes
+SYNCS_AT_ONCE = 16
+
+Replace = Callable[[Path, Callable[[Path], None], int | None], None]
+"""`replace_file`, or `Together.add`."""
 
 
 def replace_file(path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
     """Replaces a file atomically. `write` fills a temporary file in the same folder, which is then renamed.
 
-    The order is: write, fsync, rename, fsync of the folder. `size`: the bytes that it takes, if known. Raises
-    `UserError` as `disk_errors` does.
+    `size`: the bytes that it takes, if known. Raises `UserError` as `disk_errors` does.
     """
-    with disk_errors(path, size):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
-        os.close(handle)
-        temporary = Path(name)
-        try:
-            write(temporary)
-            os.chmod(temporary, 0o666 & ~umask())  # mkstemp lets only the owner read the file
-            sync(temporary)  # before the rename, or a crash could leave an empty file under the final name
-            os.replace(temporary, path)
-        finally:
+    with Together() as files:
+        files.add(path, write, size)
+        files.replace()
+
+
+class Together:
+    """Files that are replaced together, each of them atomically: written one after the other, then made safe at once.
+
+    A disk joins fsyncs that it receives at the same time: 96 files in 32 folders took 0.08 seconds, and one after the
+    other 0.6. At the end of the context, temporary files that were not renamed are removed.
+    """
+
+    def __init__(self) -> None:
+        self._written: list[tuple[Path, Path, int | None]] = []  # temporary file, its final path and size
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for temporary, _, _ in self._written:
             temporary.unlink(missing_ok=True)
-        sync(path.parent)
+
+    def add(self, path: Path, write: Callable[[Path], None], size: int | None = None) -> None:
+        """Writes the temporary file of `path`; arguments and errors are those of `replace_file`."""
+        with disk_errors(path, size):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=UNFINISHED)
+            os.close(handle)
+            self._written.append((Path(name), path, size))
+            write(Path(name))
+            os.chmod(name, 0o666 & ~umask())  # mkstemp lets only the owner read the file
+
+    def replace(self) -> None:
+        """Replaces the files that were added, and returns when they are on the disk."""
+
+        def safe(of: tuple[Path, Path, int | None]) -> None:
+            with disk_errors(*of[1:]):
+                sync(of[0])
+
+        if self._written:
+            with ThreadPoolExecutor(min(SYNCS_AT_ONCE, len(self._written))) as pool:
+                # before the renames, or a crash could leave an empty file under its final name
+                list(pool.map(safe, self._written))
+                for temporary, path, size in self._written:
+                    with disk_errors(path, size):
+                        os.replace(temporary, path)
+                folders = {path.parent: (path.parent, path, size) for _, path, size in self._written}
+                list(pool.map(safe, folders.values()))
+        self._written = []
 
 
 @contextmanager

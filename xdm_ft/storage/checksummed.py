@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xdm_ft.storage.atomic import disk_errors, order_metadata, replace_file, sync
+from xdm_ft.storage.atomic import Replace, disk_errors, order_metadata, replace_file, sync
 from xdm_ft.storage.digests import json_digest, tensors_digest
 
 Arrays = dict[str, np.ndarray]
@@ -73,19 +73,20 @@ def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "checksum": json_digest(rest)}
 
 
-def append_line(path: Path, value: Any) -> None:
-    """Appends a JSON value to a file of lines, and returns when it is on the disk.
+def append_lines(path: Path, values: Iterable[Any]) -> None:
+    """Appends JSON values to a file of lines, and returns when they are on the disk.
 
     No other process may write the file. An incomplete last line, left by a killed process, is cut off first. Raises
     `UserError` if the file can not be written.
     """
-    line = json.dumps({"value": value, "xxh3": json_digest(value)}, allow_nan=False) + "\n"
+    lines = (json.dumps({"value": value, "xxh3": json_digest(value)}, allow_nan=False) + "\n" for value in values)
+    text = "".join(lines).encode()
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         created = not path.exists()
         with path.open("ab+") as file:
             file.truncate(_end_of_last_line(path))
-            file.write(line.encode())
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         if created:
@@ -154,8 +155,10 @@ def json_object(text: bytes) -> dict[str, Any]:
     return found
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file atomically. Equal tensors and metadata give equal bytes.
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], replace: Replace = replace_file
+) -> None:
+    """Writes a safetensors file atomically, by `replace`. Equal tensors and metadata give equal bytes.
 
     Raises `UserError` if the file can not be written.
     """
@@ -171,7 +174,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         order_metadata(temporary)
 
-    replace_file(path, write, sum(tensor.nbytes for tensor in kept.values()))
+    replace(path, write, sum(tensor.nbytes for tensor in kept.values()))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -197,9 +200,11 @@ def _opened(path: Path) -> Iterator[Any]:
         raise Damaged(f"it is not a complete safetensors file: {_reason(error)}") from error
 
 
-def write_checked(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def write_checked(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], replace: Replace = replace_file
+) -> None:
     """Writes a safetensors file as `write_tensors` does, with a checksum of its tensors and metadata."""
-    write_tensors(path, tensors, {**metadata, CHECKSUM: _checksum(tensors, metadata)})
+    write_tensors(path, tensors, {**metadata, CHECKSUM: _checksum(tensors, metadata)}, replace)
 
 
 def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -222,10 +227,10 @@ def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str
     return tensors_digest(dict(sorted(tensors.items())), json.dumps(sorted(metadata.items())))
 
 
-def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> None:
+def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str], replace: Replace = replace_file) -> None:
     """Writes numpy arrays as `write_checked` does."""
     # torch.tensor copies, because safetensors refuses tensors that share memory
-    write_checked(path, {name: torch.tensor(array) for name, array in arrays.items()}, metadata)
+    write_checked(path, {name: torch.tensor(array) for name, array in arrays.items()}, metadata, replace)
 
 
 def _reason(error: Exception) -> str:

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.progress import pulse
-from xdm_ft.storage.atomic import UNFINISHED, disk_errors, remove_unfinished, replace_text
+from xdm_ft.storage.atomic import UNFINISHED, Replace, disk_errors, remove_unfinished, replace_file, replace_text
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.checksummed import (
     Arrays,
     Damaged,
-    append_line,
+    append_lines,
     read_checked,
     read_lines,
     read_object,
@@ -177,9 +177,16 @@ class RunDirectory:
         file = self.path / "state" / "checkpoints" / f"{name}.safetensors"
         return Checkpoint(file, about, self._pace, writes, self._check)
 
-    def append(self, kind: str, value: Any) -> None:
-        """Appends a JSON line to this process's file of that kind, and returns when it is on the disk."""
-        append_line(self._checked(f"state/{kind}/{self.process}.jsonl"), value)
+    def profile_file(self, method: str) -> Path:
+        """Returns the file for the profiler's trace of a method's training, in a folder that exists."""
+        file = self._checked(f"profiles/{file_name(method, safe='+ ')}.json")
+        with disk_errors(file):
+            file.parent.mkdir(exist_ok=True)
+        return file
+
+    def append(self, kind: str, *values: Any) -> None:
+        """Appends JSON lines to this process's file of that kind, and returns when they are on the disk."""
+        append_lines(self._checked(f"state/{kind}/{self.process}.jsonl"), values)
 
     def lines(self, kind: str) -> Iterator[Any]:
         """Yields the lines of that kind of all processes. Raises `UserError` if one is damaged."""
@@ -194,12 +201,14 @@ class RunDirectory:
         """Returns the folder of a model, relative to the run directory."""
         return f"models/{file_name(method, safe='+ ')}/{file_name(*test_domains, safe=' ')}/seed{seed}-trial{trial}"
 
-    def write_weights(self, relative: str, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        write_checked(self._checked(relative), state, {**metadata, FILE_KEY: relative})
+    def write_weights(
+        self, relative: str, state: Mapping[str, Tensor], metadata: Mapping[str, str], replace: Replace = replace_file
+    ) -> None:
+        write_checked(self._checked(relative), state, {**metadata, FILE_KEY: relative}, replace)
 
-    def write_predictions(self, folder: str, arrays: Arrays) -> None:
+    def write_predictions(self, folder: str, arrays: Arrays, replace: Replace = replace_file) -> None:
         relative = f"{folder}/{PREDICTIONS}"
-        write_arrays(self._checked(relative), arrays, {FILE_KEY: relative})
+        write_arrays(self._checked(relative), arrays, {FILE_KEY: relative}, replace)
 
     @staticmethod
     def test_images_file(test_domains: tuple[str, ...]) -> str:
@@ -224,8 +233,10 @@ class RunDirectory:
         """Returns the file for the distances of a model that has trained its encoder, given its weights file."""
         return weights.removesuffix(".safetensors") + ".reference.safetensors"
 
-    def write_reference(self, relative: str, arrays: Arrays, metadata: Mapping[str, str]) -> None:
-        write_arrays(self._checked(relative), arrays, {**metadata, FILE_KEY: relative})
+    def write_reference(
+        self, relative: str, arrays: Arrays, metadata: Mapping[str, str], replace: Replace = replace_file
+    ) -> None:
+        write_arrays(self._checked(relative), arrays, {**metadata, FILE_KEY: relative}, replace)
 
     def tensors(self, relative: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns the checked tensors and metadata of a file of tensors.

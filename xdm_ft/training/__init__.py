@@ -71,6 +71,24 @@ class Training(Block):
             "--mixed_precision`, or no"
         ),
     ] = None
+    tf32: Annotated[
+        bool,
+        Field(
+            description="on a GPU: products and convolutions of float32 numbers in TF32, with 10 bits of mantissa "
+            "instead of 23; faster, and of another precision, which the protocol line says"
+        ),
+    ] = False
+    compile: Annotated[
+        bool,
+        Field(
+            description="compile a trainable encoder's passes by torch.compile (end to end only); rounding differs, "
+            "and the first step takes minutes"
+        ),
+    ] = False
+    profile: Annotated[
+        bool,
+        Field(description="leave a trace of five steps of each method, by torch's profiler, in `profiles/` of the run"),
+    ] = False
     evaluate_every: Annotated[
         int | None, Field(ge=1, description="steps between evaluations; null: a twentieth of the steps")
     ] = None
@@ -125,9 +143,12 @@ class Job:
         return self.method, self.test_domains, self.seed, self.trial
 
     def sampler(self, labels: Tensor) -> BatchSampler:
-        """Returns the sampler of the rows of its batches; `labels` int64 [N] are those of all images."""
-        training = self.training
-        return sampler(training.sampler, self.split.train, training.batch_size, self.seed, labels)
+        """Returns the sampler of the rows of its batches, which draws on the device of `labels`.
+
+        `labels` int64 [N] are those of all images.
+        """
+        training, pools = self.training, [pool.to(labels.device) for pool in self.split.train]
+        return sampler(training.sampler, pools, training.batch_size, self.seed, labels)
 
 
 Record = Callable[[int, list[tuple[Job, dict[str, float]]]], None]

@@ -44,8 +44,7 @@ class Averages:
         self.weights = [weight + factor for weight, factor in zip(self.weights, factors, strict=True)]
         shares = [factor / weight for factor, weight in zip(factors, self.weights, strict=True)]
         if len(set(shares)) == 1:
-            for name, mean in self.mean.items():
-                mean.lerp_(parameters[name], shares[0])
+            torch._foreach_lerp_([*self.mean.values()], [parameters[name] for name in self.mean], shares[0])
             return
         for name, mean in self.mean.items():  # [H,…]
             own = torch.tensor(shares, dtype=mean.dtype, device=mean.device).view(-1, *[1] * (mean.dim() - 1))
@@ -59,13 +58,14 @@ class Averages:
         """
         if self.count == 0:
             return
+        means = {name: value.cpu() for name, value in self.mean.items()}  # one copy from the device for all heads
         for head, (average, loss) in enumerate(zip(self.averages, losses, strict=True)):
             if head in ended:
                 continue
             if loss is None:
                 self.broken_at.setdefault(head, taken)
             elif head not in self.broken_at:
-                mean = {name: value[head].to("cpu", copy=True) for name, value in self.mean.items()}
+                mean = {name: value[head].clone() for name, value in means.items()}
                 average.add(Segment(taken - self.count + 1, taken, mean, self.weights[head]), loss)
         self.count = 0
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,21 +32,42 @@ class RuleImages:
 
     def value(self, logits: Tensor) -> float:
         """Returns the metric of finite logits [n,C], the unweighted mean over `parts`; nan if it is not defined."""
+        if self.metric == "accuracy":
+            return self.accuracy(self.count(logits.argmax(1) == self.labels).tolist())
+        if self.metric == "nll":
+            return self._mean(per_image_nll(logits, self.labels))
         if self.parts is None:
             return metric_of(self.metric, logits, self.labels, self.worst_of)
-        if not self.parts:
-            return math.nan
+        of_parts = (metric_of(self.metric, logits[p], self.labels[p], self.worst_of[p]) for p in self.parts)
         # fsum is exact in any order of the domains, so that equally good steps have equal values
-        return math.fsum(self._of_parts(logits, self.parts)) / len(self.parts)
+        return math.fsum(of_parts) / len(self.parts) if self.parts else math.nan
 
-    def _of_parts(self, logits: Tensor, parts: tuple[Tensor, ...]) -> list[float]:
-        if self.metric == "accuracy":
-            right = torch.bincount(self.part_of[logits.argmax(1) == self.labels], minlength=len(parts))
-            return [n / len(part) for n, part in zip(right.tolist(), parts, strict=False)]
+    def values(self, logits: Tensor) -> list[float]:
+        """Returns `value` of H heads from their finite logits [n,H,C] on the CPU."""
+        images, heads = logits.shape[:2]
         if self.metric == "nll":
-            losses = per_image_nll(logits, self.labels)
-            return [float(losses[part.cpu().numpy()].mean()) for part in parts]
-        return [metric_of(self.metric, logits[part], self.labels[part], self.worst_of[part]) for part in parts]
+            losses = per_image_nll(logits.flatten(0, 1), self.labels.repeat_interleave(heads)).reshape(images, heads)
+            return [self._mean(np.ascontiguousarray(losses[:, head])) for head in range(heads)]
+        return [self.value(logits[:, head]) for head in range(heads)]
+
+    def _mean(self, losses: np.ndarray) -> float:
+        """Returns the mean of losses [n], or of their means over parts."""
+        if self.parts is None:
+            return float(losses.mean())
+        of_parts = [float(losses[part.cpu().numpy()].mean()) for part in self.parts]
+        return math.fsum(of_parts) / len(of_parts) if of_parts else math.nan
+
+    def count(self, right: Tensor) -> Tensor:
+        """Returns the number of right predictions of every part, int64 [parts,…], from bool [n,…]."""
+        if self.parts is None:
+            return right.sum(0, keepdim=True)
+        counts = torch.zeros(len(self.parts) + 1, *right.shape[1:], dtype=torch.int64, device=right.device)
+        return counts.index_add_(0, self.part_of, right.long())[:-1]
+
+    def accuracy(self, right: Sequence[int]) -> float:
+        """Returns the accuracy from the number of right predictions of every part, as `count` returns them."""
+        sizes = [len(self.labels)] if self.parts is None else list(map(len, self.parts))
+        return math.fsum(n / size for n, size in zip(right, sizes, strict=True)) / len(sizes) if sizes else math.nan
 
 
 def rule_images(split: str, rows: Tensor, annotations: Annotations, metric: str, num_classes: int) -> RuleImages:

@@ -83,15 +83,15 @@ class Selector:
         values: Mapping[str, float],
         state: Callable[[], dict[str, Tensor]],
         hparams: Mapping[str, float] | None = None,
-    ) -> None:
+    ) -> list[str]:
         """Selects the state after `step` steps for each rule that it improves, given the metric's value for each rule.
 
-        `state` returns the weights; it is called once, and only if a rule selects this step.
+        `state` returns the weights; it is called once, and only if a rule selects this step. Returns these rules.
         """
         for rule in self.rules:
             self.course[rule][step] = values[rule]
         if step < self.first_selectable_step:
-            return
+            return []
         better = [rule for rule in self.rules if self._improves(rule, values[rule])]
         if better:
             weights = state()  # one copy for all rules that pick this step
@@ -100,6 +100,7 @@ class Selector:
         self.waited = 0 if self.rules[0] in better else self.waited + 1
         if self.patience is not None and self.waited >= self.patience:
             self.stopped_at = step
+        return better
 
     def _improves(self, rule: str, value: float) -> bool:
         if math.isnan(value):

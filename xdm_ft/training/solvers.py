@@ -41,7 +41,8 @@ def solve(
     selector = Selector(criteria, first_selectable_step=0)
     rows, labels, domains = torch.cat(job.split.train), annotations.labels, annotations.domains
     batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
-    broken = rows[~torch.isfinite(batch.x).all(1).cpu()].tolist()
+    low, high = batch.x.aminmax(dim=1)  # [n], NaN if a feature is: without a copy of the features
+    broken = rows[~(low.isfinite() & high.isfinite()).cpu()].tolist()
     if broken:
         why = f"features of {plural(len(broken), 'training image')} hold NaN or ∞; the first is row {broken[0]}"
         return Trained(job, {}, None, time.perf_counter() - started, why)

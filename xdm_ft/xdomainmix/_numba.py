@@ -17,18 +17,18 @@ INFINITE, NAN = 0x7F800000, 0x7FFFFFFF  # `_order` of +∞, and of a NaN: NaNs l
 GUESSES = 24  # then bisection takes over; half of the rows need at most five
 
 
-def exceeds(rows: Tensor, rank: int) -> Tensor:
-    """`order_statistic.reference` of rows [n,K]."""
+def exceeds(rows: Tensor, ranks: Tensor) -> Tensor:
+    """`order_statistic.reference` of rows [n,K] and the ranks of m blocks of them, [m]."""
     mask = torch.empty(rows.shape, dtype=torch.bool)
-    _exceeds(rows.contiguous().numpy().view(np.int32), rank, mask.numpy())
+    _exceeds(rows.contiguous().numpy().view(np.int32), ranks.contiguous().numpy(), mask.numpy())
     return mask
 
 
-def masked_parts(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
-    """`decomposition.reference` of four masks like z."""
-    parts = tuple(torch.empty(z.shape) for _ in masks)
-    _masked_parts(*(tensor.contiguous().view(-1).numpy() for tensor in (z, *masks, *parts)))
-    return parts
+def parts(z: Tensor, of_class: Tensor, of_domain: Tensor) -> tuple[Tensor, ...]:
+    """`decomposition.reference` of masks like z."""
+    found = tuple(torch.empty(z.shape) for _ in Parts._fields)
+    _parts(*(tensor.contiguous().view(-1).numpy() for tensor in (z, of_class, of_domain, *found)))
+    return found
 
 
 def mix(parts: Parts, *choices: Tensor) -> Tensor:
@@ -86,24 +86,26 @@ def _divider(row: Any, rank: int, guess: Any) -> Any:
     return np.int32(high)
 
 
-@njit(void(int32[:, ::1], int64, boolean[:, ::1]), nogil=True)
-def _exceeds(bits: Any, rank: int, mask: Any) -> None:
+@njit(void(int32[:, ::1], int64[::1], boolean[:, ::1]), nogil=True)
+def _exceeds(bits: Any, ranks: Any, mask: Any) -> None:
     row, guess = np.empty(bits.shape[1], np.int32), np.int32(0)
+    block = max(1, len(bits) // len(ranks))
     for n in range(len(bits)):
         for k in range(row.size):
             row[k] = _order(bits[n, k])
-        tau = _divider(row, rank, guess)
+        tau = _divider(row, ranks[n // block], guess)
         for k in range(row.size):
             mask[n, k] = row[k] > tau
         guess = guess if tau == NAN else tau  # for the next row
 
 
-@njit(void(float32[::1], *4 * [boolean[::1]], *4 * [float32[::1]]), nogil=True)
-def _masked_parts(z: Any, m1: Any, m2: Any, m3: Any, m4: Any, part1: Any, part2: Any, part3: Any, part4: Any) -> None:
+@njit(void(float32[::1], *2 * [boolean[::1]], *4 * [float32[::1]]), nogil=True)
+def _parts(z: Any, of_class: Any, of_domain: Any, csds: Any, csdg: Any, cgds: Any, cgdg: Any) -> None:
     nothing = np.float32(-0.0)
     for k in range(z.size):
-        part1[k], part2[k] = z[k] if m1[k] else nothing, z[k] if m2[k] else nothing
-        part3[k], part4[k] = z[k] if m3[k] else nothing, z[k] if m4[k] else nothing
+        c, d = of_class[k], of_domain[k]  # `&` of both, as `and` would branch on every element
+        csds[k], csdg[k] = z[k] if c & d else nothing, z[k] if c & (not d) else nothing
+        cgds[k], cgdg[k] = z[k] if (not c) & d else nothing, z[k] if (not c) & (not d) else nothing
 
 
 @njit(void(*5 * [float32[:, ::1]], int64[::1], int64[::1], float32[:, ::1], boolean[::1]), nogil=True)

@@ -15,16 +15,18 @@ triton.knobs.cache.dir = tempfile.mkdtemp(prefix="xdm_ft-triton-")
 atexit.register(shutil.rmtree, triton.knobs.cache.dir, ignore_errors=True)
 
 
-def exceeds(rows: Tensor, rank: int) -> Tensor:
-    """`order_statistic.exceeds` of float32 rows [n,K]."""
+def exceeds(rows: Tensor, ranks: Tensor) -> Tensor:
+    """`order_statistic.reference` of float32 rows [n,K] and the ranks of m blocks of them, int64 [m]."""
     mask, size = torch.empty(rows.shape, dtype=torch.bool, device=rows.device), rows.shape[1]
-    _exceeds[(len(rows),)](rows.contiguous().view(torch.int32), mask, size, rank, BLOCK=triton.next_power_of_2(size))
+    bits = rows.contiguous().view(torch.int32)
+    block = len(rows) // len(ranks)
+    _exceeds[(len(rows),)](bits, ranks.contiguous(), block, mask, size, BLOCK=triton.next_power_of_2(size))
     return mask
 
 
 @triton.jit
-def _exceeds(bits: Any, mask: Any, size: Any, rank: Any, BLOCK: tl.constexpr) -> None:
-    k = tl.arange(0, BLOCK)
+def _exceeds(bits: Any, ranks: Any, block: Any, mask: Any, size: Any, BLOCK: tl.constexpr) -> None:
+    k, rank = tl.arange(0, BLOCK), tl.load(ranks + tl.program_id(0) // block)
     at = tl.program_id(0).to(tl.int64) * size + k
     own = tl.load(bits + at, mask=k < size, other=0)
     order = tl.where(own >= 0, own, -0x80000000 - own).to(tl.int64)  # as `_numba._order`

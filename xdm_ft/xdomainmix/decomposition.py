@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from xdm_ft.tensors import Parts
 from xdm_ft.xdomainmix.order_statistic import exceeds
-from xdm_ft.xdomainmix.stacking import stacked
+from xdm_ft.xdomainmix.stacking import runs_kernel, stacked
 
 
-def specific_mask(scores: Tensor, quantile: float | Fraction) -> Tensor:
+def specific_mask(scores: Tensor, quantile: float | Fraction | Tensor) -> Tensor:
     """M[k] = 1 where score(z^k) > τ, τ the `quantile` of the K scores of that sample. Strictly greater. (3)
 
     One order statistic decides. With r = q(K−1) the interpolated τ lies in [x_(⌊r⌋), x_(⌈r⌉)), or equals both if they
@@ -27,12 +28,21 @@ def specific_mask(scores: Tensor, quantile: float | Fraction) -> Tensor:
 
     Args:
         scores: importance scores, [...,K].
-        quantile: q in [0, 1]; a third is `Fraction(1, 3)`.
+        quantile: q in [0, 1]; a third is `Fraction(1, 3)`. As a tensor, which may depend on the step or differ between
+            heads: numerator and denominator, int64 [2] (`as_tensor`).
 
     Returns:
         bool [...,K].
     """
-    return exceeds(scores, rank_of(quantile, scores.shape[-1]))
+    size = scores.shape[-1]
+    if isinstance(quantile, Tensor):
+        return exceeds(scores, quantile[0] * (size - 1) // quantile[1])
+    return exceeds(scores, rank_of(quantile, size))
+
+
+def as_tensor(quantiles: Sequence[float | Fraction]) -> Tensor:
+    """Returns quantiles as numerators and denominators, int64 [n,2], for `specific_mask`."""
+    return torch.tensor([Fraction(str(quantile)).as_integer_ratio() for quantile in quantiles])
 
 
 @cache
@@ -58,33 +68,30 @@ def decompose(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
         Four tensors like z. The gradient of each element of z is that of the one part that contains it.
     """
     space = (None,) * (z.ndim - class_mask.ndim)
-    of_class, of_domain = class_mask[(..., *space)], domain_mask[(..., *space)]  # [B,K,1,1] for maps
-    return Parts(
-        *masked_parts(z, of_class & of_domain, of_class & ~of_domain, ~of_class & of_domain, ~(of_class | of_domain))
-    )
+    parts: tuple[Tensor, ...] = _Parts.apply(z, class_mask[(..., *space)], domain_mask[(..., *space)])
+    return Parts(*parts)
 
 
-def masked_parts(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
-    """Returns M ⊙ z for four masks M, −0.0 where M is False. Masks are like z, or [...,B,K,1,1] for maps."""
-    parts: tuple[Tensor, ...] = _MaskedParts.apply(z, *masks)
-    return parts
-
-
-def reference(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
-    """`masked_parts` in plain torch, which the kernel must equal."""
+def reference(z: Tensor, of_class: Tensor, of_domain: Tensor) -> tuple[Tensor, ...]:
+    """`decompose` in plain torch, which the kernel must equal. Masks are like z, or [...,B,K,1,1] for maps."""
     nothing = torch.full((), -0.0, dtype=z.dtype, device=z.device)
-    return tuple(torch.where(mask, z, nothing) for mask in masks)
+    return tuple(torch.where(mask, z, nothing) for mask in _combinations(of_class, of_domain))
 
 
-class _MaskedParts(torch.autograd.Function):
+def _combinations(of_class: Tensor, of_domain: Tensor) -> tuple[Tensor, ...]:
+    """Returns the masks of the four parts, in the order of `Parts`."""
+    return of_class & of_domain, of_class & ~of_domain, ~of_class & of_domain, ~(of_class | of_domain)
+
+
+class _Parts(torch.autograd.Function):
     @staticmethod
-    def forward(z: Tensor, *masks: Tensor) -> tuple[Tensor, ...]:
-        if z.device.type != "cpu" or z.dtype != torch.float32 or z.shape != masks[0].shape:
-            return reference(z, *masks)
+    def forward(z: Tensor, of_class: Tensor, of_domain: Tensor) -> tuple[Tensor, ...]:
+        if not runs_kernel(z, "cpu") or z.shape != of_class.shape:
+            return reference(z, of_class, of_domain)
         # `torch.where` takes twenty times as long on a CPU: it branches on every element of an irregular mask
         from xdm_ft.xdomainmix import _numba  # takes two seconds to import
 
-        return _numba.masked_parts(z, *masks)
+        return _numba.parts(z, of_class, of_domain)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -92,11 +99,12 @@ class _MaskedParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        terms = (torch.where(mask, gradient, 0.0) for mask, gradient in zip(ctx.saved_tensors, gradients, strict=True))
-        return torch.stack(tuple(terms)).sum(0), None, None, None, None
+        masks = _combinations(*ctx.saved_tensors)
+        terms = (torch.where(mask, gradient, 0.0) for mask, gradient in zip(masks, gradients, strict=True))
+        return torch.stack(tuple(terms)).sum(0), None, None
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return _MaskedParts.apply(*stacked(info, in_dims, tensors)), (0,) * 4
+        return _Parts.apply(*stacked(info, in_dims, tensors)), (0,) * 4

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xdm_ft.tensors import Parts
 from xdm_ft.xdomainmix.partners import Partners
-from xdm_ft.xdomainmix.stacking import stacked
+from xdm_ft.xdomainmix.stacking import runs_kernel, stacked
 
 
 def mix(parts: Parts, partners: Partners, lam: Tensor, keep: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(*tensors: Tensor) -> Tensor:
         parts, (same, other, lam, keep) = Parts(*tensors[:4]), tensors[4:]
-        if parts.csds.device.type != "cpu" or any(tensor.dtype != torch.float32 for tensor in (*parts, lam)):
+        if not all(runs_kernel(tensor, "cpu") for tensor in (*parts, lam)):
             return reference(parts, same, other, lam, keep)
         from xdm_ft.xdomainmix import _numba  # takes two seconds to import
 

@@ -7,48 +7,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xdm_ft.xdomainmix.stacking import stacked
+from xdm_ft.xdomainmix.stacking import runs_kernel, stacked
 
 
-def exceeds(scores: Tensor, rank: int) -> Tensor:
+def exceeds(scores: Tensor, rank: int | Tensor) -> Tensor:
     """Returns `scores > x_(rank)`, where x_(0) ≤ x_(1) ≤ … is the sorted row; all False in a row with a NaN.
 
     Args:
         scores: float [...,K]; also under `torch.func.vmap`.
-        rank: 0 … K−1.
+        rank: 0 … K−1; a tensor, int64 [], if it depends on the step or differs between heads.
 
     Returns:
         bool [...,K], without gradient.
     """
-    mask: Tensor = _Exceeds.apply(scores.detach(), rank)
+    # filled on the device: a copy of a number to a GPU would have to wait
+    own = rank if isinstance(rank, Tensor) else torch.full((), rank, dtype=torch.int64, device=scores.device)
+    mask: Tensor = _Exceeds.apply(scores.detach(), own)
     return mask
 
 
-def reference(rows: Tensor, rank: int) -> Tensor:
+def reference(rows: Tensor, ranks: Tensor) -> Tensor:
     """`exceeds` in plain torch for rows [n,K], which both kernels must equal.
 
-    x_(rank) is the smallest of the K−rank largest scores. torch sorts NaN as the largest and `amin` returns NaN if
-    there is one, which no score exceeds.
+    `ranks`, int64 [m], are those of m equal blocks of rows. torch sorts NaN as the largest; no score exceeds a NaN.
     """
-    return rows > rows.topk(rows.shape[-1] - rank, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    ordered, own = rows.sort(-1).values, ranks.repeat_interleave(len(rows) // len(ranks))
+    largest = ordered[:, -1:]
+    return rows > torch.where(largest.isnan(), largest, ordered.gather(1, own[:, None]))
 
 
 class _Exceeds(torch.autograd.Function):
-    """Rows are independent, so under `vmap` the rows of all heads are computed together."""
+    """Rows are independent, so under `vmap` the rows of all heads are computed together.
+
+    `rank` has the first axes of `scores`: those of the heads that differ in it.
+    """
 
     @staticmethod
-    def forward(scores: Tensor, rank: int) -> Tensor:
-        rows = scores.reshape(-1, scores.shape[-1])  # [n,K]
-        if rows.dtype == torch.float32 and rows.device.type == "cpu":
+    def forward(scores: Tensor, rank: Tensor) -> Tensor:
+        rows, ranks = scores.reshape(-1, scores.shape[-1]), rank.reshape(-1)  # [n,K]; one rank per block of rows
+        if runs_kernel(rows, "cpu"):
             from xdm_ft.xdomainmix import _numba  # takes two seconds to import
 
-            mask = _numba.exceeds(rows, rank)
-        elif rows.dtype == torch.float32 and rows.device.type == "cuda":
+            mask = _numba.exceeds(rows, ranks)
+        elif runs_kernel(rows, "cuda"):
             from xdm_ft.xdomainmix import _triton  # needs a GPU, or its interpreter
 
-            mask = _triton.exceeds(rows, rank)
+            mask = _triton.exceeds(rows, ranks)
         else:
-            mask = reference(rows, rank)
+            mask = reference(rows, ranks)
         return mask.view(scores.shape)
 
     @staticmethod
@@ -56,5 +62,5 @@ class _Exceeds(torch.autograd.Function):
         ctx.mark_non_differentiable(output)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], scores: Tensor, rank: int) -> tuple[Tensor, int]:
-        return _Exceeds.apply(*stacked(info, in_dims[:1], (scores,)), rank), 0
+    def vmap(info: Any, in_dims: tuple[int | None, ...], scores: Tensor, rank: Tensor) -> tuple[Tensor, int]:
+        return _Exceeds.apply(*stacked(info, in_dims, (scores, rank))), 0

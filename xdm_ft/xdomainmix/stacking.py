@@ -1,10 +1,19 @@
-"""The arguments of the kernels under `torch.func.vmap`."""
+"""When kernels run, and their arguments under `torch.func.vmap`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
+
+
+def runs_kernel(tensor: Tensor, kind: Literal["cpu", "cuda"]) -> bool:
+    """Returns whether the kernel of this kind of device computes the tensor: float32, and not inside `torch.compile`.
+
+    A compiler fuses plain torch itself, and can not see into a kernel of numba.
+    """
+    return tensor.dtype == torch.float32 and tensor.device.type == kind and not torch.compiler.is_compiling()
 
 
 def stacked(info: Any, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:

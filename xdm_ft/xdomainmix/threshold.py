@@ -6,6 +6,13 @@ import math
 from fractions import Fraction
 from functools import cache
 
+from torch import Tensor
+
+
+def quantile_stage(step: int | Tensor, every: int, stages: int) -> int | Tensor:
+    """Returns the place in the cycle of τ_d at a step since the warm-up: 0 … stages−1, each one for `every` steps."""
+    return step // every % stages
+
 
 def domain_quantile(step: int, every: int, start: float = 0.9, stop: float = 0.5, drop: float = 0.1) -> float:
     """Returns the quantile of τ_d: it falls from `start` to `stop` by `drop` every `every` steps, then starts again.
@@ -22,12 +29,13 @@ def domain_quantile(step: int, every: int, start: float = 0.9, stop: float = 0.5
     """
     if step < 0 or every < 1:
         raise ValueError(f"step {step} and every {every}: step must be at least 0, every at least 1")
-    values = _cycle(start, stop, drop)
-    return values[step // every % len(values)]
+    values = quantile_cycle(start, stop, drop)
+    return values[int(quantile_stage(step, every, len(values)))]
 
 
 @cache
-def _cycle(start: float, stop: float, drop: float) -> tuple[float, ...]:
+def quantile_cycle(start: float = 0.9, stop: float = 0.5, drop: float = 0.1) -> tuple[float, ...]:
+    """Returns the quantiles of a cycle, in order. Raises `ValueError` as `domain_quantile` does."""
     top, bottom, by = Fraction(str(start)), Fraction(str(stop)), Fraction(str(drop))
     if bottom > top or by <= 0:
         raise ValueError(f"start {start}, stop {stop}, drop {drop}: start must be at least stop, and drop positive")

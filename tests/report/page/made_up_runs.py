@@ -14,7 +14,7 @@ from PIL import Image
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.metrics import metric, per_image, score
-from xdm_ft.evaluation.predictions import Prediction, arrays_of, test_images
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import Pick, Record, SummaryRow
 from xdm_ft.evaluation.summary import summarise
 from xdm_ft.report.finished import Run, read_run
@@ -121,7 +121,7 @@ def _prediction(
     found = logits.softmax(1).numpy()
     kept = {"all": found, "predicted": found.max(1), "none": None}[kind if rule == protocol["selection"] else "none"]
     values = per_image(protocol["metric"], logits, torch.as_tensor(dataset.labels[rows]))
-    return Prediction.on(dataset, record.key, rule, rows, logits.argmax(1).numpy(), values, kept)
+    return Prediction(*record.key[:3], rule, HeldOutImages.of(dataset, rows), logits.argmax(1).numpy(), values, kept)
 
 
 def _summary(

@@ -50,9 +50,9 @@ def test_they_are_those_on_which_the_seeds_agree_most(run: Run) -> None:
     for domain in ("art", "photo"):
         own = [one for one in run.picked if one.key[:2] == (run.chosen, (domain,))]
         read = [run.prediction(one) for one in own]
-        wrong = [np.where(p.predicted != p.labels, p.probabilities.max(1), 0) for p in read]
+        wrong = [np.where(p.predicted != p.images.labels, p.probabilities.max(1), 0) for p in read]
         order = np.argsort(-sum(wrong), kind="stable")
-        names = bytes(run.images(own[0])["names"]).decode().split("\n")
+        names = run.image_names(own[0])
         expected = [names[place] for place in order[:EACH] if sum(wrong)[place] > 0]
         assert [one.caption[-1] for one in found.thumbnails if one.caption[0] == domain] == expected
     for one in found.thumbnails:

@@ -125,7 +125,7 @@ def test_confusion_and_calibration_agree_with_the_records(run: Run, page: Page) 
     for true, predicted, domain, share, images in table.rows[1:]:
         read = [run.prediction(one) for one in run.records if one.key[:2] == (method, (domain,))]
         label, other = CLASSES.index(true), CLASSES.index(predicted)
-        labels, taken = np.concatenate([p.labels for p in read]), np.concatenate([p.predicted for p in read])
+        labels, taken = np.concatenate([p.images.labels for p in read]), np.concatenate([p.predicted for p in read])
         count, of = ((labels == label) & (taken == other)).sum(), (labels == label).sum()
         assert images == f"{count} of {of}" and share == f"{100 * count / of:.1f}" and label != other
     ece = page.table("Expected calibration error").by_first()
@@ -146,7 +146,7 @@ def test_coverage_as_a_loop_over_thresholds_finds_it(run: Run, page: Page) -> No
         )
         read = [run.prediction(one) for one in run.records if one.method == row.method]
         sure = np.concatenate([p.probabilities.max(1) for p in read if p.probabilities is not None])
-        right = np.concatenate([p.predicted == p.labels for p in read])
+        right = np.concatenate([p.predicted == p.images.labels for p in read])
         best = 0.0
         for threshold in np.unique(sure):  # all domains have equally many images here
             answered = sure >= threshold

@@ -28,7 +28,7 @@ def test_counts_are_those_of_a_loop(run: Run) -> None:
         if record.key[:2] == ("sam", ("art",)):
             read = run.prediction(record)
             assert read.probabilities is not None
-            for label, predicted, row in zip(read.labels, read.predicted, read.probabilities, strict=True):
+            for label, predicted, row in zip(read.images.labels, read.predicted, read.probabilities, strict=True):
                 counts[label, predicted] += 1
                 place = min(int(np.ceil(float(row.max()) * ECE_BINS)) - 1, ECE_BINS - 1)
                 bins[place] += 1, row.max(), label == predicted
@@ -39,7 +39,7 @@ def test_counts_are_those_of_a_loop(run: Run) -> None:
 
 def test_an_interval_of_one_domain_is_that_of_seeds_and_images(run: Run) -> None:
     own = [record for record in run.records if record.key[:2] == ("erm", ("photo",))]
-    right = np.array([p.predicted == p.labels for p in map(run.prediction, own)], float)  # [seeds, images]
+    right = np.array([p.predicted == p.images.labels for p in map(run.prediction, own)], float)  # [seeds, images]
     by_seed, by_image = right.mean(1), right.mean(0)
     of_seeds, of_images = by_seed.var(ddof=1) / 3, by_image.var(ddof=1) / len(by_image)
     freedom = (of_seeds + of_images) ** 2 / (of_seeds**2 / 2 + of_images**2 / (len(by_image) - 1))  # Satterthwaite
@@ -53,7 +53,7 @@ def test_an_interval_of_one_domain_is_that_of_seeds_and_images(run: Run) -> None
 def test_a_deterministic_method_has_an_interval_over_images_alone(run: Run) -> None:
     [record] = [record for record in run.records if record.key[:2] == ("zero_shot", ("art",))]
     read = run.prediction(record)
-    right = (read.predicted == read.labels).astype(float)
+    right = (read.predicted == read.images.labels).astype(float)
     half = t.ppf(0.975, len(right) - 1) * right.std(ddof=1) / len(right) ** 0.5
     assert numbers.domain_interval(run, "zero_shot", "art") == pytest.approx(
         (right.mean() - half, right.mean() + half), abs=1e-9

@@ -26,6 +26,7 @@ from xdm_ft.training.bank.cached_data import batches
 from xdm_ft.training.bank.stacked import Bank, stack, step
 from xdm_ft.training.bank.train import CHUNK_BYTES, CHUNK_HEADS, chunks
 
+CPU = torch.device("cpu")
 SGD = Training(batch_size=8, optimizer="sgd", momentum=0.9)
 
 
@@ -176,16 +177,16 @@ def test_batches_are_the_samplers_and_domains_those_of_the_split() -> None:
 
 def test_chunks_hold_neighbours_of_one_shape() -> None:
     jobs = [job_of(steps=5, seed=s) for s in range(2 * CHUNK_HEADS + 1)] + [job_of(steps=6)]
-    sizes = [len(chunk) for chunk in chunks(jobs)]
+    sizes = [len(chunk) for chunk in chunks(jobs, CPU)]
     assert sizes == [CHUNK_HEADS, CHUNK_HEADS, 1, 1]
-    assert [job for chunk in chunks(jobs) for job in chunk] == jobs
+    assert [job for chunk in chunks(jobs, CPU) for job in chunk] == jobs
 
 
 def test_chunks_part_settings_that_do_not_stack() -> None:
     jobs = [job_of(XDomainMix, seed=s, warmup_steps=3 + s % 2, p_discard=s / 10) for s in range(4)]
     jobs += [job_of(XDomainMix, warmup_steps=3, sharpness=SAM(rho=rho)) for rho in (0.1, 0.2)]
     place = {id(job): number for number, job in enumerate(jobs)}
-    found = [[place[id(job)] for job in chunk] for chunk in chunks(jobs)]
+    found = [[place[id(job)] for job in chunk] for chunk in chunks(jobs, CPU)]
     assert found == [[0, 2], [1, 3], [4, 5]]
 
 
@@ -193,7 +194,7 @@ def test_chunks_part_what_else_a_search_draws() -> None:
     drawn = {}, {"lr": 0.5, "momentum": 0.1}, {"beta1": 0.5}, {"batch_size": 3}
     jobs = [dataclasses.replace(job_of(seed=s), training=SGD.model_copy(update=own)) for s in range(2) for own in drawn]
     place = {id(job): number for number, job in enumerate(jobs)}
-    assert [[place[id(job)] for job in chunk] for chunk in chunks(jobs)] == [[0, 1, 4, 5], [2, 6], [3, 7]]
+    assert [[place[id(job)] for job in chunk] for chunk in chunks(jobs, CPU)] == [[0, 1, 4, 5], [2, 6], [3, 7]]
 
 
 def test_a_head_that_stops_keeps_what_it_picked_and_the_others_go_on() -> None:
@@ -230,14 +231,14 @@ def test_a_head_that_has_stopped_does_not_fail_with_the_others() -> None:
 def test_chunks_part_what_averages_from_what_does_not() -> None:
     jobs = [job_of(seed=seed) for seed in range(4)]
     jobs = [dataclasses.replace(job, averaging=SWAD(n_converge=1 + job.seed) if job.seed % 2 else None) for job in jobs]
-    assert [[job.seed for job in chunk] for chunk in chunks(jobs)] == [[0, 2], [1, 3]]
+    assert [[job.seed for job in chunk] for chunk in chunks(jobs, CPU)] == [[0, 2], [1, 3]]
 
 
 def test_a_chunk_holds_no_more_features_than_are_kept_in_memory() -> None:
     large = SGD.model_copy(update={"batch_size": CHUNK_BYTES // (4 * 3 * WIDTH) // 5})  # three domains
-    assert [len(chunk) for chunk in chunks([under(large, job_of(steps=5, seed=s)) for s in range(7)])] == [5, 2]
+    assert [len(chunk) for chunk in chunks([under(large, job_of(steps=5, seed=s)) for s in range(7)], CPU)] == [5, 2]
     larger = SGD.model_copy(update={"batch_size": CHUNK_BYTES})
-    assert [len(chunk) for chunk in chunks([under(larger, job_of(steps=5, seed=s)) for s in range(2)])] == [1, 1]
+    assert [len(chunk) for chunk in chunks([under(larger, job_of(steps=5, seed=s)) for s in range(2)], CPU)] == [1, 1]
 
 
 def test_settings_that_differ_but_do_not_stack_are_refused() -> None:

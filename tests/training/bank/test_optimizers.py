@@ -38,12 +38,12 @@ def test_every_head_steps_as_under_torch_optim(name: str, amsgrad: bool, decays:
     theirs = [
         torch_optimizer(name, list(own.values()), h, float(weight_decay[h]), amsgrad) for h, own in enumerate(alone)
     ]
-    ours = make_optimizer(name, parameters, LR, weight_decay, momentum=MOMENTUM, betas=BETAS, amsgrad=amsgrad)
+    ours = make_optimizer(name, parameters, LR, weight_decay, MOMENTUM, BETAS, amsgrad, steps=STEPS)
     for step in range(STEPS):
         factor, gradients = 1 - step / STEPS, stacked(generator)
         if step >= STEPS // 2:  # smaller ones, from which only amsgrad's second moment does not fall
             gradients = {key: value / 10 for key, value in gradients.items()}
-        ours.step(parameters, gradients, factor)
+        ours.step(parameters, gradients, torch.tensor([factor]))
         for h, optimizer in enumerate(theirs):
             optimizer.param_groups[0]["lr"] = float(LR[h]) * factor
             for key, value in alone[h].items():
@@ -57,11 +57,11 @@ def test_every_head_steps_as_under_torch_optim(name: str, amsgrad: bool, decays:
 def test_momentum_is_used() -> None:
     parameters = {"w": torch.zeros(1, 1)}
     optimizer = make_optimizer(
-        "sgd", parameters, torch.tensor([1.0]), torch.tensor([0.0]), momentum=torch.tensor([0.5])
+        "sgd", parameters, torch.tensor([1.0]), torch.tensor([0.0]), momentum=torch.tensor([0.5]), steps=3
     )
     positions = []
     for _ in range(3):
-        optimizer.step(parameters, {"w": torch.ones(1, 1)}, factor=1.0)
+        optimizer.step(parameters, {"w": torch.ones(1, 1)}, factor=torch.ones(1))
         positions.append(float(parameters["w"]))
     assert positions == [-1.0, -2.5, -4.25]  # velocities 1, 1.5, 1.75
 

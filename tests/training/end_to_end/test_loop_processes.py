@@ -22,7 +22,8 @@ from xdm_ft.heads.linear import Linear
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Training
-from xdm_ft.training.end_to_end.train import predict, shut_down
+from xdm_ft.training.end_to_end.accelerated import shut_down
+from xdm_ft.training.end_to_end.train import predict
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,7 @@ def _counts(run: Run) -> tuple[dict[str, np.ndarray], list[str]]:
     found = {}
     for held in numbers.held_out_sets(run):
         record = next(record for record in run.records if record.test_domains == held)
-        found[numbers.set_name(held)] = np.bincount(run.images(record)["labels"], minlength=len(run.class_names))
+        found[numbers.set_name(held)] = np.bincount(run.images(record).labels, minlength=len(run.class_names))
     return found, run.class_names
 
 

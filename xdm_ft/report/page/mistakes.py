@@ -68,18 +68,18 @@ def _worst(run: Run, method: str, held: Held) -> list[Mistake]:
         confidence = confidences(prediction)
         if confidence is None:
             return []
-        sure.append(np.where(prediction.predicted != prediction.labels, confidence, 0.0))
+        sure.append(np.where(prediction.predicted != prediction.images.labels, confidence, 0.0))
         predicted.append(prediction.predicted)
     images, total = run.images(records[0]), np.sum(sure, axis=0)
     counts, most = np.count_nonzero(sure, axis=0), np.argmax(sure, axis=0)
-    names = images["names"].tobytes().decode().split("\n")
+    names = run.image_names(records[0])
     places = [int(place) for place in np.argsort(-total, kind="stable")[:EACH] if total[place] > 0]
     return [
         Mistake(
             held=held,
             name=names[place],
-            row=int(images["rows"][place]),
-            label=int(images["labels"][place]),
+            row=int(images.rows[place]),
+            label=int(images.labels[place]),
             predicted=int(predicted[most[place]][place]),
             confidence=float(total[place] / counts[place]),
             wrong=int(counts[place]),

@@ -38,15 +38,18 @@ def batches(jobs: Sequence[Job], data: CachedData, begin: int = 0) -> Iterator[B
 
     Each head has its own rows. If the method mixes inputs, the batches have `partner`, `partner_y` and `has_partner`.
     """
-    samplers, annotations = _samplers(jobs, data), data.annotations
+    annotations = data.annotations
     device = annotations.labels.device
+    samplers, own = _samplers(jobs, data)
+    own = own.to(device)
     domain_of = torch.stack([job.split.domain_of for job in jobs]).to(device)  # [H, domains of the data]
     head = torch.arange(len(jobs), device=device)[:, None]  # [H,1]
     steps = jobs[0].setup.steps
     choose = _partner_choices(jobs, data)
     for first in range(begin, steps, BLOCK_STEPS):
         last = min(first + BLOCK_STEPS, steps)
-        rows = torch.stack([own.indices(first, last) for own in samplers], dim=1).to(device)  # [S,H,B]
+        drawn = [sampler.indices(first, last) for sampler in samplers]
+        rows = torch.stack(drawn, dim=1).index_select(1, own)  # [S,H,B]
         labels, domains = annotations.labels[rows], domain_of[head, annotations.domains[rows]]  # [S,H,B]
         place = torch.arange(rows.shape[-1], device=rows.device).expand_as(rows)
         partners, size = choose(Samples(rows, labels, domains), first), rows.shape[-1]
@@ -91,13 +94,20 @@ def _partner_choices(jobs: Sequence[Job], data: CachedData) -> Callable[[Samples
     return choose
 
 
-def _samplers(jobs: Sequence[Job], data: CachedData) -> list[BatchSampler]:
-    """Returns one sampler per job. Trials of one split and seed share one, as a sampler stores all training rows."""
-    known: dict[tuple[int, int], BatchSampler] = {}
+def _samplers(jobs: Sequence[Job], data: CachedData) -> tuple[list[BatchSampler], Tensor]:
+    """Returns the distinct samplers, and the number of each job's own, int64 [H].
+
+    Trials of one split and seed share one, which stores all training rows, and its draws.
+    """
+    known: dict[tuple[int, int], int] = {}
+    samplers, own = list[BatchSampler](), list[int]()
     for job in jobs:
-        if (id(job.split), job.seed) not in known:
-            known[id(job.split), job.seed] = job.sampler(data.annotations.labels)
-    return [known[id(job.split), job.seed] for job in jobs]
+        key = id(job.split), job.seed
+        if key not in known:
+            known[key] = len(samplers)
+            samplers.append(job.sampler(data.annotations.labels))
+        own.append(known[key])
+    return samplers, torch.tensor(own)
 
 
 def _drawn_views(jobs: Sequence[Job], features: Features, place: Tensor, first: int) -> Tensor | None:

@@ -11,14 +11,14 @@ from xdm_ft.tensors import Batch
 Tensors = dict[str, Tensor]
 
 
-def on_inputs(template: Algorithm, buffers: Tensors, batch: Batch, number: int) -> Batch:
+def on_inputs(template: Algorithm, buffers: Tensors, batch: Batch, step: Tensor) -> Batch:
     """Returns `Algorithm.on_inputs` of every head; `buffers` and the fields of `batch` are [H,…]."""
     if type(template).on_inputs is Algorithm.on_inputs:
         return batch
     inputs = _Inputs(template)
 
     def of_one_head(own: Tensors, fields: Tensors) -> Tensors:
-        changed: Tensors = functional_call(inputs, own, (fields, number))
+        changed: Tensors = functional_call(inputs, own, (fields, step))
         return changed
 
     own = {f"algorithm.{name}": value for name, value in buffers.items()}
@@ -32,5 +32,5 @@ class _Inputs(nn.Module):
         super().__init__()
         self.algorithm = algorithm
 
-    def forward(self, fields: Tensors, number: int) -> Tensors:
-        return self.algorithm.on_inputs(Batch(**fields), number).fields()
+    def forward(self, fields: Tensors, step: Tensor) -> Tensors:
+        return self.algorithm.on_inputs(Batch(**fields), step).fields()

@@ -17,15 +17,18 @@ Tensors = dict[str, Tensor]  # parameter name → values [H,…]
 
 
 class Optimizer(ABC):
-    """Updates stacked parameters in place. `lr` and `weight_decay` are float [H]."""
+    """Updates stacked parameters in place. `lr` and `weight_decay` are float [H]; `weight_decay` is on the CPU.
+
+    An update computes with tensors on the device of `lr` only, so that it can be compiled.
+    """
 
     def __init__(self, parameters: Tensors, lr: Tensor, weight_decay: Tensor) -> None:
-        self.lr, self.weight_decay = lr.float(), weight_decay.float()
+        self.lr, self.weight_decay = lr.float(), weight_decay.float().to(lr.device)
         self.decays = bool((weight_decay != 0).any())
 
     @torch.no_grad()
-    def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
-        """Takes one step with learning rates `lr` × `factor`; the schedule determines `factor`."""
+    def step(self, parameters: Tensors, gradients: Tensors, factor: Tensor) -> None:
+        """Takes one step with learning rates `lr` × `factor`; the schedule determines `factor`, float32 [1]."""
         for name, parameter in parameters.items():
             lr, weight_decay = _beside(self.lr * factor, parameter), _beside(self.weight_decay, parameter)
             self._update(name, parameter, gradients[name], lr, weight_decay)
@@ -79,17 +82,26 @@ class Adam(Optimizer):
     eps = 1e-8
 
     def __init__(
-        self, parameters: Tensors, lr: Tensor, weight_decay: Tensor, betas: tuple[float, float], amsgrad: bool
+        self,
+        parameters: Tensors,
+        lr: Tensor,
+        weight_decay: Tensor,
+        betas: tuple[float, float],
+        amsgrad: bool,
+        steps: int,
     ) -> None:
         super().__init__(parameters, lr, weight_decay)
         self.beta1, self.beta2 = betas
-        self.taken = 0
+        self.taken = torch.zeros(1, dtype=torch.int64, device=lr.device)
+        # a table of all steps, float32 [2, 1 + steps]: computed in float64, as in torch.optim
+        corrections = [(1.0, 1.0), *(self._correction(taken) for taken in range(1, steps + 1))]
+        self.corrections = torch.tensor(corrections, dtype=torch.float64).float().T.contiguous().to(lr.device)
         self.mean = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.largest = {name: torch.zeros_like(p) for name, p in parameters.items()} if amsgrad else {}
 
     def reset(self) -> None:
-        self.taken = 0
+        self.taken.zero_()
         for moment in (*self.mean.values(), *self.square.values(), *self.largest.values()):
             moment.zero_()
 
@@ -97,13 +109,18 @@ class Adam(Optimizer):
         return {"taken": self.taken, "mean": self.mean, "square": self.square, "largest": self.largest}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.taken = state["taken"]
+        self.taken.copy_(state["taken"])
         _copy(state["mean"], self.mean)
         _copy(state["square"], self.square)
         _copy(state["largest"], self.largest)
 
-    def step(self, parameters: Tensors, gradients: Tensors, factor: float) -> None:
+    def _correction(self, taken: int) -> tuple[float, float]:
+        """Returns 1 / √(1 − β2^t) and −1 / (1 − β1^t) after t steps."""
+        return (1 - self.beta2**taken) ** -0.5, -1 / (1 - self.beta1**taken)
+
+    def step(self, parameters: Tensors, gradients: Tensors, factor: Tensor) -> None:
         self.taken += 1
+        self.scale, self.minus = self.corrections.index_select(1, self.taken).unbind()  # float32 [1] each
         super().step(parameters, gradients, factor)
 
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
@@ -114,9 +131,8 @@ class Adam(Optimizer):
         if self.largest:
             square = torch.maximum(self.largest[name], square, out=self.largest[name])
         # θ ← θ − lr · m̂ / (√v̂ + ε) with m̂ = m / (1 − β1^t) and v̂ = v / (1 − β2^t)
-        scale = (1 - self.beta2**self.taken) ** -0.5
-        ratio = mean / square.sqrt().mul_(scale).add_(self.eps)
-        parameter.addcmul_(ratio, lr, value=-1 / (1 - self.beta1**self.taken))
+        ratio = mean / square.sqrt().mul_(self.scale).add_(self.eps)
+        parameter.addcmul_(ratio.mul_(self.minus), lr)
 
     def _decay(self, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> Tensor:
         return torch.addcmul(gradient, parameter, weight_decay)
@@ -138,11 +154,16 @@ def make_optimizer(
     momentum: Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
     amsgrad: bool = False,
+    *,
+    steps: int,
 ) -> Optimizer:
-    """Returns the optimizer of this `name`. `momentum` (float [H]) is for SGD, `betas` and `amsgrad` for Adam(W)."""
+    """Returns the optimizer of this `name`. `momentum` (float [H]) is for SGD; `betas` and `amsgrad` are for Adam(W).
+
+    `steps`: the largest number of steps that it takes.
+    """
     if name == "sgd":
         return SGD(parameters, lr, weight_decay, momentum)
-    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, betas, amsgrad)
+    return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, betas, amsgrad, steps)
 
 
 def clip(gradients: Tensors, norm: float) -> Tensors:

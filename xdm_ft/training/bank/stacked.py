@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,19 +27,24 @@ class Bank:
     template: Algorithm  # used for its code and settings; its own parameters are never used
     main: Tensors  # parameters that `Losses.total` trains
     auxiliary: Tensors  # parameters that `Losses.auxiliary` trains
-    buffers: Tensors
+    buffers: Tensors  # those that weights files hold; steps change them in place
+    fixed: Tensors  # other buffers, which follow from the heads' settings
     lr: Tensor
+    factors: Tensor  # of the learning rates at every step, by the schedule: float32 [steps]
     optimizer: Optimizer
     sharpness: Sharpness | None
-    rho: Tensor  # of `sharpness`
+    numbers: Tensors  # settings of `sharpness`, by the names of `Sharpness.numbers`: float [H] each
     clip_norm: float | None
     schedule: Schedule
     steps: int
 
+    def stacked(self) -> Tensors:
+        """Returns all parameters and buffers of the models, [H,…]."""
+        return {**self.main, **self.auxiliary, **self.buffers}
+
     def state(self, head: int) -> Tensors:
         """Returns a copy of one model's parameters and buffers, on the CPU."""
-        stacked = {**self.main, **self.auxiliary, **self.buffers}
-        return {name: values[head].detach().to("cpu", copy=True) for name, values in stacked.items()}
+        return {name: values[head].detach().to("cpu", copy=True) for name, values in self.stacked().items()}
 
 
 def step(bank: Bank, batch: Batch, number: int) -> Tensors:
@@ -48,53 +54,64 @@ def step(bank: Bank, batch: Batch, number: int) -> Tensors:
     logs. If the algorithm takes several inner steps, they are means over these.
     """
     taken: list[Tensors] = []
+    now = torch.full((1,), number, device=bank.lr.device)
+    phase = bank.template.phase(number)
 
-    def inner_step(domain: int | None) -> None:
+    def step_on(domain: int | None) -> None:
         part = batch if domain is None else batch.block(domain, bank.template.task.num_domains, axis=1)
-        taken.append(_inner_step(bank, part, number))
+        taken.append(inner_step(bank, part, now, phase))
 
-    bank.template.update(bank.main | bank.auxiliary, inner_step, number)
+    if bank.template.resets_optimizer(number):
+        bank.optimizer.reset()
+    bank.template.update(bank.main | bank.auxiliary, bank.buffers | bank.fixed, step_on, number)
     if len(taken) == 1:
         return taken[0]
     return {name: torch.stack([scalars[name] for scalars in taken]).mean(0) for name in taken[0]}
 
 
-def _inner_step(bank: Bank, batch: Batch, number: int) -> Tensors:
-    """Takes one step of the optimizer on `batch`; returns the scalars before it."""
-    batch = on_inputs(bank.template, bank.buffers, batch, number)
-    losses = _losses(bank, bank.main, batch, number, reuse=None)
+def inner_step(bank: Bank, batch: Batch, now: Tensor, phase: str) -> Tensors:
+    """Takes one step of the optimizer on `batch`; returns the scalars before it.
+
+    `now`: the number of the step, int64 [1] on the device. No Python number changes from step to step here, and no
+    value is read from the device: steps of one phase launch the same operators on other tensors.
+    """
+    step = now[0]
+    batch = on_inputs(bank.template, bank.buffers | bank.fixed, batch, step)
+    losses = _losses(bank, bank.main, batch, step, phase, reuse=None)
     # total and auxiliary depend on different parameters, so one backward pass computes both gradients
     every_gradient = _gradients(losses.total + losses.auxiliary, bank.main | bank.auxiliary)
     gradients = {name: every_gradient.pop(name) for name in bank.main}
     if bank.sharpness is not None:
         centre = {name: parameter.detach() for name, parameter in bank.main.items()}
-        offset = vmap(bank.sharpness.offset)(centre, gradients, bank.rho)
+        offset = vmap(partial(_offset, bank.sharpness))(centre, gradients, bank.numbers)
         # new leaves: the second gradient is taken at θ + offset, with the offset as a constant
         perturbed = {name: (centre[name] + offset[name]).requires_grad_() for name in centre}
-        second = _losses(bank, perturbed, batch, number, losses.reuse)
+        second = _losses(bank, perturbed, batch, step, phase, losses.reuse)
         gradients = vmap(bank.sharpness.combine)(gradients, _gradients(second.total, perturbed))
     if bank.clip_norm is not None:
         gradients = clip(gradients, bank.clip_norm)
-    if bank.template.resets_optimizer(number):
-        bank.optimizer.reset()
-    factor = learning_rate_factor(number, bank.steps, bank.schedule)
-    bank.optimizer.step(bank.main | bank.auxiliary, gradients | every_gradient, factor)
-    # those of the first pass: a step changes buffers once
-    bank.buffers |= {name: value.detach() for name, value in losses.buffers.items()}
+    bank.optimizer.step(bank.main | bank.auxiliary, gradients | every_gradient, bank.factors.index_select(0, now))
+    for name, value in losses.buffers.items():  # those of the first pass: a step changes buffers once
+        bank.buffers[name].copy_(value.detach())
     scalars = {**losses.logs, "loss": losses.total}
     if bank.auxiliary:
         scalars["auxiliary_loss"] = losses.auxiliary
     return {name: value.detach() for name, value in scalars.items()}
 
 
-def _losses(bank: Bank, main: Tensors, batch: Batch, number: int, reuse: Tensors | None) -> Losses:
+def _losses(bank: Bank, main: Tensors, batch: Batch, step: Tensor, phase: str, reuse: Tensors | None) -> Losses:
     """Returns the losses of every head with the parameters `main`; scalars become [H]."""
 
     def of_one_head(state: Tensors, fields: Tensors, reuse: Tensors) -> Losses:
-        return functional_call(bank.template, state, (fields["x"], Batch(**fields), number, reuse or None))
+        return functional_call(bank.template, state, (fields["x"], Batch(**fields), step, reuse or None, phase))
 
-    losses: Losses = vmap(of_one_head)({**main, **bank.auxiliary, **bank.buffers}, batch.fields(), reuse or {})
+    state = {**main, **bank.auxiliary, **bank.buffers, **bank.fixed}
+    losses: Losses = vmap(of_one_head)(state, batch.fields(), reuse or {})
     return losses
+
+
+def _offset(sharpness: Sharpness, parameters: Tensors, gradients: Tensors, numbers: Tensors) -> Tensors:
+    return sharpness.offset(parameters, gradients, **numbers)
 
 
 def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:
@@ -112,25 +129,40 @@ def stack(jobs: Sequence[Job], device: torch.device) -> Bank:
     assert all(settings_of(model.head) == settings_of(template.head) for model in models), "a bank has one kind of head"
     assert all(settings_of(job.sharpness) == settings_of(sharpness) for job in jobs), "a bank has one kind of sharpness"
     stacked, buffers = stack_module_state(models)
+    saved = template.state_dict().keys()
     is_auxiliary = {name: name.split(".")[0] in template.auxiliary for name in stacked}
     lr = torch.tensor([job.training.lr for job in jobs], device=device)
-    weight_decay = torch.tensor([job.training.weight_decay for job in jobs], device=device)
+    weight_decay = torch.tensor([job.training.weight_decay for job in jobs])
     momentum = torch.tensor([job.training.momentum for job in jobs], device=device)
-    rho = torch.tensor([job.sharpness.rho if job.sharpness else 0.0 for job in jobs], device=device)
+    numbers = {
+        name: torch.tensor([getattr(job.sharpness, name) for job in jobs], device=device)
+        for name in (sharpness.numbers if sharpness else ())
+    }
+    steps, domains = jobs[0].setup.steps, jobs[0].setup.task.num_domains
+    factors = [learning_rate_factor(number, steps, training.schedule) for number in range(steps)]
     return Bank(
         template=template,
         main={name: value for name, value in stacked.items() if not is_auxiliary[name]},
         auxiliary={name: value for name, value in stacked.items() if is_auxiliary[name]},
-        buffers=buffers,
+        buffers={name: value for name, value in buffers.items() if name in saved},
+        fixed={name: value for name, value in buffers.items() if name not in saved},
         lr=lr,
+        factors=torch.tensor(factors, device=device),
         optimizer=make_optimizer(
-            training.optimizer, stacked, lr, weight_decay, momentum, (training.beta1, training.beta2), training.amsgrad
+            training.optimizer,
+            stacked,
+            lr,
+            weight_decay,
+            momentum,
+            (training.beta1, training.beta2),
+            training.amsgrad,
+            steps=steps * max(1, template.gradients_per_step(domains)),
         ),
         sharpness=sharpness,
-        rho=rho,
+        numbers=numbers,
         clip_norm=training.clip_norm,
         schedule=training.schedule,
-        steps=jobs[0].setup.steps,
+        steps=steps,
     )
 
 
@@ -143,8 +175,9 @@ def algorithm_of(job: Job) -> Algorithm:
 def settings_of(model: Algorithm | Head | Sharpness | None) -> dict[str, object]:
     """Returns the settings that all heads of a bank must share: the class and its plain attributes.
 
-    Tensors are stacked and may differ, and so may `rho`.
+    Tensors are stacked and may differ, and so may the `numbers` of a sharpness-aware step.
     """
     own = {} if model is None else vars(model)
     plain = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str | tuple)}
-    return {**plain, "rho": None, "class": type(model)}
+    stacked = model.numbers if isinstance(model, Sharpness) else ()
+    return {**{name: value for name, value in plain.items() if name not in stacked}, "class": type(model)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn
 
@@ -12,6 +12,7 @@ import torch
 
 from xdm_ft.errors import plural
 from xdm_ft.interrupt import Interrupted
+from xdm_ft.sharpness import Tensors
 from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.training import Job, Trained
@@ -35,6 +36,8 @@ class ChunkState:
     selectors: list[Selector]  # one per head
     averages: Averages | None
     failures: list[str | None]  # one per head: why it failed; None: it did not
+    best: dict[str, Tensors] = field(default_factory=dict)
+    """{selection rule: {name: weights that it has picked so far, [H,…] on the device}}; a selector has their steps."""
     means: RunningMeans = field(default_factory=RunningMeans)
     taken: int = 0  # number of steps taken; the evaluations after them are done
     started: float = field(default_factory=time.perf_counter)
@@ -52,6 +55,16 @@ class ChunkState:
         stops = enumerate(selector.stopped_at for selector in self.selectors)
         return {head for head, stop in stops if stop is not None and stop < taken}
 
+    def pick(self, heads_of: Mapping[str, Sequence[int]]) -> None:
+        """Keeps the present weights of some heads as the best ones, {selection rule: heads}."""
+        stacked = {name: values.detach() for name, values in self.bank.stacked().items()}
+        for rule, heads in heads_of.items():
+            if rule not in self.best:
+                self.best[rule] = {name: torch.zeros_like(values) for name, values in stacked.items()}
+            at = torch.tensor(heads, device=self.bank.lr.device)
+            for name, best in self.best[rule].items():
+                best.index_copy_(0, at, stacked[name].index_select(0, at))
+
     @property
     def seconds(self) -> float:
         return self.before + time.perf_counter() - self.started
@@ -65,6 +78,7 @@ class ChunkState:
             "buffers": bank.buffers,
             "optimizer": bank.optimizer.state(),
             "selectors": [selector.state() for selector in self.selectors],
+            "best": self.best,
             "averages": None if self.averages is None else self.averages.state(),
             "failures": self.failures,
             "means": self.means.state(),
@@ -75,10 +89,15 @@ class ChunkState:
         bank = self.bank
         for name, parameter in (bank.main | bank.auxiliary).items():
             parameter.copy_(state["parameters"][name])
-        bank.buffers = {name: value.to(bank.lr.device) for name, value in state["buffers"].items()}
+        for name, value in state["buffers"].items():
+            bank.buffers[name].copy_(value)
         bank.optimizer.load_state(state["optimizer"])
         for selector, of_head in zip(self.selectors, state["selectors"], strict=True):
             selector.load_state(of_head)
+        self.best = {
+            rule: {name: value.to(bank.lr.device) for name, value in of_rule.items()}
+            for rule, of_rule in state["best"].items()
+        }
         if self.averages is not None:
             self.averages.load_state(state["averages"], bank.lr.device)
         self.failures = state["failures"]
@@ -94,7 +113,7 @@ class ChunkState:
                 "device": data.features.device.type,
                 "features": data.features.key,
                 "data": tensors_digest(dict(enumerate([data.annotations.labels, data.annotations.domains, *rows]))),
-                "weights": tensors_digest({**bank.main, **bank.auxiliary, **bank.buffers}),
+                "weights": tensors_digest(bank.stacked()),
             }
         )
         self.restarts = tuple(checkpoint.restarts)
@@ -116,11 +135,16 @@ class ChunkState:
     def results(self, rules: Sequence[str]) -> list[Trained]:
         """Returns one result per head. `seconds` is the chunk's time divided by its number of heads."""
         bank, averages, seconds = self.bank, self.averages, self.seconds / len(self.jobs)
+        best = {rule: {name: value.cpu() for name, value in of_rule.items()} for rule, of_rule in self.best.items()}
         results = []
         for head, (job, selector, failure) in enumerate(zip(self.jobs, self.selectors, self.failures, strict=True)):
             failure = failure or (selector.nothing_selected() if averages is None else averages.nothing_averaged(head))
             selected = selector.selected
-            if averages is not None and not failure:
+            if averages is None:
+                for rule, one in selected.items():
+                    if not one.state:  # of rules that picked the same step, the first fills the weights that they share
+                        one.state.update({name: value[head].clone() for name, value in best[rule].items()})
+            elif not failure:
                 selected = averages.selected(head, lambda mean, head=head: bank.state(head) | mean, rules)  # type: ignore[misc]
             picked, stopped_at = {} if failure else selected, selector.stopped_at
             mixed_steps = bank.template.mixed_steps(stopped_at or bank.steps)

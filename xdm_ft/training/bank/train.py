@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from xdm_ft.interrupt import deferred, stop_requested
 from xdm_ft.progress import Progress, unseen
 from xdm_ft.storage.checkpoint import Checkpoint
@@ -25,11 +27,12 @@ if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
 
 
-# Heads trained at once. With fewer heads the fixed cost of a step is shared by fewer; with more heads there are fewer
-# chunks for other processes. The features of a step stay below glibc's largest mmap threshold (`training.memory`):
-# larger blocks go back to the system after every step, which costs page faults.
-CHUNK_HEADS = 32
-CHUNK_BYTES = 32 << 20
+# Heads trained at once, and bytes of their features at a step. With fewer heads the fixed cost of a step is shared by
+# fewer; with more heads there are fewer chunks for other processes. On a CPU the features of a step stay below glibc's
+# largest mmap threshold (`training.memory`): larger blocks go back to the system after every step, which costs page
+# faults. A GPU launches a step's operators for 256 heads as fast as for 32.
+CHUNK_HEADS, CHUNK_BYTES = 32, 32 << 20
+GPU_CHUNK_HEADS, GPU_CHUNK_BYTES = 256, 256 << 20
 
 STACKED = {"lr", "encoder_lr", "weight_decay", "momentum"}
 """Keys of `training` in which the heads of a chunk may differ; heads do not use encoder_lr."""
@@ -44,8 +47,8 @@ def train_bank(
     record: Record,
     bar: Progress | None = None,
     checkpoint: Callable[[Sequence[Job]], Checkpoint] | None = None,
-) -> Iterator[Trained]:
-    """Trains the jobs chunk by chunk; yields results in the order of `chunks`.
+) -> Iterator[list[Trained]]:
+    """Trains the jobs chunk by chunk; yields the results of each chunk, in the order of `chunks`.
 
     If `checkpoint` is given, it returns the checkpoint of a chunk, and an interrupted chunk resumes from it; on a CPU
     the result is bit for bit that of a chunk without interruption. A signal to stop raises `Interrupted` after the
@@ -60,15 +63,17 @@ def train_bank(
     """
     keep_freed_memory()
     data = CachedData(features, annotations.to(features.device))
-    for chunk in chunks(jobs):
+    for chunk in chunks(jobs, features.device):
         kept = checkpoint(chunk) if checkpoint is not None else None
-        yield from _train_chunk(chunk, data, criteria, record, bar or unseen(), kept)
+        yield _train_chunk(chunk, data, criteria, record, bar or unseen(), kept)
         if kept is not None:
             kept.remove()  # the caller has stored a chunk's results when it continues
 
 
-def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Returns jobs that can be stacked, at most `chunk_heads` each. The result depends on the jobs only.
+def chunks(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
+    """Returns jobs that can be stacked, at most `chunk_heads` each.
+
+    The result depends on the jobs and on the kind of device only.
 
     The jobs of a chunk have the same number of training domains, the same steps, and the same settings, except for
     STACKED, buffers, and the settings of averaging.
@@ -88,15 +93,20 @@ def chunks(jobs: Sequence[Job]) -> list[list[Job]]:
         groups.setdefault(alike, []).append(job)
     cut = []
     for group in groups.values():
-        size = chunk_heads(group[0])
+        size = chunk_heads(group[0], device)
         cut += [group[first : first + size] for first in range(0, len(group), size)]
     return cut
 
 
-def chunk_heads(job: Job) -> int:
+def chunk_heads(job: Job, device: torch.device) -> int:
     """Returns how many heads like this one train at once; `benchmarks/heads.py --chunks` measures other numbers."""
     rows = job.training.images_per_step(len(job.split.train))
-    return max(1, min(CHUNK_HEADS, CHUNK_BYTES // (4 * rows * job.setup.width)))
+    size = CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
+    return max(1, min(most_heads(device), size // (4 * rows * job.setup.width)))
+
+
+def most_heads(device: torch.device) -> int:
+    return CHUNK_HEADS if device.type == "cpu" else GPU_CHUNK_HEADS
 
 
 def _train_chunk(
@@ -145,17 +155,20 @@ def _evaluate(state: ChunkState, data: CachedData, validation: BankValidation, t
     """Evaluates every head that has neither failed nor stopped, after `taken` steps; selects and records."""
     bank, jobs, failures, metric = state.bank, state.jobs, state.failures, validation.metric
     means, broken_at = state.means.take()
-    lr = bank.lr * learning_rate_factor(taken - 1, bank.steps, bank.schedule)
-    evaluated = list[tuple[Job, dict[str, float]]]()
+    lr = (bank.lr * learning_rate_factor(taken - 1, bank.steps, bank.schedule)).tolist()
+    evaluated, picked = list[tuple[Job, dict[str, float]]](), dict[str, list[int]]()
     for head, values in enumerate(validation.values(bank.template, bank.main)):
         if failures[head] is not None or state.selectors[head].stopped_at is not None:
             continue
         failures[head] = _failure(jobs[head], data, taken, broken_at.get(head), values)
         if failures[head] is None and values is not None:
             values |= known_values(jobs[head], taken)
-            state.selectors[head].offer(taken, values, lambda head=head: bank.state(head))  # type: ignore[misc]
-            scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": float(lr[head])}
+            for rule in state.selectors[head].offer(taken, values, dict):  # the weights stay stacked until the end
+                picked.setdefault(rule, []).append(head)
+            scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": lr[head]}
             evaluated.append((jobs[head], scalars | {f"{rule}/{metric}": v for rule, v in values.items()}))
+    if state.averages is None:
+        state.pick(picked)
     if evaluated:
         record(taken, evaluated)
 

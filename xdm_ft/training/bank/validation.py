@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ from xdm_ft.training.selection import rows_of_rules, split_of
 VALUES_AT_ONCE = 1 << 24
 VALUES_PER_READING = 1 << 28
 GROUP_ROWS = 64  # with fewer validation images on average, separate matrix products per group are slower than one
+
+
+class Measured(NamedTuple):
+    """Images of one split, on which the metric is measured."""
+
+    place: Tensor  # int64 [n]: where they are among the validation rows of all heads
+    images: RuleImages
+    rules: dict[int, list[str]]  # head → its selection rules that measure these images
 
 
 class BankValidation:
@@ -52,17 +61,19 @@ class BankValidation:
             data.features[self.rows.to(device)] if keep else None
         )  # float32 [U,K]; None: read at each evaluation
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-        about = data.annotations, criteria.metric, jobs[0].setup.task.num_classes
-        placed = {key: place[places].to(device) for key, places in place_of.items()}
-        measured: dict[tuple[int, str], RuleImages] = {}
-        for rule, rows in (own for of_head in wanted for own in of_head.items()):
-            key = id(rows), split_of(rule)
-            if key not in measured:
-                measured[key] = rule_images(key[1], rows, *about)
-        self.images_by_rule = [
-            {rule: (placed[id(rows)], measured[id(rows), split_of(rule)]) for rule, rows in of_head.items()}
-            for of_head in wanted
-        ]
+        # accuracies are counted on the device of the features; other metrics need float64, on the CPU
+        where = device if criteria.metric == "accuracy" else torch.device("cpu")
+        self.labels = data.annotations.labels[self.rows.to(device)].to(where)  # int64 [U]
+        about = data.annotations.to(where), criteria.metric, jobs[0].setup.task.num_classes
+        found: dict[tuple[int, str], Measured] = {}
+        for head, of_head in enumerate(wanted):
+            for rule, rows in of_head.items():
+                key = id(rows), split_of(rule)
+                if key not in found:
+                    at = place[place_of[id(rows)]].to(where)
+                    found[key] = Measured(at, rule_images(key[1], rows, *about), {})
+                found[key].rules.setdefault(head, []).append(rule)
+        self.measured = list(found.values())
 
     @torch.no_grad()
     def values(self, model: Method, state: Tensors) -> list[dict[str, float] | None]:
@@ -73,14 +84,51 @@ class BankValidation:
         heads = len(next(iter(state.values())))
         most = VALUES_PER_READING if self.loaded is None else VALUES_AT_ONCE
         at_once = max(1, most // max(1, len(self.rows) * model.head.values_per_image))
-        found = []
+        found: dict[int, dict[str, float] | None] = {head: {} for head in range(heads)}
         for first in range(0, heads, at_once):
-            some = slice(first, first + at_once)
-            logits = self._logits(model, state, range(heads)[some])  # [U,h,C]
-            found += [
-                self._values_of_head(logits[:, h], images_by_rule)
-                for h, images_by_rule in enumerate(self.images_by_rule[some])
-            ]
+            some = range(heads)[first : first + at_once]
+            for head, rules, value in self._measured(self._logits(model, state, some), some):
+                own = found[head]
+                found[head] = None if own is None or value is None else own | dict.fromkeys(rules, value)
+        return [found[head] for head in range(heads)]
+
+    def _measured(self, logits: Tensor, heads: range) -> Iterator[tuple[int, list[str], float | None]]:
+        """Yields (head, rules, their value; None: a logit is not finite) from the logits [U,h,C] of a range of heads.
+
+        They are read from the device once.
+        """
+        own = [sorted(set(measured.rules).intersection(heads)) for measured in self.measured]
+        columns = [torch.tensor(of, dtype=torch.int64) - heads.start for of in own]
+        counted = self.metric == "accuracy"
+        values = self._accuracies(logits, columns) if counted else self._others(logits.cpu(), columns)
+        for measured, of, of_heads in zip(self.measured, own, values, strict=True):
+            yield from ((head, measured.rules[head], value) for head, value in zip(of, of_heads, strict=True))
+
+    def _accuracies(self, logits: Tensor, columns: Sequence[Tensor]) -> list[list[float | None]]:
+        """Returns the accuracies on the measured images of their own heads; None: a logit is not finite."""
+        finite, right = logits.isfinite().all(-1), logits.argmax(-1) == self.labels[:, None]  # bool [U,h]
+        counts = list[Tensor]()  # [1 + parts, heads] each: finite images, then right predictions
+        for (place, images, _), of in zip(self.measured, columns, strict=True):
+            heads = of.to(place.device)
+            own, own_right = (values.index_select(1, heads).index_select(0, place) for values in (finite, right))
+            counts.append(torch.cat([own.sum(0, keepdim=True), images.count(own_right)]))
+        flat = torch.cat([self.labels[:0], *(of.flatten() for of in counts)]).tolist()  # the only copy to the host
+        found, begin = [], 0
+        for (place, images, _), of in zip(self.measured, counts, strict=True):
+            end, number = begin + of.numel(), of.shape[1]
+            rows = (flat[begin + head : end : number] for head in range(number))
+            found.append([images.accuracy(right) if n == len(place) else None for n, *right in rows])
+            begin = end
+        return found
+
+    def _others(self, logits: Tensor, columns: Sequence[Tensor]) -> list[list[float | None]]:
+        """Returns the values of other metrics, as `_accuracies` does; the logits are on the CPU."""
+        found = []
+        for (place, images, _), of in zip(self.measured, columns, strict=True):
+            own = logits[place[:, None], of]  # [n,heads,C]
+            finite = own.isfinite().all(-1).all(0)  # [heads]
+            values = iter(images.values(own[:, finite]))
+            found.append([next(values) if is_finite else None for is_finite in finite.tolist()])
         return found
 
     def _logits(self, model: Method, state: Tensors, heads: range) -> Tensor:
@@ -107,15 +155,6 @@ class BankValidation:
             return
         for block in self.rows[group].split(rows_at_once(self.data.features)):
             yield self.data.features[block.to(self.data.features.device)]
-
-    def _values_of_head(
-        self, logits: Tensor, images_by_rule: dict[str, tuple[Tensor, RuleImages]]
-    ) -> dict[str, float] | None:
-        """`images_by_rule`: where a rule's images are among the rows, and what is measured on them."""
-        own = {rule: logits[place] for rule, (place, _) in images_by_rule.items()}
-        if not all(torch.isfinite(values).all() for values in own.values()):
-            return None
-        return {rule: images.value(own[rule]) for rule, (_, images) in images_by_rule.items()}
 
 
 def distinct_rows(looks: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,41 +37,48 @@ class RunningStatistics:
         layers = [layer for layer in batch_norm_layers(module) if layer.training and layer.running_mean is not None]
         self.values: list[Tensor] = []
         self.counts: list[Tensor] = []
+        self.sums: list[Tensor] = []  # to be summed over processes before `commit`; empty if a step collects nothing
+        self.collects = False
         for layer in layers:
             assert layer.running_mean is not None and layer.running_var is not None
             assert layer.num_batches_tracked is not None
             self.values += [layer.running_mean, layer.running_var]
             self.counts.append(layer.num_batches_tracked)
 
-    def begin(self) -> None:
-        """Stores the statistics before the first forward pass of a step."""
-        self.before = [value.clone() for value in self.values]
-        self.counts_before = [count.clone() for count in self.counts]
-        self.sums = [torch.zeros_like(value) for value in self.values]
+    def begin(self, collects: bool = True) -> None:
+        """Stores the statistics before the first forward pass of a step.
+
+        `collects` False: the step has one pass over one part, which updates them by itself; the rest does nothing.
+        """
+        self.collects = collects and bool(self.values)
+        self.sums = []
+        if self.collects:
+            self.before = torch._foreach_clone(self.values)
+            self.counts_before = torch._foreach_clone(self.counts)
+            self.sums = [torch.zeros_like(value) for value in self.values]
 
     def collect(self, weight: float) -> None:
         """After a part: adds its statistics × `weight` to the sums, and restores those from before the step.
 
         `weight`: the part's share of the step's images; 0 in a second pass, whose statistics do not count.
         """
-        for total, value in zip(self.sums, self.values, strict=True):
-            total.add_(value, alpha=weight)  # weights sum to 1 over the parts of all processes
-        for value, before in zip(self.values, self.before, strict=True):
-            value.copy_(before)
-        for count, before in zip(self.counts, self.counts_before, strict=True):
-            count.copy_(before)
+        if self.collects:
+            # weights sum to 1 over the parts of all processes
+            torch._foreach_add_(self.sums, self.values, alpha=weight)
+            torch._foreach_copy_(self.values, self.before)
+            torch._foreach_copy_(self.counts, self.counts_before)
 
     def commit(self) -> None:
         """After the last pass of a step: sets the statistics to `sums`, which must be summed over processes before."""
-        for value, total in zip(self.values, self.sums, strict=True):
-            value.copy_(total)
-        for count, before in zip(self.counts, self.counts_before, strict=True):
-            count.copy_(before + 1)
+        if self.collects:
+            torch._foreach_copy_(self.values, self.sums)
+            torch._foreach_add_(self.counts, 1)
 
-    def restore(self) -> None:
-        """Restores the statistics from before the step, for a step whose loss is not finite."""
-        for value, before in zip([*self.values, *self.counts], [*self.before, *self.counts_before], strict=True):
-            value.copy_(before)
+    def restore_unless(self, finite: Tensor) -> None:
+        """Restores the statistics from before the step if its loss is not `finite` (bool, a scalar)."""
+        if self.collects:
+            for value, before in zip([*self.values, *self.counts], [*self.before, *self.counts_before], strict=True):
+                value.copy_(torch.where(finite, value, before))
 
 
 def synchronised(module: Module, processes: int, accumulation: int, device: torch.device) -> Module:

@@ -86,7 +86,7 @@ class StepBatch:
         if len(places) > 1:
             pieces = _all_gathered(own.detach(), [len(of_process) for of_process in places])
             pieces[self.process] = own
-        return torch.cat(pieces)[torch.cat(places).argsort().to(own.device)]
+        return torch.cat(pieces)[torch.cat(places).argsort().to(own.device, non_blocking=True)]
 
 
 def _all_gathered(own: Tensor, sizes: list[int]) -> list[Tensor]:
@@ -115,8 +115,8 @@ class TrainingBatches:
         training = job.training
         self.device, self.seed, self.last = accelerator.device, job.seed, job.setup.steps
         pools = job.split.train
-        self.whole = job.sampler(annotations.labels)
         self.labels = annotations.labels.cpu()
+        self.whole = job.sampler(self.labels)
         self.domain = job.split.domain_of[annotations.domains].cpu()  # int64 [N], −1 outside the training domains
         self.training = self._samples(torch.cat(list(pools)))
         algorithm = job.make(job.setup)  # on the CPU, where batches are drawn; the trained one is on the device
@@ -194,13 +194,18 @@ class TrainingBatches:
         if partners is not None:
             mixed = {"partner_y": self.labels[partners.row], "has_partner": partners.found}
         annotations = {"y": samples.y, "domain": samples.domain, "index": samples.row, "place": place, **mixed}
-        there = {name: value.to(self.device, non_blocking=True) for name, value in annotations.items()}
-        whole = Batch(x.new_empty(len(place), 0), **there)
+        whole = Batch(x.new_empty(len(place), 0), **self._there(annotations))
         partner = self.rows_to_read(step).partner
         parts, begin = [], 0
         for places in places_of[self.process]:
             own = slice(begin, begin + len(places))
             begin = own.stop
-            fields = {name: value[places.to(self.device)] for name, value in there.items()}
-            parts.append(Batch(x[own], **fields, partner=None if partner is None else x[partner[own].to(self.device)]))
+            # indexed here: an index that lies on the host would make it wait for the device
+            fields = self._there({name: value[places] for name, value in annotations.items()})
+            of_partner = None if partner is None else x[self._there({"partner": partner[own]})["partner"]]
+            parts.append(Batch(x[own], **fields, partner=of_partner))
         return StepBatch(parts, whole, places_of, self.process)
+
+    def _there(self, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the fields on the device. The copies are queued; the host does not wait for the device."""
+        return {name: value.to(self.device, non_blocking=True) for name, value in fields.items()}

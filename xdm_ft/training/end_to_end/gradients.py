@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -46,9 +45,9 @@ class StepLosses(NamedTuple):
         return {"loss": self.total, "auxiliary_loss": self.auxiliary, **self.logs}
 
     @property
-    def loss(self) -> float:
-        """The sum of all losses: finite only if each of them is."""
-        return float(self.total + self.second + self.auxiliary)
+    def loss(self) -> Tensor:
+        """The sum of all losses, a scalar: finite only if each of them is."""
+        return self.total + self.second + self.auxiliary
 
     @classmethod
     def mean(cls, of: list[StepLosses]) -> StepLosses:
@@ -86,12 +85,17 @@ class StepGradients:
         self.sharpness, self.seed, self.by_parts = sharpness, seed, by_parts
         self.roles = inner.roles()
         self.statistics = RunningStatistics(inner)
+        # fp16's scaler skips a step whose loss is not finite, and training goes on; else it ends there
+        self.outlives_overflow = accelerator.scaler is not None
+        one_pass = sharpness is None and accelerator.num_processes == 1
+        self.needs_statistics = self.outlives_overflow or not one_pass
 
     def run(self, batch: StepBatch, step: int) -> StepLosses:
         """Sets `.grad`, updates statistics and buffers, and returns the losses. One call is one inner step."""
         algorithm = self.inner.algorithm
         batch = replace(batch, parts=[algorithm.on_inputs(part, step) for part in batch.parts])
-        self.statistics.begin()
+        # a single pass over a single part leaves the statistics of the step by itself
+        self.statistics.begin(self.needs_statistics or len(batch.parts) > 1)
         first = self._backward_pass(batch, step)
         second = torch.zeros_like(first[0].losses.total)
         if self.sharpness is not None:
@@ -185,12 +189,11 @@ class StepGradients:
         with torch.no_grad():
             values = {name: p.clone() for name, p in main.items()}
             offset = sharpness.offset(values, first, sharpness.rho)
-            for name, parameter in main.items():
-                parameter.add_(offset[name])
+            torch._foreach_add_([*main.values()], [offset[name] for name in main])
+            del offset  # it is as large as the model
         returned = self._backward_pass(batch, step, reuse)
         with torch.no_grad():
-            for name, parameter in main.items():
-                parameter.copy_(values[name])
+            torch._foreach_copy_([*main.values()], [*values.values()])
             _set_gradients(main, sharpness.combine(first, _take_gradients(main)))
             _set_gradients(self.roles.auxiliary, auxiliary)
         return _weighted_sum([(one.losses.total, one.weight) for one in returned])
@@ -214,12 +217,17 @@ class StepGradients:
         moved = [total, second, auxiliary, stop, *logs.values(), *means, *self.statistics.sums]
         _sum_over_processes(self.accelerator, moved)
         losses = StepLosses(total, second, auxiliary, stop, logs)
-        if math.isfinite(losses.loss):
-            self.statistics.commit()
-            for name, value in buffers.items():
-                self.inner.algorithm.get_buffer(name).copy_(value)
-        else:
-            self.statistics.restore()
+        self.statistics.commit()
+        stored = [self.inner.algorithm.get_buffer(name) for name in buffers]
+        if self.outlives_overflow:
+            finite = losses.loss.isfinite()  # a tensor: the host does not wait for it
+            self.statistics.restore_unless(finite)
+            buffers = {
+                name: torch.where(finite, value, before)
+                for (name, value), before in zip(buffers.items(), stored, strict=True)
+            }
+        for buffer, value in zip(stored, buffers.values(), strict=True):
+            buffer.copy_(value)
         return losses
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -22,6 +23,7 @@ from xdm_ft.training.end_to_end.batch_norm import batch_norm_layers
 from xdm_ft.training.end_to_end.stage_modules import StageModules
 
 BatchNorm = Literal["train", "frozen"]
+logger = logging.getLogger("xdm_ft")
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,38 @@ class EndToEnd(nn.Module):
         self.stages = StageModules(encoder, modules)
         self.trainable = [p for p in (*encoder.parameters(), *self.stages.parameters()) if p.requires_grad]
         self.encoder_frozen = False
+        self.channels_last = False
+        self._encode: Callable[[Tensor], Tensor] = self.encode
+
+    def placed(self, device: torch.device) -> EndToEnd:
+        """Moves the model to a device, and returns it. A CNN on a GPU gets the memory layout of its fast kernels."""
+        self.channels_last = device.type == "cuda" and is_cnn(self.encoder)
+        self.to(device)
+        if self.channels_last:
+            self.to(memory_format=torch.channels_last)
+        return self
+
+    def compile_encoding(self) -> None:
+        """Compiles the encoder's passes in training. Evaluations stay as they are, as their batches are of any size.
+
+        An encoder with modules of the method inside stays as it is too: they read the step's number.
+        """
+        if self.stages.names:
+            logger.warning("training.compile: has no effect on a method that changes feature maps inside the encoder")
+        else:
+            self._encode = torch.compile(self.encode)
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns features z [B,K] of images, or of activations if there is a cut."""
+        if self.channels_last and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
         z: Tensor = self.encoder(x) if self.cut is None else self.cut.above(x)
         return z
 
     def forward(self, batch: Batch, step: int) -> Tensor:
         """Returns features z [B,K] of a part of the step's batch, in float32 or float64."""
         with self.stages.during(batch, step):
-            z = self.encode(batch.x)
+            z = self._encode(batch.x)
         return z if z.dtype == torch.float64 else z.float()
 
     def train(self, mode: bool = True) -> EndToEnd:
@@ -149,6 +173,11 @@ class EndToEnd(nn.Module):
             own = {name: tensor for name, tensor in state.items() if not name.startswith("encoder.")}
             state = {f"encoder.{name}": plain[name] for name in touched_names(self.encoder)} | own
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+
+
+def is_cnn(encoder: nn.Module) -> bool:
+    """Returns whether an encoder has convolutions besides the one that makes patches of a vision transformer."""
+    return sum(isinstance(module, nn.Conv2d) for module in encoder.modules()) > 1
 
 
 def cut_of(encoder: Encoder, trainable: LastBlocks | LowRank) -> Cut:

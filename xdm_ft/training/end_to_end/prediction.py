@@ -95,7 +95,7 @@ def predict(
     algorithm = job.make(job.setup)
     assert isinstance(algorithm, Algorithm)
     model = EndToEnd(copy.deepcopy(encoder), algorithm, "frozen", part.trainable, merged=True)
-    model = model.to(accelerator.device).eval()
+    model = model.placed(accelerator.device).eval()
     model.load_weights(state)
     inputs = inputs_of(model, part, Images(dataset, encoder.preprocessing, "none", accelerator), accelerator)
     evaluation = EvaluationImages(inputs, rows, batch_size, accelerator)

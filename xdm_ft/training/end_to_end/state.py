@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from xdm_ft.storage.checkpoint import State
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.end_to_end.model import EndToEnd, Roles
+from xdm_ft.training.end_to_end.unread import UnreadSteps
 from xdm_ft.training.running_means import RunningMeans
 from xdm_ft.training.selection import Selector
 
@@ -36,10 +37,12 @@ class LoopState:
     taken: int = 0  # number of steps taken
     evaluated: bool = True  # False: an evaluation is due after these steps and not done
     started: float = field(default_factory=time.perf_counter)
+    unread: UnreadSteps = field(init=False)
     skipped: int = 0  # steps in a row that the gradient scaler skipped, as a loss or gradient was not finite
     before: float = 0.0  # seconds of training in earlier, interrupted processes
 
     def __post_init__(self) -> None:
+        self.unread = UnreadSteps(self.accelerator.device)
         if self.accelerator.scaler is not None:
             # one scaler serves all models of a process: reset it, so that no model depends on those before it
             self.accelerator.scaler.load_state_dict(torch.amp.GradScaler(self.accelerator.device.type).state_dict())
@@ -67,6 +70,7 @@ class LoopState:
             "selector": self.selector.state(),
             "averages": None if self.averages is None else self.averages.state(),
             "means": self.means.state(),
+            "unread": self.unread.state(),
         }
 
     @torch.no_grad()
@@ -81,5 +85,6 @@ class LoopState:
         if self.averages is not None:
             self.averages.load_state(state["averages"], device)
         self.means.load_state(state["means"])
+        self.unread.load_state(state["unread"])
         self.taken, self.evaluated, self.before = state["taken"], state["evaluated"], state["seconds"]
         self.skipped = state["skipped"]

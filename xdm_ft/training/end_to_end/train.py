@@ -8,18 +8,17 @@ torch's global generator is reseeded at every step and not restored.
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from xdm_ft.algorithms import Algorithm
@@ -34,6 +33,7 @@ from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Record, Trained
 from xdm_ft.training.averages import Averages
+from xdm_ft.training.end_to_end.accelerated import prepared, refuse_unsupported
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.gradients import StepGradients, StepLosses
@@ -42,6 +42,7 @@ from xdm_ft.training.end_to_end.model import WHOLE, BatchNorm, EncoderPart, EndT
 from xdm_ft.training.end_to_end.optimizer import optimizer_of
 from xdm_ft.training.end_to_end.prediction import inputs_of, predict
 from xdm_ft.training.end_to_end.state import LoopState
+from xdm_ft.training.end_to_end.unread import Read
 from xdm_ft.training.end_to_end.validation import EndToEndValidation
 from xdm_ft.training.memory import PeakMemory
 from xdm_ft.training.schedule import learning_rate_factor
@@ -49,9 +50,8 @@ from xdm_ft.training.selection import Selector, evaluation_steps, known_values
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from accelerate.optimizer import AcceleratedOptimizer
 
-__all__ = ["predict", "shut_down", "train_model"]
+__all__ = ["predict", "train_model"]
 
 logger = logging.getLogger("xdm_ft")
 BROKEN_LOGITS = "logits on validation images are not finite"
@@ -97,13 +97,15 @@ def train_model(
     micro-batches than a domain has images in a batch, and for a launch configuration that is not supported.
     """
     started, training = time.perf_counter(), job.training
-    _refuse_unsupported(job, accelerator)
+    refuse_unsupported(job, accelerator)
     algorithm = job.make(job.setup)
     assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
     memory = PeakMemory(accelerator.device)
     inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm, part.trainable, seed=job.seed)
-    inner = inner.to(accelerator.device).train()
+    inner = inner.placed(accelerator.device).train()
     inner = synchronised(inner, accelerator.num_processes, training.accumulation, accelerator.device)
+    if training.compile:
+        inner.compile_encoding()
     images = Images(dataset, encoder.preprocessing, augmentation, accelerator)
     inputs = inputs_of(inner, part, images, accelerator)
     batches = TrainingBatches(job, inputs, annotations, accelerator)
@@ -200,36 +202,49 @@ def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]]
     """Takes the steps of `batches`, which train the same parameters. Returns as `_train`."""
     steps = run.job.setup.steps
     evaluate_after = set(evaluation_steps(steps, run.job.training.evaluate_every))
-    with _prepared(state.inner, state.optimizer, state.accelerator) as (model, optimizer):
+    with prepared(state.inner, state.optimizer, state.accelerator) as (model, optimizer):
         algorithm = state.inner.algorithm
         by_parts = algorithm.loss_over != "batch" and algorithm.parts_add_up(run.job.training.sampler == "pooled")
         gradients = StepGradients(model, state.inner, state.accelerator, run.job.sharpness, run.job.seed, by_parts)
+        note = ""
         for step, batch in batches:
             factor = learning_rate_factor(step, steps, run.job.training.schedule)
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * factor
 
             losses = _step(gradients, batch, optimizer, run.job.training.clip_norm, step)
-            finite = math.isfinite(losses.loss)
-            state.skipped = 0 if finite and not optimizer.step_was_skipped else state.skipped + 1
-            if state.skipped > (0 if state.accelerator.scaler is None else MOST_SKIPPED):
-                what = "gradients are not finite" if finite else f"the loss is {losses.loss}"
-                return _failure(what, run, step + 1)
-            if finite:
-                state.means.add(step, {name: value[None] for name, value in losses.scalars.items()})
+            state.unread.add(step, losses, optimizer.step_was_skipped)
             state.taken, state.evaluated = step + 1, step + 1 not in evaluate_after
             state.average()
-            if losses.stop:
-                _save_and_stop(run, state)
+            for read in state.unread.read(all_of_them=not state.evaluated):
+                failure = _checked(run, state, read)
+                if failure is not None:
+                    return failure
+                note = f"loss {read.total:.3f}"
             if not state.evaluated and not _evaluate(run, state):
                 return _failure(BROKEN_LOGITS, run, step + 1)
             if run.checkpoint is not None:
                 run.checkpoint.save_if_due(state.state, event=step + 1 in evaluate_after)
-            bar.advance(1, f"loss {float(losses.total):.3f}")
+            bar.advance(1, note)
             if state.selector.stopped_at is not None:
                 return None
     if stop_requested():
         _save_and_stop(run, state, together=False)  # the signal has ended this process's loader workers
+    return None
+
+
+def _checked(run: _Run, state: LoopState, read: Read) -> str | None:
+    """Records a step that the host has read. Returns as `_train`. Raises `Interrupted` if a process was asked to."""
+    finite = math.isfinite(read.loss)
+    state.skipped = 0 if finite and not read.skipped else state.skipped + 1
+    if state.skipped > (0 if state.accelerator.scaler is None else MOST_SKIPPED):
+        state.taken = read.step  # later steps continue from weights that are not finite
+        what = "gradients are not finite" if finite else f"the loss is {read.loss}"
+        return _failure(what, run, read.step + 1)
+    if finite:
+        state.means.add(read.step, {name: value[None] for name, value in read.scalars.items()})
+    if read.stop:
+        _save_and_stop(run, state)
     return None
 
 
@@ -294,49 +309,11 @@ def _step(
         optimizer.step()
         optimizer.zero_grad()
 
-    algorithm.update(gradients.roles.main | gradients.roles.auxiliary, inner_step, step)
+    parameters = gradients.roles.main | gradients.roles.auxiliary
+    algorithm.update(parameters, dict(algorithm.named_buffers()), inner_step, step)
     return StepLosses.mean(taken)
 
 
 def _failure(what: str, run: _Run, taken: int) -> str:
     rows = ", ".join(map(str, run.batches.rows(taken - 1).tolist()))
     return f"{what} at step {taken} of {run.job.setup.steps}; images in its batch: rows {rows}"
-
-
-def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
-    kind = accelerator.distributed_type.value
-    if kind != "NO" and not kind.startswith("MULTI_"):
-        raise UserError(f"accelerate: {kind} is not supported for training end to end; launch without it")
-    if accelerator.gradient_accumulation_steps != 1:
-        # Accelerate would divide the losses by it
-        raise UserError("accelerate: gradient_accumulation_steps must be 1; set training.accumulation instead")
-    if accelerator.mixed_precision == "fp16" and job.sharpness is not None:
-        # the gradient scaler would leave the second pass scaled
-        raise UserError(
-            f"training.mixed_precision: fp16 does not support the two passes of {job.method}; use bf16 or no"
-        )
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        # without a GPU Accelerate would silently compute in float32
-        raise UserError("training.mixed_precision: fp16 needs a GPU, and this process runs on the CPU; use bf16 or no")
-
-
-@contextmanager
-def _prepared(
-    inner: EndToEnd, optimizer: Optimizer, accelerator: Accelerator
-) -> Iterator[tuple[nn.Module, AcceleratedOptimizer]]:
-    prepared = accelerator.prepare(inner, optimizer)
-    try:
-        yield prepared
-    finally:
-        # otherwise a second phase would wrap the forward pass in autocast twice
-        accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)
-        accelerator.free_memory()
-
-
-def shut_down(accelerator: Accelerator) -> None:
-    """Frees Accelerate's resources; every process calls it at the end of a run."""
-    # in another order a rank sometimes aborts at exit
-    accelerator.free_memory()
-    gc.collect()
-    accelerator.wait_for_everyone()
-    accelerator.end_training()

@@ -1,0 +1,181 @@
+"""The host never waits for the device inside a step, and what it reads later is what it would have read at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from loop_models import SmallCNN, WithDomainHead, final_state, make_job, one_process, step_batch, train
+from torch import Tensor
+
+from xdm_ft.algorithms import Algorithm, Setup
+from xdm_ft.algorithms.coral import CORAL
+from xdm_ft.algorithms.erm import ERM
+from xdm_ft.algorithms.groupdro import GroupDRO
+from xdm_ft.algorithms.irm import IRM
+from xdm_ft.algorithms.rsc import RSC
+from xdm_ft.algorithms.vrex import VREx
+from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.sharpness import Sharpness
+from xdm_ft.sharpness.sagm import SAGM
+from xdm_ft.sharpness.sam import SAM
+from xdm_ft.storage.checkpoint import read, write
+from xdm_ft.tensors import Losses
+from xdm_ft.training import Training
+from xdm_ft.training.end_to_end import unread
+from xdm_ft.training.end_to_end.batch_norm import RunningStatistics
+from xdm_ft.training.end_to_end.batches import StepBatch
+from xdm_ft.training.end_to_end.gradients import StepGradients, StepLosses
+from xdm_ft.training.end_to_end.model import EndToEnd
+from xdm_ft.training.end_to_end.optimizer import optimizer_of
+
+TRAINING = Training(batch_size=4)
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    # starting workers would take most of the time
+    monkeypatch.setattr("xdm_ft.training.end_to_end.inputs.worker_count", lambda accelerator: 0)
+    with one_process() as accelerator:
+        yield accelerator
+
+
+def mixing(setup: Setup) -> Algorithm:
+    return XDomainMix(setup, warmup_steps=0)
+
+
+class Waits(ERM):
+    """A loss with a branch that depends on its value."""
+
+    def loss(self, z: Tensor, batch: Any, step: int) -> Losses:
+        losses = super().loss(z, batch, step)
+        return losses if losses.total > 0 else losses._replace(total=-losses.total)
+
+
+def without_values(value: Any) -> Any:
+    """The same with tensors that have shapes and no values, as a GPU's have none that the host could read at once."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, list):
+        return [without_values(one) for one in value]
+    return type(value)(*map(without_values, value)) if isinstance(value, tuple) else value
+
+
+def step_without_values(
+    make: Callable[[Setup], Algorithm], sharpness: Sharpness | None, accelerator: Accelerator
+) -> None:
+    """Takes a step with such tensors: to read one is an error."""
+    job = make_job(make, sharpness=sharpness)
+    inner = EndToEnd(SmallCNN(), job.make(job.setup), "train").train().to("meta")
+    batch = step_batch(job, TRAINING, accelerator, 0)
+    batch = StepBatch(without_values(batch.parts), without_values(batch.whole), batch.places, batch.process)
+    optimizer = optimizer_of(inner, TRAINING)
+    losses = StepGradients(inner, inner, accelerator, sharpness, 0, by_parts=False).run(batch, 0)
+    optimizer.step()
+    assert losses.loss.is_meta
+
+
+def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "autocast", lambda *device, **how: nullcontext())  # there is none without a device
+
+
+@pytest.mark.parametrize("sharpness", [None, SAM(), SAM(adaptive=True), SAGM()], ids=["", "sam", "asam", "sagm"])
+@pytest.mark.parametrize("make", [ERM, CORAL, GroupDRO, IRM, RSC, VREx, mixing])
+def test_a_step_reads_nothing_from_the_device(
+    make: Callable[[Setup], Algorithm], sharpness: Sharpness | None, accelerator: Accelerator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    patch(monkeypatch)
+    step_without_values(make, sharpness, accelerator)
+
+
+def test_a_step_that_reads_something_is_found(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch(monkeypatch)
+    step_without_values(ERM, None, accelerator)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        step_without_values(Waits, None, accelerator)
+
+
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the loop read as late on a CPU as on a GPU."""
+    before = unread.UnreadSteps.__init__
+
+    def later(self: unread.UnreadSteps, device: torch.device) -> None:
+        before(self, device)
+        self.ahead = unread.AHEAD
+
+    monkeypatch.setattr(unread.UnreadSteps, "__init__", later)
+
+
+class Breaks(WithDomainHead):
+    """Its loss is not finite at step 3 (counted from 0) and after it."""
+
+    def loss(self, z: Tensor, batch: Any, step: int) -> Losses:
+        losses = super().loss(z, batch, step)
+        return losses._replace(total=losses.total * (float("nan") if step >= 3 else 1))
+
+
+def recorded(make: Callable[[Setup], Algorithm], accelerator: Accelerator) -> tuple[Any, Any]:
+    """A training of eight steps with an evaluation after 6: the result, and all that it has recorded."""
+    rows: list[tuple[int, dict[str, float]]] = []
+    training = Training(batch_size=4, evaluate_every=6)
+    job = dataclasses.replace(make_job(make, steps=8), training=training)
+    record = lambda step, models: rows.append((step, models[0][1]))  # noqa: E731
+    return train(job, SmallCNN(), training, accelerator, record=record), rows
+
+
+def test_reading_later_changes_nothing(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, rows = recorded(WithDomainHead, accelerator)
+    ahead(monkeypatch)
+    later, rows_later = recorded(WithDomainHead, accelerator)
+    assert [step for step, _ in rows] == [6, 8] and rows == rows_later
+    for name, value in final_state(at_once).items():
+        assert torch.equal(value, final_state(later)[name]), name
+
+
+def test_a_loss_that_is_read_later_names_its_step(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, _ = recorded(Breaks, accelerator)
+    steps: list[int] = []
+    ahead(monkeypatch)
+    add = unread.UnreadSteps.add
+    monkeypatch.setattr(
+        unread.UnreadSteps, "add", lambda self, step, *rest: (steps.append(step), add(self, step, *rest))
+    )
+    later, _ = recorded(Breaks, accelerator)
+    assert steps == [*range(6)], "steps 4 and 5 are taken before the loss of step 3 is read"
+    assert at_once.failure is not None and at_once.failure.startswith("the loss is nan at step 4 of 8; images in its ")
+    assert later.failure == at_once.failure
+
+
+def test_a_checkpoint_holds_the_steps_that_are_not_read(tmp_path: Path) -> None:
+    kept, scalar = unread.UnreadSteps(torch.device("cpu")), torch.tensor(0.5)
+    kept.ahead = 2
+    for step in (7, 8):
+        losses = StepLosses(scalar * step, scalar, scalar, torch.tensor(step - 7.0), {"margin": scalar + step})
+        kept.add(step, losses, skipped=step == 8)
+    write(tmp_path / "state", {"unread": kept.state()}, {})
+    loaded = unread.UnreadSteps(torch.device("cpu"))
+    loaded.load_state(read(tmp_path / "state")[0]["unread"])
+    assert not [*kept.read(all_of_them=False)]
+    for one, other in zip(kept.read(all_of_them=True), loaded.read(all_of_them=True), strict=True):
+        assert one[:5] == other[:5]
+        assert {name: float(value) for name, value in one.scalars.items()} == other.scalars
+    assert (one.step, one.total, one.loss, one.stop, one.skipped) == (8, 4.0, 5.0, True, True)
+
+
+@pytest.mark.parametrize("sharpness", [None, SAM()], ids=["", "sam"])
+def test_batch_norm_of_a_single_pass_is_that_of_collected_statistics(
+    sharpness: Sharpness | None, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, training = make_job(WithDomainHead, sharpness=sharpness), Training(batch_size=4)
+    alone = final_state(train(job, SmallCNN(), training, accelerator))
+    begin = RunningStatistics.begin
+    monkeypatch.setattr(RunningStatistics, "begin", lambda self, collects: begin(self, True))
+    for name, value in final_state(train(job, SmallCNN(), training, accelerator)).items():
+        assert torch.equal(value, alone[name]), name

@@ -1,0 +1,51 @@
+"""`training.profile`: a trace of some steps of a training by torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xdm_ft.progress import Progress
+from xdm_ft.storage.atomic import replace_file
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+WAIT, WARM_UP, RECORDED = 3, 2, 5  # steps: the first ones also set up what later ones use again
+
+
+@contextmanager
+def profiled(bar: Progress, file: Path | None) -> Iterator[Progress]:
+    """Context of a training that yields its progress bar; every advance of it is a step.
+
+    Steps 6 to 10 are traced, and the trace is written to `file`, for chrome://tracing or ui.perfetto.dev. A training of
+    fewer steps leaves none. `file` None: nothing is traced.
+    """
+    if file is None:
+        yield bar
+        return
+    from torch.profiler import profile, schedule
+
+    def write(traced: profile) -> None:
+        replace_file(file, lambda path: traced.export_chrome_trace(str(path)))
+
+    steps = schedule(wait=WAIT, warmup=WARM_UP, active=RECORDED, repeat=1)
+    with profile(schedule=steps, on_trace_ready=write) as tracer:
+        yield _Traced(bar, tracer)
+
+
+class _Traced(Progress):
+    """A bar whose advances are the profiler's steps too."""
+
+    def __init__(self, bar: Progress, tracer: profile) -> None:
+        super().__init__(bar.description, bar.total, "")
+        self.bar, self.tracer = bar, tracer
+
+    def skip(self, n: int) -> None:
+        self.bar.skip(n)
+
+    def advance(self, n: int = 1, note: str = "") -> None:
+        self.bar.advance(n, note)
+        self.tracer.step()
