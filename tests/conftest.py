@@ -8,6 +8,7 @@ import os
 import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported anywhere
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is: as the command does
 
 from collections.abc import Generator
 from typing import Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,6 @@ from xdm_ft.features.cache_key import key_of, key_parts
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.forward import frozen_copy
 from xdm_ft.features.store import cache_folder
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """On several threads of a busy machine, the same product may round differently the next time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def parameters_above(cut: Cut) -> dict[str, nn.Parameter]:

@@ -73,7 +73,7 @@ class _NoChain(Exception):
 def undisturbed(encoder: nn.Module) -> Iterator[None]:
     """Context in which the encoder is in eval mode, on one thread; modes and `requires_grad` are restored at its end.
 
-    On several threads, libraries may share the same product out otherwise the next time, and round it otherwise.
+    On several threads, the same product may be divided among them, and so rounded, in another way the next time.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -38,7 +38,7 @@ EncoderPrompts = Annotated[
 
 
 def checked(prompts: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the templates of an encoder that no recipe has checked. Raises `UserError` as `check_templates` does."""
+    """Returns the prompts that an encoder is built with, from a recipe or not. Raises `UserError` if they are wrong."""
     try:
         return check_templates(prompts)
     except ValueError as error:

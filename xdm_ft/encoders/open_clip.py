@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Annotated, Any
 
 import torch.nn.functional as F
@@ -132,8 +132,8 @@ class OpenClip(Encoder, TextEncoder):
     def block_candidates(self) -> Sequence[Sequence[str]]:
         return clip_blocks(self.model.visual, "model.visual")
 
-    @cached_property
-    def tokenizer(self) -> Callable[..., Tensor]:
+    def _tokenizer(self) -> Callable[..., Tensor]:
+        """Not kept: copies of the encoder would take its dictionary along, which takes longer than the weights."""
         import open_clip
 
         try:
@@ -149,24 +149,26 @@ class OpenClip(Encoder, TextEncoder):
         """See `TextEncoder`. On the CPU. Prompts longer than the model's context are cut, with a warning."""
         import open_clip
 
-        self._warn_about_cut_prompts(self.exact_prompts(class_names, prompts))
+        tokenizer = self._tokenizer()
+        _warn_about_cut_prompts(tokenizer, self.exact_prompts(class_names, prompts))
         weight = open_clip.build_zero_shot_classifier(
             self.model,
-            self.tokenizer,
+            tokenizer,
             [in_words(name) for name in class_names],
             [partial(fill, template) for template in expand_templates(prompts or self.prompts)],
             device=next(self.model.parameters()).device,
         )  # [K,C]
         return weight.T.float().cpu()
 
-    def _warn_about_cut_prompts(self, prompts: list[str]) -> None:
-        from open_clip import SimpleTokenizer
 
-        if isinstance(self.tokenizer, SimpleTokenizer):  # tokenizers of transformers cut in other ways
-            longest = self.tokenizer.context_length - 2  # without start and end token
-            cut = [prompt for prompt in prompts if len(self.tokenizer.encode(prompt)) > longest]
-            if cut:
-                logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(cut), longest, cut[0])
+def _warn_about_cut_prompts(tokenizer: Callable[..., Tensor], prompts: list[str]) -> None:
+    from open_clip import SimpleTokenizer
+
+    if isinstance(tokenizer, SimpleTokenizer):  # tokenizers of transformers cut in other ways
+        longest = tokenizer.context_length - 2  # without start and end token
+        cut = [prompt for prompt in prompts if len(tokenizer.encode(prompt)) > longest]
+        if cut:
+            logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(cut), longest, cut[0])
 
 
 def _create(source: ClipSource, kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -137,28 +136,25 @@ class Transformers(Encoder, TextEncoder):
     def block_candidates(self) -> Sequence[Sequence[str]]:
         return [[f"{self._root}.{name}" for name in names] for names in image_side.block_candidates(self._vision)]
 
-    @cached_property
-    def tokenizer(self) -> Any:
-        return hub.tokenizer(self.source)
-
     @torch.no_grad()
     def text_embeddings(self, class_names: tuple[str, ...], prompts: tuple[str, ...] | None = None) -> Tensor:
         """See `TextEncoder`. On the CPU. Prompts longer than the model's context are cut, with a warning."""
         if self.text_reason:
             raise UserError(self.text_reason)
         exact = self.exact_prompts(class_names, prompts)
-        parts = [self._of_texts(exact[start : start + TOGETHER]) for start in range(0, len(exact), TOGETHER)]
+        tokenizer = hub.tokenizer(self.source)  # not kept: copies of the encoder would take its dictionary along
+        parts = [self._of_texts(tokenizer, exact[start : start + TOGETHER]) for start in range(0, len(exact), TOGETHER)]
         each = F.normalize(torch.cat(parts).float(), dim=-1)  # [C·P,K], class by class
         return F.normalize(each.view(len(class_names), -1, each.shape[-1]).mean(1), dim=-1).cpu()
 
-    def _of_texts(self, texts: list[str]) -> Tensor:
+    def _of_texts(self, tokenizer: Any, texts: list[str]) -> Tensor:
         """Texts → [n,K]. SigLIP was trained on texts padded to the whole context, and attends to the padding."""
         longest = self.source.config.text_config.max_position_embeddings
-        cut = [text for text, ids in zip(texts, self.tokenizer(texts)["input_ids"], strict=True) if len(ids) > longest]
+        cut = [text for text, ids in zip(texts, tokenizer(texts)["input_ids"], strict=True) if len(ids) > longest]
         if cut:
             logger.warning('%d prompts are longer than %d tokens and are cut, e.g. "%s"', len(cut), longest, cut[0])
         padded = self.source.config.model_type.startswith("siglip")
-        tokens = self.tokenizer(
+        tokens = tokenizer(
             texts, padding="max_length" if padded else True, truncation=True, max_length=longest, return_tensors="pt"
         )
         mask = {} if padded else {"attention_mask": tokens["attention_mask"]}

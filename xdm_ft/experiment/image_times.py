@@ -112,7 +112,8 @@ class ImageTimes:
 
         few = forward(min(2, batch_size))
         n = max(min(2, batch_size), min(batch_size, int(self.seconds / 4 / few)))  # batch norm needs two
-        return Passes(forward(n), train(max(2, n // 4)) if trains else 0.0)
+        one = forward(n)
+        return Passes(one, train(max(2, min(n, int(self.seconds / 12 / one)))) if trains else 0.0)
 
     def whole(self, encoder: Encoder, batch_size: int, trains: bool) -> tuple[float, Passes]:
         """Returns the seconds to decode an image, and those through the encoder. Training changes its gradients."""

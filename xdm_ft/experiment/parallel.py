@@ -39,13 +39,13 @@ def run_forked(
     sys.stdout.flush()  # or every fork would print a copy of what is still in the buffers
     sys.stderr.flush()
     try:
-        with before_exit(lambda: _stop(children)):  # a signal between two forks ends the first one
+        with before_exit(lambda: _stop(children)):  # a signal between two forks lets those that run save
             for number in range(1, processes):
                 reader, writer = context.Pipe(duplex=False)
-                target = context.Process(target=_in_child, args=(work, number, os.getpid(), writer), daemon=True)
-                target.start()
+                child = context.Process(target=_in_child, args=(work, number, os.getpid(), writer), daemon=True)
+                child.start()
                 writer.close()  # only the child keeps this end, so that `recv` raises EOFError when the child has ended
-                children.append((target, reader))
+                children.append((child, reader))
             with one_thread(), watched():
                 work(0)
                 for process, reader in children:

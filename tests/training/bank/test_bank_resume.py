@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,14 +25,6 @@ from xdm_ft.storage.checkpoint import read
 from xdm_ft.training import Job, Schedule, Training
 
 STEPS = 10
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 TRAINING = Training(batch_size=8, evaluate_every=4, schedule=Schedule(name="cosine", warmup_steps=2))

@@ -56,7 +56,7 @@ class EndToEnd(nn.Module):
         seed: int = 0,
         merged: bool = False,
     ) -> None:
-        """`encoder` is changed. `seed`: of low-rank updates, unless they are `merged` into the plain weights already.
+        """`encoder` is changed. `seed`: of low-rank updates. `merged`: they are in the plain weights; nothing trains.
 
         Raises `UserError` if the encoder can not be cut there, or the algorithm works below the cut.
         """
@@ -69,7 +69,8 @@ class EndToEnd(nn.Module):
         if isinstance(trainable, LowRank) and not merged:
             add_lora(encoder, updated_blocks(encoder, trainable), trainable.lora, seed)
         self._low_rank_names = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
-        _freeze_unreached(encoder)
+        if not merged:
+            _freeze_unreached(encoder)
         modules = algorithm.stage_modules(encoder)
         if self.cut is not None:
             _refuse_below(self.cut, modules)
