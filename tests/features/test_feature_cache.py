@@ -308,3 +308,22 @@ class Killer(Pixels):
 def test_death_of_a_worker_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^features\.workers: 1: a process that decodes images died.*\(now 16\)$"):
         features_of(Killer(20), tmp_path, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "computes", "launcher", "precision"),
+    [
+        (False, False, "", "fp32"),
+        (True, True, "", "bf16"),
+        (True, False, "", "fp32"),
+        (True, True, "true", "fp32"),
+    ],
+)
+def test_the_default_precision_is_that_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, computes: bool, launcher: str, precision: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: computes and not including_emulation)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", launcher)
+    assert FeatureSettings().precision == precision
+    assert FeatureSettings(precision="fp16").precision == "fp16"

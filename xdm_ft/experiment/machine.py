@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
 from xdm_ft.errors import UserError
+from xdm_ft.features import on_cpu_by_request
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.training import Precision
 
@@ -123,8 +124,7 @@ def _refuse_missing_gpus() -> None:
     """
     import torch
 
-    # the values that Accelerate reads as true
-    if os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "on", "t"):
+    if on_cpu_by_request():
         return
     if torch.accelerator.is_available():
         return

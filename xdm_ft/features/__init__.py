@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,19 @@ from xdm_ft.settings import Block
 
 Precision = Literal["fp32", "bf16", "fp16"]
 CutUse = Literal["cache", "compute", "auto"]
+
+
+def on_cpu_by_request() -> bool:
+    """Whether the launcher forbids the GPU: by the values of its variable that Accelerate reads as true."""
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "on", "t")
+
+
+def default_precision() -> Precision:
+    """Returns bf16 where a GPU computes in it, else fp32."""
+    import torch
+
+    gpu = not on_cpu_by_request() and torch.cuda.is_available()
+    return "bf16" if gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 class FeatureSettings(Block):
@@ -24,9 +38,10 @@ class FeatureSettings(Block):
         Precision,
         Field(
             description="fp32: float32 arithmetic, stored as float32; bf16 and fp16: weights and images cast to "
-            "bfloat16 or float16, and stored so (half the size; on a GPU, and in bf16 on newer CPUs, faster)"
+            "bfloat16 or float16, and stored so (half the size; on a GPU, and in bf16 on newer CPUs, faster); by default "
+            "bf16 on a GPU that computes in it, else fp32"
         ),
-    ] = "fp32"
+    ] = Field(default_factory=default_precision)
     batch_size: Annotated[
         int,
         Field(
