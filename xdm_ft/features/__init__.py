@@ -38,8 +38,8 @@ class FeatureSettings(Block):
         Precision,
         Field(
             description="fp32: float32 arithmetic, stored as float32; bf16 and fp16: weights and images cast to "
-            "bfloat16 or float16, and stored so (half the size; on a GPU, and in bf16 on newer CPUs, faster); by default "
-            "bf16 on a GPU that computes in it, else fp32"
+            "bfloat16 or float16, and stored so (half the size; on a GPU, and in bf16 on newer CPUs, faster); by "
+            "default bf16 on a GPU that computes in it, else fp32"
         ),
     ] = Field(default_factory=default_precision)
     batch_size: Annotated[
