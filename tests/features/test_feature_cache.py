@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -228,6 +229,24 @@ def test_memory_mapped_equals_in_memory(precision: str, tmp_path: Path, monkeypa
         for row in (-1, 70):
             with pytest.raises(IndexError):
                 features[torch.tensor([0, row])]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_features_that_fit_only_as_they_are_stored(
+    precision: Literal["fp32", "bf16", "fp16"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = features_of(Pixels(70), tmp_path, precision=precision)
+    halves = 2 * 70 * WIDTH / cache.MEMORY_FRACTION  # bytes: room for two of each number
+    monkeypatch.setattr(cache, "_free_memory", lambda device: halves)
+    found = features_of(Pixels(70), tmp_path, precision=precision)
+    assert found.in_memory == (precision != "fp32")
+    assert found._table is None or found._table.dtype == forward.DTYPES[precision]
+    rows = torch.tensor([[3, 69], [0, 3]])
+    assert found[rows].dtype == torch.float32
+    assert torch.equal(found[rows], whole[rows]) and torch.equal(every_row(found), every_row(whole))
+    assert torch.equal(found.normalized()[rows], whole.normalized()[rows])
+    monkeypatch.setattr(cache, "_free_memory", lambda device: halves - 1)
+    assert not features_of(Pixels(70), tmp_path, precision=precision).in_memory
 
 
 def test_normalized_leaves_the_original(tmp_path: Path) -> None:

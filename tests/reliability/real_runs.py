@@ -65,7 +65,8 @@ class Run:
     """`xdm-ft run RECIPE`, its output in FOLDER/small. Saves after every step.
 
     More cores than one mean threads, which are slow where others want those cores too, and forked processes. `first` is
-    called before the run, in the run's own process. `cold`: a new interpreter, which imports everything first and saves
+    called before the run, in the run's own process. `restarts`: so often the launcher of several processes starts them
+    again after one has failed. `cold`: a new interpreter, which imports everything first and saves
     as users' runs do.
     """
 
@@ -75,6 +76,7 @@ class Run:
         folder: Path,
         *overrides: str,
         processes: int = 1,
+        restarts: int = 0,
         cores: int = 1,
         environment: Mapping[str, str] | None = None,
         first: Callable[[int], None] = save_after_every_step,
@@ -90,7 +92,8 @@ class Run:
         if processes == 1 and not cold:
             self.process = begin(arguments, ROOT, out, self.log, environment, functools.partial(first, cores))
             return
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", str(QUICK), str(cores)]
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        launcher += [f"--max_restarts={restarts}", str(QUICK), str(cores)]
         with self.log.open("a") as log, out.open("a") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *(["xdm_ft"] if cold else launcher), *arguments],

@@ -28,6 +28,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return recipe, folder / "out"
 
 
+@pytest.fixture(scope="module")
+def both(whole: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the same run in two processes."""
+    folder = tmp_path_factory.mktemp("both") / "out"
+    undisturbed = Run(whole[0], folder, processes=2)
+    assert undisturbed.end() == 0, undisturbed.text()
+    return folder
+
+
 def curves(output: Path) -> dict[str, Scalars]:
     """The scalars of a run. TensorBoard itself shows each point once, too, whatever was written twice."""
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(output / "small/events"))
@@ -121,9 +130,8 @@ def rank(run: Run, number: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-def test_two_processes_of_which_one_is_killed(whole: tuple[Path, Path], tmp_path: Path) -> None:
+def test_two_processes_of_which_one_is_killed(whole: tuple[Path, Path], both: Path, tmp_path: Path) -> None:
     recipe, _ = whole
-    undisturbed = Run(recipe, tmp_path / "both", processes=2)
     run = Run(recipe, tmp_path / "out", processes=2)
     assert run.changes(4, CHECKPOINTS)
     sent = time.monotonic()
@@ -136,11 +144,23 @@ def test_two_processes_of_which_one_is_killed(whole: tuple[Path, Path], tmp_path
     [kept] = run.output.glob(CHECKPOINTS)
     assert read(kept)[0]["taken"] >= 1
 
-    assert undisturbed.end() == 0, undisturbed.text()
     again = Run(recipe, tmp_path / "out", processes=2)
     assert again.end() == 0, again.text()
     assert "resumes after" in again.text()
-    assert outcome(tmp_path / "out") == outcome(tmp_path / "both")
+    assert outcome(tmp_path / "out") == outcome(both)
+    assert leftovers(tmp_path / "out") == []
+
+
+@pytest.mark.slow
+def test_a_launcher_that_restarts_goes_on_from_the_checkpoint(
+    whole: tuple[Path, Path], both: Path, tmp_path: Path
+) -> None:
+    run = Run(whole[0], tmp_path / "out", processes=2, restarts=1)
+    assert run.changes(4, CHECKPOINTS)
+    rank(run, 1).kill()
+    assert run.end() == 0, run.text()
+    assert "resumes after" in run.text()
+    assert outcome(tmp_path / "out") == outcome(both)
     assert leftovers(tmp_path / "out") == []
 
 

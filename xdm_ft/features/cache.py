@@ -28,7 +28,8 @@ from xdm_ft.progress import Progress, progress, pulse
 
 logger = logging.getLogger("xdm_ft")
 
-MEMORY_FRACTION = 0.25  # features that need more of the free memory stay in their memory-mapped files
+MEMORY_FRACTION = 0.25  # features that need more of the machine's free memory stay in their memory-mapped files
+GPU_FRACTION = 0.6  # the same of a GPU's: nothing else is there but a chunk of heads and its batches
 WAIT_SECONDS = 0.5  # between checks whether another process has finished a shard
 
 
@@ -36,8 +37,8 @@ class Features:
     """Features of N images: `features[rows]` is float32 [..., K] for int64 rows [...], on `device`.
 
     `features.of_views(rows, numbers)` also reads the augmented views, if there are any. All features are one tensor on
-    the device if it takes at most `MEMORY_FRACTION` of the free memory. If not, each request gathers its rows from the
-    memory-mapped shards.
+    the device if it takes at most `MEMORY_FRACTION` (`GPU_FRACTION`) of the free memory: as float32, else as they are
+    stored. If neither fits, each request gathers its rows from the memory-mapped shards. The numbers are the same.
     """
 
     def __init__(
@@ -64,11 +65,13 @@ class Features:
         self.views = len(places) - 1  # number of augmented views
         self._places, self._rows = places.flatten(), places.shape[1]
         self._normalized = False
-        # 4 bytes per number: the table is float32 even where bfloat16 is stored
-        fits = not streamed and 4 * places.numel() * self.width <= MEMORY_FRACTION * _free_memory(self.device)
-        self._table: Tensor | None = None  # float32 [(1 + views) · N, K]
-        if fits:
-            table = torch.empty(places.numel(), self.width, device=self.device)
+        self._table: Tensor | None = None  # [(1 + views) · N, K]
+        fraction = MEMORY_FRACTION if self.device.type == "cpu" else GPU_FRACTION
+        room = 0.0 if streamed else fraction * _free_memory(self.device) / max(1, places.numel() * self.width)
+        # float32 even where bfloat16 is stored, as then no read converts
+        fitting = [dtype for dtype in (torch.float32, shards[0].dtype) if dtype.itemsize <= room]
+        if fitting:
+            table = torch.empty(places.numel(), self.width, dtype=fitting[0], device=self.device)
             self._copy(self._places, table)
             self._table = table
 
@@ -94,7 +97,7 @@ class Features:
             z = self._gather(flat.cpu(), end)
         else:
             # cut at `end`, so that index_select refuses a row past the view instead of reading the next one's
-            z = self._table[:end].index_select(0, flat.to(self.device))
+            z = self._table[:end].index_select(0, flat.to(self.device)).float()
         if self._normalized:
             z /= z.norm(dim=-1, keepdim=True).clamp_min_(1e-12)  # as F.normalize does, without a second copy
         return z.view(*positions.shape, self.width)
@@ -125,7 +128,7 @@ class Features:
             if _is_range(rows) and _is_range(targets):  # a copy without an index is several times as fast
                 z[int(targets[0]) : int(targets[-1]) + 1] = shard[int(rows[0]) : int(rows[-1]) + 1].to(z.device)
             else:
-                z[targets.to(z.device)] = shard[rows].float().to(z.device)
+                z[targets.to(z.device)] = shard[rows].to(z.device, z.dtype)
             pulse.beat()
 
 
