@@ -72,6 +72,7 @@ def test_small_runs_are_not_measured(monkeypatch: pytest.MonkeyPatch, caplog: py
     "overrides",
     [
         ("methods=[erm,vrex]",),
+        ("methods=[erm,fish]", "training.steps=3", "training.evaluate_every=3"),
         ("encoder.trainable=true", "methods=[erm,linear_probe]", "search={trials: 2, preset: domainbed}"),
         ("encoder.trainable={blocks: 1}", "methods=[erm+sam]"),
     ],

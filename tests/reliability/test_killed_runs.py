@@ -92,7 +92,7 @@ def test_interrupted_runs_save_and_say_so(whole: tuple[Path, Path], tmp_path: Pa
         sent = time.monotonic()
         (os.killpg if to_all else os.kill)(run.process.pid, number)
         assert run.end() == status, run.text()
-        assert time.monotonic() - sent < 5
+        assert time.monotonic() - sent < 30
         [line] = run.text()[before:].strip().splitlines()
         assert line.startswith("xdm-ft: interrupted; saved: ") and line.endswith("; run the same command to resume")
         [kept] = run.output.glob(CHECKPOINTS)
@@ -172,7 +172,7 @@ def test_two_processes_interrupted_and_gone_on_with_by_one(whole: tuple[Path, Pa
     sent = time.monotonic()
     run.kill(signal.SIGTERM)  # the launcher passes it on
     assert run.end() != 0
-    assert time.monotonic() - sent < 15
+    assert time.monotonic() - sent < 60
     assert run.text().count("xdm-ft: interrupted; saved: ") == 1
     one = Run(recipe, tmp_path / "out")
     assert one.end() == 0, one.text()

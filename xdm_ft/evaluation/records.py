@@ -31,7 +31,7 @@ class Pick:
     temperature: float | None = None  # of the weights that the recipe's own rule picked, if known
 
     def to_json(self) -> dict[str, Any]:
-        metrics = {split: dataclasses.asdict(score) for split, score in self.metrics.items()}
+        metrics = {split: dict(vars(score)) for split, score in self.metrics.items()}
         start = {"step": self.step, **self.hparams, "weights": self.weights, "metrics": metrics}
         return start | _present(curve=self.curve, flags=self.flags, value=self.value, temperature=self.temperature)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Literal
 from zlib import crc32
 
@@ -150,12 +150,7 @@ class Search(Block):
 
     def quantile(self, key: str, trial: int) -> float:
         """Returns the uniform draw in [0, 1) of a key in a trial."""
-        name = crc32(key.encode())
-        if self.sampler == "random":
-            return float(uniform(name, trial, Stream.SEARCH, 0))
-        # one sequence per key: searching one more key does not change the draws of the others
-        points = torch.quasirandom.SobolEngine(1, scramble=True, seed=name).draw(trial, dtype=torch.float64)
-        return min(float(points[-1, 0]), 1 - 2**-30)
+        return _quantiles(self.sampler, key, self.trials)[trial - 1]
 
     def drawn(self, trial: int) -> dict[str, Value]:
         """Returns {key: value} for a trial, 0 … trials − 1. Trial 0 draws nothing: it has the recipe's own values."""
@@ -167,6 +162,18 @@ class Search(Block):
             key: distribution.at(self.quantile(one.get(key, key), trial))
             for key, distribution in self.distributions.items()
         }
+
+
+@lru_cache(maxsize=256)
+def _quantiles(sampler: str, key: str, trials: int) -> list[float]:
+    """Returns the draws of a key in the trials 1 … `trials` − 1. More trials change none."""
+    name = crc32(key.encode())
+    if sampler == "random":
+        found: list[float] = uniform(name, torch.arange(1, trials), Stream.SEARCH, 0).tolist()
+        return found
+    # one sequence per key: searching one more key does not change the draws of the others
+    points = torch.quasirandom.SobolEngine(1, scramble=True, seed=name).draw(trials - 1, dtype=torch.float64)
+    return [min(point, 1 - 2**-30) for point in points[:, 0].tolist()]
 
 
 def at_the_edge(search: Search, key: str, value: Value | None) -> bool:
