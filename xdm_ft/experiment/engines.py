@@ -117,11 +117,11 @@ class Engines:
     directory: RunDirectory
     accelerator: Accelerator
 
-    def pieces(self, requests: Sequence[Request], device: torch.device | None = None) -> list[Piece]:
+    def pieces(self, requests: Sequence[Request], device: torch.device) -> list[Piece]:
         """Returns the pieces of work on cached features, the longest first.
 
         A chunk with a wanted model is trained whole: which heads train together affects the rounding of each, and the
-        kind of the device (None: that of this process) decides it.
+        kind of the device that they train on decides it.
         """
         from xdm_ft.training.bank.train import chunks
 
@@ -131,7 +131,7 @@ class Engines:
             if item.trainable is not False:
                 continue
             each = ([job] for job in request.jobs)
-            for jobs in each if item.is_solver else chunks(request.jobs, device or self.accelerator.device):
+            for jobs in each if item.is_solver else chunks(request.jobs, device):
                 if any(job.key in request.wanted for job in jobs):
                     found.append(Piece(request, jobs, len(jobs) * self._cost(jobs[0], item)))
         # with the longest first, all processes end at about the same time

@@ -174,8 +174,12 @@ class RunDirectory:
 
     def checkpoint(self, name: str, about: Mapping[str, Any], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of the training `name`; `about` and `writes` as for `Checkpoint`."""
-        file = self.path / "state" / "checkpoints" / f"{name}.safetensors"
-        return Checkpoint(file, about, self._pace, writes, self._check)
+        return Checkpoint(self.path / self.checkpoint_file(name), about, self._pace, writes, self._check)
+
+    @staticmethod
+    def checkpoint_file(name: str) -> str:
+        """Returns the file of the checkpoint of the training `name`, relative to the run directory."""
+        return f"state/checkpoints/{name}.safetensors"
 
     def profile_file(self, method: str) -> Path:
         """Returns the file for the profiler's trace of a method's training, in a folder that exists."""
@@ -335,6 +339,12 @@ class RunDirectory:
 
     def write_text(self, name: str, text: str) -> None:
         replace_text(self._checked(name), text)
+
+    def write_bytes(self, relative: str, content: bytes) -> None:
+        def write(path: Path) -> None:
+            path.write_bytes(content)
+
+        replace_file(self._checked(relative), write, len(content))
 
     def complete(self) -> None:
         """Ends the run: removes `state/`, as nothing is left to resume."""
