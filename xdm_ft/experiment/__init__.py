@@ -22,7 +22,7 @@ def run(recipe: Recipe) -> Results:
     of recipe, data, weights or disk.
     """
     from xdm_ft.experiment.analysing import analyse
-    from xdm_ft.experiment.cluster_connection import check_cluster
+    from xdm_ft.experiment.cluster_connection import check_cluster, environment_of
     from xdm_ft.experiment.data_faults import faults
     from xdm_ft.experiment.encoder_costs import encoder_costs
     from xdm_ft.experiment.engines import Engines
@@ -68,9 +68,8 @@ def run(recipe: Recipe) -> Results:
             trained_on = inputs(dataset, prepared)
             before.refuse_other_inputs(directory.path, trained_on)
             costs = encoder_costs(prepared, recipe.features, len(dataset), accelerator, before.environment or {})
-            results = ResultsFile(
-                recipe, directory, before, environment(accelerator) | trained_on | costs, about(plan, findings)
-            )
+            where = environment(accelerator) | environment_of(recipe.cluster)
+            results = ResultsFile(recipe, directory, before, where | trained_on | costs, about(plan, findings))
             engines = Engines(plan, prepared, directory, accelerator)
             train_models(engines, results)
 

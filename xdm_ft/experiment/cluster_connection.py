@@ -51,6 +51,13 @@ def check_cluster(recipe: Recipe) -> None:
             logger.warning("cluster.gpus_per_model is 0: models train on the CPU, and the cluster's GPUs are idle")
 
 
+def environment_of(settings: Cluster) -> dict[str, str]:
+    """Returns what the environment in results.json says of a cluster; nothing for this machine."""
+    if settings.name is None:
+        return {}
+    return {"device": device_of(settings).type, "cluster": f"Ray {imported_ray().__version__}"}
+
+
 def device_of(settings: Cluster) -> torch.device:
     """Returns the kind of device that models train on."""
     return torch.device("cuda" if settings.gpus_per_model else "cpu")
@@ -60,7 +67,7 @@ def device_of(settings: Cluster) -> torch.device:
 def connected(settings: Cluster) -> Iterator[Any]:
     """Context that yields the module `ray`, connected to the cluster. Raises `UserError` if that is not possible."""
     ray = imported_ray()
-    address = _reachable(settings.address)
+    address = reachable(settings.address)
     with _handlers_kept():
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
@@ -84,10 +91,12 @@ def imported_ray() -> Any:
 
 def address_of(asked: str) -> str:
     """Returns HOST:PORT of the cluster that `cluster.address` means. Raises `UserError` if there is none."""
+    if asked != "auto":
+        return asked
     from ray._private.services import get_ray_address_from_environment  # `ray.init` alone waits for minutes
 
     try:
-        found = get_ray_address_from_environment("auto", None) if asked == "auto" else asked
+        found = get_ray_address_from_environment(asked, None)
     except ConnectionError:
         found = None
     if found is None:
@@ -95,7 +104,8 @@ def address_of(asked: str) -> str:
     return str(found)
 
 
-def _reachable(asked: str) -> str:
+def reachable(asked: str) -> str:
+    """Returns the address of `address_of`. Raises `UserError` if nothing answers there."""
     address = address_of(asked)
     host, _, port = address.rpartition(":")
     if "/" in address or not host or not port.isdigit():
