@@ -113,7 +113,7 @@ def nodes() -> Iterator[Any]:
         pytest.skip("needs ray: pip install 'xdm_ft[ray]'")
     environment = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": str(PATIENCE),
+        "RAY_raylet_start_wait_time_s": f"{PATIENCE:.0f}",  # Ray crashes at what is no integer
         "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
     }
     with pytest.MonkeyPatch.context() as patch:
