@@ -103,7 +103,8 @@ class _Driver:
                 self._stop()
             raise
         if stop_requested():
-            self._stop()
+            for fault in self._stop():
+                raise fault
             saved = f"{self.stopped} unfinished trainings" if self.stopped != 1 else "1 unfinished training"
             raise Interrupted(saved if self.stopped else "")
 
@@ -208,16 +209,20 @@ class _Driver:
         logger.warning("%s; it is done again", why)
         self.waiting.appendleft(attempt.piece)
 
-    def _stop(self) -> None:
-        """Lets all tasks save their state, and takes it."""
+    def _stop(self) -> list[Exception]:
+        """Lets all tasks save their state, and takes it. Returns the faults of tasks that end by one meanwhile."""
         self.waiting.clear()
         self.ray.get(self.mailbox.stop.remote())
         for task, attempt in self.running.items():
             if not attempt.node:
                 self.ray.cancel(task)
-        until = time.monotonic() + SECONDS_TO_SAVE
+        faults, until = list[Exception](), time.monotonic() + SECONDS_TO_SAVE
         while self.running and time.monotonic() < until:
-            self._poll()
+            try:
+                self._poll()
+            except (UserError, RuntimeError) as error:  # the others still save
+                faults.append(error)
+        return faults
 
 
 def _remote(ray: Any) -> tuple[Any, Any]:

@@ -24,7 +24,15 @@ from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.progress import pulse
-from xdm_ft.storage.atomic import UNFINISHED, Replace, disk_errors, remove_unfinished, replace_file, replace_text
+from xdm_ft.storage.atomic import (
+    UNFINISHED,
+    Replace,
+    disk_errors,
+    remove_unfinished,
+    replace_bytes,
+    replace_file,
+    replace_text,
+)
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.checksummed import (
     Arrays,
@@ -341,10 +349,7 @@ class RunDirectory:
         replace_text(self._checked(name), text)
 
     def write_bytes(self, relative: str, content: bytes) -> None:
-        def write(path: Path) -> None:
-            path.write_bytes(content)
-
-        replace_file(self._checked(relative), write, len(content))
+        replace_bytes(self._checked(relative), content)
 
     def complete(self) -> None:
         """Ends the run: removes `state/`, as nothing is left to resume."""
