@@ -24,15 +24,7 @@ from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.progress import pulse
-from xdm_ft.storage.atomic import (
-    UNFINISHED,
-    Replace,
-    disk_errors,
-    remove_unfinished,
-    replace_bytes,
-    replace_file,
-    replace_text,
-)
+from xdm_ft.storage.atomic import UNFINISHED, Replace, disk_errors, remove_unfinished, replace_bytes, replace_file
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.checksummed import (
     Arrays,
@@ -327,7 +319,7 @@ class RunDirectory:
         text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         path = self._checked(RESULTS)
         if not (path.is_file() and path.read_bytes() == text.encode()):
-            replace_text(path, text)
+            replace_bytes(path, text.encode())
         ended = time.monotonic()
         self._next_write = ended + (ended - started) / WRITING_SHARE  # the more models, the longer a write takes
 
@@ -343,10 +335,10 @@ class RunDirectory:
             self._checked(ANALYSIS),
         )
         if not path.is_file() or path.read_bytes() != text.encode():
-            replace_text(path, text)
+            replace_bytes(path, text.encode())
 
     def write_text(self, name: str, text: str) -> None:
-        replace_text(self._checked(name), text)
+        replace_bytes(self._checked(name), text.encode())
 
     def write_bytes(self, relative: str, content: bytes) -> None:
         replace_bytes(self._checked(relative), content)
