@@ -67,6 +67,11 @@ def stop_requested() -> bool:
     return _received.signal is not None
 
 
+def request_stop(wanted: bool = True) -> None:
+    """Asks the work of this process to save its state and stop, as a signal does; not `wanted`: no longer asks it."""
+    _received.signal = signal.SIGTERM if wanted else None
+
+
 def handle(resumable: bool = False, prints: bool = True) -> None:
     """Makes SIGINT and SIGTERM end this process, with one line on standard error if `prints`; see `deferred`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from xdm_ft.commands.answer import Answer
 from xdm_ft.errors import UserError, plural
 from xdm_ft.experiment.findings import Finding, fault
 from xdm_ft.features import FeatureSettings
+from xdm_ft.recipe.blocks import Cluster
 from xdm_ft.terminal import show
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
     yield from devices()
     if name is None:
         yield from _guarded("cache", lambda: cache_disk(FeatureSettings()))
+        yield from _guarded("cluster", lambda: ray_cluster(Cluster()))
         return
     try:
         recipe = load(name, overrides)
@@ -83,6 +86,7 @@ def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
     yield Finding("recipe", f"{recipe.name}, {plural(len(recipe.methods), 'method')}")
     yield from _guarded("precision", lambda: precision(recipe))
     yield from _guarded("cache", lambda: cache_disk(recipe.features))
+    yield from _guarded("cluster", lambda: ray_cluster(recipe.cluster))
     yield from _guarded("recipe's own", lambda: weights_and_data(recipe))
 
 
@@ -168,6 +172,22 @@ def cache_disk(settings: FeatureSettings) -> Iterator[Finding]:
 
     folder = cache_folder(settings)
     yield Finding("cache", f"{folder}, {shutil.disk_usage(folder).free / GIGABYTE:.1f} GB free on its disk")
+
+
+def ray_cluster(settings: Cluster) -> Iterator[Finding]:
+    """Reports version and address of Ray. Raises `UserError` if the recipe names a cluster that is not there."""
+    from xdm_ft.experiment.cluster_connection import address_of, imported_ray, reachable
+
+    if settings.name is not None:
+        yield Finding("cluster", f"Ray {imported_ray().__version__} at {reachable(settings.address)}")
+    elif importlib.util.find_spec("ray") is None:
+        yield Finding("cluster", "Ray is not installed; models train on this machine")
+    else:
+        try:
+            where = f"runs at {address_of(settings.address)}; cluster.name=ray trains there"
+        except UserError:
+            where = "does not run on this machine"
+        yield Finding("cluster", f"Ray {importlib.metadata.version('ray')} {where}")
 
 
 def weights_and_data(recipe: Recipe) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ BLOCKS = {
     "search": "recipe.search.Search",
     "report": "report.ReportSettings",
     "output": "recipe.blocks.Output",
+    "cluster": "recipe.blocks.Cluster",
 }
 METHOD = "recipe.blocks.MethodCommon"
 COMPONENTS = {"data": "data", "encoder": "encoders"}

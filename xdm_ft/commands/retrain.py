@@ -26,7 +26,7 @@ from xdm_ft.experiment.records import keep_test_images, train_planned
 from xdm_ft.experiment.results import ResultsFile, about, environment, inputs
 from xdm_ft.experiment.resume import Earlier, opened, recorded, written_recipe
 from xdm_ft.experiment.training_features import keep_references
-from xdm_ft.recipe.blocks import Output
+from xdm_ft.recipe.blocks import Cluster, Output
 from xdm_ft.recipe.read import check
 from xdm_ft.recipe.text import apply_override
 from xdm_ft.report.finished import read_run
@@ -101,7 +101,7 @@ def retrain(run_directory: str, key: Identity, alone: bool, keep: str | None = N
         # JSON is YAML: the quotes keep a path with any characters one text
         for name, value in (("name", kept.name), ("output.dir", str(kept.parent))):
             apply_override(text, f"{name}={json.dumps(value)}")
-    recipe = check(text)
+    recipe = dataclasses.replace(check(text), cluster=Cluster())  # this machine is asked whether it agrees
     with _scratch(kept) as scratch, launched(recipe) as accelerator:
         dataset = read_data(recipe)
         plan = make_plan(recipe, dataset)

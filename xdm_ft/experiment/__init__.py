@@ -22,6 +22,7 @@ def run(recipe: Recipe) -> Results:
     of recipe, data, weights or disk.
     """
     from xdm_ft.experiment.analysing import analyse
+    from xdm_ft.experiment.cluster_connection import check_cluster, environment_of
     from xdm_ft.experiment.data_faults import faults
     from xdm_ft.experiment.encoder_costs import encoder_costs
     from xdm_ft.experiment.engines import Engines
@@ -44,6 +45,8 @@ def run(recipe: Recipe) -> Results:
     recipe = keeping_final_fit(as_launched(recipe))
     with launched(recipe, installed_trackers(recipe)) as accelerator, heartbeat(accelerator):
         main = accelerator.is_main_process
+        if recipe.cluster.name is not None:
+            check_cluster(recipe)
         with pulse.waiting():  # a slow download must not count as a hung process
             dataset = read_data(recipe)
             plan = make_plan(recipe, dataset)  # here, so that faults of splits and methods are raised before long work
@@ -65,9 +68,8 @@ def run(recipe: Recipe) -> Results:
             trained_on = inputs(dataset, prepared)
             before.refuse_other_inputs(directory.path, trained_on)
             costs = encoder_costs(prepared, recipe.features, len(dataset), accelerator, before.environment or {})
-            results = ResultsFile(
-                recipe, directory, before, environment(accelerator) | trained_on | costs, about(plan, findings)
-            )
+            where = environment(accelerator) | environment_of(recipe.cluster)
+            results = ResultsFile(recipe, directory, before, where | trained_on | costs, about(plan, findings))
             engines = Engines(plan, prepared, directory, accelerator)
             train_models(engines, results)
 

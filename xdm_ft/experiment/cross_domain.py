@@ -59,7 +59,7 @@ def cross_domain_values(engines: Engines, wanted: Collection[Identity], results:
     return {key: {"cross_domain": mean_course(of_model)} for key, of_model in courses.items()}
 
 
-def _measure(model: Model) -> Outcome:
+def _measure(engines: Engines, model: Model) -> Outcome:
     """Returns the line of an extra model, with its finite values of the metric: {evaluation split: {step: value}}."""
     trained, job = model.trained, model.trained.job
     if trained.failure is not None:

@@ -34,6 +34,7 @@ from xdm_ft.training.selection import FINAL_FIT
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
+    import torch
     from accelerate import Accelerator
 
     from xdm_ft.encoders import Encoder
@@ -85,7 +86,7 @@ class Request(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The unit of work of one process: a chunk of heads, or one model of a solver."""
+    """The unit of work: a chunk of heads, one model of a solver, or one model that trains end to end."""
 
     request: Request
     jobs: Sequence[Job]
@@ -94,7 +95,19 @@ class Piece(NamedTuple):
     @property
     def note(self) -> str:
         """What trains now, for the bar."""
+        if self.is_end_to_end:
+            [job] = self.jobs
+            return f"{job.method}, {', '.join(job.test_domains)}, seed {job.seed}"
         return self.jobs[0].method + (f" ({len(self.jobs)} models)" if len(self.jobs) > 1 else "")
+
+    @property
+    def name(self) -> str:
+        """The file name for its training."""
+        return training_name(self.jobs, self.request.criteria.rules)
+
+    @property
+    def is_end_to_end(self) -> bool:
+        return self.request.item.trainable is not False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,28 +117,35 @@ class Engines:
     directory: RunDirectory
     accelerator: Accelerator
 
-    def pieces(self, requests: Sequence[Request]) -> list[Piece]:
+    def pieces(self, requests: Sequence[Request], device: torch.device) -> list[Piece]:
         """Returns the pieces of work on cached features, the longest first.
 
-        A chunk with a wanted model is trained whole: which heads train together affects the rounding of each.
+        A chunk with a wanted model is trained whole: which heads train together affects the rounding of each, and the
+        kind of the device that they train on decides it.
         """
         from xdm_ft.training.bank.train import chunks
 
         found = list[Piece]()
         for request in requests:
             item = request.item
-            if self._is_end_to_end(request):
+            if item.trainable is not False:
                 continue
             each = ([job] for job in request.jobs)
-            for jobs in each if item.is_solver else chunks(request.jobs, self.accelerator.device):
+            for jobs in each if item.is_solver else chunks(request.jobs, device):
                 if any(job.key in request.wanted for job in jobs):
                     found.append(Piece(request, jobs, len(jobs) * self._cost(jobs[0], item)))
         # with the longest first, all processes end at about the same time
         return sorted(found, key=lambda piece: -piece.cost)
 
-    def cost_end_to_end(self, requests: Sequence[Request]) -> int:
-        """Returns the cost of the wanted models that train end to end."""
-        return sum(self._cost(job, request.item) for request, job in self._jobs_end_to_end(requests))
+    def pieces_end_to_end(self, requests: Sequence[Request]) -> list[Piece]:
+        """Returns the wanted models that train end to end, in their order."""
+        return [
+            Piece(request, [job], self._cost(job, request.item))
+            for request in requests
+            if request.item.trainable is not False
+            for job in request.jobs
+            if job.key in request.wanted
+        ]
 
     def _cost(self, job: Job, item: MethodItem) -> int:
         return cost(item, job.training, job.split, job.setup.steps, item.trainable is not False)
@@ -137,31 +157,23 @@ class Engines:
         trains it.
         """
         for piece in queue:
-            request, jobs, _ = piece
-            if self.directory.take(training_name(jobs, request.criteria.rules)):
-                train, units = self._banked, sum(job.setup.steps for job in jobs)
-                if isinstance(solver := jobs[0].make(jobs[0].setup), Solver):
-                    train, units = self._solved, solver.candidates
-                profile = self._profile(jobs[0].method)
-                with overall.share(piece.note, piece.cost, units) as bar, profiled(bar, profile) as watched:
-                    yield from train(jobs, request, watched)
+            if self.directory.take(piece.name):
+                yield from self.train_piece(piece, overall)
 
-    def train_end_to_end(self, requests: Sequence[Request], overall: Overall) -> Iterator[Model]:
-        """Yields the wanted models that train end to end, one after the other. All processes train each model."""
-        for request, job in self._jobs_end_to_end(requests):
-            note, total = f"{job.method}, {', '.join(job.test_domains)}, seed {job.seed}", job.setup.steps
-            # all processes do the same work, which counts once
-            worth = self._cost(job, request.item) if self.accelerator.is_main_process else 0
-            profile = self._profile(job.method) if self.accelerator.is_main_process else None
-            with overall.share(note, worth, total) as bar, profiled(bar, profile) as watched:
-                yield from self._end_to_end(job, request, watched)
-
-    def _jobs_end_to_end(self, requests: Sequence[Request]) -> Iterator[tuple[Request, Job]]:
-        for request in filter(self._is_end_to_end, requests):
-            yield from ((request, job) for job in request.jobs if job.key in request.wanted)
-
-    def _is_end_to_end(self, request: Request) -> bool:
-        return request.item.trainable is not False
+    def train_piece(self, piece: Piece, overall: Overall) -> Iterator[list[Model]]:
+        """Trains a piece and yields its wanted models. All processes train a model end to end together."""
+        request, jobs, _ = piece
+        train, units = self._banked, sum(job.setup.steps for job in jobs)
+        # all processes do the same work end to end, which counts once
+        counts = not piece.is_end_to_end or self.accelerator.is_main_process
+        if piece.is_end_to_end:
+            train = self._end_to_end
+        elif isinstance(solver := jobs[0].make(jobs[0].setup), Solver):
+            train, units = self._solved, solver.candidates
+        profile = self._profile(jobs[0].method) if counts else None
+        worth = piece.cost if counts else 0
+        with overall.share(piece.note, worth, units) as bar, profiled(bar, profile) as watched:
+            yield from train(jobs, request, watched)
 
     def _banked(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
         """Trains a chunk of heads on cached features, and yields its wanted models."""
@@ -195,10 +207,11 @@ class Engines:
             trained = solve(job, features, self.plan.annotations, request.criteria, bar)
             yield [Model(trained, _cached_logits(job, features, named))]
 
-    def _end_to_end(self, job: Job, request: Request, bar: Progress) -> Iterator[Model]:
+    def _end_to_end(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
+        """Trains a model with its encoder, in all processes, and yields it in a list."""
         from xdm_ft.training.end_to_end.train import predict, train_model
 
-        plan, accelerator, item = self.plan, self.accelerator, request.item
+        [job], plan, accelerator, item = jobs, self.plan, self.accelerator, request.item
         common, batch_size = item.encoder_common, plan.recipe.training.batch_size
         encoder, part = self._part(item, job.seed)
         checkpoint = self._checkpoint([job], request.criteria.rules, writes=accelerator.is_main_process)
@@ -230,7 +243,7 @@ class Engines:
                 state, images = selected.state, plan.dataset
                 return predict(job, encoder, state, images, rows, accelerator, batch_size, of="features", part=part)
 
-        yield Model(trained, logits, encoder, features)
+        yield [Model(trained, logits, encoder, features)]
         checkpoint.remove()  # the caller has saved this model when it asks for the next one
 
     def _part(self, item: MethodItem, seed: int) -> tuple[Encoder, EncoderPart]:

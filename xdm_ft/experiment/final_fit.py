@@ -14,6 +14,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from xdm_ft.algorithms import Algorithm
@@ -111,7 +112,7 @@ def final_fit(engines: Engines, results: ResultsFile) -> dict[str, Any] | None:
         logger.info("final_fit: %s", fit.how)
         # the jobs of all seeds: together they determine the chunks of heads, also if some are trained already
         request = Request(fit.model.item, [*jobs.values()], Criteria((FINAL_FIT,), protocol.metric), wanted)
-        train(engines, [request], lambda model: _outcome(engines, fit, model, about), results, what="final fit")
+        train(engines, [request], partial(_outcome, fit, about), results, what="final fit")
         # from the run directory, because another process may have trained the models
         fitted = _lines(engines.directory, about) | fitted
     return about | _entry({seed: fitted[seed] for seed in seeds}, protocol.final_fit == "all_seeds")
@@ -165,7 +166,7 @@ def _entry(fitted: Mapping[int, Line], all_seeds: bool) -> Line:
     return entry
 
 
-def _outcome(engines: Engines, fit: Fit, model: Model, about: Mapping[str, Any]) -> Outcome:
+def _outcome(fit: Fit, about: Mapping[str, Any], engines: Engines, model: Model) -> Outcome:
     """Returns the status of the fit of one seed as a line, and its weights. `about` is what is known before the fit."""
     failure, seed = model.trained.failure, model.trained.job.seed
     start = {"of": _digest(about), "seed": seed}

@@ -8,6 +8,7 @@ import logging
 import math
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,10 +103,11 @@ def train_planned(
             jobs = [make_job(engines.plan, engines.prepared, model, known.get(model.key, {})) for model in models]
             requests.append(Request(models[0].item, jobs, engines.plan.criteria, wanted))
 
-    def measured(model: Model) -> Outcome:
-        return measure(engines.plan, engines.prepared, planned[model.trained.job.key], model)
+    train(engines, requests, partial(_measured, planned), results, what="training", done=done)
 
-    train(engines, requests, measured, results, what="training", done=done)
+
+def _measured(planned: Mapping[Identity, PlannedModel], engines: Engines, model: Model) -> Outcome:
+    return measure(engines.plan, engines.prepared, planned[model.trained.job.key], model)
 
 
 def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model) -> Outcome:

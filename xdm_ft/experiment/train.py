@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from xdm_ft.experiment.cluster import train_on_cluster
+from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.engines import Engines, Model, Request
 from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.machine import cores, local_processes
@@ -27,7 +29,7 @@ NOTHING = DoneModels()
 def train(
     engines: Engines,
     requests: Sequence[Request],
-    measure: Callable[[Model], Outcome],
+    measure: Callable[[Engines, Model], Outcome],
     results: ResultsFile,
     *,
     what: str,
@@ -40,16 +42,25 @@ def train(
     Models on cached features come first, in one queue of pieces, the longest first. All processes of the run take
     pieces from it; on a CPU each of them also forks, to use all of its cores. The process that trained a model saves
     it. Models trained end to end follow, each one in all processes. Returns when every process is done.
+
+    On a cluster each of both is a task, and this process saves what they return.
     """
-    accelerator, queue = engines.accelerator, engines.pieces(requests)
+    accelerator, cluster = engines.accelerator, engines.plan.recipe.cluster
+    device = accelerator.device if cluster.name is None else device_of(cluster)
+    queue, together = engines.pieces(requests, device), engines.pieces_end_to_end(requests)
     wanted = sum(job.key in request.wanted for request in requests for job in request.jobs)
-    total = done.cost + sum(piece.cost for piece in queue) + engines.cost_end_to_end(requests)
+    total = done.cost + sum(piece.cost for piece in (*queue, *together))
     with overall(what, total, done.models + wanted, accelerator, engines.directory) as bar:
         if accelerator.is_main_process:
             bar.add(spared=done.cost, models=done.models)
+        if cluster.name is not None:
+            both = sorted((*queue, *together), key=lambda piece: -piece.cost)
+            if both:
+                train_on_cluster(engines, both, measure, results, bar)
+            return
 
         def measured(model: Model) -> Outcome:
-            outcome = measure(model)
+            outcome = measure(engines, model)
             bar.add(models=1)
             return outcome
 
@@ -67,9 +78,10 @@ def train(
             run_forked(work, min(forks, len(queue)), bar.watched)
         with bar.watched():
             wait_for_everyone(accelerator)  # other processes may still train their last piece
-        for model in engines.train_end_to_end(requests, bar):
-            outcome = measure(model)  # in every process: all of them predict together
-            if accelerator.is_main_process:
-                results.save([outcome], engines.directory)
-                bar.add(models=1)
+        for piece in together:
+            for [model] in engines.train_piece(piece, bar):
+                outcome = measure(engines, model)  # in every process: all of them predict together
+                if accelerator.is_main_process:
+                    results.save([outcome], engines.directory)
+                    bar.add(models=1)
         wait_for_everyone(accelerator)

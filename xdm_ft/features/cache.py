@@ -6,8 +6,9 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +22,11 @@ from xdm_ft.features.cache_key import key_parts
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.forward import DTYPES, Extraction, frozen_copy, refuse_unreadable
 from xdm_ft.features.maintenance import stores
-from xdm_ft.features.shards import Contents, contents_of
+from xdm_ft.features.shards import Contents, Shard, contents_of, open_shard
 from xdm_ft.features.store import Store, cache_folder, is_writable
 from xdm_ft.features.views import View, all_views
 from xdm_ft.progress import Progress, progress, pulse
+from xdm_ft.storage.checksummed import Damaged
 
 logger = logging.getLogger("xdm_ft")
 
@@ -51,15 +53,18 @@ class Features:
         extracted: int = 0,
         device: torch.device | str = "cpu",
         streamed: bool = False,
+        files: ShardFiles | None = None,
     ) -> None:
-        """`places`: int64 [1 + views, N], where the features of each view and row are in the shards, one after the
+        """`files`: those of the shards; with them, another process that unpickles these features reads the same files.
+
+        `places`: int64 [1 + views, N], where the features of each view and row are in the shards, one after the
         other; None: one view, in the order of the shards. `streamed`: leave them in their files, whatever fits."""
         self.key = key
         self.unreadable = dict(unreadable or {})  # row → why its image does not decode; its features are zero
         self.extracted = extracted  # number of images that this process computed, the others were cached
         self.device = torch.device(device)
         self.width = shards[0].shape[1]
-        self._shards = shards
+        self._shards, self._files = shards, files
         self._ends = torch.tensor([len(shard) for shard in shards]).cumsum(0)
         places = torch.arange(int(self._ends[-1]))[None] if places is None else places
         self.views = len(places) - 1  # number of augmented views
@@ -74,6 +79,21 @@ class Features:
             table = torch.empty(places.numel(), self.width, dtype=fitting[0], device=self.device)
             self._copy(self._places, table)
             self._table = table
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is pickled is where the features are. They are left in their files there, until `to` is called."""
+        assert self._files is not None and not self._normalized, "features as `extract` returns them"
+        places = self._places.view(1 + self.views, self._rows)
+        return _reopened, (self._files, places, self.key, self.unreadable)
+
+    def to(self, device: torch.device) -> Features:
+        """Returns the same features on a device; in its memory, if they fit."""
+        places = self._places.view(1 + self.views, self._rows)
+        streamed = self._files is not None and self._files.streamed
+        return Features(
+            self._shards, places, key=self.key, unreadable=self.unreadable, device=device, streamed=streamed,
+            files=self._files,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return self._rows
@@ -130,6 +150,30 @@ class Features:
             else:
                 z[targets.to(z.device)] = shard[rows].to(z.device, z.dtype)
             pulse.beat()
+
+
+class ShardFiles(NamedTuple):
+    """The files of features, all of the same width and type."""
+
+    files: tuple[tuple[Path, str], ...]  # of each shard: its path, the key of its store
+    width: int
+    dtype: torch.dtype
+    streamed: bool  # as for `Features`
+
+    def shards(self, of_files: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the shards as `Features` takes them: before those in files one of zeros, for images without one."""
+        return [torch.zeros(1, self.width, dtype=self.dtype), *of_files]
+
+
+def _reopened(files: ShardFiles, places: Tensor, key: str, unreadable: Mapping[int, str]) -> Features:
+    """Returns unpickled features. Raises `UserError` if a file can not be read here."""
+    opened = []
+    for path, of_store in files.files:
+        try:
+            opened.append(open_shard(path, of_store, files.width, files.dtype).features)
+        except (Damaged, OSError) as error:
+            raise UserError(f"features.dir: {path} can not be read ({error})") from error
+    return Features(files.shards(opened), places, key=key, unreadable=unreadable, streamed=True, files=files)
 
 
 def _is_range(numbers: Tensor) -> bool:
@@ -202,21 +246,23 @@ def extract(
         extracted += complete(store, extraction.run, what, show)
         unreadable |= unreadable_rows(store, images, hashes)
         refuse_unreadable(unreadable, dataset, on_bad_image)
-    nothing = torch.zeros(1, encoder.width, dtype=DTYPES[settings.precision])  # for rows whose bytes can not be read
-    shards, places, rows = [nothing], [], 1
+    shards, places, rows = list[Shard](), [], 1
     for _, store in views:
         first = rows + np.cumsum([0, *(len(shard.contents) for shard in store.shards)])
         places.append(np.where(images.number_of < 0, 0, (first[store.shard_of] + store.row_of)[images.number_of]))
-        shards += [shard.features for shard in store.shards]
+        shards += store.shards
         rows = int(first[-1])
+    paths = tuple((shard.path, store.key) for _, store in views for shard in store.shards)
+    files = ShardFiles(paths, encoder.width, DTYPES[settings.precision], streamed)
     return Features(
-        shards,
+        files.shards(shard.features for shard in shards),
         torch.from_numpy(np.stack(places)),
         key=views[0].store.key,
         unreadable=unreadable,
         extracted=extracted,
         device=device,
         streamed=streamed,
+        files=files,
     )
 
 

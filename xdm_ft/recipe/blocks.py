@@ -102,6 +102,31 @@ class MethodCommon(Block):
     ] = None
 
 
+class Cluster(Block):
+    """Keys of the block `cluster`: where models train. They change no number."""
+
+    name: Annotated[
+        Literal["ray"] | None,
+        Field(description="ray: train on the machines of a Ray cluster (pip install 'xdm_ft[ray]'); null: here"),
+    ] = None
+    address: Annotated[
+        str,
+        Field(min_length=1, description="HOST:PORT of the cluster's head node; auto: the cluster of this machine"),
+    ] = "auto"
+    gpus_per_model: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="GPUs of one task: a model trained end to end, or a chunk of heads; 0: the CPU, 0.25: four "
+            "tasks share a GPU",
+        ),
+    ] = 0.0
+    cpus_per_model: Annotated[
+        int, Field(ge=1, description="cores and threads of a model trained end to end; a chunk of heads takes one")
+    ] = 1
+
+
 class Output(Block):
     """Keys of the block `output`."""
 

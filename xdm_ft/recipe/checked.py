@@ -8,7 +8,7 @@ from typing import Any
 from xdm_ft.data import Augmentation
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import Protocol
-from xdm_ft.recipe.blocks import DataCommon, ListedEncoder, Output
+from xdm_ft.recipe.blocks import Cluster, DataCommon, ListedEncoder, Output
 from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import as_text
@@ -31,6 +31,7 @@ class Recipe:
     search: Search
     report: ReportSettings
     output: Output
+    cluster: Cluster
     analyse: bool = False  # measure the models at the end of the run, as `xdm-ft analyse` does
 
     @property
@@ -84,6 +85,7 @@ class Recipe:
             "search": self.search,
             "report": self.report,
             "output": self.output,
+            "cluster": self.cluster,
         }
 
     def resolved(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import Protocol
 from xdm_ft.recipe import components
-from xdm_ft.recipe.blocks import DataCommon, EncoderCommon, ListedEncoder, MethodCommon, Output
+from xdm_ft.recipe.blocks import Cluster, DataCommon, EncoderCommon, ListedEncoder, MethodCommon, Output
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.faults import Faults, check_together
 from xdm_ft.recipe.method_item import Component, MethodItem
@@ -38,11 +38,12 @@ BLOCKS: dict[str, type[Block]] = {
     "search": Search,
     "report": ReportSettings,
     "output": Output,
+    "cluster": Cluster,
 }
 COMPONENTS: dict[str, tuple[str, type[Block]]] = {"data": ("data", DataCommon), "encoder": ("encoders", EncoderCommon)}
 KEYS = [
     "name", "data", "encoder", "encoders", "protocol", "features", "methods", "training", "search", "report", "output",
-    "analyse",
+    "cluster", "analyse",
 ]  # fmt: skip
 
 

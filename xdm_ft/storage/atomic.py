@@ -113,8 +113,12 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
     def write(temporary: Path) -> None:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content)
 
     replace_file(path, write)
 

@@ -36,10 +36,10 @@ class Damaged(Exception):
 def results_digest(results: Mapping[str, Any]) -> str:
     """Returns the checksum of results.json, without what differs between runs that agree.
 
-    Those are the training's times and memory, the folder, and the environment except for `INPUTS`.
+    Those are the training's times and memory, the folder, the cluster, and the environment except for `INPUTS`.
     """
     runs = [{key: value for key, value in run.items() if key not in COSTS} for run in results["runs"]]
-    recipe = {key: value for key, value in results["recipe"].items() if key != "output"}
+    recipe = {key: value for key, value in results["recipe"].items() if key not in ("output", "cluster")}
     environment = {key: results["environment"].get(key) for key in INPUTS}
     rest = {key: value for key, value in results.items() if key != "checksum"}
     return json_digest(rest | {"runs": runs, "recipe": recipe, "environment": environment})

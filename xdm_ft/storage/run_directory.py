@@ -24,7 +24,7 @@ from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.progress import pulse
-from xdm_ft.storage.atomic import UNFINISHED, Replace, disk_errors, remove_unfinished, replace_file, replace_text
+from xdm_ft.storage.atomic import UNFINISHED, Replace, disk_errors, remove_unfinished, replace_bytes, replace_file
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.checksummed import (
     Arrays,
@@ -174,8 +174,12 @@ class RunDirectory:
 
     def checkpoint(self, name: str, about: Mapping[str, Any], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of the training `name`; `about` and `writes` as for `Checkpoint`."""
-        file = self.path / "state" / "checkpoints" / f"{name}.safetensors"
-        return Checkpoint(file, about, self._pace, writes, self._check)
+        return Checkpoint(self.path / self.checkpoint_file(name), about, self._pace, writes, self._check)
+
+    @staticmethod
+    def checkpoint_file(name: str) -> str:
+        """Returns the file of the checkpoint of the training `name`, relative to the run directory."""
+        return f"state/checkpoints/{name}.safetensors"
 
     def profile_file(self, method: str) -> Path:
         """Returns the file for the profiler's trace of a method's training, in a folder that exists."""
@@ -314,7 +318,7 @@ class RunDirectory:
         text = _in_lines({**results, "checksum": results_digest(results)})
         path = self._checked(RESULTS)
         if not (path.is_file() and path.read_bytes() == text.encode()):
-            replace_text(path, text)
+            replace_bytes(path, text.encode())
         ended = time.monotonic()
         self._next_write = ended + (ended - started) / WRITING_SHARE  # the more models, the longer a write takes
 
@@ -330,10 +334,13 @@ class RunDirectory:
             self._checked(ANALYSIS),
         )
         if not path.is_file() or path.read_bytes() != text.encode():
-            replace_text(path, text)
+            replace_bytes(path, text.encode())
 
     def write_text(self, name: str, text: str) -> None:
-        replace_text(self._checked(name), text)
+        replace_bytes(self._checked(name), text.encode())
+
+    def write_bytes(self, relative: str, content: bytes) -> None:
+        replace_bytes(self._checked(relative), content)
 
     def complete(self) -> None:
         """Ends the run: removes `state/`, as nothing is left to resume."""

@@ -1,0 +1,232 @@
+"""Models that train on a Ray cluster: the same numbers as in one process, whatever happens to its nodes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import miniature
+import pytest
+import small_runs
+from warm_processes import PATIENCE, begin
+
+from xdm_ft.cli import main
+from xdm_ft.errors import UserError
+from xdm_ft.experiment import cluster, cluster_connection, run, train
+from xdm_ft.experiment.growing import refused_changes
+from xdm_ft.experiment.results import Outcome
+
+NO_RAY = importlib.util.find_spec("ray") is None
+SEARCH = """\
+name: small
+data: {name: digits}
+protocol: {name: leave_one_domain_out, test_domains: [ink, chalk], seeds: 1}
+encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}
+features: {dir: cache, workers: 0}
+methods: [erm, vrex]
+training: {steps: 60, batch_size: 4, evaluate_every: 30}
+search: {trials: 50, space: {lr: {log_uniform: [1.0e-3, 1.0e-1]}}}
+report: {page: false}
+"""
+END_TO_END = ("encoder.trainable=true", "methods=[erm]", "protocol.test_domains=[sketch, photo]", "protocol.seeds=2")
+
+
+def hashes(folder: str) -> dict[str, str]:
+    """Weights and predictions of all models."""
+    files = sorted((Path(folder) / "small" / "models").rglob("*.safetensors"))
+    assert files
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def metrics(folder: str) -> list[Any]:
+    runs = json.loads((Path(folder) / "small" / "results.json").read_text())["runs"]
+    return [(run["method"], run["test_domains"], run["seed"], run["trial"], run["selected"]) for run in runs]
+
+
+class TestRefusals:
+    @pytest.fixture(autouse=True)
+    def here(self, small_pacs: None) -> None:
+        Path("small.yaml").write_text(small_runs.RECIPE)
+
+    @staticmethod
+    def refused(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+        assert main(["run", "small.yaml", "cluster.name=ray", *overrides]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        return line
+
+    def test_without_ray_a_line_says_what_to_install(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(cluster_connection.importlib.util, "find_spec", lambda name: None)
+        line = self.refused(capsys)
+        assert line == "xdm-ft: cluster.name: ray needs the package ray; run: pip install 'xdm_ft[ray]'"
+
+    def test_a_local_run_imports_no_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "ray", None)  # its import raises
+        assert not run(small_runs.recipe("methods=[linear_probe]")).failed
+
+    def test_several_processes_and_a_cluster(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(UserError, match=r"cluster.name: ray starts processes by itself"):
+            cluster_connection.check_cluster(small_runs.recipe("cluster.name=ray"))
+
+    def test_a_task_has_one_gpu_at_most(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "cluster.gpus_per_model: input should be less than or equal to 1" in self.refused(
+            capsys, "cluster.gpus_per_model=2"
+        )
+
+    @pytest.mark.skipif(NO_RAY, reason="needs ray: pip install 'xdm_ft[ray]'")
+    @pytest.mark.parametrize(
+        ("address", "problem"),
+        [
+            ("127.0.0.1:1", "127.0.0.1:1 can not be reached"),
+            ("ray://127.0.0.1:10001", "must be HOST:PORT or auto"),
+            ("nowhere", "must be HOST:PORT or auto"),
+        ],
+    )
+    def test_an_address_without_a_cluster(self, address: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+        line = self.refused(capsys, f"cluster.address={address}")
+        assert line.startswith("xdm-ft: cluster.address: ") and problem in line
+
+    def test_where_models_train_is_no_other_recipe(self) -> None:
+        before, now = (small_runs.recipe(*more).resolved() for more in ((), ("cluster.name=ray",)))
+        assert before["cluster"]["name"] is None and now["cluster"]["name"] == "ray"
+        del before["cluster"]  # as earlier versions wrote it
+        assert not refused_changes(before, now) and not refused_changes(now, before)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """A cluster on this machine: a head without cores, and two nodes with one core each."""
+    if NO_RAY:
+        pytest.skip("needs ray: pip install 'xdm_ft[ray]'")
+    environment = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": f"{PATIENCE:.0f}",  # Ray crashes at what is no integer
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        from ray.cluster_utils import Cluster as Nodes
+
+        found = Nodes(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        for _ in range(2):
+            found.add_node(num_cpus=1)
+        yield found
+        found.shutdown()
+
+
+def on(nodes: Any) -> tuple[str, str]:
+    return "cluster.name=ray", f"cluster.address={nodes.address}"
+
+
+class Watched:
+    """What the driver does in a run: submissions, lost tasks, outcomes; and a node that dies at the first outcome."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: Any) -> None:
+        self.submitted, self.lost, self.ended = Counter[int](), Counter[int](), Counter[Any]()
+        own = cluster._Driver
+        submit, lost, take = own._submit, own._lost, own._take
+
+        def submitted(driver: Any, number: int) -> None:
+            self.submitted[number] += 1
+            submit(driver, number)
+
+        def was_lost(driver: Any, attempt: Any, error: Exception) -> None:
+            self.lost[attempt.piece] += 1
+            lost(driver, attempt, error)
+
+        def taken(driver: Any, attempt: Any, content: Any) -> None:
+            take(driver, attempt, content)
+            if isinstance(content, list):
+                if not self.ended and nodes is not None:
+                    nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
+                    nodes.add_node(num_cpus=1)
+                assert all(isinstance(outcome, Outcome) for outcome in content)
+                self.ended.update(outcome.line.key for outcome in content)
+
+        for name, function in (("_submit", submitted), ("_lost", was_lost), ("_take", taken)):
+            monkeypatch.setattr(own, name, function)
+
+
+@pytest.mark.slow
+class TestNodes:
+    @pytest.fixture(autouse=True)
+    def here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(train, "cores", lambda: 1)
+
+    @pytest.mark.parametrize("what", ["heads", "end to end"])
+    def test_a_node_dies_and_one_comes(
+        self, what: str, nodes: Any, monkeypatch: pytest.MonkeyPatch, one_core: None
+    ) -> None:
+        if what == "heads":
+            Path("small.yaml").write_text(SEARCH)
+            own, models = (), 200
+        else:
+            miniature.domainbed(Path("data"), "pacs")
+            Path("small.yaml").write_text(small_runs.RECIPE)
+            own, models = END_TO_END, 4
+        from xdm_ft.recipe.read import load
+
+        assert not run(load("small.yaml", ["output.dir=here", *own])).failed
+        watched = Watched(monkeypatch, nodes)
+        assert not run(load("small.yaml", ["output.dir=there", *own, *on(nodes)])).failed
+        assert watched.lost and set(watched.lost.values()) == {1}
+        assert watched.submitted - Counter({n: 1 for n in watched.submitted}) == watched.lost, "only lost ones again"
+        assert len(watched.ended) == models and set(watched.ended.values()) == {1}
+        assert metrics("there") == metrics("here") and hashes("there") == hashes("here")
+        assert not Path("there/small/state").exists()
+
+    def test_ctrl_c_saves_and_another_machine_resumes(self, nodes: Any, tmp_path: Path, one_core: None) -> None:
+        miniature.domainbed(Path("data"), "pacs")
+        Path("small.yaml").write_text(small_runs.RECIPE)
+        own = ("protocol.test_domains=[sketch]", "encoder.trainable=true", "methods=[erm]", "training.steps=60")
+        arguments = ["run", "small.yaml", "output.dir=there", *own]
+        process = begin([*arguments, *on(nodes)], tmp_path, tmp_path / "out", tmp_path / "err")
+        until = time.monotonic() + PATIENCE
+        while not list(tmp_path.glob("there/small/events/erm/*/*/events*")):
+            assert process.exitcode is None and time.monotonic() < until, Path("err").read_text()
+            time.sleep(0.05)
+        os.kill(process.pid or 0, signal.SIGINT)
+        process.join(PATIENCE)
+        text = Path("err").read_text()
+        assert process.exitcode == 130, text
+        assert "interrupted; saved: 1 unfinished training; run the same command to resume" in text
+        assert len(list(Path("there/small/state/checkpoints").iterdir())) == 1
+        process = begin([*arguments, *on(nodes)], tmp_path, tmp_path / "out", tmp_path / "err")
+        process.join(PATIENCE)
+        assert process.exitcode == 0, Path("err").read_text()
+        assert "resumes after" in Path("err").read_text()
+        assert not run(small_runs.recipe(*own, "output.dir=here")).failed
+        assert metrics("there") == metrics("here") and hashes("there") == hashes("here")
+
+    def test_what_a_node_lacks_is_one_line(self, nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        miniature.domainbed(Path("data"), "pacs")
+        Path("small.yaml").write_text(small_runs.RECIPE)
+        with pytest.raises(UserError, match=r"cluster.gpus_per_model: 1, but no node .* has more than 0 \(.* 0 GPUs\)"):
+            run(small_runs.recipe(*on(nodes), "cluster.gpus_per_model=1"))
+        monkeypatch.setattr(cluster, "versions", lambda: {"xdm_ft": "0", "torch": "0"})
+        with pytest.raises(UserError, match=r"^node \S+ \(\S+\): xdm_ft is \S+ here and 0 in the run; install"):
+            run(small_runs.recipe(*on(nodes), "methods=[linear_probe]"))
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """This process and what it starts compute end to end on one core, as a task with `cpus_per_model: 1` does."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    yield
+    os.sched_setaffinity(0, before)
