@@ -1,4 +1,4 @@
-"""The reports in a run directory: results.md, results.csv, and report.html with plots/."""
+"""The reports in a run directory: results.md, results.csv, models.parquet, and report.html with plots/."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from xdm_ft.errors import UserError
 from xdm_ft.report.csv_rows import csv_rows, csv_text
 from xdm_ft.report.finished import Run
 from xdm_ft.report.markdown import markdown
+from xdm_ft.report.model_table import LARGE, parquet_of
 from xdm_ft.report.page import write_page
-from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, PAGE, RESULTS, TABLE, RunDirectory
+from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, MODELS, PAGE, RESULTS, TABLE, RunDirectory
 
 MADE_FROM = (RESULTS, ANALYSIS)
 logger = logging.getLogger("xdm_ft")
 
 
 def write_reports(directory: RunDirectory, run: Run) -> list[Path]:
-    """Writes results.md, results.csv, report.html and plots/, and returns their paths. Raises `UserError`."""
+    """Writes results.md, results.csv, models.parquet of a large run, report.html and plots/, and returns their paths.
+
+    Raises `UserError`.
+    """
     _write_tables(directory, run)
     write_page(run)
-    made = [run.path / name for name in (MARKDOWN, TABLE, PAGE, "plots")]
+    made = [run.path / name for name in (MARKDOWN, TABLE, MODELS, PAGE, "plots")]
     return [path for path in made if path.exists()]  # a page without a plot makes no plots/
 
 
@@ -48,6 +52,8 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
 def _write_tables(directory: RunDirectory, run: Run) -> None:
     directory.write_text(MARKDOWN, markdown(run))
     directory.write_text(TABLE, csv_text(csv_rows(run)))
+    if len(run.records) >= LARGE:
+        directory.write_bytes(MODELS, parquet_of(run.records))
 
 
 def _is_old(report: Path, sources: Iterable[str], folder: Path) -> bool:

@@ -34,7 +34,7 @@ from xdm_ft.storage.checksummed import (
     read_lines,
     read_object,
     read_results,
-    results_digest,
+    results_text,
     with_checksum,
     write_arrays,
     write_checked,
@@ -51,7 +51,8 @@ LOCK = "run.lock"
 ANALYSIS = "analysis.json"
 FINAL_FIT_REFERENCE = "+final_fit"  # no domain has this file name, as + would be percent-encoded
 RESULTS, MARKDOWN, TABLE, PAGE = "results.json", "results.md", "results.csv", "report.html"
-WRITTEN = ("recipe.yaml", RESULTS, MARKDOWN, TABLE, PAGE)  # files that exist once per run
+MODELS = "models.parquet"  # of a run with many models
+WRITTEN = ("recipe.yaml", RESULTS, MARKDOWN, TABLE, MODELS, PAGE)  # files that exist once per run
 FILE_KEY = "file"  # key of the metadata of weights, predictions and other tensors: their path in the run directory
 WRITING_SHARE = 0.01  # largest share of the training time for writing results.json
 
@@ -315,7 +316,7 @@ class RunDirectory:
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Writes results.json, unless it holds these results already: then it is no younger than its reports."""
         started = time.monotonic()
-        text = _in_lines({**results, "checksum": results_digest(results)})
+        text = results_text(results)
         path = self._checked(RESULTS)
         if not (path.is_file() and path.read_bytes() == text.encode()):
             replace_bytes(path, text.encode())
@@ -345,12 +346,3 @@ class RunDirectory:
     def complete(self) -> None:
         """Ends the run: removes `state/`, as nothing is left to resume."""
         shutil.rmtree(self.path / "state", ignore_errors=True)
-
-
-def _in_lines(results: Mapping[str, Any]) -> str:
-    """Returns results.json: each model in a line, as Python's encoder of indented JSON takes ten times as long."""
-    runs = [json.dumps(run, ensure_ascii=False, allow_nan=False) for run in results["runs"]]
-    rest = json.dumps({**results, "runs": []}, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    lines = "".join(f"\n  {run}," for run in runs).removesuffix(",")
-    # one space and a raw line break: a key of the whole, neither of a part nor inside a text
-    return rest.replace('\n "runs": []', f'\n "runs": [{lines}\n ]', 1)
