@@ -66,6 +66,11 @@ def test_all_faults_at_once_each_with_its_line():
         ("[erm, sam", "[ern, sam", 'r.yaml:4: methods.0.name: no "ern" in algorithms; did you mean "erm"?'),
         (
             "[erm, sam",
+            '["erm,sam", sam',
+            'r.yaml:4: methods.0.name: no "erm,sam" in algorithms; several are a list: [erm,sam]',
+        ),
+        (
+            "[erm, sam",
             "[erm+samm, sam",
             'r.yaml:4: methods.0.name: no "samm" in sharpness or averaging; did you mean "sam"?',
         ),

@@ -262,7 +262,8 @@ def _find_algorithm(faults: Faults, key: Key, name: str) -> type[Any] | None:
     if name in algorithms:
         return components.find("algorithms", name)
     alone = [add_on for folder in components.ADD_ONS for add_on in components.names(folder)]  # sam means erm+sam
-    faults.add(key, f'no "{name}" in algorithms{did_you_mean(name, [*algorithms, *alone])}')
+    remedy = f"; several are a list: [{name}]" if "," in name else did_you_mean(name, [*algorithms, *alone])
+    faults.add(key, f'no "{name}" in algorithms{remedy}')
     return None
 
 
