@@ -1,6 +1,7 @@
 """`xdm-ft doctor`: every planted fault is found and comes with a remedy, and a healthy recipe has none."""
 
 import csv
+import re
 import shutil
 from pathlib import Path
 
@@ -81,6 +82,14 @@ def test_room_for_views_is_counted(images, doctor):
 def test_without_a_recipe(doctor):
     status, lines, _ = doctor()
     assert status == 0 and any("libraries" in line for line in lines) and not any("data" in line[:12] for line in lines)
+
+
+def test_the_cluster(images, doctor):
+    """One line: without Ray that it is not installed, with it its version and address, or that none runs."""
+    _, lines, _ = doctor("small.yaml")
+    assert len([line for line in lines if re.match(r"ok     cluster: Ray (\S+ (runs at|does)|is) ", line)]) == 1
+    status, _, [(fault, remedy)] = doctor("small.yaml", "cluster.name=ray", "cluster.address=127.0.0.1:1")
+    assert status == 2 and "cluster" in fault and ("`ray start --head`" in remedy or "xdm_ft[ray]" in remedy)
 
 
 def test_planted_faults_are_all_found_at_once(images, doctor):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import pickle
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import open_clip
 import pytest
 import torch
 from safetensors import safe_open
@@ -142,3 +144,11 @@ def test_the_script_runs_where_handwriting_can_not_be_imported(
     assert {path.name for path in tmp_path.iterdir()} == {"demo_clip.json", "demo_clip.safetensors", "README.md"}
     assert (tmp_path / "demo_clip.json").read_text() == (DEMO / "demo_clip.json").read_text()
     assert "zero-shot, Aileron: " in capsys.readouterr().out
+
+
+def test_a_process_that_has_not_built_it_knows_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a task of a cluster gets it. Its configuration is none of the library's own."""
+    encoder = OpenClip(model="demo", weights="demo")
+    before = encoder.identity()
+    monkeypatch.setattr(open_clip, "get_model_config", lambda name: None)
+    assert pickle.loads(pickle.dumps(encoder)).identity() == before

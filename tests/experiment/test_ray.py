@@ -30,14 +30,18 @@ SEARCH = """\
 name: small
 data: {name: digits}
 protocol: {name: leave_one_domain_out, test_domains: [ink, chalk], seeds: 1}
-encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}
+encoder: {name: open_clip, model: demo, weights: demo}
 features: {dir: cache, workers: 0}
 methods: [erm, vrex]
 training: {steps: 60, batch_size: 4, evaluate_every: 30}
 search: {trials: 50, space: {lr: {log_uniform: [1.0e-3, 1.0e-1]}}}
 report: {page: false}
 """
-END_TO_END = ("encoder.trainable=true", "methods=[erm]", "protocol.test_domains=[sketch, photo]", "protocol.seeds=2")
+END_TO_END = (
+    "encoder.trainable=true",
+    "methods=[erm, {name: erm, label: last, trainable: {blocks: 1}}]",
+    "protocol.test_domains=[sketch, photo]",
+)
 
 
 def hashes(folder: str) -> dict[str, str]:

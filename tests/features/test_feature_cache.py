@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +47,21 @@ def test_features_are_the_encoders(tmp_path: Path) -> None:
     features = features_of(dataset, tmp_path / "cache")
     assert (len(features), features.width, features.extracted) == (70, WIDTH, 70)
     torch.testing.assert_close(every_row(features), by_hand(dataset, Tiny()))
+
+
+def test_another_process_reads_the_same_files(tmp_path: Path) -> None:
+    """What is pickled is where the features are, not what they are."""
+    first = features_of(Pixels(70), tmp_path)
+    assert first.in_memory
+    there = pickle.loads(pickle.dumps(first))
+    assert torch.equal(every_row(there), every_row(first)) and not there.in_memory and there.key == first.key
+    placed = there.to(torch.device("cpu"))
+    assert torch.equal(every_row(placed), every_row(first)) and placed.in_memory
+    shard = next(tmp_path.rglob("shard-*"))
+    written = pickle.dumps(placed)
+    shard.unlink()
+    with pytest.raises(UserError, match=f"features.dir: {re.escape(str(shard))} can not be read"):
+        pickle.loads(written)
 
 
 def test_second_run_computes_nothing(tmp_path: Path) -> None:

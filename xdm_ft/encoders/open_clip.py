@@ -75,11 +75,15 @@ class OpenClip(Encoder, TextEncoder):
         prompts: EncoderPrompts = DEFAULT_PROMPTS,
         pooling: PoolingChoice = None,
     ) -> None:
+        import open_clip
+
         super().__init__()
         refuse_reserved(kwargs, RESERVED)
         self.prompts = checked(prompts)
         self.source = resolve(model, weights, kwargs)
         self.model: Any = _create(self.source, kwargs)
+        # now, as a process that unpickles the encoder does not know a model of the recipe's own
+        self._config = open_clip.get_model_config(self.source.name)
         self.eval()  # open_clip returns its models in training mode
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name.startswith("visual."))
@@ -103,12 +107,10 @@ class OpenClip(Encoder, TextEncoder):
         return F.normalize(z, dim=-1) if self.normalize else z
 
     def identity(self) -> dict[str, object]:
-        import open_clip
-
         return {
             "component": "open_clip",
             "model": self.source.name,
-            "config": open_clip.get_model_config(self.source.name),
+            "config": self._config,
             "kwargs": self.kwargs,
             "normalize": self.normalize,
             **pooling_part(self.pooling),
@@ -117,11 +119,7 @@ class OpenClip(Encoder, TextEncoder):
         }
 
     def portable(self) -> Portable:
-        import open_clip
-
-        name = self.source.name
-        config = open_clip.get_model_config(name)
-        kwargs = self.kwargs
+        name, config, kwargs = self.source.name, self._config, self.kwargs
         if "quick_gelu" not in kwargs and "force_quick_gelu" not in kwargs:
             kwargs = {**kwargs, "quick_gelu": bool(config.get("quick_gelu", False))}  # the name of a file may mislead
         settings, state = {"model": name, "kwargs": kwargs}, dict(self.model.state_dict())

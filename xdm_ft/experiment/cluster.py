@@ -73,8 +73,6 @@ class _Driver:
     def __init__(
         self, ray: Any, settings: Cluster, work: Work, engines: Engines, results: ResultsFile, bar: Overall
     ) -> None:
-        import cloudpickle
-
         self.ray, self.settings, self.pieces = ray, settings, work.pieces
         self.directory, self.results, self.bar = engines.directory, results, bar
         self.waiting = deque(range(len(self.pieces)))
@@ -87,7 +85,7 @@ class _Driver:
         mailbox, task = _remote(ray)
         self.mailbox = mailbox.options(scheduling_strategy=here).remote()
         self.task = task
-        self.work = ray.put(cloudpickle.dumps(work))
+        self.work = ray.put(ray.cloudpickle.dumps(work))
 
     def run(self) -> None:
         """Trains all pieces."""
