@@ -99,10 +99,10 @@ class QuietServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[Served]:
-    """Context in which the folder is at `address`, which has no slash at its end."""
+def served(folder: Path, port: int = 0) -> Iterator[Served]:
+    """Context in which the folder is at `address`, which has no slash at its end. Port 0: any that is free."""
     about = Served(folder)
-    server = QuietServer(("127.0.0.1", 0), type("OwnHandler", (Handler,), {"served": about}))
+    server = QuietServer(("127.0.0.1", port), type("OwnHandler", (Handler,), {"served": about}))
     about.address = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

@@ -86,7 +86,7 @@ def read_footer(address: str, state: FileState) -> FileMetaData:
 def read_index(address: str, state: FileState, image: str, named: Mapping[str, str]) -> FileIndex:
     """Returns the index of a file. `named`: {key of `data.columns`: its column}; `image`: the column of the images.
 
-    Raises `UserError` for a file that is damaged, has no row groups, or lacks a column.
+    Raises `UserError` for a file that is damaged, has no rows, or lacks a column.
     """
     metadata = read_footer(address, state)
     with _damage(address):
@@ -95,8 +95,8 @@ def read_index(address: str, state: FileState, image: str, named: Mapping[str, s
         if name not in schema.names:
             hint = did_you_mean(name, schema.names)
             raise UserError(f'data.columns.{key}: {printable(address)} has no column "{name}"{hint}')
-    if not metadata.num_row_groups:
-        raise UserError(f"{printable(address)}: the file has no row groups, so no images; remove it")
+    if not metadata.num_rows:
+        raise UserError(f"{printable(address)}: the file has no rows, so no images; remove it")
     with_path = _has_path(address, image, schema.field(image).type)
     read = list(dict.fromkeys(named.values())) + ([f"{image}.path"] if with_path else [])
     parts: dict[str, list[Column]] = {name: [] for name in named.values()}

@@ -6,8 +6,9 @@ import os
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Annotated, Any, Generic, Protocol, TypeVar
 
@@ -119,10 +120,17 @@ class PiecedImages(EncodedImages):
         return self._own
 
     def _read(self, number: int) -> Piece:
-        try:
+        with in_loader():
             return self.read_piece(number)
-        except UserError as error:
-            raise FaultInLoader(str(error)) from error
+
+
+@contextmanager
+def in_loader() -> Iterator[None]:
+    """Context for what workers of a loader may do: a `UserError` stays one line."""
+    try:
+        yield
+    except UserError as error:
+        raise FaultInLoader(str(error)) from error
 
 
 class _OfProcess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -25,11 +26,11 @@ def remembered(key: str, make: Callable[[], Arrays]) -> Arrays:
     """
     path = cache_root() / "indexes" / f"{digest(key, bits=128)}.npz"
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}  # each has a checksum, which is verified
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         logger.warning("%s is damaged (%s): making it again", path, error)
     made = make()
     try:
