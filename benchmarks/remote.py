@@ -8,7 +8,7 @@ and extracts features with a small encoder. A second start on the same --folder 
 The last line is JSON. Memory is anonymous, that is, not backed by a file:
 
     opened_megabytes    held by the data set: labels, domains, groups, row groups
-    growth_megabytes    peak growth while images are hashed and encoded
+    thirds_megabytes    peak growth since then in each third of the extraction, hashes and libraries included
     requests            of bytes of files, in all; hashed_requests: while the images were hashed
 """
 
@@ -52,6 +52,8 @@ MEGABYTE = 1e6
 class Small(Encoder):
     """One linear layer. Each batch takes `seconds` longer."""
 
+    begun = threading.Event()  # of all of them: at the first batch the libraries are loaded
+
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.linear = nn.Linear(3 * SIZE * SIZE, WIDTH)
@@ -62,6 +64,7 @@ class Small(Encoder):
         self.stage_names, self.pretraining, self.normalize = (), "none", False
 
     def forward(self, images: Tensor) -> Tensor:
+        self.begun.set()
         time.sleep(self.seconds)
         return self.linear(images.flatten(1))
 
@@ -72,29 +75,31 @@ class Small(Encoder):
         return Portable({}, self.state_dict())
 
 
-def png(number: int) -> bytes:
-    """An image whose first pixel holds the number."""
-    pixels = np.full((SIZE, SIZE, 3), 100, np.uint8)
+def png(number: int, size: int) -> bytes:
+    """An image whose first pixel holds the number. Those of 8 pixels take 70 bytes; larger ones are noise."""
+    pixels = np.full((size, size, 3), 100, np.uint8)
+    if size > SIZE:
+        pixels[:] = np.random.default_rng(number).integers(0, 256, pixels.shape, np.uint8)
     pixels[0, 0] = number & 255, number >> 8 & 255, number >> 16 & 255
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, "png", compress_level=1)
     return stream.getvalue()
 
 
-def make(folder: Path, images: int, row_group: int, empty: bool) -> None:
-    folder.mkdir(parents=True)
-    for first in range(0, images, ROWS_PER_FILE):
-        rows = range(first, min(first + ROWS_PER_FILE, images))
+def make(folder: Path, arguments: argparse.Namespace) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for first in range(0, arguments.images, ROWS_PER_FILE):
+        rows = range(first, min(first + ROWS_PER_FILE, arguments.images))
         table = pyarrow.table(
             {
-                "image": [b"" if empty else png(row) for row in rows],
+                "image": [b"" if arguments.index_only else png(row, arguments.size) for row in rows],
                 "label": [f"class {row % 62}" for row in rows],
                 "domain": [f"site {row // 7 % 5}" for row in rows],
                 "group": [f"patient {row // 100}" for row in rows],
             }
         )
         with ParquetWriter(folder / f"{first // ROWS_PER_FILE:04d}.parquet", table.schema) as writer:
-            writer.write_table(table, row_group)
+            writer.write_table(table, arguments.row_group)
 
 
 def serve(folder: Path, port: int, pipe: Connection) -> None:
@@ -110,15 +115,16 @@ def serve(folder: Path, port: int, pipe: Connection) -> None:
 
 
 class Memory(threading.Thread):
-    """Records the peak of anonymous memory in bytes."""
+    """Records anonymous memory in bytes, 50 times a second, from the first batch on."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.peak, self.over = 0, threading.Event()
+        self.samples, self.over = list[int](), threading.Event()
 
     def run(self) -> None:
-        while not self.over.wait(0.01):
-            self.peak = max(self.peak, anonymous())
+        Small.begun.wait()
+        while not self.over.wait(0.02):
+            self.samples.append(anonymous())
 
 
 def anonymous() -> int:
@@ -129,13 +135,15 @@ def anonymous() -> int:
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
     data_folder, cache = folder / "data", folder / "cache"
+    context = multiprocessing.get_context("spawn")
     if not data_folder.exists():
-        make(folder / "unfinished", arguments.images, arguments.row_group, arguments.index_only)
+        process = context.Process(target=make, args=(folder / "unfinished", arguments))
+        process.start()  # of its own: its memory is not that of the data set
+        process.join()
         (folder / "unfinished").rename(data_folder)
     os.environ["XDM_FT_CACHE"] = str(cache)
     cache.mkdir(exist_ok=True)
     pipe, other = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
     # the address of an earlier start, as what is remembered of a file is remembered of its address
     kept = folder / "port"
     port = int(kept.read_text()) if kept.exists() else 0
@@ -149,7 +157,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
         return int(pipe.recv())
 
     before, started = anonymous(), time.perf_counter()
-    data = Parquet(file=address, columns=Columns(group="group"))
+    data = Parquet(file=address, columns=Columns(group="group"), cache_mb=arguments.cache_mb)
     held = anonymous() - before
     found: dict[str, object] = {
         "images": len(data),
@@ -164,23 +172,25 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 def extracted(data: Parquet, cache: Path, arguments: argparse.Namespace, requests) -> dict[str, object]:  # type: ignore[no-untyped-def]
     memory, before, opened = Memory(), anonymous(), requests()
-    memory.start()
     started = time.perf_counter()
     hashes = hash_files(data, cache, show=True)
     hashed, hashed_requests = time.perf_counter() - started, requests() - opened
     settings = FeatureSettings(dir=cache, batch_size=arguments.batch_size, workers=arguments.workers)
     encoder, started = Small(arguments.seconds_per_batch), time.perf_counter()
+    memory.start()
     features = extract(encoder, data, hashes, settings, on_bad_image="error", device="cpu", show=True)
     seconds = time.perf_counter() - started
+    Small.begun.set()  # if nothing was left to compute
     memory.over.set()
     memory.join()
+    thirds = np.array_split(np.array(memory.samples), 3)
     return {
         "hashed_seconds": round(hashed, 1),
         "hashed_requests": hashed_requests,
         "distinct": len(distinct_images(hashes).rows),
         "extracted": features.extracted,
         "extracted_seconds": round(seconds, 1),
-        "growth_megabytes": round((memory.peak - before) / MEGABYTE, 1),
+        "thirds_megabytes": [round((max(part) - before) / MEGABYTE, 1) for part in thirds if len(part)],
         "mean": float(features[torch.arange(len(data))].mean()),
     }
 
@@ -189,6 +199,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=100_000)
     parser.add_argument("--row-group", type=int, default=1000)
+    parser.add_argument("--size", type=int, default=SIZE, help="pixels of a side")
+    parser.add_argument("--cache-mb", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--seconds-per-batch", type=float, default=0.0)
