@@ -22,8 +22,9 @@ from range_server import Served, served
 from xdm_ft.data import ImageDataset, webdataset
 from xdm_ft.data._image_tables import Columns
 from xdm_ft.data._pieces import RecentlyUsed
+from xdm_ft.data._tar_index import Keys
 from xdm_ft.data.parquet import Parquet
-from xdm_ft.data.webdataset import Keys, WebDataset, expanded_braces
+from xdm_ft.data.webdataset import WebDataset, expanded_braces
 from xdm_ft.errors import UserError
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.storage import remote

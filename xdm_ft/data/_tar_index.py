@@ -7,19 +7,39 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from xdm_ft.data._images import extensions
 from xdm_ft.data._named_columns import PLAIN, Column
 from xdm_ft.errors import UserError, did_you_mean, printable
+from xdm_ft.settings import Block
 from xdm_ft.storage.remote import FileState, is_remote, read_range
 
 BLOCK = 512  # bytes, of which a tar consists
 REMOTE_BYTES = 1 << 24  # of a remote tar, per request
 LOCAL_BYTES = 1 << 13  # of a local tar: its headers are read, and images skipped
 LABEL = "cls"  # extension of the member that holds the class
+
+
+class Keys(Block):
+    """The keys of KEY.json."""
+
+    label: Annotated[str, Field(description="key of the class: text or an integer; without it, KEY.cls holds it")] = (
+        "label"
+    )
+    domain: Annotated[str | None, Field(description="key of the domain; null: the name of the tar's folder")] = None
+    group: Annotated[
+        str | None, Field(description="key of the patient, slide or sequence; null: images are independent")
+    ] = None
+    split: Annotated[
+        str | None, Field(description="key with train, val or test; null: the data have no split of their own")
+    ] = None
+
+
+OWN_KEYS = Keys()
 
 
 class TarIndex(NamedTuple):
@@ -43,6 +63,21 @@ class TarIndex(NamedTuple):
         about = json.loads(arrays["about"].tobytes())
         columns = {name: Column.read(arrays, name) for name in about["columns"]}
         return cls(arrays["starts"], arrays["sizes"], about["names"], columns)
+
+
+class Members:
+    """The images of a piece."""
+
+    def __init__(self, data: bytes, starts: np.ndarray, sizes: np.ndarray) -> None:
+        self.data, self.starts, self.sizes = data, starts - starts[0], sizes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, place: int) -> bytes:
+        start = int(self.starts[place])
+        return self.data[start : start + int(self.sizes[place])]
 
 
 class _Sample(NamedTuple):

@@ -17,9 +17,8 @@ from xdm_ft.data import Container, Pieces
 from xdm_ft.data._files import numbered
 from xdm_ft.data._named_columns import Column, named, parts_of
 from xdm_ft.data._pieces import CacheSize, Piece, PiecedImages, in_loader
-from xdm_ft.data._tar_index import TarIndex, read_tar
+from xdm_ft.data._tar_index import OWN_KEYS, Keys, Members, TarIndex, read_tar
 from xdm_ft.errors import UserError, printable
-from xdm_ft.settings import Block
 from xdm_ft.storage.remembered import remembered
 from xdm_ft.storage.remote import FileState, is_remote, listed, read_range, states_of
 from xdm_ft.storage.user_paths import expanded
@@ -27,24 +26,6 @@ from xdm_ft.storage.user_paths import expanded
 TARS_AT_ONCE = 4  # that are indexed
 PIECE_BYTES = 1 << 23  # of consecutive images that are read together, at least
 BRACES = re.compile(r"\{([^{}]*)\}")
-
-
-class Keys(Block):
-    """The keys of KEY.json."""
-
-    label: Annotated[str, Field(description="key of the class: text or an integer; without it, KEY.cls holds it")] = (
-        "label"
-    )
-    domain: Annotated[str | None, Field(description="key of the domain; null: the name of the tar's folder")] = None
-    group: Annotated[
-        str | None, Field(description="key of the patient, slide or sequence; null: images are independent")
-    ] = None
-    split: Annotated[
-        str | None, Field(description="key with train, val or test; null: the data have no split of their own")
-    ] = None
-
-
-OWN_KEYS = Keys()
 
 
 class WebDataset(PiecedImages):
@@ -125,21 +106,6 @@ class WebDataset(PiecedImages):
 
     def _file(self, row: int) -> int:
         return int(self.pieces.file_of[self.pieces.of_row(row)])
-
-
-class Members:
-    """The images of a piece."""
-
-    def __init__(self, data: bytes, starts: np.ndarray, sizes: np.ndarray) -> None:
-        self.data, self.starts, self.sizes = data, starts - starts[0], sizes
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, place: int) -> bytes:
-        start = int(self.starts[place])
-        return self.data[start : start + int(self.sizes[place])]
 
 
 def expanded_braces(text: str) -> Iterator[str]:
