@@ -92,6 +92,7 @@ class PiecedImages(EncodedImages):
     pieces: Pieces  # of the container
     cache_mb: int
     _own: _OfProcess | None = None
+    _beginning = threading.Lock()
 
     @abstractmethod
     def read_piece(self, number: int) -> Piece:
@@ -115,9 +116,13 @@ class PiecedImages(EncodedImages):
     @property
     def own(self) -> _OfProcess:
         """What this process has read: a forked one begins anew, as locks and threads do not survive a fork."""
-        if self._own is None or self._own.process != os.getpid():
-            self._own = _OfProcess(self.cache_mb * 10**6)
-        return self._own
+        own = self._own
+        if own is None or own.process != os.getpid():
+            with self._beginning:  # threads that ask first must not each begin
+                own = self._own
+                if own is None or own.process != os.getpid():
+                    own = self._own = _OfProcess(self.cache_mb * 10**6)
+        return own
 
     def _read(self, number: int) -> Piece:
         with in_loader():

@@ -95,7 +95,7 @@ def worker_count(settings: FeatureSettings, hashes: FileHashes, device: torch.de
     """
     if settings.workers is not None:
         return settings.workers
-    in_memory = not hashes.paths and not hashes.unreadable
+    in_memory = not hashes.paths and not hashes.unreadable and hashes.container is None
     return 0 if in_memory or device.type == "cpu" else own_cores()
 
 
