@@ -12,10 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from cache_scenario import Tiny, digest, features_of
 from encoded_images import write_parquet
 from range_server import Served, served
 
+from xdm_ft.data._image_rows import ImageRows
+from xdm_ft.data._loading import image_loader, loaded
+from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
@@ -123,3 +127,22 @@ def test_extraction_over_http_killed_and_resumed_at_flat_memory(tmp_path: Path) 
     warm = json.loads(again.splitlines()[-1])
     assert warm["extracted"] == 0 and warm["requests"] == 0, "a warm start opens no file"
     assert np.isclose(warm["mean"], found["mean"])
+
+
+@pytest.mark.slow
+def test_random_rows_through_the_workers_of_a_loader(server: Served, tmp_path: Path) -> None:
+    """As end-to-end training draws them: each process reads the row groups that it needs, and keeps them."""
+    for number in range(2):
+        write_parquet(tmp_path / "data" / f"{number}.parquet", range(80 * number, 80 * number + 80), 20)
+    local, found = Parquet(file=tmp_path / "data"), Parquet(file=server.address)
+    preprocessing = Tiny().preprocessing
+    rows = np.random.default_rng(0).integers(0, 160, 400).tolist()
+    server.requests.clear()
+    batches = []
+    for data in (local, found):
+        images = ImageRows(data, evaluation_transform(preprocessing))
+        loader = image_loader(images, 2, torch.device("cpu"), batch_size=20, sampler=rows)
+        batches.append(torch.cat([x for x, _ in loaded(loader, "a", "b")]))
+    assert torch.equal(*batches) and len(batches[0]) == 400
+    footers = 2 * 2
+    assert len(server.bodies()) == 2 * 8 + footers, "eight row groups in each of two processes"
