@@ -7,7 +7,9 @@ import logging
 import os
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from xdm_ft.data.webdataset import WebDataset, expanded_braces
 from xdm_ft.errors import UserError
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.storage import remote
+from xdm_ft.storage.remembered import remembered
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,7 @@ def test_a_remote_folder_is_read_as_the_local_one_each_row_group_once(server: Se
     server.requests.clear()
     same(found, local)
     assert len(server.bodies()) == 2 * (1 + 3), "a footer and three row groups of each file"
+    same(Parquet(file=f"file://{tmp_path}/data", columns=columns), local)  # by fsspec, but not by HTTP
     assert found.name_in_data(70) == local.name_in_data(70) == "row 70 (70.png)"
     assert found.content(70) == png(70)
     (name,) = {found.name(3).removesuffix(", row 3")}
@@ -239,7 +243,7 @@ def test_tars_give_the_images_of_parquet_files(server: Served, tmp_path: Path, m
     write_parquet(tmp_path / "all.parquet", range(60), 20)
     parquet = Parquet(file=tmp_path / "all.parquet", columns=Columns(group="group"))
     keys = Keys(domain="domain", group="group")
-    for file in (data, data / "*.tar", f"{server.address}/tars", f"{server.address}/tars/{{000..001}}.tar"):
+    for file in (data, data / "*.tar", f"file://{tmp_path}/data/tars/*.tar", f"{server.address}/tars/{{000..001}}.tar"):
         same(found := WebDataset(file=file, keys=keys), parquet)
     assert found.name_in_data(31) == "tars/001.tar, a/000031.png"
     first = hash_files(found, tmp_path / "cache", show=False).digests
@@ -291,6 +295,26 @@ def test_faults_of_tars(tmp_path: Path) -> None:
     assert "does not exist; name a .tar file" in line(lambda: WebDataset(file=tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     assert "contains no .tar files" in line(lambda: WebDataset(file=tmp_path / "empty"))
+
+
+def test_processes_that_ask_at_once_make_it_once() -> None:
+    made: list[int] = []
+
+    def make() -> dict[str, np.ndarray]:
+        made.append(1)
+        time.sleep(0.2)
+        return {"a": np.arange(5)}
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: remembered("key", make)["a"].tolist(), range(4)))
+    assert found == [[0, 1, 2, 3, 4]] * 4 and made == [1]
+
+
+def test_a_folder_that_can_not_be_written_remembers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "file" / "folder"))
+    for number in range(2):
+        assert remembered("key", lambda number=number: {"a": np.array(number)})["a"] == number  # type: ignore[misc]
 
 
 def test_braces() -> None:

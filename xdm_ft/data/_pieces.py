@@ -6,7 +6,7 @@ import os
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -17,9 +17,11 @@ from pydantic import Field
 from xdm_ft.data import Container, Pieces
 from xdm_ft.data._images import EncodedImages, FaultInLoader
 from xdm_ft.errors import UserError
-from xdm_ft.storage.remote import is_remote
+from xdm_ft.progress import progress
+from xdm_ft.storage.remote import FileState, is_remote
 
 T = TypeVar("T")
+FILES_AT_ONCE = 4
 KEPT = 2  # values at least, whatever their size: threads that read a batch may be on both sides of a border
 FOOTER_BYTES = 2**24  # of the footers of Parquet files that are kept; in memory they take several times as much
 AHEAD = 2  # pieces of a remote file that are read before they are needed
@@ -136,6 +138,16 @@ def in_loader() -> Iterator[None]:
         yield
     except UserError as error:
         raise FaultInLoader(str(error)) from error
+
+
+def read_files(read: Callable[[str, FileState], T], files: Sequence[str], states: Sequence[FileState]) -> list[T]:
+    """Returns what `read` returns of every file. Some are read at the same time."""
+    show, found = os.environ.get("RANK", "0") == "0", list[T]()
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool, progress("opening", len(files), "files", show) as bar:
+        for one in pool.map(read, files, states):
+            found.append(one)
+            bar.advance()
+    return found
 
 
 class _OfProcess:

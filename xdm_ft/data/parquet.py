@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -15,13 +14,11 @@ from xdm_ft.data import Container, Pieces
 from xdm_ft.data._image_tables import OWN_COLUMNS, Columns
 from xdm_ft.data._named_columns import Column, named, parts_of
 from xdm_ft.data._parquet_files import FileIndex, read_footer, read_images, read_index
-from xdm_ft.data._pieces import CacheSize, Piece, PiecedImages
+from xdm_ft.data._pieces import CacheSize, Piece, PiecedImages, read_files
 from xdm_ft.errors import UserError, printable
 from xdm_ft.storage.remembered import remembered
 from xdm_ft.storage.remote import FileState, is_remote, listed, states_of
 from xdm_ft.storage.user_paths import expanded
-
-FILES_AT_ONCE = 4  # of which columns are read
 
 
 class Parquet(PiecedImages):
@@ -48,9 +45,7 @@ class Parquet(PiecedImages):
             raise UserError(f"data.file: {self.where} contains no .parquet files; name a folder that does")
         states = tuple(states_of(files))
         of_names = {key: name for key, name in columns.model_dump(exclude={"image"}).items() if name is not None}
-        with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-            read = partial(_index, image=columns.image, named=of_names)
-            found = list(pool.map(read, files, states))
+        found = read_files(partial(_index, image=columns.image, named=of_names), files, states)
         ends = np.cumsum(np.concatenate([index.rows for index in found]))
         file_of = np.repeat(np.arange(len(files)), [len(index.rows) for index in found])
         self.pieces = Pieces(ends, file_of, states)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -16,14 +15,13 @@ from pydantic import Field
 from xdm_ft.data import Container, Pieces
 from xdm_ft.data._files import numbered
 from xdm_ft.data._named_columns import Column, named, parts_of
-from xdm_ft.data._pieces import CacheSize, Piece, PiecedImages, in_loader
+from xdm_ft.data._pieces import CacheSize, Piece, PiecedImages, in_loader, read_files
 from xdm_ft.data._tar_index import OWN_KEYS, Keys, Members, TarIndex, read_tar
 from xdm_ft.errors import UserError, printable
 from xdm_ft.storage.remembered import remembered
 from xdm_ft.storage.remote import FileState, is_remote, listed, read_range, states_of
 from xdm_ft.storage.user_paths import expanded
 
-TARS_AT_ONCE = 4  # that are indexed
 PIECE_BYTES = 1 << 23  # of consecutive images that are read together, at least
 BRACES = re.compile(r"\{([^{}]*)\}")
 
@@ -51,8 +49,7 @@ class WebDataset(PiecedImages):
         if not files:
             raise UserError(f"data.file: {self.where} contains no .tar files; name a folder that does")
         states = tuple(states_of(files))
-        with ThreadPoolExecutor(TARS_AT_ONCE) as pool:
-            found = list(pool.map(partial(_index, keys=keys.model_dump()), files, states))
+        found = read_files(partial(_index, keys=keys.model_dump()), files, states)
         self.starts, self.sizes = (np.concatenate([getattr(one, of) for one in found]) for of in ("starts", "sizes"))
         rows = [len(index.names) for index in found]
         self.pieces = _pieces(self.starts, self.sizes, rows, states)

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 from xdm_ft.errors import UserError, printable
+from xdm_ft.progress import pulse
 
 logger = logging.getLogger("xdm_ft")
 T = TypeVar("T")
@@ -115,7 +116,9 @@ def attempted(address: str, read: Callable[[], T]) -> T:
     """Returns what `read` returns, of three attempts. Raises `UserError`, one line that begins with the address."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            return read()
+            found = read()
+            pulse.beat()
+            return found
         except UserError:
             raise
         except Exception as error:  # the libraries behind fsspec raise nearly any type
