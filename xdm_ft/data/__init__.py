@@ -12,6 +12,8 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
+from xdm_ft.storage.remote import FileState
+
 Augmentation = Literal["none", "domainbed"]
 """Random changes of training images, see `xdm_ft.data._transforms.training_transform`."""
 
@@ -19,8 +21,28 @@ Augmentation = Literal["none", "domainbed"]
 class Container(NamedTuple):
     """The files of a table that holds the bytes of all images, in the order of the rows, and the column."""
 
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # paths or addresses
     column: str
+    pieces: Pieces | None = None  # None: any image may be in any of the files
+
+
+class Pieces(NamedTuple):
+    """P runs of rows that are read at once, each from one file. The images of a piece are bytes, none is a file."""
+
+    ends: np.ndarray  # int64 [P]: the row after the last one of each
+    file_of: np.ndarray  # int64 [P], index of `Container.files`
+    states: tuple[FileState, ...]  # of the files, when rows and pieces were counted
+
+    def of_row(self, row: int | np.ndarray) -> np.ndarray:
+        """Returns the number of the piece that a row is in."""
+        return np.searchsorted(self.ends, row, side="right")
+
+    def rows(self, number: int) -> range:
+        return range(int(self.ends[number - 1]) if number else 0, int(self.ends[number]))
+
+    def in_file(self, number: int) -> int:
+        """Returns the number of a piece among those of its file."""
+        return number - int(np.searchsorted(self.file_of, self.file_of[number]))
 
 
 class ImageDataset(ABC):

@@ -10,18 +10,14 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.data import Container
-from xdm_ft.data._cells import name_in
-from xdm_ft.data._files import numbered
 from xdm_ft.data._images import EncodedImages
+from xdm_ft.data._named_columns import column_of, named, parts_of
 from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.settings import Block
 from xdm_ft.storage.user_paths import expanded
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
-
-# the names of splits that data sets on the hub use → ours
-PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
 
 
 class Columns(Block):
@@ -94,33 +90,17 @@ class ImageTable(EncodedImages):
         if columns.group is not None:
             self.groups = self._numbered(table, columns.group)[1]
         if columns.split is not None:
-            self.splits = self._parts_of(*self._numbered(table, columns.split))
+            self.splits = parts_of(self.where, *self._numbered(table, columns.split))
         elif use_splits:
-            self.splits = self._parts_of(tuple(parts), part_of)
+            self.splits = parts_of(self.where, tuple(parts), part_of)
 
     def _numbered(self, table: Dataset, column: str) -> tuple[tuple[str, ...], np.ndarray]:
         """Returns the values that occur, in the order of ClassLabel or sorted, and for every row its value's index."""
         from datasets import ClassLabel
 
-        values, feature, texts = list(table[column]), table.features[column], list[str]()
-        for row, value in enumerate(values):
-            try:
-                texts.append(name_in(value))
-                if isinstance(feature, ClassLabel) and value not in range(len(feature.names)):
-                    raise ValueError("no value; add one, or remove the row")
-            except ValueError as error:
-                raise UserError(f"{self.where}: row {row}, column {column}: {error}") from None
-        if not all(isinstance(value, int) for value in values):
-            return numbered(texts)
-        present, numbers = np.unique(np.array(values, dtype=np.int64), return_inverse=True)
-        names = [feature.names[i] if isinstance(feature, ClassLabel) else str(i) for i in present.tolist()]
-        return tuple(printable(name) for name in names), numbers
-
-    def _parts_of(self, names: tuple[str, ...], numbers: np.ndarray) -> np.ndarray:
-        for name in names:
-            if name not in PARTS:
-                raise UserError(f'{self.where}: the split "{name}" is unknown{did_you_mean(name, list(PARTS))}')
-        return np.array([PARTS[name] for name in names])[numbers]
+        feature = table.features[column]
+        cells = column_of(table.data.column(column), f"{self.where}: row {{}}, column {column}", 0)
+        return named(cells, self.where, column, feature.names if isinstance(feature, ClassLabel) else None)
 
     def name(self, row: int) -> str:
         return f"{self.where}, {self.name_in_data(row)}"

@@ -4,51 +4,41 @@ A file counts as unchanged if its path, size, time of modification and time of s
 not set back) equal those in the index. A file that was moved or touched is hashed again, with the same result. On a
 file system without ctime, a change that restores both size and time of modification is not noticed.
 
-`index.sqlite` has two tables: `files`, one row per file, and `lists`, all hashes of a data set under a hash of the
-paths and states of its files. A data set of which no file has changed is found in `lists` as a whole, without a look-up
-per image. The images of a table are found there under the state of the table's files.
+`index.sqlite` has three tables: `files`, one row per file; `lists`, all hashes of a data set under a hash of the paths
+and states of its files; and `pieces`, those of a row group of a Parquet file or of a run of a tar's members, under the
+state of that file. A data set of which no file has changed is found in `lists` as a whole, without a look-up per image.
+The images of a table of `datasets` are found there under the state of the table's files.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sqlite3
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from xdm_ft.data import ImageDataset
+from xdm_ft.data import Container, ImageDataset
 from xdm_ft.data._images import OF_THE_MACHINE
 from xdm_ft.errors import UserError
-from xdm_ft.features.store import file_mode, is_writable, locked
+from xdm_ft.features.hash_index import run_on_index
+from xdm_ft.features.piece_hashes import changed_container, hash_pieces
+from xdm_ft.features.store import is_writable
 from xdm_ft.progress import progress
-from xdm_ft.storage.atomic import UNFINISHED, disk_errors
-
-logger = logging.getLogger("xdm_ft")
-T = TypeVar("T")
 
 READER_THREADS = 8  # more than cores: on a network disk most of the time is spent waiting
 READ_BYTES = 1 << 22
 FILES_PER_COMMIT = 1024  # at most so many hashes are lost when a process is killed
-WAIT_SECONDS = 60.0  # at most, for another process that writes to the index
 _EMPTY_FILE = xxhash.xxh3_128_digest(b"")
-_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}  # the last: it has other tables
-_SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS files"
-    " (path BLOB PRIMARY KEY, size INTEGER, mtime_ns INTEGER, ctime_ns INTEGER, xxh3_128 BLOB) WITHOUT ROWID",
-    "CREATE TABLE IF NOT EXISTS lists (key TEXT PRIMARY KEY, used REAL, checksum TEXT, xxh3_128 BLOB)",
-)
 KEPT_LISTS = 32  # that were used last; 16 bytes per image each
 
 
@@ -73,6 +63,7 @@ class FileHashes:
     paths: dict[int, str] = field(default_factory=dict)  # row → absolute path of its file
     stamps: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
     """int64 [N,3], the `Stamp` of each file when it was hashed; [0,3] if no image is a file."""
+    container: Container | None = None  # of pieces, whose files were hashed
 
     def duplicates(self) -> list[list[int]]:
         """One list of rows for each image that occurs more than once, byte for byte. Empty files are not compared."""
@@ -84,6 +75,8 @@ class FileHashes:
 
     def changed_file(self, rows: Iterable[int]) -> str | None:
         """The first file of these rows that has changed since it was hashed; None if none has."""
+        if self.container is not None:
+            return changed_container(self.container, np.fromiter(rows, np.int64))
         for row in rows:
             if row in self.paths:
                 try:
@@ -104,21 +97,25 @@ def hash_files(
     """Returns the hash of every image of the data set, from the index `<cache>/index.sqlite` or from the file.
 
     New hashes are added to the index. There is none if `cache` is None or can not be written. `equal_sizes_only` skips
-    files whose size no other file has: they have no duplicate. `share` (i, n) skips all files but the i-th of every n.
+    files whose size no other file has, as they have no duplicate, and images of remote files that the index lacks.
+    `share` (i, n) skips all files but the i-th of every n; of a container, all pieces but those of the i-th of n parts.
     Raises `UserError` for a file that is being written, and for an index that can not be written.
     """
     if cache is not None and not is_writable(cache):
         cache = None
+    if dataset.container is not None and dataset.container.pieces is not None:
+        of_pieces = hash_pieces(dataset, dataset.container, cache, show, known_only=equal_sizes_only, share=share)
+        return FileHashes(of_pieces, container=dataset.container)
     whole = _of_table(dataset)
     if cache is not None and whole is not None:
-        digests = _run_on_index(cache, whole.find)
+        digests = run_on_index(cache, whole.find)
         if digests is not None:
             return FileHashes(digests)
     hashes = _unhashed(dataset)
     if hashes.paths:
         _hash_files(hashes, cache, show, equal_sizes_only, share)
     elif cache is not None and whole is not None and not hashes.unreadable and whole == _of_table(dataset):
-        _run_on_index(cache, partial(whole.remember, digests=hashes.digests))
+        run_on_index(cache, partial(whole.remember, digests=hashes.digests))
     return hashes
 
 
@@ -147,14 +144,14 @@ def _hash_files(
     """Fills in the digests of files, from the index or from the files."""
     rows = np.fromiter(hashes.paths, np.int64, len(hashes.paths))
     whole = _of_files(hashes, rows)
-    if cache is not None and (digests := _run_on_index(cache, whole.find)) is not None:
+    if cache is not None and (digests := run_on_index(cache, whole.find)) is not None:
         hashes.digests[rows] = digests
         return
     wanted = rows[share[0] :: share[1]]
     if equal_sizes_only:
         _, size, files = np.unique(hashes.stamps[rows, 0], return_inverse=True, return_counts=True)
         wanted = rows[files[size] > 1]
-    known = {} if cache is None else _run_on_index(cache, partial(_look_up, hashes=hashes, rows=wanted.tolist()))
+    known = {} if cache is None else run_on_index(cache, partial(_look_up, hashes=hashes, rows=wanted.tolist()))
     for row, content in known.items():
         hashes.digests[row] = np.frombuffer(content, np.uint8)
     unknown = [row for row in wanted.tolist() if row not in known]
@@ -163,7 +160,7 @@ def _hash_files(
     if cache is not None and len(wanted) == len(rows) == len(
         hashes.paths
     ):  # every file was hashed, and none turned out unreadable
-        _run_on_index(cache, partial(_of_files(hashes, rows).remember, digests=hashes.digests[rows]))
+        run_on_index(cache, partial(_of_files(hashes, rows).remember, digests=hashes.digests[rows]))
 
 
 class _List(NamedTuple):
@@ -247,7 +244,7 @@ def _hash_new_files(rows: list[int], hashes: FileHashes, cache: Path | None, sho
                     known.append((os.fsencode(hashes.paths[row]), *stamp, content))
                 bar.advance()
             if cache is not None:
-                _run_on_index(cache, partial(_insert, known=known))
+                run_on_index(cache, partial(_insert, known=known))
 
 
 def _hash_file(path: str) -> tuple[Stamp, bytes]:
@@ -278,51 +275,3 @@ def _look_up(index: sqlite3.Connection, hashes: FileHashes, rows: list[int]) -> 
 
 def _insert(index: sqlite3.Connection, known: list[tuple[bytes, int, int, int, bytes]]) -> None:
     index.executemany("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?)", known)
-
-
-def _run_on_index(cache: Path, work: Callable[[sqlite3.Connection], T]) -> T:
-    """Returns what `work` returns, run in one transaction on the index. Deletes a damaged index: it only saves time."""
-    path = cache / "index.sqlite"
-    try:
-        return _transaction(path, work)
-    except sqlite3.DatabaseError as error:
-        # the low byte is the primary code; the rest says more than is needed here
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        if code == sqlite3.SQLITE_FULL:
-            raise UserError(f"{path}: the disk is full; make room, or set features.dir to another disk") from error
-        if code in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-            raise UserError(
-                f"{path}: can not be written ({error}); allow writing to it, or set features.dir to another folder"
-            ) from error
-        if code not in _DAMAGED:
-            raise
-        logger.warning("%s is damaged (%s): hashing the images again", path, error)
-        for suffix in ("", "-wal", "-shm"):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
-        return _transaction(path, work)
-
-
-def _transaction(path: Path, work: Callable[[sqlite3.Connection], T]) -> T:
-    if not path.exists():
-        with locked(path.parent):
-            if not path.exists():
-                _create(path)
-    # opened for each transaction: SQLite forbids using a connection in a forked process, such as a DataLoader worker
-    with closing(sqlite3.connect(path, timeout=WAIT_SECONDS)) as index:
-        index.execute("PRAGMA temp_store = MEMORY")
-        with index:
-            for table in _SCHEMA:
-                index.execute(table)  # an empty file is a database without tables
-            return work(index)
-
-
-def _create(path: Path) -> None:
-    """Makes an empty index under another name, and renames it: a change of the journal does not wait for others."""
-    unfinished = path.with_name(f".{path.name}{UNFINISHED}")
-    with disk_errors(path):
-        unfinished.unlink(missing_ok=True)  # of a killed process
-        unfinished.touch(mode=0o600)
-        with closing(sqlite3.connect(unfinished)) as index:
-            index.execute("PRAGMA journal_mode = WAL")  # readers and a writer do not wait for each other
-        unfinished.chmod(file_mode(path.parent))
-        unfinished.replace(path)

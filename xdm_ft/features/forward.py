@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import time
@@ -94,7 +95,7 @@ def worker_count(settings: FeatureSettings, hashes: FileHashes, device: torch.de
     """
     if settings.workers is not None:
         return settings.workers
-    in_memory = not hashes.paths and not hashes.unreadable
+    in_memory = not hashes.paths and not hashes.unreadable and hashes.container is None
     return 0 if in_memory or device.type == "cpu" else own_cores()
 
 
@@ -111,6 +112,14 @@ def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) ->
     """
     model = copy.deepcopy(encoder).eval().requires_grad_(False)
     return model.to(device, DTYPES[precision]).to(memory_format=torch.channels_last)
+
+
+class UnfinishedShard(NamedTuple):
+    """The images of a shard, and what is computed of them: batch after batch, in the order of `numbers`."""
+
+    numbers: np.ndarray  # int64 [n], of the images
+    parts: list[Tensor]  # [B,K] each
+    unreadable: dict[int, str]  # row of the shard → why its image does not decode
 
 
 @dataclass(frozen=True)
@@ -182,26 +191,38 @@ class Extraction:
     def _computed_shards(self, size: int, bar: Progress) -> Iterator[tuple[np.ndarray, Tensor, dict[int, str]]]:
         """Yields shards: (numbers of the images, features [n,K] in the stored precision, row of the shard → why its
         image does not decode). The bar advances with every batch."""
-        claimed = deque[np.ndarray]()  # the shards of the batches that were requested
-        parts: list[Tensor] = []
-        unreadable: dict[int, str] = {}
+        requested = deque[UnfinishedShard]()  # the shard of each batch that was requested
         waits = Waits()
-        for images, z in self._encoded(waits.of(self._load_images(self._batches(size, claimed)))):
-            first = sum(map(len, parts))
-            parts.append(z)
+        for images, z in self._encoded(waits.of(self._load_images(self._batches(size, requested)))):
+            shard = requested.popleft()
+            first = sum(map(len, shard.parts))
+            shard.parts.append(z)
             bar.advance(len(images.rows), waits.bound)
-            unreadable |= {first + images.rows.index(row): reason for row, reason in images.unreadable.items()}
-            if first + len(images.rows) == len(claimed[0]):
-                yield claimed.popleft(), torch.cat(parts), unreadable
-                parts, unreadable = [], {}
+            shard.unreadable.update({first + images.rows.index(row): why for row, why in images.unreadable.items()})
+            if first + len(images.rows) == len(shard.numbers):
+                yield shard.numbers, torch.cat(shard.parts), shard.unreadable
+                shard.parts.clear()
 
-    def _batches(self, size: int, claimed: deque[np.ndarray]) -> Iterator[list[int]]:
-        """Claims `size` images after `size` images, and yields the rows of each batch."""
-        while len(numbers := self.store.claim(size)):
-            claimed.append(numbers)
-            rows = self.rows[numbers].tolist()
-            for first in range(0, len(rows), self.settings.batch_size):
-                yield rows[first : first + self.settings.batch_size]
+    def _batches(self, size: int, requested: deque[UnfinishedShard]) -> Iterator[list[int]]:
+        """Claims `size` images after `size` images, and yields the rows of each batch.
+
+        A loader gives its workers batches in turn. Images that lie in pieces of large files are claimed for all workers
+        at once, so that each worker has the batches of one shard, and reads its pieces alone.
+        """
+        in_pieces = self.hashes.container is not None
+        shards = max(1, worker_count(self.settings, self.hashes, self.device)) if in_pieces else 1
+        while len(numbers := self.store.claim(shards * size)):
+            batches = list[list[tuple[UnfinishedShard, list[int]]]]()
+            for first in range(0, len(numbers), size):
+                shard = UnfinishedShard(numbers[first : first + size], [], {})
+                rows = self.rows[shard.numbers].tolist()
+                starts = range(0, len(rows), self.settings.batch_size)
+                batches.append([(shard, rows[start : start + self.settings.batch_size]) for start in starts])
+            for turn in itertools.zip_longest(*batches):
+                for batch in turn:
+                    if batch is not None:
+                        requested.append(batch[0])
+                        yield batch[1]
 
     def _load_images(self, batches: Iterator[list[int]]) -> Iterator[ImageBatch]:
         """Yields the decoded and transformed images of each batch."""

@@ -37,9 +37,9 @@ from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_of
 from xdm_ft.features.shards import ContentIndex, Contents, Shard, open_shard, write_shard
 from xdm_ft.storage.atomic import disk_errors, remove_unfinished, replace_text
+from xdm_ft.storage.cache_root import cache_root
 from xdm_ft.storage.checksummed import Damaged, json_object
 from xdm_ft.storage.digests import digest
-from xdm_ft.storage.user_paths import expanded
 
 logger = logging.getLogger("xdm_ft")
 
@@ -68,8 +68,7 @@ def cache_folder(settings: FeatureSettings) -> Path:
 
 def cache_path(settings: FeatureSettings) -> Path:
     """Returns the path of the cache's folder, which may not exist."""
-    default = os.environ.get("XDM_FT_CACHE") or "~/.cache/xdm_ft/features"
-    return expanded(settings.dir or default, "features.dir").absolute()
+    return cache_root(settings.dir).absolute()
 
 
 def is_writable(folder: Path) -> bool:

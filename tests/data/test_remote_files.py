@@ -1,0 +1,336 @@
+"""Parquet files and tars at an address: the same images as on the disk, each row group read once, faults in a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from encoded_images import labels_of, png, write_parquet
+from range_server import Served, served
+
+from xdm_ft.data import ImageDataset, webdataset
+from xdm_ft.data._image_tables import Columns
+from xdm_ft.data._pieces import RecentlyUsed
+from xdm_ft.data._tar_index import Keys
+from xdm_ft.data.parquet import Parquet
+from xdm_ft.data.webdataset import WebDataset, expanded_braces
+from xdm_ft.errors import UserError
+from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.storage import remote
+from xdm_ft.storage.remembered import remembered
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "SECONDS_BETWEEN", 0.01)
+    (tmp_path / "cache").mkdir()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Served]:
+    (tmp_path / "data").mkdir()
+    with served(tmp_path / "data") as found:
+        yield found
+
+
+def same(found: ImageDataset, other: ImageDataset) -> None:
+    assert (found.class_names, found.domain_names) == (other.class_names, other.domain_names)
+    for one, two in ((found.labels, other.labels), (found.domains, other.domains), (found.groups, other.groups)):
+        assert np.array_equal(one, two)
+    assert [found.content(row) for row in range(len(found))] == [other.content(row) for row in range(len(other))]
+
+
+def test_a_remote_folder_is_read_as_the_local_one_each_row_group_once(server: Served, tmp_path: Path) -> None:
+    for number in range(2):
+        first = 50 * number
+        write_parquet(tmp_path / "data" / f"{number}.parquet", range(first, first + 50), 20, struct=number == 1)
+    columns = Columns(group="group")
+    local = Parquet(file=tmp_path / "data", columns=columns)
+    found = Parquet(file=server.address, columns=columns)
+    server.requests.clear()
+    same(found, local)
+    assert len(server.bodies()) == 2 * (1 + 3), "a footer and three row groups of each file"
+    same(Parquet(file=f"file://{tmp_path}/data", columns=columns), local)  # by fsspec, but not by HTTP
+    assert found.name_in_data(70) == local.name_in_data(70) == "row 70 (70.png)"
+    assert found.content(70) == png(70)
+    (name,) = {found.name(3).removesuffix(", row 3")}
+    assert name == server.address
+
+
+def test_a_warm_start_opens_no_file(server: Served, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "data" / "a.parquet", range(50), 20)
+    cache = tmp_path / "cache"
+    first = hash_files(Parquet(file=server.address), cache, show=False)
+    assert first.digests.any(1).all() and server.bodies()
+    server.requests.clear()
+    again = hash_files(Parquet(file=server.address), cache, show=False)
+    assert np.array_equal(again.digests, first.digests)
+    assert [method for method, *_ in server.requests] == ["HEAD"], "its ETag"
+    assert again.changed_file(range(50)) is None
+    write_parquet(path, range(100, 150), 20)
+    os.utime(path, ns=(1, 1))
+    assert again.changed_file(range(50)) == f"{server.address}/a.parquet"
+    changed = hash_files(Parquet(file=server.address), cache, show=False)
+    assert (changed.digests != first.digests).any(1).all()
+    local = hash_files(Parquet(file=path), None, show=False)
+    assert np.array_equal(changed.digests, local.digests)
+
+
+def test_processes_divide_the_row_groups_and_a_killed_one_keeps_its_part(server: Served, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "data" / "a.parquet", range(100), 20)
+    cache, whole = tmp_path / "cache", hash_files(Parquet(file=server.address), None, show=False).digests
+    parts = [hash_files(Parquet(file=server.address), None, show=False, share=(i, 2)).digests for i in range(2)]
+    assert [part.any(1).tolist() for part in parts] == [
+        [row < 40 for row in range(100)],
+        [row >= 40 for row in range(100)],
+    ]
+    hash_files(Parquet(file=server.address), cache, show=False, share=(0, 2))
+    server.requests.clear()
+    assert np.array_equal(hash_files(Parquet(file=server.address), cache, show=False).digests, whole)
+    assert len(server.bodies()) == 1 + 3, "a footer, and the row groups of the other process"
+
+
+def test_checking_a_recipe_reads_no_remote_image(server: Served, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "data" / "a.parquet", range(50), 20)
+    data = Parquet(file=server.address)
+    server.requests.clear()
+    assert not hash_files(data, tmp_path / "cache", show=False, equal_sizes_only=True).digests.any()
+    assert server.requests == []
+
+
+def test_a_file_that_changes_while_it_is_hashed(server: Served, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "data" / "a.parquet", range(50), 20)
+    for address in (server.address, path):
+        data = Parquet(file=address)
+        os.utime(path, ns=(5, path.stat().st_mtime_ns + 1))
+        with pytest.raises(UserError, match=r"a.parquet: another program is writing to this file"):
+            hash_files(data, tmp_path / "cache", show=False)
+
+
+def line(read: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        read()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_faults_of_a_server(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "data" / "a.parquet", range(50), 20)
+    address = f"{server.address}/a.parquet"
+    data = Parquet(file=address)
+    assert "gone.parquet: does not exist" in line(lambda: Parquet(file=f"{server.address}/gone.parquet"))
+    assert "nowhere: does not exist" in line(lambda: Parquet(file=f"{server.address}/nowhere"))
+    server.status = 403
+    assert "a.parquet: the server denies access" in line(lambda: Parquet(file=address))
+    server.status = 503
+    assert "a.parquet: can not be read in 3 attempts (ClientResponseError: 503" in line(lambda: Parquet(file=address))
+    server.status, server.tags, server.times = 0, False, False
+    assert "a.parquet: the server gives neither an ETag nor a time" in line(lambda: Parquet(file=address))
+    server.times = True
+    assert len(Parquet(file=address)) == 50, "size and time of modification are enough"
+    server.ranges = False
+    assert "a.parquet: the server sends no ranges of a file" in line(lambda: data.content(30))
+    server.ranges, server.silent = True, 1.0
+    monkeypatch.setattr(remote, "SECONDS_OF_SILENCE", 0.05)
+    assert "(no answer for 0.05 s)" in line(lambda: Parquet(file=address))
+    monkeypatch.setattr(remote, "SECONDS_OF_SILENCE", 60.0)
+    server.silent = 0.0
+    path.write_bytes(path.read_bytes()[:2000])
+    assert "can not be read" in (damaged := line(lambda: data.content(49))) or "ends before" in damaged
+    assert "known for such an address" in line(lambda: Parquet(file="nothing://a/b.parquet"))
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    assert "pip install 'xdm_ft[remote]'" in line(lambda: Parquet(file="s3://bucket/b.parquet"))
+
+
+def test_connections_that_break_are_tried_again(server: Served, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "data" / "a.parquet", range(50), 20)
+    data = Parquet(file=server.address)
+    server.failing = 2
+    assert data.content(7) == png(7)
+    server.failing = 3
+    assert "a.parquet: can not be read in 3 attempts (Client" in line(lambda: data.content(49))
+    assert data.content(49) == png(49)
+
+
+def test_faults_of_parquet_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"image": [png(0)], **labels_of(range(1))})
+    pyarrow.parquet.write_table(table.schema.empty_table(), path)
+    assert line(lambda: Parquet(file=path)).endswith("a.parquet: the file has no rows, so no images; remove it")
+    pyarrow.parquet.ParquetWriter(path, table.schema).close()
+    assert pyarrow.parquet.read_metadata(path).num_row_groups == 0
+    assert line(lambda: Parquet(file=path)).endswith("a.parquet: the file has no rows, so no images; remove it")
+    pyarrow.parquet.write_table(table, path)
+    wrong = Columns(image="label")
+    assert 'a.parquet has string in the column "label"; it must contain' in line(
+        lambda: Parquet(file=path, columns=wrong)
+    )
+    missing = Columns(group="patient")
+    assert "data.columns.group: " in line(lambda: Parquet(file=path, columns=missing))
+    pyarrow.parquet.write_table(
+        pyarrow.table({"image": [{"bytes": png(0), "path": None}, {"path": "x/a.png"}], **labels_of(range(2))}), path
+    )
+    assert "a.parquet, row group 0: it holds the path of an image (x/a.png)" in line(
+        lambda: Parquet(file=path).content(0)
+    )
+    folder = tmp_path / "two"
+    for name, labels in (("a", ["u", "v"]), ("b", [1, 2])):
+        write_parquet(folder / f"{name}.parquet", range(2), 2)
+        other = pyarrow.table({"image": [png(0)] * 2, "label": labels, "domain": ["d", "e"]})
+        pyarrow.parquet.write_table(other, folder / f"{name}.parquet")
+    assert "column label has values of several types (int, str)" in line(lambda: Parquet(file=folder))
+    whole = write_parquet(tmp_path / "whole.parquet", range(50), 50)
+    content = whole.read_bytes()
+    whole.write_bytes(content[:4] + bytes(60) + content[64:])
+    assert "whole.parquet, row group 0: can not be read" in line(lambda: Parquet(file=whole).content(0))
+
+
+def test_memory_for_row_groups_is_bounded() -> None:
+    loaded: list[int] = []
+
+    def load(number: int) -> bytes:
+        loaded.append(number)
+        return bytes(100)
+
+    kept = RecentlyUsed[bytes](350, len)
+    for number in (0, 1, 2, 0, 3, 0, 1):
+        kept.get(number, lambda number=number: load(number))  # type: ignore[misc]
+    assert loaded == [0, 1, 2, 3, 1], "1 was used least recently when 3 came"
+    tight = RecentlyUsed[bytes](1, len)
+    for number in (5, 6, 5, 6):
+        tight.get(number, lambda number=number: load(number))  # type: ignore[misc]
+    assert loaded[5:] == [5, 6], "two stay whatever their size"
+    with pytest.raises(ZeroDivisionError):
+        kept.get(9, lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    assert 9 not in kept
+
+
+def write_tar(path: Path, numbers: range, about: bool) -> Path:
+    """Writes images with KEY.json, or with KEY.cls."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    labels = labels_of(numbers)
+    with tarfile.open(path, "w") as file:
+        for place, number in enumerate(numbers):
+            said = {name: column[place] for name, column in labels.items()}
+            members = {"png": png(number), "txt": b"ignored"}
+            members |= {"json": json.dumps(said).encode()} if about else {"cls": said["label"].encode()}
+            for extension, content in members.items():
+                member = tarfile.TarInfo(f"a/{number:06d}.{extension}")
+                member.size = len(content)
+                file.addfile(member, BytesIO(content))
+    return path
+
+
+def test_tars_give_the_images_of_parquet_files(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webdataset, "PIECE_BYTES", 10_000)
+    data = tmp_path / "data" / "tars"
+    for number in range(2):
+        write_tar(data / f"{number:03d}.tar", range(30 * number, 30 * number + 30), about=True)
+    write_parquet(tmp_path / "all.parquet", range(60), 20)
+    parquet = Parquet(file=tmp_path / "all.parquet", columns=Columns(group="group"))
+    keys = Keys(domain="domain", group="group")
+    for file in (data, data / "*.tar", f"file://{tmp_path}/data/tars/*.tar", f"{server.address}/tars/{{000..001}}.tar"):
+        same(found := WebDataset(file=file, keys=keys), parquet)
+    assert found.name_in_data(31) == "tars/001.tar, a/000031.png"
+    first = hash_files(found, tmp_path / "cache", show=False).digests
+    assert np.array_equal(first, hash_files(parquet, None, show=False).digests)
+    server.requests.clear()
+    again = WebDataset(file=f"{server.address}/tars", keys=keys)
+    assert np.array_equal(hash_files(again, tmp_path / "cache", show=False).digests, first)
+    assert {method for method, *_ in server.requests} == {"HEAD"}, "a warm start opens no tar"
+    server.requests.clear()
+    row = again.pieces.rows(1).start + 1
+    assert again.content(row) == png(row)
+    ((_, start, stop),) = server.bodies()
+    assert stop - start == len(png(row)), "an image alone is one range"
+
+
+def test_images_that_follow_each_other_are_one_request(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webdataset, "PIECE_BYTES", 20_000)
+    write_tar(tmp_path / "data" / "cats" / "0.tar", range(60), about=False)
+    found = WebDataset(file=server.address)
+    server.requests.clear()
+    assert [found.content(row) for row in range(60)] == [png(row) for row in range(60)]
+    assert len(server.bodies()) == len(found.pieces.ends) < 10
+    assert found.domain_names == ("cats",) and found.class_names == ("cat", "dog")
+
+
+def test_faults_of_tars(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "0.tar", range(3), about=True)
+    assert 'no key "site"' in line(lambda: WebDataset(file=path, keys=Keys(domain="site")))
+    path = write_tar(tmp_path / "1.tar", range(3), about=False)
+    assert 'a/000000.json: it must exist and have the key "domain"' in line(
+        lambda: WebDataset(file=path, keys=Keys(domain="domain"))
+    )
+    with tarfile.open(path, "w") as file:
+        file.addfile(tarfile.TarInfo("a.txt"))
+    assert "1.tar: the tar contains no images" in line(lambda: WebDataset(file=path))
+    with tarfile.open(path, "w") as file:
+        for name in ("a.png", "a.jpg"):
+            file.addfile(tarfile.TarInfo(name))
+    assert "a.png and a.jpg are two images of one key" in line(lambda: WebDataset(file=path))
+    with tarfile.open(path, "w") as file:
+        for name in ("a.png", "a.json"):
+            file.addfile(tarfile.TarInfo(name))
+    assert "1.tar: a.json: can not be read" in line(lambda: WebDataset(file=path))
+    with tarfile.open(path, "w:gz") as file:
+        file.addfile(tarfile.TarInfo("a.png"))
+    assert "1.tar: can not be read as a tar" in line(lambda: WebDataset(file=path))
+    assert "does not exist; name a .tar file" in line(lambda: WebDataset(file=tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    assert "contains no .tar files" in line(lambda: WebDataset(file=tmp_path / "empty"))
+
+
+def test_processes_that_ask_at_once_make_it_once() -> None:
+    made: list[int] = []
+
+    def make() -> dict[str, np.ndarray]:
+        made.append(1)
+        time.sleep(0.2)
+        return {"a": np.arange(5)}
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: remembered("key", make)["a"].tolist(), range(4)))
+    assert found == [[0, 1, 2, 3, 4]] * 4 and made == [1]
+
+
+def test_a_folder_that_can_not_be_written_remembers_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "file" / "folder"))
+    for number in range(2):
+        assert remembered("key", lambda number=number: {"a": np.array(number)})["a"] == number  # type: ignore[misc]
+
+
+def test_braces() -> None:
+    assert list(expanded_braces("a{08..11}.tar")) == ["a08.tar", "a09.tar", "a10.tar", "a11.tar"]
+    assert list(expanded_braces("{x,y}/{1..2}")) == ["x/1", "x/2", "y/1", "y/2"]
+    assert list(expanded_braces("plain")) == ["plain"]
+
+
+@pytest.mark.parametrize("damage", [lambda kept: kept[:99], lambda kept: kept[:70] + bytes(30) + kept[100:]])
+def test_a_damaged_memory_of_an_index_is_made_again(
+    damage: Any, server: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tar(tmp_path / "data" / "d" / "0.tar", range(20), about=False)
+    first = WebDataset(file=server.address)
+    (kept,) = (tmp_path / "cache" / "indexes").iterdir()
+    kept.write_bytes(damage(kept.read_bytes()))
+    with caplog.at_level(logging.WARNING, "xdm_ft"):
+        again = WebDataset(file=server.address)
+    assert "is damaged" in caplog.text and np.array_equal(again.labels, first.labels)

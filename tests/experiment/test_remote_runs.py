@@ -1,0 +1,42 @@
+"""Whole runs on images that lie on a server give what runs on the same files of this machine give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from encoded_images import write_parquet
+from range_server import served
+from small_runs import results
+
+from xdm_ft.cli import main
+
+
+def scores(found: dict[str, Any]) -> list[Any]:
+    assert found["runs"]
+    return [
+        (one["method"], one["test_domains"], one["seed"], one["selected"]["train_val"]["metrics"])
+        for one in found["runs"]
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainable", ["false", "true"])
+def test_a_run_on_remote_data(trainable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "indexes"))
+    for number in range(3):
+        write_parquet(tmp_path / "data" / f"{number}.parquet", range(24 * number, 24 * number + 24), 10)
+    changes = [f"encoder.trainable={trainable}", "methods=[erm]", "protocol.test_domains=photo"]
+    local = results("data={name: parquet, file: data}", "output.dir=local", *changes)
+    with served(tmp_path / "data") as server:
+        data = f"data={{name: parquet, file: '{server.address}', cache_mb: 1}}"
+        found = results(data, "output.dir=remote", "features.dir=cache2", *changes)
+        assert scores(found) == scores(local)
+        server.requests.clear()
+        results(data, "output.dir=again", "features.dir=cache2", *changes)
+        if trainable == "false":
+            assert {method for method, *_ in server.requests} == {"HEAD"}, "a warm start opens no file"
+        server.status = 500
+        assert main(["validate", "small.yaml", data]) == 2

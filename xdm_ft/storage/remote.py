@@ -1,0 +1,188 @@
+"""Files on this machine or at an address (`https://…`, `s3://…`, `gs://…`, `hf://…`): their state, and ranges of bytes.
+
+Addresses are read by fsspec. Each request asks fsspec for the file system: it keeps one per process, as that of a
+process does not work in the processes that are forked from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+from xdm_ft.errors import UserError, printable
+from xdm_ft.progress import pulse
+
+logger = logging.getLogger("xdm_ft")
+T = TypeVar("T")
+
+ATTEMPTS = 3
+SECONDS_BETWEEN = 1.0  # before the second attempt; twice as long before the third
+SECONDS_OF_SILENCE = 60.0  # after which a server counts as not answering
+AT_ONCE = 16  # requests
+CONTENT_TAGS = ("ETag", "etag", "blob_id")  # in fsspec's description of a file: changes with its content
+TIMES = ("Last-Modified", "LastModified", "last_modified", "updated", "mtime")
+NEEDS = "pip install 'xdm_ft[remote]'"
+
+
+class FileState(NamedTuple):
+    """What tells a file from a changed one without reading it."""
+
+    size: int
+    version: str  # ETag, else the time of the last change; on this machine the times of modification and status change
+
+
+def is_remote(address: str) -> bool:
+    return "://" in address
+
+
+def state_of(address: str) -> FileState:
+    """Returns the state of a file. Raises `UserError`, one line, if there is none."""
+    if not is_remote(address):
+        try:
+            status = os.stat(address)
+        except OSError as error:
+            raise UserError(f"{printable(address)}: can not be read: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{printable(address)}: is not a regular file")  # opening a pipe would block for ever
+        return FileState(status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}")
+    about = attempted(address, lambda: _described(address))
+    version = next((f"{key} {about[key]}" for key in (*CONTENT_TAGS, *TIMES) if about.get(key)), None)
+    if about.get("size") is None:
+        raise UserError(f"{address}: the server does not say how large the file is; copy it to a server that does")
+    if version is None:
+        raise UserError(
+            f"{address}: the server gives neither an ETag nor a time of modification, so that a change of the file "
+            "would not be noticed; copy it to a server that does"
+        )
+    return FileState(int(about["size"]), version)
+
+
+def states_of(addresses: Sequence[str]) -> list[FileState]:
+    """Returns the states of files, several at a time, and raises as `state_of`."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(state_of, addresses))
+
+
+def read_range(address: str, start: int, stop: int, size: int) -> bytes:
+    """Returns the bytes start…stop−1 of a file of that size. Raises `UserError`, one line, if that fails."""
+    if is_remote(address):
+        found = attempted(address, lambda: _requested(address, start, stop, size))
+    else:
+        try:
+            with open(address, "rb", buffering=0) as file:
+                found = os.pread(file.fileno(), stop - start, start)
+                while found and len(found) < stop - start:  # Linux returns at most 2 GB at once
+                    found += (more := os.pread(file.fileno(), stop - start - len(found), start + len(found)))
+                    if not more:
+                        break
+        except OSError as error:
+            raise UserError(f"{printable(address)}: can not be read: {error.strerror}; check the disk") from error
+    if len(found) != stop - start:
+        raise UserError(f"{printable(address)}: ends before byte {stop}: it is damaged, or was changed; run again")
+    return found
+
+
+def read_ranges(address: str, ranges: Sequence[tuple[int, int]], size: int) -> list[bytes]:
+    """Returns the bytes of each range (start, stop), several requests at a time."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda one: read_range(address, one[0], one[1], size), ranges))
+
+
+def listed(address: str, suffix: str, deep: bool) -> list[str]:
+    """Returns the addresses of the files of a folder or glob that end with `suffix`, sorted; none: [].
+
+    `deep`: of the folders in the folder too. An address that ends with the suffix is a file.
+    """
+
+    def found() -> list[str]:
+        system, path = _system(address)
+        if any(sign in address for sign in "*["):
+            names = system.glob(path)
+        elif address.endswith(suffix):
+            return [address]
+        else:
+            names = system.find(path) if deep else system.ls(path, detail=False)
+        return sorted({str(system.unstrip_protocol(name)) for name in names if str(name).endswith(suffix)})
+
+    return attempted(address, found)
+
+
+def attempted(address: str, read: Callable[[], T]) -> T:
+    """Returns what `read` returns, of three attempts. Raises `UserError`, one line that begins with the address."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            found = read()
+            pulse.beat()
+            return found
+        except UserError:
+            raise
+        except Exception as error:  # the libraries behind fsspec raise nearly any type
+            cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
+            problem = _final(cause)
+            if problem is None and attempt < ATTEMPTS:
+                logger.debug("%s: attempt %d failed: %r", address, attempt, cause)
+                time.sleep(SECONDS_BETWEEN * attempt)
+                continue
+            if problem is None:
+                why = f"can not be read in {ATTEMPTS} attempts ({_reason(cause)})"
+                problem = f"{why}; check the address and the network"
+            raise UserError(f"{printable(address)}: {problem}") from error
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _final(error: BaseException) -> str | None:
+    """Returns why another attempt would fail too, and what to do; None: it may succeed."""
+    status = getattr(error, "status", None)
+    if isinstance(error, FileNotFoundError) or status in (404, 410):
+        return "does not exist; check the address"
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return "the server denies access; check the address and your credentials"
+    if isinstance(error, ImportError):
+        return f"its file system is not installed ({error}); {NEEDS}"
+    if isinstance(error, ValueError) and "range requests" in str(error):
+        return "the server sends no ranges of a file; copy it to one that does, or to this machine"
+    if isinstance(error, ValueError) and "Protocol" in str(error):
+        return "no file system is known for such an address; use https://, s3://, gs:// or hf://"
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer for {SECONDS_OF_SILENCE:g} s"
+    return " ".join(printable(f"{type(error).__name__}: {error}").split())[:200]
+
+
+def _system(address: str) -> tuple[Any, str]:
+    """Returns fsspec's file system for an address, and the path in it."""
+    from fsspec.core import url_to_fs
+
+    if not address.startswith(("http://", "https://")):
+        return url_to_fs(address)
+    import aiohttp
+
+    silence = aiohttp.ClientTimeout(total=None, sock_connect=SECONDS_OF_SILENCE, sock_read=SECONDS_OF_SILENCE)
+    return url_to_fs(address, client_kwargs={"timeout": silence})
+
+
+def _described(address: str) -> dict[str, Any]:
+    system, path = _system(address)
+    system.invalidate_cache()  # else it may describe the file as it was
+    about: dict[str, Any] = system.info(path)
+    if about.get("partial") is False:
+        raise ValueError("no range requests")
+    return about
+
+
+def _requested(address: str, start: int, stop: int, size: int) -> bytes:
+    system, path = _system(address)
+    if not address.startswith(("http://", "https://")):
+        return system.cat_file(path, start=start, end=stop)
+    # not `cat_file`, which reads the whole file from a server that ignores ranges
+    with system.open(path, "rb", cache_type="none", size=size) as file:
+        file.seek(start)
+        return file.read(stop - start)
