@@ -234,6 +234,7 @@ def test_memory_mapped_equals_in_memory(precision: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(cache, "MEMORY_FRACTION", 0.0)
     mapped = features_of(Pixels(70), tmp_path, precision=precision)
     assert table._table is not None and mapped._table is None
+    assert table.normalized()._table is table._table, "it shares the memory"
     generator = torch.Generator().manual_seed(0)
     for shape in [(70,), (4, 3, 9), (1,), (), (0,), (2, 0)]:
         rows = torch.randint(70, shape, generator=generator)

@@ -86,6 +86,12 @@ class Features:
         places = self._places.view(1 + self.views, self._rows)
         return _reopened, (self._files, places, self.key, self.unreadable)
 
+    def __copy__(self) -> Features:
+        """Shares this object's memory, which `__reduce__` does not."""
+        made = object.__new__(Features)
+        made.__dict__.update(vars(self))
+        return made
+
     def to(self, device: torch.device) -> Features:
         """Returns the same features on a device; in its memory, if they fit."""
         places = self._places.view(1 + self.views, self._rows)
