@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import time
@@ -86,12 +85,6 @@ class Features:
         places = self._places.view(1 + self.views, self._rows)
         return _reopened, (self._files, places, self.key, self.unreadable)
 
-    def __copy__(self) -> Features:
-        """Shares this object's memory, which `__reduce__` does not."""
-        made = object.__new__(Features)
-        made.__dict__.update(vars(self))
-        return made
-
     def to(self, device: torch.device) -> Features:
         """Returns the same features on a device; in its memory, if they fit."""
         places = self._places.view(1 + self.views, self._rows)
@@ -130,8 +123,8 @@ class Features:
 
     def normalized(self) -> Features:
         """The same features, L2-normalised when they are read (zero rows stay zero). Shares this object's memory."""
-        normalized = copy.copy(self)
-        normalized._normalized = True
+        normalized = object.__new__(Features)  # `copy.copy` would do what `__reduce__` says
+        normalized.__dict__.update(vars(self) | {"_normalized": True})
         return normalized
 
     def _gather(self, positions: Tensor, end: int) -> Tensor:
