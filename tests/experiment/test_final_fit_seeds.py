@@ -126,8 +126,8 @@ def test_a_seed_that_fails_fails_the_fit_and_keeps_the_others(monkeypatch):
 
     outcome = module._outcome
 
-    def failing(engines, fit, model, about):
-        found = outcome(engines, fit, model, about)
+    def failing(fit, about, engines, model):
+        found = outcome(fit, about, engines, model)
         if model.trained.job.seed != 0:
             return found
         line = {key: found.line[key] for key in ("of", "seed")} | {"status": "failed", "reason": "the loss is nan"}

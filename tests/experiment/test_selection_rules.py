@@ -126,9 +126,9 @@ def test_an_interrupted_cross_domain_measures_nothing_twice(monkeypatch):
     with monkeypatch.context() as patch:
         pieces = Engines.pieces
 
-        def watched(self, requests):
+        def watched(self, requests, device):
             asked.extend(request.criteria.rules[0] for request in requests)
-            return pieces(self, requests)
+            return pieces(self, requests, device)
 
         patch.setattr(Engines, "pieces", watched)
         resumed = results(*again)
