@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import re
@@ -39,6 +40,7 @@ def _leave_out_libraries() -> None:
     """Takes what there is before the first model out of later collections, each of which took 0.8 s for it."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # at the end Triton's library reports on stderr what is not collected
 
 
 class PeakMemory:
