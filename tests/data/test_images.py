@@ -50,6 +50,28 @@ def test_formats_from_bytes_and_from_files(format: str, tmp_path: Path) -> None:
     assert np.abs(pixels(data).astype(int) - expected).mean() < (20 if format == "GIF" else 8)  # GIF: 256 colours
 
 
+@pytest.mark.parametrize(
+    ("format", "least_side", "size"),
+    [("JPEG", 225, (400, 300)), ("JPEG", 150, (200, 150)), ("JPEG", 1, (100, 75)), ("JPEG", None, (800, 600)),
+     ("JPEG", 601, (800, 600)), ("PNG", 150, (800, 600))],
+)  # fmt: skip
+def test_a_draft_is_the_smallest_jpeg_whose_sides_are_long_enough(
+    format: str, least_side: int | None, size: tuple[int, int]
+) -> None:
+    smooth = Image.fromarray(NOISE).resize((800, 600), Image.Resampling.BICUBIC)
+    draft = decode(encoded(smooth, format), "x", least_side)
+    assert draft.size == size and draft.mode == "RGB"
+    reduced = np.asarray(smooth.resize(size, Image.Resampling.BOX)).astype(int)
+    assert np.abs(np.asarray(draft).astype(int) - reduced).mean() < 3
+
+
+def test_a_draft_is_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image = Image.fromarray(NOISE).resize((800, 600))
+    assert decode(encoded(image, "JPEG", exif=exif), "x", 150).size == (150, 200)
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(orientation: int) -> None:
     image = Image.fromarray(NOISE)

@@ -1,18 +1,25 @@
 """Streams of images: the model's own probabilities, features from the cache, and images that do not decode."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 
+import miniature
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_runs import recipe
 
 import xdm_ft
+from xdm_ft.data import _images
+from xdm_ft.data._images import decode
+from xdm_ft.experiment import run
 from xdm_ft.export.inference import NOT_FINITE, cached_features, stream
 from xdm_ft.export.parts import probabilities
 from xdm_ft.export.sources import Item, Sources
+from xdm_ft.training.end_to_end import inputs
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +64,35 @@ def test_cached_features_are_used_and_are_the_same_bits(small_model, model, tmp_
         assert again[3] == len(items)
         assert torch.equal(z, again[2]) and torch.equal(logits, again[1])
     assert len(cached_features(model, small_model.cache)) == len({Path(item.path).read_bytes() for item in items})
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_drafts_are_those_of_the_run(tmp_path, monkeypatch, trainable):
+    """Training, extraction and the model that comes of it decode large JPEGs alike, at a fraction of their size."""
+    monkeypatch.chdir(tmp_path)
+    for path in miniature.domainbed(tmp_path / "data", "pacs", suffix=".jpg").rglob("*.jpg"):
+        Image.open(path).resize((400, 300), Image.Resampling.BICUBIC).save(path)
+    encoder = {"name": "timm", "model": "test_resnet", "trainable": trainable}
+    encoder["preprocessing"] = {"size": 32, "crop": 1.0, "draft": True}
+    made = recipe(
+        f"encoder={json.dumps(encoder)}", "methods=[erm]", "protocol.test_domains=sketch", "training.steps=2",
+        "features.batch_size=8",
+    )  # fmt: skip
+    sizes = set()
+    with monkeypatch.context() as patch:
+        to_rgb = _images.to_rgb
+        patch.setattr(inputs, "worker_count", lambda accelerator: 0)  # what other processes decode is not seen
+        patch.setattr(_images, "to_rgb", lambda image: sizes.add(image.size) or to_rgb(image))
+        assert not run(made).failed
+    assert sizes == ({(400, 300), (100, 75)} if trainable else {(100, 75)})  # all are decoded whole once, as a check
+    model, sources = xdm_ft.load(Path(made.output.dir) / made.name), Sources(["data"])
+    images = [item.path for item in sources]
+    _, logits, z, computed = whole(stream(model, sources, batch_size=8, cache=tmp_path / "cache"))
+    assert computed == (len(images) if trainable else 0)
+    assert torch.equal(logits, whole(stream(model, sources, batch_size=8))[1])
+    np.testing.assert_allclose(z.numpy(), model.encode(images), rtol=1e-4, atol=1e-5)
+    whole_images = [decode(Path(image), image) for image in images]
+    assert 0 < np.abs(z.numpy() - model.encode(whole_images)).mean() < 0.1 * z.abs().mean()
 
 
 def test_cached_and_new_images_mix(small_model, model, tmp_path):

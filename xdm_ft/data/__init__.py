@@ -78,6 +78,10 @@ class ImageDataset(ABC):
     def image(self, row: int) -> Image.Image:
         """Returns the decoded image: RGB, EXIF orientation applied. Raises `UnreadableImage` with its name."""
 
+    def draft(self, row: int, least_side: int | None) -> Image.Image:
+        """Returns the image, or a smaller one with sides of `least_side` px or more if that decodes faster."""
+        return self.image(row)
+
     @property
     def decoder(self) -> str:
         """The name of the function that decodes `content`: one content under one decoder is one image, in any data."""

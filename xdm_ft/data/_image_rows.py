@@ -20,8 +20,11 @@ class ImageRows(Dataset[tuple[Tensor, int]]):
     too.
     """
 
-    def __init__(self, dataset: ImageDataset, transform: Callable[[Image.Image], Tensor]) -> None:
-        self.dataset, self.transform = dataset, transform
+    def __init__(
+        self, dataset: ImageDataset, transform: Callable[[Image.Image], Tensor], least_side: int | None = None
+    ) -> None:
+        """`least_side`: as for `ImageDataset.draft`."""
+        self.dataset, self.transform, self.least_side = dataset, transform, least_side
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -30,7 +33,7 @@ class ImageRows(Dataset[tuple[Tensor, int]]):
         row = int(row)
         try:
             with memory_of(self.dataset.name(row)):
-                return self.transform(self.dataset.image(row)), row
+                return self.transform(self.dataset.draft(row, self.least_side)), row
         except UnreadableImage as error:
             raise FaultInLoader(unreadable_message({row: error.reason}, self.dataset)) from error
 

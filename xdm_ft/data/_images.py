@@ -77,23 +77,27 @@ def extensions() -> frozenset[str]:
     return frozenset(extension for extension, name in Image.registered_extensions().items() if name in known)
 
 
-def decode(source: Path | bytes, name: str) -> Image.Image:
+def decode(source: Path | bytes, name: str, least_side: int | None = None) -> Image.Image:
     """Returns the first frame as RGB, EXIF orientation applied. Transparent pixels become white.
 
-    16-bit and float greys keep their whole range: 0…65535 and 0…1 become 0…255. Raises `UnreadableImage` for a damaged
-    or truncated image, and for an image with more pixels than `PIL.Image.MAX_IMAGE_PIXELS`. Logs Pillow's warnings.
+    16-bit and float greys keep their whole range: 0…65535 and 0…1 become 0…255. `least_side`: a JPEG is decoded at 1/2,
+    1/4 or 1/8 of its size where no side gets shorter than this many pixels (Pillow's draft mode). Raises
+    `UnreadableImage` for a damaged or truncated image, and for an image with more pixels than
+    `PIL.Image.MAX_IMAGE_PIXELS`. Logs Pillow's warnings.
     """
     with pillow_warnings.logged(name):
-        return _decoded(source, name)
+        return _decoded(source, name, least_side)
 
 
-def _decoded(source: Path | bytes, name: str) -> Image.Image:
+def _decoded(source: Path | bytes, name: str, least_side: int | None) -> Image.Image:
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=formats()) as image:
             # Pillow refuses an image only above twice the limit; between the two it warns
             limit = Image.MAX_IMAGE_PIXELS
             if limit is not None and image.width * image.height > limit:
                 raise UnreadableImage(name, f"{image.width} × {image.height} pixels, more than the limit of {limit}")
+            if least_side is not None:
+                image.draft(None, (least_side, least_side))
             image.load()
             return to_rgb(image)
     except UnreadableImage as error:
@@ -110,8 +114,14 @@ class EncodedImages(ImageDataset):
     """Images whose content is an encoded image file, on the disk or as bytes. All such data sets decode alike."""
 
     def image(self, row: int) -> Image.Image:
+        return self._decoded(row, None)
+
+    def draft(self, row: int, least_side: int | None) -> Image.Image:
+        return self.image(row) if least_side is None else self._decoded(row, least_side)
+
+    def _decoded(self, row: int, least_side: int | None) -> Image.Image:
         content = self.content(row)
-        return decode(content if isinstance(content, bytes) else Path(content), self.name(row))
+        return decode(content if isinstance(content, bytes) else Path(content), self.name(row), least_side)
 
 
 def _reason(error: Exception) -> str:

@@ -32,6 +32,12 @@ class Preprocessing(Block):
     crop: float = 1.0  # fraction of the resized side that the centre crop keeps
     interpolation: Interpolation = "bicubic"
     resize: Resize = "native"
+    draft: Annotated[bool, Field(exclude_if=lambda draft: not draft)] = False  # absent where nothing is drafted
+
+    @property
+    def least_side(self) -> int | None:
+        """For `ImageDataset.draft`: twice the side to which images are resized, so that this still averages pixels."""
+        return 2 * resized_side(self) if self.draft else None
 
 
 class PreprocessingOverrides(Block):
@@ -53,6 +59,13 @@ class PreprocessingOverrides(Block):
             description="native: resizes the shorter side; squash: resizes both sides, which changes the aspect ratio; "
             "pad: resizes the longer side and pads with the mean colour. A centre crop to the square follows; with "
             "squash or pad and crop 1.0 it removes nothing"
+        ),
+    ] = None
+    draft: Annotated[
+        bool | None,
+        Field(
+            description="decodes a large JPEG at 1/2, 1/4 or 1/8 of its size, no side below twice the resized one; "
+            "several times as fast, with slightly different pixels"
         ),
     ] = None
 

@@ -105,7 +105,7 @@ class Transformers(Encoder, TextEncoder):
     def _own_preprocessing(self, overrides: PreprocessingOverrides) -> Preprocessing:
         """That of the model's image processor, which is not read if the recipe replaces all of it."""
         given = overrides.model_dump(exclude_none=True)
-        if given.keys() == Preprocessing.model_fields.keys():
+        if given.keys() | {"draft"} == Preprocessing.model_fields.keys():
             return Preprocessing(**given)
         return from_processor(hub.image_processor(self.source), self.source.name)
 

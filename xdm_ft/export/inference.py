@@ -57,7 +57,7 @@ class Inputs(Dataset[_Loaded]):
     """Item `items` is a whole batch. It is always as large: the products of a shorter one round differently."""
 
     def __init__(self, model: Model, batch_size: int, lookup: Lookup | None) -> None:
-        size = model.config.preprocessing.size
+        size, self.least_side = model.config.preprocessing.size, model.config.preprocessing.least_side
         self.transform, self.shape, self.lookup = model.transform, (batch_size, 3, size, size), lookup
 
     def __getitem__(self, items: list[Item]) -> _Loaded:
@@ -73,7 +73,7 @@ class Inputs(Dataset[_Loaded]):
                     elif isinstance(found, str):
                         unreadable[position] = found
                     else:
-                        image = self.transform(decode(content, printable(item.path)))
+                        image = self.transform(decode(content, printable(item.path), self.least_side))
                         pixels = torch.zeros(self.shape) if pixels is None else pixels
                         pixels[position] = image
             except UnreadableImage as error:

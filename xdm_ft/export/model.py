@@ -113,7 +113,7 @@ class Model:
         """Returns the preprocessed pixels float32 [3,H,W]. Raises `UserError` for an image that does not decode."""
         try:
             if isinstance(image, str | Path):
-                image = decode(Path(image).expanduser(), str(image))
+                image = decode(Path(image).expanduser(), str(image), self.config.preprocessing.least_side)
             elif isinstance(image, np.ndarray):
                 if image.dtype != np.uint8 or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] != 3):
                     raise UserError(

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import UnreadableImage, memory_of, unreadable_message
 from xdm_ft.data._loading import image_loader, loaded
-from xdm_ft.data._transforms import normalized
+from xdm_ft.data._transforms import Preprocessing, normalized
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError, plural
 from xdm_ft.features import FeatureSettings, Precision
@@ -57,12 +57,13 @@ class EncoderInputs(Dataset[ImageBatch]):
         dataset: ImageDataset,
         digests: np.ndarray,
         transform: ViewTransform,
-        size: int,
+        preprocessing: Preprocessing,
         batch_size: int,
         threads: int = 0,
     ) -> None:
         self.dataset, self.digests, self.transform = dataset, digests, transform
-        self.shape = (batch_size, size, size, 3)
+        self.shape = (batch_size, preprocessing.size, preprocessing.size, 3)
+        self.least_side = preprocessing.least_side
         self._map = ThreadPoolExecutor(threads, "decoder").map if threads else map
 
     def __getitem__(self, rows: list[int]) -> ImageBatch:
@@ -75,7 +76,7 @@ class EncoderInputs(Dataset[ImageBatch]):
         """Fills `pixels` [S,S,3]. Returns why the image does not decode, or None."""
         try:
             with memory_of(self.dataset.name(row)):
-                pixels[:] = self.transform(self.dataset.image(row), self.digests[row])
+                pixels[:] = self.transform(self.dataset.draft(row, self.least_side), self.digests[row])
         except UnreadableImage as error:
             return error.reason
         return None
@@ -232,7 +233,7 @@ class Extraction:
             self.dataset,
             self.hashes.digests,
             self.view.transform(preprocessing),
-            preprocessing.size,
+            preprocessing,
             self.settings.batch_size,
             threads=0 if workers else own_cores(),
         )

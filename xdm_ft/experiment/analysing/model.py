@@ -122,7 +122,8 @@ def read_model(
     assert isinstance(method, Algorithm)
     model = EndToEnd(copy.deepcopy(own.encoder), method, "frozen")
     model.load_weights(state)
-    images = ImageRows(plan.dataset, evaluation_transform(own.encoder.preprocessing))
+    preprocessing = own.encoder.preprocessing
+    images = ImageRows(plan.dataset, evaluation_transform(preprocessing), preprocessing.least_side)
     head = copy.deepcopy(method).cpu().eval()
     trained = OwnEncoder(model.to(accelerator.device).eval(), images, accelerator)
     return TrainedModel(record, head, trained.features, trained, batch)

@@ -89,8 +89,9 @@ class Images(Inputs):
     def __init__(
         self, dataset: ImageDataset, preprocessing: Preprocessing, augmentation: Augmentation, accelerator: Accelerator
     ) -> None:
-        self.plain = ImageRows(dataset, evaluation_transform(preprocessing))
-        self.augmented = ImageRows(dataset, training_transform(preprocessing, augmentation))
+        least_side = preprocessing.least_side
+        self.plain = ImageRows(dataset, evaluation_transform(preprocessing), least_side)
+        self.augmented = ImageRows(dataset, training_transform(preprocessing, augmentation), least_side)
         self.device, self.workers = accelerator.device, worker_count(accelerator)
 
     def of_steps(self, steps: StepRows) -> Iterator[Tensor]:
