@@ -1,4 +1,4 @@
-"""A step of a bank computes with tensors only: it never waits for a GPU, and most methods compile whole."""
+"""A step of a bank computes with tensors only: it never waits for a GPU, and it compiles whole."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import torch
 from bank_problems import digits, job_of
 
 from xdm_ft.algorithms import Algorithm
+from xdm_ft.algorithms.coral import CORAL
+from xdm_ft.algorithms.fish import Fish
 from xdm_ft.algorithms.groupdro import GroupDRO
 from xdm_ft.algorithms.irm import IRM
+from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.rsc import RSC
+from xdm_ft.algorithms.vrex import VREx
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features.cache import Features
 from xdm_ft.heads.mlp import MLP
@@ -39,9 +43,12 @@ CASES = {
     "mixup+sagm": jobs_of(Mixup, sharpness=SAGM()),
     "irm": jobs_of(IRM, anneal_steps=4),
     "groupdro": jobs_of(GroupDRO),
+    "coral": jobs_of(CORAL),
+    "vrex": jobs_of(VREx, anneal_steps=4),
+    "lisa": jobs_of(LISA),
+    "fish": jobs_of(Fish),
     "mlp": jobs_of(XDomainMix, setup={"head": MLP}, **MIXING),
 }
-COMPILED = ["xdomainmix+sam", "rsc", "irm", "groupdro"]  # mixed inputs, and XDomainMix with an MLP, do not yet
 
 
 def weights(jobs: list[Job]) -> dict[str, torch.Tensor]:
@@ -61,7 +68,7 @@ def compiler() -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("case", CASES)
 def test_a_step_compiles_whole_and_once_per_phase(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph break, the same numbers to rounding, and one graph: two with a warm-up."""
     graphs, jobs = [], CASES[case]
@@ -74,8 +81,8 @@ def test_a_step_compiles_whole_and_once_per_phase(case: str, monkeypatch: pytest
     compiled = torch.compile(stacked.inner_step, fullgraph=True, backend=backend)
     monkeypatch.setattr(stacked, "inner_step", compiled)
     for name, value in weights(jobs).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
-    assert len(graphs) == 2 if isinstance(jobs[0].make(jobs[0].setup), XDomainMix) else 1
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=2e-5)
+    assert len(graphs) == (2 if isinstance(jobs[0].make(jobs[0].setup), XDomainMix) else 1)
 
 
 @pytest.mark.parametrize("number", [0, 5])

@@ -15,7 +15,7 @@ from xdm_ft.heads import Head
 from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule
-from xdm_ft.training.bank.inputs import on_inputs
+from xdm_ft.training.bank.inputs import OnInputs
 from xdm_ft.training.bank.optimizers import Optimizer, clip, make_optimizer
 from xdm_ft.training.schedule import learning_rate_factor
 
@@ -25,6 +25,7 @@ class Bank:
     """H models of one method, stacked: every tensor is [H,…]."""
 
     template: Algorithm  # used for its code and settings; its own parameters are never used
+    on_inputs: OnInputs  # of the template
     main: Tensors  # parameters that `Losses.total` trains
     auxiliary: Tensors  # parameters that `Losses.auxiliary` trains
     buffers: Tensors  # those that weights files hold; steps change them in place
@@ -76,7 +77,7 @@ def inner_step(bank: Bank, batch: Batch, now: Tensor, phase: str) -> Tensors:
     value is read from the device: steps of one phase launch the same operators on other tensors.
     """
     step = now[0]
-    batch = on_inputs(bank.template, bank.buffers | bank.fixed, batch, step)
+    batch = bank.on_inputs.of_heads(bank.buffers | bank.fixed, batch, step)
     losses = _losses(bank, bank.main, batch, step, phase, reuse=None)
     # total and auxiliary depend on different parameters, so one backward pass computes both gradients
     every_gradient = _gradients(losses.total + losses.auxiliary, bank.main | bank.auxiliary)
@@ -142,6 +143,7 @@ def stack(jobs: Sequence[Job], device: torch.device) -> Bank:
     factors = [learning_rate_factor(number, steps, training.schedule) for number in range(steps)]
     return Bank(
         template=template,
+        on_inputs=OnInputs(template),
         main={name: value for name, value in stacked.items() if not is_auxiliary[name]},
         auxiliary={name: value for name, value in stacked.items() if is_auxiliary[name]},
         buffers={name: value for name, value in buffers.items() if name in saved},
