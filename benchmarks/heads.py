@@ -137,10 +137,10 @@ def training_of(shape: Shape) -> Training:
     return Training(batch_size=shape.batch, sampler="pooled", optimizer="adam", lr=1e-3, weight_decay=1e-4)
 
 
-def bank(method: str, shape: Shape, data: CachedData, heads: int) -> Callable[[int], None]:
+def bank(method: str, shape: Shape, data: CachedData, heads: int, compiles: bool = False) -> Callable[[int], None]:
     """Returns a function that takes n steps of a bank of `heads` heads."""
     jobs = [job_of(method, shape, data, seed) for seed in range(heads)]
-    trained, coming = stack(jobs, data.features.device), enumerate(batches(jobs, data))
+    trained, coming = stack(jobs, data.features.device, compiles), enumerate(batches(jobs, data))
 
     def run(steps: int) -> None:
         for _ in range(steps):

@@ -98,6 +98,7 @@ class Method(nn.Module, ABC):
     search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
     min_domains: int = 1  # training domains needed; with fewer the method becomes a `skipped` row
     needs_text: bool = False  # whether it needs the text side of the encoder
+    has_kernels: bool = False  # whether a bank is faster by kernels of its own than `torch.compile` makes it
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()

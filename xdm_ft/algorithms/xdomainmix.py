@@ -71,6 +71,7 @@ class XDomainMix(Algorithm):
     # the values that the authors' own code draws from
     search_ranges = {"p_discard": {"choice": (0.2, 0.3, 0.4)}}
     min_domains = 2
+    has_kernels = True
     auxiliary = ("domain_head",)
 
     def __init__(

@@ -75,7 +75,7 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
         problem = "the official split defines the validation images; leave it out"
         faults.add(("protocol", "split_rule"), problem, PROTOCOL)
     if not recipe.trains_encoders:
-        for key in ("mixed_precision", "accumulation", "layer_decay", "compile"):
+        for key in ("mixed_precision", "accumulation", "layer_decay"):
             if getattr(training, key) not in (Training.model_fields[key].default, "no"):
                 problem = "has no effect with a frozen encoder; leave it out (for precision set features.precision)"
                 faults.add(("training", key), problem, TRAINABLE)

@@ -81,8 +81,8 @@ class Training(Block):
     compile: Annotated[
         bool,
         Field(
-            description="compile a trainable encoder's passes by torch.compile (end to end only); rounding differs, "
-            "and the first step takes minutes"
+            description="compile a trainable encoder's passes, and the steps of heads on cached features (but "
+            "XDomainMix's, which have kernels), by torch.compile; rounding differs, and first steps take long"
         ),
     ] = False
     profile: Annotated[

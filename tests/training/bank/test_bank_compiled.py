@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
-from bank_problems import digits, job_of
+from bank_problems import digits, job_of, train
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.coral import CORAL
@@ -19,15 +20,18 @@ from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.rsc import RSC
 from xdm_ft.algorithms.vrex import VREx
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.errors import UserError
 from xdm_ft.features.cache import Features
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch
-from xdm_ft.training import Job
+from xdm_ft.training import Job, Training
 from xdm_ft.training.bank import stacked
+from xdm_ft.training.bank import train as bank_train
 from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.compiling import compiled
 
 STEPS = 9
 MIXING = {"warmup_steps": 3, "quantile_steps": 1}
@@ -78,11 +82,39 @@ def test_a_step_compiles_whole_and_once_per_phase(case: str, monkeypatch: pytest
         graphs.append(graph)
         return graph.forward
 
-    compiled = torch.compile(stacked.inner_step, fullgraph=True, backend=backend)
-    monkeypatch.setattr(stacked, "inner_step", compiled)
+    monkeypatch.setattr(stacked, "inner_step", torch.compile(stacked.inner_step, fullgraph=True, backend=backend))
     for name, value in weights(jobs).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=2e-5)
     assert len(graphs) == (2 if isinstance(jobs[0].make(jobs[0].setup), XDomainMix) else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
+def test_a_compiled_training_is_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bits do not depend on the chunks that were trained before."""
+    monkeypatch.setattr(bank_train, "CHUNK_HEADS", 2)
+    jobs = [job_of(Mixup, seed=seed, steps=STEPS, lr=0.01 * (seed + 1), sharpness=SAM()) for seed in range(5)]
+    plain, compiling = Training(batch_size=8), Training(batch_size=8, compile=True)
+    assert not Training().compile
+    expected, found = train(jobs, plain), train(jobs, compiling)
+    stacked.compiled_step.cache_clear()
+    torch.compiler.reset()
+    alone = train(jobs[4:], compiling)
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, value in ours.selected["train_val"].state.items():
+            torch.testing.assert_close(value, theirs.selected["train_val"].state[name], rtol=1e-5, atol=2e-5)
+    for name, value in alone[0].selected["train_val"].state.items():
+        assert torch.equal(value, found[4].selected["train_val"].state[name])
+
+
+def test_without_a_compiler_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch._inductor.config as config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+    line = r"^training.compile: torch.compile fails here \(.*\); install a C\+\+ compiler"
+    with config.patch({"cpp.cxx": (None, "/nowhere/g++")}), pytest.raises(UserError, match=line):
+        compiled(torch.sin)(torch.ones(3))
 
 
 @pytest.mark.parametrize("number", [0, 5])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule
 from xdm_ft.training.bank.inputs import OnInputs
 from xdm_ft.training.bank.optimizers import Optimizer, clip, make_optimizer
+from xdm_ft.training.compiling import compiled
 from xdm_ft.training.schedule import learning_rate_factor
 
 
@@ -38,6 +39,7 @@ class Bank:
     clip_norm: float | None
     schedule: Schedule
     steps: int
+    compiles: bool  # whether its steps are compiled
 
     def stacked(self) -> Tensors:
         """Returns all parameters and buffers of the models, [H,…]."""
@@ -57,10 +59,11 @@ def step(bank: Bank, batch: Batch, number: int) -> Tensors:
     taken: list[Tensors] = []
     now = torch.full((1,), number, device=bank.lr.device)
     phase = bank.template.phase(number)
+    take = compiled_step() if bank.compiles else inner_step
 
     def step_on(domain: int | None) -> None:
         part = batch if domain is None else batch.block(domain, bank.template.task.num_domains, axis=1)
-        taken.append(inner_step(bank, part, now, phase))
+        taken.append(take(bank, part, now, phase))
 
     if bank.template.resets_optimizer(number):
         bank.optimizer.reset()
@@ -100,6 +103,15 @@ def inner_step(bank: Bank, batch: Batch, now: Tensor, phase: str) -> Tensors:
     return {name: value.detach() for name, value in scalars.items()}
 
 
+@cache
+def compiled_step() -> Callable[[Bank, Batch, Tensor, str], Tensors]:
+    """Returns `inner_step` as torch.compile makes it: one graph for each method, phase and number of heads.
+
+    Sizes are constants of a graph, so the bits of a chunk do not depend on the chunks before it.
+    """
+    return compiled(inner_step, fullgraph=True, dynamic=False)
+
+
 def _losses(bank: Bank, main: Tensors, batch: Batch, step: Tensor, phase: str, reuse: Tensors | None) -> Losses:
     """Returns the losses of every head with the parameters `main`; scalars become [H]."""
 
@@ -121,8 +133,8 @@ def _gradients(losses: Tensor, parameters: Tensors) -> Tensors:
     return dict(zip(parameters, gradients, strict=True))
 
 
-def stack(jobs: Sequence[Job], device: torch.device) -> Bank:
-    """Returns a bank of newly initialised models, one per job."""
+def stack(jobs: Sequence[Job], device: torch.device, compiles: bool = False) -> Bank:
+    """Returns a bank of newly initialised models, one per job. `compiles`: whether its steps are compiled."""
     training = jobs[0].training
     models = [algorithm_of(job).to(device) for job in jobs]
     template, sharpness = models[0], jobs[0].sharpness
@@ -165,6 +177,7 @@ def stack(jobs: Sequence[Job], device: torch.device) -> Bank:
         clip_norm=training.clip_norm,
         schedule=training.schedule,
         steps=steps,
+        compiles=compiles,
     )
 
 

@@ -118,7 +118,7 @@ def _train_chunk(
     checkpoint: Checkpoint | None,
 ) -> list[Trained]:
     started, training = time.perf_counter(), jobs[0].training
-    bank = stack(jobs, data.features.device)
+    bank = stack(jobs, data.features.device, training.compile and not algorithm_of(jobs[0]).has_kernels)
     averages, validation_loss = _averages(jobs, bank, data)
     first_step = bank.template.first_selectable_step
     selectors = [Selector(criteria, first_step, training.patience) for _ in jobs]

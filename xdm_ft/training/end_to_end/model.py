@@ -19,6 +19,7 @@ from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable, blocks_ab
 from xdm_ft.errors import UserError
 from xdm_ft.features.cache import Features
 from xdm_ft.tensors import Batch
+from xdm_ft.training.compiling import compiled
 from xdm_ft.training.end_to_end.batch_norm import batch_norm_layers
 from xdm_ft.training.end_to_end.stage_modules import StageModules
 
@@ -96,7 +97,7 @@ class EndToEnd(nn.Module):
         if self.stages.names:
             logger.warning("training.compile: has no effect on a method that changes feature maps inside the encoder")
         else:
-            self._encode = torch.compile(self.encode)
+            self._encode = compiled(self.encode)
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns features z [B,K] of images, or of activations if there is a cut."""
