@@ -208,7 +208,7 @@ def test_faults_of_a_user_are_one_line(
 
     broken.write_bytes(whole)
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "hold", lambda store: Path("nowhere"))
+        patch.setattr(Store, "claim_file", property(lambda store: Path("nowhere")))
         assert fault().startswith(f"features.dir: {Path('cache').absolute()} is another folder here than in the run")
     submit = _Stretches._submit
 

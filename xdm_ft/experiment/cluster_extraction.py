@@ -1,6 +1,7 @@
 """Extraction on a cluster: every stretch of images is a task, which adds its features to the cache.
 
-All nodes see the cache. What a lost task has added stays, and the rest of its stretch is done again.
+All nodes see the cache. This process claims the images, so that no task waits for a lock, and a dead node holds none.
+What a lost task has added stays, and the rest of its stretch is done again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 LEAST_STRETCHES = 64  # if there are so many shards, so that nodes that come meanwhile have work
 STRETCHES_PER_TASK = 8  # for each task that fits, so that all of them end at about the same time
+SECONDS_TO_END = 10.0  # for all tasks to write their last shards, after a signal
 LOOK_SECONDS = 1.0  # between two looks for new shards
 
 
@@ -40,6 +42,12 @@ class Stretch(NamedTuple):
     numbers: np.ndarray  # of the store's images
     size: int  # of a shard
     seen: Path  # a file of the driver in the store's folder
+
+
+class Written(NamedTuple):
+    """The shards with the images of a stretch."""
+
+    names: tuple[str, ...]
 
 
 class Extracting(NamedTuple):
@@ -56,8 +64,8 @@ class Extracting(NamedTuple):
         own = self.extraction.part(part.numbers)
         if not part.seen.exists():
             raise UserError(
-                f"features.dir: {own.store.cache} is another folder here than in the run, or its disk has no locks "
-                "between machines; put it on a disk that all nodes share"
+                f"features.dir: {own.store.cache} is another folder here than in the run; put it on a disk that all "
+                "nodes share"
             )
         differs = own.hashes.changed_file(own.rows.tolist())
         if differs is not None:  # before it is opened, as a file that is not here would count as a broken image
@@ -67,6 +75,7 @@ class Extracting(NamedTuple):
             )
         with post.beating():
             own.run(_UntilStopped("", None, ""), part.size)
+        post.send(Written(tuple(shard.path.name for shard in own.store.shards)))
 
 
 class _UntilStopped(Progress):
@@ -97,23 +106,26 @@ def _extract(recipe: Recipe, connection: Callable[[], Any], extraction: Extracti
 
     Raises `UserError` or `RuntimeError` if a task does, and `Interrupted`.
     """
-    free = extraction.store.unclaimed()
+    store = extraction.store
+    free = store.claim(len(store.contents))
     if not len(free):
         return 0
-    seen = extraction.store.hold()
     try:
         ray, size = connection(), extraction.images_per_shard(len(free))
         tasks = STRETCHES_PER_TASK * fitting(ray, recipe.cluster, recipe.cluster.cpus_per_model)
         length = size * max(1, math.ceil(len(free) / size) // max(LEAST_STRETCHES, tasks))
-        stretches = [Stretch(free[first : first + length], size, seen) for first in range(0, len(free), length)]
+        parts = [free[first : first + length] for first in range(0, len(free), length)]
+        stretches = [Stretch(numbers, size, store.claim_file) for numbers in parts]
         queue = _Stretches(ray, recipe, extraction, stretches, bar)
         queue.run()
         return queue.arrived
     finally:
-        extraction.store.release()
+        store.release()
 
 
 class _Stretches(Queue):
+    seconds_to_end = SECONDS_TO_END
+
     def __init__(
         self, ray: Any, recipe: Recipe, extraction: Extraction, stretches: Sequence[Stretch], bar: Progress
     ) -> None:
@@ -144,7 +156,9 @@ class _Stretches(Queue):
         return Part(note, self.settings.cpus_per_model, stretch)
 
     def take(self, attempt: Attempt, content: object) -> None:
-        """Nothing is sent: features come through the cache."""
+        """Features come through the cache."""
+        if isinstance(content, Written):
+            self.store.open(content.names)
 
     def is_left(self, attempt: Attempt) -> bool:
         stretch = self.stretches[attempt.number]

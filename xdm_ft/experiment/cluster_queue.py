@@ -26,7 +26,6 @@ from xdm_ft.terminal import complain
 
 logger = logging.getLogger("xdm_ft")
 POLL_SECONDS = 0.2
-SECONDS_TO_END = 60.0  # for all tasks to save and send their state, after a signal
 MOST_LOSSES = 5  # of one part in a row, without progress between them: then the part itself is the cause
 
 
@@ -50,6 +49,8 @@ class Attempt:
 
 class Queue(ABC):
     """Does the parts 0, 1, … of a work. `run` returns when all are done."""
+
+    seconds_to_end = 60.0  # for all tasks to save and send their state, after a signal
 
     def __init__(self, ray: Any, settings: Cluster, work: Work, parts: int) -> None:
         self.ray, self.settings = ray, settings
@@ -197,7 +198,7 @@ class Queue(ABC):
         for task, attempt in self.running.items():
             if not attempt.node:
                 self.ray.cancel(task)
-        faults, until = list[Exception](), time.monotonic() + SECONDS_TO_END
+        faults, until = list[Exception](), time.monotonic() + self.seconds_to_end
         while self.running and time.monotonic() < until:
             try:
                 self.poll()

@@ -137,7 +137,7 @@ class Extraction:
     on_bad_image: Literal["error", "skip"]
 
     def part(self, numbers: np.ndarray) -> Extraction:
-        """Returns the extraction of these of the store's images."""
+        """Returns the extraction of these of the store's images, which the caller's process has claimed."""
         return replace(self, store=self.store.part(numbers), rows=self.rows[numbers])
 
     def run(self, bar: Progress, size: int | None = None) -> int:

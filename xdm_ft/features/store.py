@@ -21,7 +21,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,16 +35,15 @@ from xdm_ft.errors import UserError, plural
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_of
 from xdm_ft.features.claims import Claim, living_claims, locked
+from xdm_ft.features.manifest import MANIFEST, read_manifest, write_manifest
 from xdm_ft.features.shards import ContentIndex, Contents, Shard, open_shard, write_shard
 from xdm_ft.progress import Progress, progress, pulse
-from xdm_ft.storage.atomic import disk_errors, remove_unfinished, replace_text
+from xdm_ft.storage.atomic import disk_errors, remove_unfinished
 from xdm_ft.storage.cache_root import cache_root
-from xdm_ft.storage.checksummed import Damaged, json_object
-from xdm_ft.storage.digests import digest
+from xdm_ft.storage.checksummed import Damaged
 
 logger = logging.getLogger("xdm_ft")
 
-MANIFEST = "manifest.json"
 SHARDS = "shard-*.safetensors"
 WAIT_SECONDS = 0.5  # between checks whether another process has finished a shard
 WHAT = "image features, cached by xdm_ft; safe to delete"
@@ -103,14 +102,25 @@ class Store:
         """What is pickled is the same store, of which nothing has been read."""
         return Store, (self.cache, self._parts, self.contents, self.width, self.dtype)
 
-    def part(self, numbers: np.ndarray) -> Store:
-        """Returns the store of these images alone: it reads no features of others."""
-        return Store(self.cache, self._parts, self.contents[numbers], self.width, self.dtype)
+    def part(self, numbers: np.ndarray) -> ClaimedPart:
+        """Returns the store of these images, for whom the process that has claimed them lets compute them."""
+        return ClaimedPart(self.cache, self._parts, self.contents[numbers], self.width, self.dtype)
+
+    @property
+    def claim_file(self) -> Path:
+        """The file that says what this process has claimed: a process that sees it sees this folder."""
+        assert self._claim is not None, "something is claimed"
+        return self._claim.path
 
     def missing(self) -> np.ndarray:
         """Returns the numbers (int64, in 0…M−1) of the images that are still to be computed. Opens new shards."""
         self._open([path for path in sorted(self.folder.glob(SHARDS)) if path.name not in self._seen])
         return np.flatnonzero(self.shard_of < 0)
+
+    def open(self, names: Iterable[str]) -> None:
+        """Opens these shards of another machine, which a network disk may list only a minute after they were written."""
+        paths = [self.folder / name for name in names if name not in self._seen]
+        self._open([path for path in paths if path.exists()])
 
     def _open(self, paths: Sequence[Path]) -> None:
         """Takes the missing images from these shards. All are looked up at once, as one by one takes much longer."""
@@ -188,17 +198,6 @@ class Store:
                 self._claim.add(self.contents[numbers])
                 self._claimed[numbers] = True
         return numbers
-
-    def hold(self) -> Path:
-        """Creates a locked file in the store's folder, and returns it. It stays until `release`.
-
-        A process that sees it sees this folder. Nothing is pruned meanwhile.
-        """
-        with self._locked():
-            self._write_manifest()
-            self._remove_damaged()
-            self._claim = self._claim or Claim(self.folder)
-        return self._claim.path
 
     def release(self) -> None:
         """Lets other processes compute what this one has claimed and not written."""
@@ -282,6 +281,25 @@ class Store:
             self._seen.discard(path.name)  # it may be written again
 
 
+class ClaimedPart(Store):
+    """Some images of a store, which another process has claimed for this one: it needs no lock.
+
+    It does not read the features of other images.
+    """
+
+    def unclaimed(self) -> np.ndarray:
+        missing = self.missing()
+        return missing[~self._claimed[missing]]
+
+    def claim(self, count: int) -> np.ndarray:
+        numbers = self.unclaimed()[:count]
+        self._claimed[numbers] = True
+        return numbers
+
+    def release(self) -> None:
+        self._claimed[:] = False
+
+
 def complete(store: Store, run: Callable[[Progress], int], what: str, show: bool) -> int:
     """Computes what a store lacks, or waits for processes that do. Returns how many images this process computed.
 
@@ -312,26 +330,3 @@ def cut_in(parts: Mapping[str, Any]) -> str | None:
     """Returns the module above the cut whose activations the store of this key or manifest holds; None: features."""
     cut: str | None = parts["encoder"].get("cut") if "encoder" in parts else None
     return cut
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of a store without its checksum. Raises `Damaged`, or `FileNotFoundError`."""
-    path = folder / MANIFEST
-    try:
-        manifest = json_object(path.read_bytes())
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise Damaged(error.strerror or str(error)) from error
-    if manifest.pop("checksum", None) != _checksum(manifest):
-        raise Damaged("its checksum differs")
-    return manifest
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    whole = {**manifest, "checksum": _checksum(manifest)}
-    replace_text(folder / MANIFEST, json.dumps(whole, indent=2, ensure_ascii=False) + "\n")
-
-
-def _checksum(manifest: Mapping[str, Any]) -> str:
-    return digest(json.dumps(manifest, sort_keys=True), bits=128)
