@@ -14,6 +14,8 @@ import miniature
 import pytest
 import small_runs
 from clusters import kill_one, on
+from encoded_images import write_parquet
+from range_server import served
 from safetensors.torch import load_file
 from warm_processes import PATIENCE, begin
 
@@ -221,3 +223,15 @@ def test_faults_of_a_user_are_one_line(
         line = fault()
     assert str(broken) in line and "this file is not here, or has changed since it was hashed" in line
     assert not [path for path in Path("cache").glob("*/claim-*")]
+
+
+def test_images_in_parquet_files_on_a_server(nodes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "indexes"))
+    for number in range(3):
+        write_parquet(tmp_path / "tables" / f"{number}.parquet", range(24 * number, 24 * number + 24), 10)
+    with served(tmp_path / "tables") as server:
+        data = f"data={{name: parquet, file: '{server.address}', cache_mb: 1}}"
+        own = (data, "methods=[linear_probe]", "protocol.test_domains=photo", "features.batch_size=16")
+        assert fill_cache(small_runs.recipe(*own, "features.dir=cache_here")).computed > SHARD
+        fill_cache(small_runs.recipe(*own, *on(nodes)))
+    assert stored("cache") == stored("cache_here")

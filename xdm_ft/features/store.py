@@ -118,7 +118,7 @@ class Store:
         return np.flatnonzero(self.shard_of < 0)
 
     def open(self, names: Iterable[str]) -> None:
-        """Opens these shards of another machine, which a network disk may list only a minute after they were written."""
+        """Opens these shards of another machine. A network disk may list them only a minute after they were written."""
         paths = [self.folder / name for name in names if name not in self._seen]
         self._open([path for path in paths if path.exists()])
 
