@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import sys
 import tarfile
 import time
@@ -257,6 +258,18 @@ def test_tars_give_the_images_of_parquet_files(server: Served, tmp_path: Path, m
     assert again.content(row) == png(row)
     ((_, start, stop),) = server.bodies()
     assert stop - start == len(png(row)), "an image alone is one range"
+
+
+def test_another_process_gets_data_that_has_read_nothing(tmp_path: Path) -> None:
+    write_tar(tmp_path / "tars" / "000.tar", range(30), about=True)
+    write_parquet(tmp_path / "all.parquet", range(30), 20)
+    for data in (
+        Parquet(file=tmp_path / "all.parquet"),
+        WebDataset(file=tmp_path / "tars", keys=Keys(domain="domain")),
+    ):
+        unread = len(pickle.dumps(data))
+        assert data.content(3) == png(3) and len(pickle.dumps(data)) == unread
+        same(pickle.loads(pickle.dumps(data)), data)
 
 
 def test_images_that_follow_each_other_are_one_request(

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import json
 import os
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import miniature
 import pytest
 import small_runs
+from clusters import NO_RAY, cluster, hashes, kill_one, metrics, on
 from warm_processes import PATIENCE, begin
 
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
-from xdm_ft.experiment import cluster, cluster_connection, run, train
+from xdm_ft.experiment import cluster_connection, cluster_queue, run, train
+from xdm_ft.experiment.cluster import _Pieces
 from xdm_ft.experiment.growing import refused_changes
 from xdm_ft.experiment.results import Outcome
 
-NO_RAY = importlib.util.find_spec("ray") is None
 SEARCH = """\
 name: small
 data: {name: digits}
@@ -42,18 +40,6 @@ END_TO_END = (
     "methods=[erm, {name: erm, label: last, trainable: {blocks: 1}}]",
     "protocol.test_domains=[sketch, photo]",
 )
-
-
-def hashes(folder: str) -> dict[str, str]:
-    """Weights and predictions of all models."""
-    files = sorted((Path(folder) / "small" / "models").rglob("*.safetensors"))
-    assert files
-    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def metrics(folder: str) -> list[Any]:
-    runs = json.loads((Path(folder) / "small" / "results.json").read_text())["runs"]
-    return [(run["method"], run["test_domains"], run["seed"], run["trial"], run["selected"]) for run in runs]
 
 
 class TestRefusals:
@@ -110,30 +96,8 @@ class TestRefusals:
         assert not refused_changes(before, now) and not refused_changes(now, before)
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Any]:
-    """A cluster on this machine: a head without cores, and two nodes with one core each."""
-    if NO_RAY:
-        pytest.skip("needs ray: pip install 'xdm_ft[ray]'")
-    environment = {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": f"{PATIENCE:.0f}",  # Ray crashes at what is no integer
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        from ray.cluster_utils import Cluster as Nodes
-
-        found = Nodes(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        for _ in range(2):
-            found.add_node(num_cpus=1)
-        yield found
-        found.shutdown()
-
-
-def on(nodes: Any) -> tuple[str, str]:
-    return "cluster.name=ray", f"cluster.address={nodes.address}"
+def on_one_core() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
 class Watched:
@@ -141,27 +105,27 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: Any) -> None:
         self.submitted, self.lost, self.ended = Counter[int](), Counter[int](), Counter[Any]()
-        own = cluster._Driver
-        submit, lost, take = own._submit, own._lost, own._take
+        own = _Pieces
+        submit, lost, take = own._submit, own._lost, own.take
 
         def submitted(driver: Any, number: int) -> None:
             self.submitted[number] += 1
             submit(driver, number)
 
         def was_lost(driver: Any, attempt: Any, error: Exception) -> None:
-            self.lost[attempt.piece] += 1
+            self.lost[attempt.number] += 1
             lost(driver, attempt, error)
 
         def taken(driver: Any, attempt: Any, content: Any) -> None:
             take(driver, attempt, content)
             if isinstance(content, list):
                 if not self.ended and nodes is not None:
-                    nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
+                    kill_one(nodes)
                     nodes.add_node(num_cpus=1)
                 assert all(isinstance(outcome, Outcome) for outcome in content)
                 self.ended.update(outcome.line.key for outcome in content)
 
-        for name, function in (("_submit", submitted), ("_lost", was_lost), ("_take", taken)):
+        for name, function in (("_submit", submitted), ("_lost", was_lost), ("take", taken)):
             monkeypatch.setattr(own, name, function)
 
 
@@ -194,7 +158,10 @@ class TestNodes:
         assert metrics("there") == metrics("here") and hashes("there") == hashes("here")
         assert not Path("there/small/state").exists()
 
-    def test_ctrl_c_saves_and_another_machine_resumes(self, nodes: Any, tmp_path: Path, one_core: None) -> None:
+    @pytest.mark.parametrize("where", ["same cluster", "another cluster", "no cluster"])
+    def test_ctrl_c_saves_and_the_same_command_resumes_anywhere(
+        self, where: str, nodes: Any, tmp_path: Path, one_core: None
+    ) -> None:
         miniature.domainbed(Path("data"), "pacs")
         Path("small.yaml").write_text(small_runs.RECIPE)
         own = ("protocol.test_domains=[sketch]", "encoder.trainable=true", "methods=[erm]", "training.steps=60")
@@ -210,8 +177,10 @@ class TestNodes:
         assert process.exitcode == 130, text
         assert "interrupted; saved: 1 unfinished training; run the same command to resume" in text
         assert len(list(Path("there/small/state/checkpoints").iterdir())) == 1
-        process = begin([*arguments, *on(nodes)], tmp_path, tmp_path / "out", tmp_path / "err")
-        process.join(PATIENCE)
+        with cluster() if where == "another cluster" else nullcontext(nodes) as those:
+            more = () if where == "no cluster" else on(those)
+            process = begin([*arguments, *more], tmp_path, tmp_path / "out", tmp_path / "err", first=on_one_core)
+            process.join(PATIENCE)
         assert process.exitcode == 0, Path("err").read_text()
         assert "resumes after" in Path("err").read_text()
         assert not run(small_runs.recipe(*own, "output.dir=here")).failed
@@ -222,15 +191,6 @@ class TestNodes:
         Path("small.yaml").write_text(small_runs.RECIPE)
         with pytest.raises(UserError, match=r"cluster.gpus_per_model: 1, but no node .* has more than 0 \(.* 0 GPUs\)"):
             run(small_runs.recipe(*on(nodes), "cluster.gpus_per_model=1"))
-        monkeypatch.setattr(cluster, "versions", lambda: {"xdm_ft": "0", "torch": "0"})
+        monkeypatch.setattr(cluster_queue, "versions", lambda: {"xdm_ft": "0", "torch": "0"})
         with pytest.raises(UserError, match=r"^node \S+ \(\S+\): xdm_ft is \S+ here and 0 in the run; install"):
             run(small_runs.recipe(*on(nodes), "methods=[linear_probe]"))
-
-
-@pytest.fixture
-def one_core() -> Iterator[None]:
-    """This process and what it starts compute end to end on one core, as a task with `cpus_per_model: 1` does."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    yield
-    os.sched_setaffinity(0, before)

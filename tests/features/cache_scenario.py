@@ -114,6 +114,7 @@ def features_of(dataset: ImageDataset, cache: Path, encoder: Encoder | None = No
     """`extract` with defaults for the tests. `settings` are keys of `FeatureSettings`, or arguments of `extract`."""
     arguments = {"on_bad_image": settings.pop("on_bad_image", "error"), "device": "cpu", "show": False}
     arguments["augmentation"] = settings.pop("augmentation", "none")
+    arguments["elsewhere"] = settings.pop("elsewhere", None)
     block = FeatureSettings.model_validate({"dir": cache, "batch_size": 16, "workers": 0, **settings})
     hashes = hash_files(dataset, cache_folder(block), show=False)
     return extract(encoder or Tiny(), dataset, hashes, block, **arguments)

@@ -21,8 +21,9 @@ from xdm_ft.errors import UserError
 from xdm_ft.features import cache, forward
 from xdm_ft.features.cache import Features
 from xdm_ft.features.maintenance import prune, stores
+from xdm_ft.features.manifest import read_manifest
 from xdm_ft.features.shards import contents_of, write_shard
-from xdm_ft.features.store import Store, read_manifest
+from xdm_ft.features.store import Store
 from xdm_ft.training.end_to_end.inputs import CachedActivations
 
 IMAGES = 70

@@ -27,7 +27,8 @@ from xdm_ft.encoders.timm import Timm
 from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings, cache, cache_key, forward, views
 from xdm_ft.features.cache import Features
-from xdm_ft.features.store import cache_folder, read_manifest
+from xdm_ft.features.manifest import read_manifest
+from xdm_ft.features.store import cache_folder
 from xdm_ft.features.views import View
 
 

@@ -15,7 +15,7 @@ from filelock import FileLock
 from xdm_ft.commands.cache import list_cache, prune_cache, verify_cache
 from xdm_ft.features import cache
 from xdm_ft.features.maintenance import Cached, prune, stores, verify
-from xdm_ft.features.store import read_manifest, write_manifest
+from xdm_ft.features.manifest import read_manifest, write_manifest
 
 
 def filled(folder: Path) -> dict[int, str]:

@@ -32,7 +32,7 @@ from xdm_ft.errors import UserError
 from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.features.maintenance import stores
-from xdm_ft.features.store import write_manifest
+from xdm_ft.features.manifest import write_manifest
 from xdm_ft.recipe.text import parse
 from xdm_ft.report.finished import Run
 from xdm_ft.report.headline import show_headline

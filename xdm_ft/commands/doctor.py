@@ -237,14 +237,14 @@ def cache_space(
     wanted: list[tuple[str, Encoder]] = []
     if any(item.trainable is False for item in items):
         wanted.append(("features", encoder))
-    for cut in cuts_of(recipe, encoder, items, counted(recipe, dataset, hashes, _device())):
+    for cut in cuts_of(recipe, encoder, items, counted(recipe, dataset, hashes, _device(recipe))):
         what = f"activations, {', '.join(map(trained_words, cut.serves))}"
         if cut.is_cached:
             wanted.append((what, cut.below))
         else:
             yield Finding(what, f"computed at every step ({cut.why_computed})")
     for what, of_images in wanted:
-        views = cached_views(of_images, dataset, images, recipe.features, recipe.train_augmentation, _device())
+        views = cached_views(of_images, dataset, images, recipe.features, recipe.train_augmentation, _device(recipe))
         missing, plain = sum(len(store.missing()) for _, store in views), views[0].store
         own = sum(store.bytes_needed for _, store in views)
         plain.require_space(needed + own - plain.bytes_needed)
@@ -254,8 +254,10 @@ def cache_space(
         yield Finding(what, f"{count - missing} of {count} cached{passes}, {own / 1e6:,.1f} MB more are needed")
 
 
-def _device() -> torch.device:
-    """Returns the device that Accelerate chooses for a run."""
+def _device(recipe: Recipe) -> torch.device:
+    """Returns the device on which a run computes features: the cluster's, or the one that Accelerate chooses."""
     from accelerate import PartialState
 
-    return PartialState().device
+    from xdm_ft.experiment.cluster_connection import device_of
+
+    return device_of(recipe.cluster, PartialState().device)

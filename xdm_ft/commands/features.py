@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from xdm_ft.commands.answer import Answer
 from xdm_ft.errors import UserError, plural
+from xdm_ft.experiment.cluster_connection import check_cluster
 from xdm_ft.experiment.heartbeat import heartbeat
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import read_data
@@ -25,7 +26,7 @@ class CachedSet(NamedTuple):
     what: str  # and of what
     key: str  # of the plain view: the name of its folder in the cache
     width: int
-    computed: int  # by this process, in all views; equal images count once
+    computed: int  # by this process or its tasks, in all views; equal images count once
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Filled(Answer):
 
     @property
     def computed(self) -> int:
-        """Number of images, in all sets and views, that this process computed."""
+        """Number of images, in all sets and views, that this process or its tasks computed."""
         return sum(one.computed for one in self.sets)
 
     def text(self) -> str:
@@ -60,6 +61,8 @@ def fill_cache(recipe: Recipe) -> Filled:
             f"{recipe.name}: it trains its encoder, and no method of it uses cached features; use `xdm-ft run`"
         )
     with launched(recipe) as accelerator, heartbeat(accelerator):
+        if recipe.cluster.name is not None:
+            check_cluster(recipe)
         with pulse.waiting():
             encoders, dataset = build_encoders(recipe), read_data(recipe)
         prepared = prepare(recipe, dataset, encoders, accelerator)

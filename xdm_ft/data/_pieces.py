@@ -96,6 +96,10 @@ class PiecedImages(EncodedImages):
     _own: _OfProcess | None = None
     _beginning = threading.Lock()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled has read nothing yet."""
+        return {name: value for name, value in vars(self).items() if name != "_own"}
+
     @abstractmethod
     def read_piece(self, number: int) -> Piece:
         """Reads a piece from its file. Threads call it at the same time. Raises `UserError`."""

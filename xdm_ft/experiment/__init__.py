@@ -68,7 +68,7 @@ def run(recipe: Recipe) -> Results:
             trained_on = inputs(dataset, prepared)
             before.refuse_other_inputs(directory.path, trained_on)
             costs = encoder_costs(prepared, recipe.features, len(dataset), accelerator, before.environment or {})
-            where = environment(accelerator) | environment_of(recipe.cluster)
+            where = environment(accelerator) | environment_of(recipe.cluster, accelerator.device)
             results = ResultsFile(recipe, directory, before, where | trained_on | costs, about(plan, findings))
             engines = Engines(plan, prepared, directory, accelerator)
             train_models(engines, results)

@@ -51,15 +51,17 @@ def check_cluster(recipe: Recipe) -> None:
             logger.warning("cluster.gpus_per_model is 0: models train on the CPU, and the cluster's GPUs are idle")
 
 
-def environment_of(settings: Cluster) -> dict[str, str]:
+def environment_of(settings: Cluster, here: torch.device) -> dict[str, str]:
     """Returns what the environment in results.json says of a cluster; nothing for this machine."""
     if settings.name is None:
         return {}
-    return {"device": device_of(settings).type, "cluster": f"Ray {imported_ray().__version__}"}
+    return {"device": device_of(settings, here).type, "cluster": f"Ray {imported_ray().__version__}"}
 
 
-def device_of(settings: Cluster) -> torch.device:
-    """Returns the kind of device that models train on."""
+def device_of(settings: Cluster, here: torch.device) -> torch.device:
+    """Returns the kind of device that features are computed and models trained on: `here` without a cluster."""
+    if settings.name is None:
+        return here
     return torch.device("cuda" if settings.gpus_per_model else "cpu")
 
 

@@ -1,38 +1,25 @@
-"""A task of a cluster: trains one piece in a process on some node, and sends what comes of it to the driver.
+"""A task of a cluster: does a part of some work in a process on some node, and sends what comes of it to the driver.
 
-The driver is the process of `xdm-ft run`; it alone writes the run directory. A task has a folder of its own instead, on
-its node, for as long as it runs.
+The driver is the process of `xdm-ft`; it alone writes the run directory.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import mmap
 import os
 import pickle
-import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 
 from xdm_ft.errors import UserError
-from xdm_ft.experiment.engines import Engines, Model, Piece
 from xdm_ft.experiment.machine import cores, start
-from xdm_ft.experiment.overall import SLOT, Counts, Overall
-from xdm_ft.experiment.plan import Plan
-from xdm_ft.experiment.prepared import Prepared, build_encoder
-from xdm_ft.experiment.results import Outcome
-from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.interrupt import Interrupted, request_stop
-from xdm_ft.storage.checkpoint import Checkpoint, State
-from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.recipe.checked import Recipe
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
@@ -44,22 +31,26 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "OMPI_C
 """Variables by which Accelerate would take a task for one of several processes: `srun ray start` may set them."""
 
 
-class Work(NamedTuple):
+class Work(Protocol):
     """What all tasks of one queue share."""
 
-    plan: Plan
-    prepared: Prepared
-    pieces: Sequence[Piece]
-    measure: Callable[[Engines, Model], Outcome]
+    @property
+    def recipe(self) -> Recipe: ...
+
+    def on(self, device: torch.device) -> Self:
+        """Returns the work as tasks with this device do it."""
+
+    def do(self, part: Any, post: Post, accelerator: Accelerator) -> None:
+        """Does one part. Raises `UserError` for a fault of a user, and `Interrupted` if it was asked to stop."""
 
 
 class Order(NamedTuple):
     """What one task is to do."""
 
     node: str  # the name of the node that does it
-    piece: int  # its number in `Work.pieces`
+    number: int  # of the part
     attempt: int
-    checkpoint: bytes | None  # the file to resume from
+    part: Any  # for `Work.do`
     threads: int  # of torch
     on_gpu: bool
     folder: str  # in which relative paths of the recipe are
@@ -71,29 +62,11 @@ class Begun(NamedTuple):
     node: str
 
 
-class Scalars(NamedTuple):
-    """The arguments of `RunDirectory.write_scalars`."""
-
-    sub_run: str
-    step: int
-    values: dict[str, float]
-
-
-class File(NamedTuple):
-    """A file of the task's folder, for the run directory."""
-
-    relative: str
-    content: bytes
-
-
 class Line(NamedTuple):
     """A line for the log."""
 
     level: int
     text: str
-
-
-Content = Begun | Scalars | File | Line | Counts | list[Outcome]
 
 
 class Ending(NamedTuple):
@@ -114,11 +87,15 @@ def run(send: Callable[[bytes], bool], fetch_work: Callable[[], bytes], name: st
 
     `name` stands for the `Work` that `fetch_work` returns, pickled: a process that has it does not fetch it again.
     """
-    node, post = order.node, _Post(order, send)
+    node, post = order.node, Post(order, send)
     try:
         request_stop(False)  # an earlier task of this process was asked to stop
         post.send(Begun(node))
-        _train(post, fetch_work, name, order)
+        with _logged(post, order.log_level):
+            work, accelerator = _loaded(fetch_work, name, order)
+            torch.set_num_threads(order.threads)
+            work.do(order.part, post, accelerator)
+        post.send()  # the last lines of the log
     except UserError as error:
         return Ending("refused", node, tuple(f"node {node}: {line}" for line in error.args))
     except Interrupted:
@@ -126,24 +103,6 @@ def run(send: Callable[[bytes], bool], fetch_work: Callable[[], bytes], name: st
     except Exception:
         return Ending("failed", node, (traceback.format_exc(),))
     return Ending("done", node)
-
-
-def _train(post: _Post, fetch_work: Callable[[], bytes], name: str, order: Order) -> None:
-    with _logged(post, order.log_level), tempfile.TemporaryDirectory(prefix="xdm-ft-task-") as scratch:
-        work, accelerator = _loaded(fetch_work, name, order)
-        piece, directory = work.pieces[order.piece], _TaskDirectory(Path(scratch), post)
-        torch.set_num_threads(order.threads)
-        if order.checkpoint is not None:
-            directory.write_bytes(directory.checkpoint_file(piece.name), order.checkpoint)
-        engines = Engines(work.plan, work.prepared, directory, accelerator)
-        _require_inputs(engines, piece)
-        overall = Overall(piece.note, piece.cost, 0, mmap.mmap(-1, SLOT.size), 0, None)
-        with post.beating(overall):
-            for models in engines.train_piece(piece, overall):
-                post.send([_alone(work.measure(engines, model)) for model in models])
-        for trace in directory.path.glob("profiles/*"):
-            post.send(File(str(trace.relative_to(directory.path)), trace.read_bytes()))
-        post.send(overall.counts)
 
 
 _kept: tuple[str, Work, Accelerator] | None = None  # of the last task of this process
@@ -170,81 +129,46 @@ def _loaded(fetch_work: Callable[[], bytes], name: str, order: Order) -> tuple[W
     # tasks share memory and cores as the processes of a launcher do
     os.environ["LOCAL_WORLD_SIZE"] = str(max(1, cores() // order.threads))
     if _kept is None or _kept[0] != name:
-        _kept = None  # first, as the features of both may not fit
-        work = pickle.loads(fetch_work())
-        accelerator = start(work.plan.recipe)
-        _kept = name, work._replace(prepared=_on_device(work.prepared, accelerator.device)), accelerator
+        _kept = None  # first, as both may not fit
+        pickled = fetch_work()
+        try:
+            work: Work = pickle.loads(pickled)
+        except OSError as error:  # data in files that are opened here
+            raise UserError(f"data: {error}; all nodes must see the run's data under the same paths") from error
+        accelerator = start(work.recipe)
+        _kept = name, work.on(accelerator.device), accelerator
     return _kept[1], _kept[2]
 
 
-def _on_device(prepared: Prepared, device: torch.device) -> Prepared:
-    found = {}
-    for label, own in prepared.encoders.items():
-        activations = {cut: None if cached is None else cached.to(device) for cut, cached in own.activations.items()}
-        features = None if own.features is None else own.features.to(device)
-        found[label] = dataclasses.replace(own, features=features, activations=activations)
-    return dataclasses.replace(prepared, encoders=found)
+class Post:
+    """Sends messages of one task in their order; several threads may use it.
 
-
-_seen: set[tuple[str, str | None]] = set()  # (key of data, label of encoder) that this process has checked
-
-
-def _require_inputs(engines: Engines, piece: Piece) -> None:
-    """Raises `UserError` if this node does not see the images and weights that a training end to end reads."""
-    plan, item = engines.plan, piece.request.item
-    known = (engines.prepared.content, item.encoder_label)
-    if not plan.recipe.trains_on_images(item) or known in _seen:
-        return
-    dataset = plan.dataset
-    for domain, name in enumerate(dataset.domain_names):
-        rows = [row for row in (dataset.domains == domain).nonzero()[0] if row not in engines.prepared.unreadable]
-        try:
-            if rows:
-                dataset.image(int(rows[0]))
-        except (UserError, OSError) as error:
-            raise UserError(f"data: an image of {name} is unreadable ({error}); all nodes must see the data") from error
-    if not item.is_cut:
-        encoder = build_encoder(item.encoder, plan.recipe.protocol.seeds[0])
-        if weights_digest(encoder) != engines.prepared.of(item).weights:
-            raise UserError("encoder: its weights here are not those of the run; put the same file on all nodes")
-    _seen.add(known)
-
-
-def _alone(outcome: Outcome) -> Outcome:
-    """Returns the outcome with tensors of their own: those of a head may be a part of all heads' memory."""
-    weights = {
-        file: ({name: tensor.clone() for name, tensor in state.items()}, metadata)
-        for file, (state, metadata) in outcome.weights.items()
-    }
-    return dataclasses.replace(outcome, weights=weights)
-
-
-class _Post:
-    """Sends messages of one task in their order; several threads may use it."""
+    They are `Begun`, `Line`s, and what the driver of this work takes.
+    """
 
     def __init__(self, order: Order, send: Callable[[bytes], bool]) -> None:
         self._order, self._send = order, send
-        self._later: list[Content] = []
+        self._later: list[object] = []
         self._lock = threading.Lock()
 
-    def add(self, content: Content) -> None:
+    def add(self, content: object) -> None:
         """Sends it with the next message, as a message takes longer than a step."""
         self._later.append(content)
 
-    def send(self, content: Content) -> bool:
-        """Sends it, and returns when the driver's side has it: whether the driver wants this task to stop."""
+    def send(self, *contents: object) -> bool:
+        """Sends them, and returns when the driver's side has them: whether the driver wants this task to stop."""
         with self._lock:
             later, self._later = self._later, []
-            return self._send(pickle.dumps((self._order.piece, self._order.attempt, [*later, content])))
+            return self._send(pickle.dumps((self._order.number, self._order.attempt, [*later, *contents])))
 
     @contextmanager
-    def beating(self, overall: Overall) -> Iterator[None]:
-        """Context in which the driver hears of the progress, and its wish to stop reaches the training."""
+    def beating(self, progress: Callable[[], Sequence[object]] = tuple) -> Iterator[None]:
+        """Context in which the driver hears of the `progress`, and its wish to stop reaches the work."""
         ended = threading.Event()
 
         def beat() -> None:
             while not ended.wait(BEAT_SECONDS):
-                if self.send(overall.counts):
+                if self.send(*progress()):
                     request_stop()
 
         thread = threading.Thread(target=beat, daemon=True, name="beat")
@@ -256,35 +180,8 @@ class _Post:
             thread.join()
 
 
-class _TaskDirectory(RunDirectory):
-    """A folder that stands for the run directory: what is written there goes to the driver, too."""
-
-    def __init__(self, path: Path, post: _Post) -> None:
-        super().__init__(path)
-        self._post = post
-
-    def checkpoint(self, name: str, about: Mapping[str, Any], writes: bool = True) -> Checkpoint:
-        file = self.checkpoint_file(name)
-        return _SentCheckpoint(self._post, file, self.path / file, about, self._pace, writes)
-
-    def write_scalars(self, sub_run: str, step: int, values: Mapping[str, float]) -> None:
-        self._post.add(Scalars(sub_run, step, dict(values)))
-
-
-class _SentCheckpoint(Checkpoint):
-    def __init__(self, post: _Post, relative: str, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._post, self._relative = post, relative
-
-    def save(self, state: Callable[[], State]) -> None:
-        started = time.monotonic()
-        super().save(state)
-        self._post.send(File(self._relative, self.path.read_bytes()))
-        self.pace.saved(time.monotonic() - started)
-
-
 @contextmanager
-def _logged(post: _Post, level: int) -> Iterator[None]:
+def _logged(post: Post, level: int) -> Iterator[None]:
     """Context in which lines of the log go to the driver."""
 
     class Sent(logging.Handler):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xdm_ft.encoders import Encoder
+from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.cuts import RecipeCut, counted_unhashed, cuts_of
 from xdm_ft.experiment.image_times import CutPasses, ImageTimes
 from xdm_ft.experiment.plan import Plan
@@ -76,7 +77,7 @@ def cut_costs(plan: Plan, encoders: Mapping[str | None, Encoder], accelerator: A
     """Returns the costs of all cuts of the plan's recipe, measured on a few of its images. Writes nothing."""
     recipe, found = plan.recipe, list[CutCost]()
     images = recipe.training.images_per_step(max(len(split.train) for split in plan.splits))
-    count = counted_unhashed(recipe, plan.dataset, accelerator.device)
+    count = counted_unhashed(recipe, plan.dataset, device_of(recipe.cluster, accelerator.device))
     times = ImageTimes(plan.dataset, accelerator, MEASURING_SECONDS)
     for label, encoder in encoders.items():
         items = [item for item in recipe.methods if item.encoder_label == label]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.errors import plural
+from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.cuts import RecipeCut, counted_unhashed, cuts_of
 from xdm_ft.experiment.engines import SOLVER_PASSES
 from xdm_ft.experiment.image_times import CutPasses, ImageTimes
@@ -169,7 +170,8 @@ class _Measured:
     @cached_property
     def _missing(self) -> int:
         """The number of features that are not in the cache. Equal images are taken for different ones."""
-        recipe, device = self.plan.recipe, self.accelerator.device
+        recipe = self.plan.recipe
+        device = device_of(recipe.cluster, self.accelerator.device)
         if not any(item.trainable is False and item.encoder_label == self.label for item in recipe.methods):
             return 0
         found = cached_images(
@@ -179,7 +181,8 @@ class _Measured:
 
     @cached_property
     def _cuts(self) -> list[RecipeCut]:
-        recipe, device = self.plan.recipe, self.accelerator.device
+        recipe = self.plan.recipe
+        device = device_of(recipe.cluster, self.accelerator.device)
         items = [item for item in recipe.methods if item.encoder_label == self.label]
         return cuts_of(recipe, self.encoder, items, counted_unhashed(recipe, self.plan.dataset, device))
 

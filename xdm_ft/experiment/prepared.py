@@ -17,6 +17,8 @@ from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.encoders._cut import require_blocks
 from xdm_ft.encoders._trainable import LowRank, Trainable
 from xdm_ft.errors import UserError
+from xdm_ft.experiment.cluster_connection import device_of
+from xdm_ft.experiment.cluster_extraction import extraction_on
 from xdm_ft.experiment.cuts import counted, counted_unhashed, cuts_of, decided
 from xdm_ft.experiment.heartbeat import from_main, wait_for_everyone
 from xdm_ft.features.cache import Features, extract
@@ -142,6 +144,8 @@ def prepare(
 ) -> Prepared:
     """Reads features and activations from the cache, extracts the missing ones, and computes the class embeddings.
 
+    Missing ones are computed by all processes of the run, or on the recipe's cluster.
+
     `environment`: of the results.json of a run that goes on; activations that it cached are cached, others are not.
     `hashes`: of `image_hashes`, if they are known. Raises `UserError` if an image does not decode and
     `data.on_bad_image` is `error`.
@@ -149,43 +153,45 @@ def prepare(
     on_bad_image, main = recipe.data_common.on_bad_image, bool(accelerator.is_main_process)
     index = index_folder(recipe)
     hashes = image_hashes(recipe, dataset, accelerator) if hashes is None else hashes
-    extracted = partial(
-        extract,
-        dataset=dataset,
-        hashes=hashes,
-        settings=recipe.features,
-        on_bad_image=on_bad_image,
-        device=accelerator.device,
-        show=main,
-        augmentation=recipe.train_augmentation,
-    )
     found, unreadable = dict[str | None, PreparedEncoder](), dict[int, str]()
-    for label, component in by_label(recipe).items():
-        encoder = encoders[label]
-        if main:
-            log_encoder(encoder)
-        items = [item for item in recipe.methods if item.encoder is component]
-        features = extracted(encoder) if recipe.needs_features(component) else None
-        activations = dict[Trainable, Features | None]()
-        device = accelerator.device
-        count = counted(recipe, dataset, hashes, device) if index else counted_unhashed(recipe, dataset, device)
-        cuts = cuts_of(recipe, encoder, items, count, decided(environment, label))
-        # by the time that another process looks, the disk may be fuller
-        for cut, is_cached in zip(cuts, from_main(accelerator, [cut.is_cached for cut in cuts]), strict=True):
+    with extraction_on(recipe) as elsewhere:
+        extracted = partial(
+            extract,
+            dataset=dataset,
+            hashes=hashes,
+            settings=recipe.features,
+            on_bad_image=on_bad_image,
+            device=accelerator.device,
+            show=main,
+            augmentation=recipe.train_augmentation,
+            elsewhere=elsewhere,
+        )
+        for label, component in by_label(recipe).items():
+            encoder = encoders[label]
             if main:
-                logger.info("%s", cut.text())
-            cached = extracted(cut.below, streamed=True) if is_cached else None
-            activations |= {trainable: cached for trainable in cut.serves}
-        read = [one for one in (features, *activations.values()) if one is not None]
-        # before training end to end, which would fail at a broken image after hours; extraction decodes all of them too
-        if not read and any(item.trainable is not False for item in items):
-            broken = undecodable(dataset, hashes, encoder.preprocessing, index, own_cores(), main)
-            refuse_unreadable(broken, dataset, on_bad_image)
-            unreadable |= broken
-        for one in read:
-            unreadable |= one.unreadable
-        texts = text_weights(items, encoder, dataset.class_names)
-        found[label] = PreparedEncoder(encoder, weights_digest(encoder), features, texts, activations)
+                log_encoder(encoder)
+            items = [item for item in recipe.methods if item.encoder is component]
+            features = extracted(encoder) if recipe.needs_features(component) else None
+            activations = dict[Trainable, Features | None]()
+            device = device_of(recipe.cluster, accelerator.device)
+            count = counted(recipe, dataset, hashes, device) if index else counted_unhashed(recipe, dataset, device)
+            cuts = cuts_of(recipe, encoder, items, count, decided(environment, label))
+            # by the time that another process looks, the disk may be fuller
+            for cut, is_cached in zip(cuts, from_main(accelerator, [cut.is_cached for cut in cuts]), strict=True):
+                if main:
+                    logger.info("%s", cut.text())
+                cached = extracted(cut.below, streamed=True) if is_cached else None
+                activations |= {trainable: cached for trainable in cut.serves}
+            read = [one for one in (features, *activations.values()) if one is not None]
+            # before training end to end, which would fail at a broken image after hours; extraction decodes all too
+            if not read and any(item.trainable is not False for item in items):
+                broken = undecodable(dataset, hashes, encoder.preprocessing, index, own_cores(), main)
+                refuse_unreadable(broken, dataset, on_bad_image)
+                unreadable |= broken
+            for one in read:
+                unreadable |= one.unreadable
+            texts = text_weights(items, encoder, dataset.class_names)
+            found[label] = PreparedEncoder(encoder, weights_digest(encoder), features, texts, activations)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
     return Prepared(found, dict(sorted(unreadable.items())), digest(hashes.digests, bits=128))

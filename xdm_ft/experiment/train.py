@@ -46,8 +46,8 @@ def train(
     On a cluster each of both is a task, and this process saves what they return.
     """
     accelerator, cluster = engines.accelerator, engines.plan.recipe.cluster
-    device = accelerator.device if cluster.name is None else device_of(cluster)
-    queue, together = engines.pieces(requests, device), engines.pieces_end_to_end(requests)
+    queue = engines.pieces(requests, device_of(cluster, accelerator.device))
+    together = engines.pieces_end_to_end(requests)
     wanted = sum(job.key in request.wanted for request in requests for job in request.jobs)
     total = done.cost + sum(piece.cost for piece in (*queue, *together))
     with overall(what, total, done.models + wanted, accelerator, engines.directory) as bar:

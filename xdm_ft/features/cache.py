@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,19 +19,18 @@ from xdm_ft.errors import UserError, plural
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_parts
 from xdm_ft.features.file_hashes import FileHashes
-from xdm_ft.features.forward import DTYPES, Extraction, frozen_copy, refuse_unreadable
+from xdm_ft.features.forward import DTYPES, Elsewhere, Extraction, frozen_copy, refuse_unreadable
 from xdm_ft.features.maintenance import stores
 from xdm_ft.features.shards import Contents, Shard, contents_of, open_shard
-from xdm_ft.features.store import Store, cache_folder, is_writable
+from xdm_ft.features.store import Store, cache_folder, complete, is_writable
 from xdm_ft.features.views import View, all_views
-from xdm_ft.progress import Progress, progress, pulse
+from xdm_ft.progress import pulse
 from xdm_ft.storage.checksummed import Damaged
 
 logger = logging.getLogger("xdm_ft")
 
 MEMORY_FRACTION = 0.25  # features that need more of the machine's free memory stay in their memory-mapped files
 GPU_FRACTION = 0.6  # the same of a GPU's: nothing else is there but a chunk of heads and its batches
-WAIT_SECONDS = 0.5  # between checks whether another process has finished a shard
 
 
 class Features:
@@ -60,7 +59,7 @@ class Features:
         other; None: one view, in the order of the shards. `streamed`: leave them in their files, whatever fits."""
         self.key = key
         self.unreadable = dict(unreadable or {})  # row → why its image does not decode; its features are zero
-        self.extracted = extracted  # number of images that this process computed, the others were cached
+        self.extracted = extracted  # number of images that this process or its tasks computed, the others were cached
         self.device = torch.device(device)
         self.width = shards[0].shape[1]
         self._shards, self._files = shards, files
@@ -218,9 +217,11 @@ def extract(
     show: bool,
     augmentation: Augmentation = "none",
     streamed: bool = False,
+    elsewhere: Elsewhere | None = None,
 ) -> Features:
     """Returns the features of every row, in the plain view and in `settings.views` views of the `augmentation`.
 
+    `device`: where they will be, and where they are computed, unless `elsewhere`.
     `streamed`: they are read from their files each time, for features that are large (activations of a cut).
 
     Features that are missing in the cache are computed and added to it, once for equal images. Processes that need the
@@ -232,17 +233,19 @@ def extract(
     device = torch.device(device)
     refuse_unreadable(hashes.unreadable, dataset, on_bad_image)
     images = distinct_images(hashes)
-    views = cached_views(encoder, dataset, images, settings, augmentation, device)
+    computing = device if elsewhere is None else elsewhere.device
+    views = cached_views(encoder, dataset, images, settings, augmentation, computing)
     missing = [len(store.missing()) for _, store in views]
     if any(missing):
         _require_writable(views, sum(missing))
         _mention_outdated(views[0].store)
-    model = frozen_copy(encoder, settings.precision, device) if any(missing) else encoder
+    model = frozen_copy(encoder, settings.precision, device) if any(missing) and elsewhere is None else encoder
     extracted, unreadable = 0, dict[int, str]()  # a long strip may decode in augmented views, which see a part of it
     for view, store in views:
-        extraction = Extraction(model, view, dataset, hashes, store, images.rows, settings, device, on_bad_image)
+        extraction = Extraction(model, view, dataset, hashes, store, images.rows, settings, computing, on_bad_image)
         what = f"features, view {view.number}" if view.number else "features"
-        extracted += complete(store, extraction.run, what, show)
+        run = extraction.run if elsewhere is None else partial(elsewhere.run, extraction)
+        extracted += complete(store, run, what, show)
         unreadable |= unreadable_rows(store, images, hashes)
         refuse_unreadable(unreadable, dataset, on_bad_image)
     shards, places, rows = list[Shard](), [], 1
@@ -309,32 +312,6 @@ def _mention_outdated(store: Store) -> None:
             "%s: %s of features of an earlier version can not be read; `xdm-ft cache ls` lists them, and "
             "`xdm-ft cache prune` can delete them", store.cache, plural(len(outdated), "set"),
         )  # fmt: skip
-
-
-def complete(store: Store, run: Callable[[Progress], int], what: str, show: bool) -> int:
-    """Computes what a store lacks, or waits for processes that do. Returns how many images this process computed.
-
-    `run` computes the missing images that no other process computes, and returns their number. `what`: for the bar.
-    """
-    computed_here, wait_logged, missing = 0, False, len(store.missing())
-    if not missing:
-        return 0
-    with progress(what, missing, "images", show) as bar:
-        while missing:
-            computed = run(bar)
-            computed_here += computed
-            still_missing = len(store.missing())
-            by_others = missing - still_missing - computed
-            if by_others:
-                bar.advance(by_others, "another process helps")
-            elif still_missing and not computed:
-                if not wait_logged:
-                    logger.info("%s: waiting for another process to compute %s", what, plural(still_missing, "image"))
-                wait_logged = True
-                with pulse.waiting():
-                    time.sleep(WAIT_SECONDS)
-            missing = still_missing
-    return computed_here
 
 
 def unreadable_rows(store: Store, images: DistinctImages, hashes: FileHashes) -> dict[int, str]:

@@ -18,10 +18,10 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import scan
 from xdm_ft.data._transforms import NotAStrip, Preprocessing
 from xdm_ft.errors import UserError
-from xdm_ft.features.cache import complete, distinct_images, unreadable_rows
+from xdm_ft.features.cache import distinct_images, unreadable_rows
 from xdm_ft.features.cache_key import SCHEMA
 from xdm_ft.features.file_hashes import FileHashes
-from xdm_ft.features.store import Store, is_writable
+from xdm_ft.features.store import Store, complete, is_writable
 from xdm_ft.progress import Progress
 from xdm_ft.storage.atomic import disk_errors
 from xdm_ft.version import __version__

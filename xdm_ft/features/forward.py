@@ -8,9 +8,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -137,8 +137,14 @@ class Extraction:
     device: torch.device
     on_bad_image: Literal["error", "skip"]
 
-    def run(self, bar: Progress) -> int:
+    def part(self, numbers: np.ndarray) -> Extraction:
+        """Returns the extraction of these of the store's images, which the caller's process has claimed."""
+        return replace(self, store=self.store.part(numbers), rows=self.rows[numbers])
+
+    def run(self, bar: Progress, size: int | None = None) -> int:
         """Computes the missing features that no other process computes, and returns the number of their images.
+
+        `size`: images of a shard; None: as `images_per_shard` returns.
 
         Raises `UserError` for an image that does not decode (unless `on_bad_image` is "skip"), for features that are
         not finite, for a file that has changed since it was hashed, and if memory or disk is full. Finished shards are
@@ -151,7 +157,7 @@ class Extraction:
         try:
             with ThreadPoolExecutor(1, "shard writer") as writer:  # at its end it waits for the shard that it writes
                 writing = deque[tuple[np.ndarray, Future[Path]]]()
-                for numbers, features, unreadable in self._computed_shards(self._images_per_shard(free), bar):
+                for numbers, features, unreadable in self._computed_shards(size or self.images_per_shard(free), bar):
                     computed += self._add(writing)
                     writing.append((numbers, writer.submit(self._write, numbers, features, unreadable)))
                 computed += self._add(writing)
@@ -182,8 +188,11 @@ class Extraction:
             added += len(numbers)
         return added
 
-    def _images_per_shard(self, images: int) -> int:
-        """A multiple of the batch size, so that only the last batch of all is padded."""
+    def images_per_shard(self, images: int) -> int:
+        """Returns the size of shards if so many images are computed.
+
+        It is a multiple of the batch size, so that only the last batch of all is padded.
+        """
         batch = self.settings.batch_size
         batches = math.ceil(max(IMAGES_PER_SHARD, images / MAX_SHARDS) / batch)
         fit = SHARD_BYTES // (batch * self.store.width * self.store.dtype.itemsize)
@@ -281,6 +290,14 @@ class Extraction:
             raise UserError(f"{name}: the encoder returns features that are not finite; check encoder.weights{remedy}")
         readable = torch.tensor([row not in images.unreadable for row in images.rows])
         return images, z * readable[:, None]
+
+
+class Elsewhere(NamedTuple):
+    """Where features are computed, if not in this process."""
+
+    device: torch.device  # of that kind
+    run: Callable[[Extraction, Progress], int]
+    """As `Extraction.run`; the encoder is not a `frozen_copy`. Called by a process that may lack the device."""
 
 
 class Waits:

@@ -13,9 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from xdm_ft.features.cache_key import SCHEMA, key_of
+from xdm_ft.features.claims import living_claims, locked
 from xdm_ft.features.forward import DTYPES
+from xdm_ft.features.manifest import MANIFEST, read_manifest
 from xdm_ft.features.shards import open_shard
-from xdm_ft.features.store import MANIFEST, SHARDS, WHAT, living_claims, locked, read_manifest
+from xdm_ft.features.store import SHARDS, WHAT
 from xdm_ft.storage.atomic import UNFINISHED, UNFINISHED_TENSORS, disk_errors
 from xdm_ft.storage.checksummed import Damaged
 

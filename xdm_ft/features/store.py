@@ -20,8 +20,8 @@ import json
 import logging
 import os
 import shutil
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,24 +29,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
-from xdm_ft.errors import UserError
+from xdm_ft.errors import UserError, plural
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_of
+from xdm_ft.features.claims import Claim, living_claims, locked
+from xdm_ft.features.manifest import MANIFEST, read_manifest, write_manifest
 from xdm_ft.features.shards import ContentIndex, Contents, Shard, open_shard, write_shard
-from xdm_ft.storage.atomic import disk_errors, remove_unfinished, replace_text
+from xdm_ft.progress import Progress, progress, pulse
+from xdm_ft.storage.atomic import disk_errors, remove_unfinished
 from xdm_ft.storage.cache_root import cache_root
-from xdm_ft.storage.checksummed import Damaged, json_object
-from xdm_ft.storage.digests import digest
+from xdm_ft.storage.checksummed import Damaged
 
 logger = logging.getLogger("xdm_ft")
 
-MANIFEST = "manifest.json"
 SHARDS = "shard-*.safetensors"
+WAIT_SECONDS = 0.5  # between checks whether another process has finished a shard
 WHAT = "image features, cached by xdm_ft; safe to delete"
-LOCK_SECONDS = 60.0  # at most, for another process that claims images
 
 
 def cache_folder(settings: FeatureSettings) -> Path:
@@ -82,7 +82,7 @@ class Store:
         self, cache: Path, parts: Mapping[str, Any], contents: Contents, width: int, dtype: torch.dtype
     ) -> None:
         """`parts`: all that determines the features, as `key_parts` returns it. `contents` [M]: no two are equal."""
-        self.key = key_of(parts)
+        self.key, self._parts = key_of(parts), parts
         self.cache, self.folder, self.contents = cache, cache / self.key, contents
         self.width, self.dtype = width, dtype
         self.shards: list[Shard] = []  # that hold some of the images
@@ -95,13 +95,32 @@ class Store:
         self._wanted = ContentIndex(contents)
         self._seen: set[str] = set()  # names of shards that were opened, or are damaged
         self._damaged: dict[Path, Damaged] = {}
-        self._claim: _Claim | None = None
+        self._claim: Claim | None = None
         self._claimed = np.zeros(len(contents), bool)  # [M], by this process
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is pickled is the same store, of which nothing has been read."""
+        return Store, (self.cache, self._parts, self.contents, self.width, self.dtype)
+
+    def part(self, numbers: np.ndarray) -> ClaimedPart:
+        """Returns the store of these images, for whom the process that has claimed them lets compute them."""
+        return ClaimedPart(self.cache, self._parts, self.contents[numbers], self.width, self.dtype)
+
+    @property
+    def claim_file(self) -> Path:
+        """The file that says what this process has claimed: a process that sees it sees this folder."""
+        assert self._claim is not None, "something is claimed"
+        return self._claim.path
 
     def missing(self) -> np.ndarray:
         """Returns the numbers (int64, in 0…M−1) of the images that are still to be computed. Opens new shards."""
         self._open([path for path in sorted(self.folder.glob(SHARDS)) if path.name not in self._seen])
         return np.flatnonzero(self.shard_of < 0)
+
+    def open(self, names: Iterable[str]) -> None:
+        """Opens these shards of another machine. A network disk may list them only a minute after they were written."""
+        paths = [self.folder / name for name in names if name not in self._seen]
+        self._open([path for path in paths if path.exists()])
 
     def _open(self, paths: Sequence[Path]) -> None:
         """Takes the missing images from these shards. All are looked up at once, as one by one takes much longer."""
@@ -175,7 +194,7 @@ class Store:
             self._remove_damaged()
             numbers = self._unclaimed()[:count]
             if len(numbers):
-                self._claim = self._claim or _Claim(self.folder)
+                self._claim = self._claim or Claim(self.folder)
                 self._claim.add(self.contents[numbers])
                 self._claimed[numbers] = True
         return numbers
@@ -262,87 +281,52 @@ class Store:
             self._seen.discard(path.name)  # it may be written again
 
 
-class _Claim:
-    """A locked file with the contents that this process computes. Made and changed while the cache is locked."""
+class ClaimedPart(Store):
+    """Some images of a store, which another process has claimed for this one: it needs no lock.
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / f"claim-{uuid.uuid4().hex}"
-        self._lock = FileLock(self.path, mode=file_mode(folder))
-        with disk_errors(self.path):
-            self._lock.acquire(timeout=0)
+    It does not read the features of other images.
+    """
 
-    def add(self, contents: Contents) -> None:
-        with disk_errors(self.path), self.path.open("ab") as file:
-            file.write(contents.tobytes())
+    def unclaimed(self) -> np.ndarray:
+        missing = self.missing()
+        return missing[~self._claimed[missing]]
+
+    def claim(self, count: int) -> np.ndarray:
+        numbers = self.unclaimed()[:count]
+        self._claimed[numbers] = True
+        return numbers
 
     def release(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self._lock.release()
+        self._claimed[:] = False
 
 
-def living_claims(folder: Path, own: Path | None = None) -> Iterator[Contents]:
-    """Yields what each living process claims in a store's folder, except in the file `own`. Removes other claims.
+def complete(store: Store, run: Callable[[Progress], int], what: str, show: bool) -> int:
+    """Computes what a store lacks, or waits for processes that do. Returns how many images this process computed.
 
-    The cache must be locked.
+    `run` computes the missing images that no other process computes, and returns their number. `what`: for the bar.
     """
-    for path in folder.glob("claim-*"):
-        if path == own:
-            continue
-        try:
-            with disk_errors(path), FileLock(path, timeout=0):
-                path.unlink()  # its process was killed
-        except Timeout:
-            claimed = path.read_bytes()
-            yield np.frombuffer(claimed[: len(claimed) // 16 * 16], "S16")  # whole hashes, should its disk have filled
-
-
-@contextmanager
-def locked(cache: Path) -> Iterator[None]:
-    """Context in which no other process claims images or prunes. Raises `UserError` if it must wait for a minute."""
-    path = cache / "store.lock"
-    lock = FileLock(path, timeout=LOCK_SECONDS, mode=file_mode(cache))
-    try:
-        with disk_errors(path):
-            lock.acquire()
-    except Timeout as error:
-        raise UserError(
-            f"{path}: another process has held this lock for {LOCK_SECONDS:.0f} s; stop it, or set features.dir"
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
+    computed_here, wait_logged, missing = 0, False, len(store.missing())
+    if not missing:
+        return 0
+    with progress(what, missing, "images", show) as bar:
+        while missing:
+            computed = run(bar)
+            computed_here += computed
+            still_missing = len(store.missing())
+            by_others = missing - still_missing - computed
+            if by_others:
+                bar.advance(by_others, "another process helps")
+            elif still_missing and not computed:
+                if not wait_logged:
+                    logger.info("%s: waiting for another process to compute %s", what, plural(still_missing, "image"))
+                wait_logged = True
+                with pulse.waiting():
+                    time.sleep(WAIT_SECONDS)
+            missing = still_missing
+    return computed_here
 
 
 def cut_in(parts: Mapping[str, Any]) -> str | None:
     """Returns the module above the cut whose activations the store of this key or manifest holds; None: features."""
     cut: str | None = parts["encoder"].get("cut") if "encoder" in parts else None
     return cut
-
-
-def file_mode(folder: Path) -> int:
-    """Returns the permissions of a file that processes share: those for whom the folder is may read and write it."""
-    return folder.stat().st_mode & 0o666
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of a store without its checksum. Raises `Damaged`, or `FileNotFoundError`."""
-    path = folder / MANIFEST
-    try:
-        manifest = json_object(path.read_bytes())
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise Damaged(error.strerror or str(error)) from error
-    if manifest.pop("checksum", None) != _checksum(manifest):
-        raise Damaged("its checksum differs")
-    return manifest
-
-
-def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
-    whole = {**manifest, "checksum": _checksum(manifest)}
-    replace_text(folder / MANIFEST, json.dumps(whole, indent=2, ensure_ascii=False) + "\n")
-
-
-def _checksum(manifest: Mapping[str, Any]) -> str:
-    return digest(json.dumps(manifest, sort_keys=True), bits=128)

@@ -103,11 +103,13 @@ class MethodCommon(Block):
 
 
 class Cluster(Block):
-    """Keys of the block `cluster`: where models train. They change no number."""
+    """Keys of the block `cluster`: where features are extracted and models train. They change no number."""
 
     name: Annotated[
         Literal["ray"] | None,
-        Field(description="ray: train on the machines of a Ray cluster (pip install 'xdm_ft[ray]'); null: here"),
+        Field(
+            description="ray: extract and train on the nodes of a Ray cluster (pip install 'xdm_ft[ray]'); null: here"
+        ),
     ] = None
     address: Annotated[
         str,
@@ -118,12 +120,17 @@ class Cluster(Block):
         Field(
             ge=0,
             le=1,
-            description="GPUs of one task: a model trained end to end, or a chunk of heads; 0: the CPU, 0.25: four "
-            "tasks share a GPU",
+            description="GPUs of one task: a model trained end to end, a chunk of heads, or a stretch of extraction; "
+            "0: the CPU, 0.25: four tasks share a GPU",
         ),
     ] = 0.0
     cpus_per_model: Annotated[
-        int, Field(ge=1, description="cores and threads of a model trained end to end; a chunk of heads takes one")
+        int,
+        Field(
+            ge=1,
+            description="cores and threads of a model trained end to end, and of a stretch of extraction; a chunk of "
+            "heads takes one",
+        ),
     ] = 1
 
 
