@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy as np
 from pydantic import AfterValidator, Field
@@ -33,11 +34,30 @@ GroupPattern = Annotated[
 ]
 
 
+class Below(Sequence[str]):
+    """Paths below one folder, of which each keeps only the rest, as a million paths need much memory."""
+
+    def __init__(self, folder: str | Path, rest: Sequence[str]) -> None:
+        self.folder, self.rest = os.path.join(folder, ""), rest
+
+    def __len__(self) -> int:
+        return len(self.rest)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> Below: ...
+    def __getitem__(self, place: int | slice) -> str | Below:
+        if isinstance(place, slice):
+            return Below(self.folder, self.rest[place])
+        return self.folder + self.rest[place]
+
+
 class ImageFiles(EncodedImages):
     """Row i is the file `paths[i]` (absolute); `shown[i]` is its path as the user wrote it, for messages."""
 
-    paths: list[str]
-    shown: list[str]
+    paths: Sequence[str]
+    shown: Sequence[str]
     base: str | Path
     """The folder at which `shown` starts. A table may also name files elsewhere, by absolute paths."""
 
@@ -55,7 +75,7 @@ def numbered(values: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
     """Returns the distinct values, sorted and printable, and for every value its index among them (int64 [N])."""
     names = sorted(set(values))
     number = {name: i for i, name in enumerate(names)}
-    return tuple(printable(name) for name in names), np.fromiter((number[v] for v in values), np.int64, len(values))
+    return tuple(printable(name) for name in names), np.fromiter(map(number.__getitem__, values), np.int64, len(values))
 
 
 def groups_of(paths: list[str], pattern: str) -> np.ndarray:
