@@ -17,7 +17,8 @@ A number is the median over the rounds. With `--threads 1` all is processor time
 that extraction adds to decoding and encoding, but not what is lost by waiting. Other programs disturb it less.
 
 Warm start. `--rows` tiny files in folders, with made-up features of 512 numbers in the cache. Timed are the steps of a
-run up to its first batch that take longer with more images, given in seconds and in seconds per million rows; the files are in the cache of the system.
+run up to its first batch that depend on the number of images, in seconds and in seconds per million rows; the files are
+in the cache of the system.
 
 docs/results.md, "Speed of extraction", has measured numbers. The last line is JSON.
 """
@@ -52,6 +53,7 @@ from xdm_ft.features.cache import Features, cached_views, extract
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.forward import DTYPES, frozen_copy
 from xdm_ft.features.store import cache_folder
+from xdm_ft.protocol.splits import Protocol, splits
 
 SHARD = 1024  # rows of a made-up shard: as extraction cuts a million
 WIDTH = 512  # of made-up features
@@ -234,6 +236,8 @@ def warm_start(rows: int, folder: Path) -> dict[str, object]:
     timer = Timer()
     with timer.of("list the files"):
         dataset = Folder(root=folder / "images")
+    with timer.of("splits of a seed"):
+        splits(dataset, Protocol(), seed=0)
     with timer.of("hashes"):
         hashes = hash_files(dataset, cache_folder(settings), show=False)
     with timer.of("copies of images"):

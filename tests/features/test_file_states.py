@@ -10,8 +10,9 @@ import pytest
 
 from xdm_ft.data._files import Below, ImageFiles
 from xdm_ft.features import file_states as module
-from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.features.file_hashes import FileHashes, hash_files
 from xdm_ft.features.file_states import FileStates, file_states
+from xdm_ft.features.shards import contents_of
 
 
 class Some(ImageFiles):
@@ -91,3 +92,20 @@ def test_copies_are_listed_and_numbered(images: Some) -> None:
     contents, rows, number_of = hashes.images
     assert rows.tolist() == [0, 2, 3, 5, 6] and len(contents) == 5
     assert number_of.tolist() == [0, 0, 1, 2, 2, 3, 4, 3, -1, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3000])
+def test_distinct_images_are_in_the_order_of_their_rows(rows: int) -> None:
+    draw = np.random.default_rng(0)
+    digests = draw.integers(0, 200, (rows, 16), dtype=np.uint8)
+    digests[draw.permutation(rows)[: rows // 3]] = digests[draw.permutation(rows)[: rows // 3]]  # copies
+    digests[draw.permutation(rows)[: rows // 5], :8] = 7  # hashes that share their first half
+    digests[draw.permutation(rows)[: rows // 5], 8:] %= 2
+    digests[draw.permutation(rows)[: rows // 9]] = 0  # not hashed
+    number: dict[bytes, int] = {}
+    wanted = [number.setdefault(one.tobytes(), len(number)) if one.any() else -1 for one in digests]
+    contents, first, number_of = FileHashes(digests).images
+    assert number_of.tolist() == wanted and first.tolist() == [wanted.index(n) for n in range(len(number))]
+    assert [one.tobytes() for one in digests[first]] == list(number) and np.array_equal(
+        contents, contents_of(digests[first])
+    )

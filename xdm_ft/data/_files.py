@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, overload
 
@@ -65,7 +66,12 @@ class ImageFiles(EncodedImages):
         return printable(self.shown[row])
 
     def name_in_data(self, row: int) -> str:
-        return printable(self.shown[row].removeprefix(os.path.join(self.base, "")))
+        return printable(self.shown[row].removeprefix(self._start))
+
+    @cached_property
+    def _start(self) -> str:
+        """The text with which the paths below `base` start."""
+        return os.path.join(self.base, "")
 
     def content(self, row: int) -> str:
         return self.paths[row]

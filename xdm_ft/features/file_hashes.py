@@ -79,7 +79,11 @@ class FileHashes:
         """The different images among those that were hashed."""
         halves = np.ascontiguousarray(self.digests).view(np.uint64)  # [N,2]
         hashed = np.flatnonzero(halves.any(1))
-        order = hashed[np.lexsort(halves[hashed].T)]  # copies follow each other, in the order of their rows
+        order = hashed[np.argsort(halves[hashed, 0])]
+        same = np.append(False, np.diff(halves[order, 0]) == 0)
+        alike = np.flatnonzero(same | np.append(same[1:], False))  # places that share their first half with a neighbour
+        rows = order[alike]
+        order[alike] = rows[np.lexsort((rows, halves[rows, 1], halves[rows, 0]))]  # copies by the order of their rows
         is_first = np.append(True, (halves[order[1:]] != halves[order[:-1]]).any(1))[: len(order)]
         first = np.zeros(len(halves), bool)
         first[order[is_first]] = True
