@@ -17,7 +17,8 @@ A number is the median over the rounds. With `--threads 1` all is processor time
 that extraction adds to decoding and encoding, but not what is lost by waiting. Other programs disturb it less.
 
 Warm start. `--rows` tiny files in folders, with made-up features of 512 numbers in the cache. Timed are the steps of a
-run up to its first batch, given in seconds and in seconds per million rows; the files are in the cache of the system.
+run up to its first batch that depend on the number of images, in seconds and in seconds per million rows; the files are
+in the cache of the system.
 
 docs/results.md, "Speed of extraction", has measured numbers. The last line is JSON.
 """
@@ -48,10 +49,11 @@ from xdm_ft.data.folder import Folder
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import Features, cached_views, distinct_images, extract
+from xdm_ft.features.cache import Features, cached_views, extract
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.forward import DTYPES, frozen_copy
 from xdm_ft.features.store import cache_folder
+from xdm_ft.protocol.splits import Protocol, splits
 
 SHARD = 1024  # rows of a made-up shard: as extraction cuts a million
 WIDTH = 512  # of made-up features
@@ -205,7 +207,7 @@ def made_up_tree(root: Path, rows: int) -> None:
 
 def made_up_features(dataset: ImageDataset, settings: FeatureSettings) -> None:
     """Fills the cache."""
-    images = distinct_images(hash_files(dataset, cache_folder(settings), show=False))
+    images = hash_files(dataset, cache_folder(settings), show=False).images
     (view,) = cached_views(Nothing(), dataset, images, settings, "none", torch.device("cpu"))
     features = torch.randn(SHARD, WIDTH)
     while len(numbers := view.store.claim(SHARD)):
@@ -214,16 +216,16 @@ def made_up_features(dataset: ImageDataset, settings: FeatureSettings) -> None:
 
 
 class Timer:
-    """Seconds of named steps, and how many of them the processor spent on this process."""
+    """Seconds of named steps, and how many of them processors spent on this process and its children."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, tuple[float, float]] = {}
 
     @contextmanager
     def of(self, step: str) -> Iterator[None]:
-        started = time.perf_counter(), time.process_time()
+        started = time.perf_counter(), sum(os.times()[:4])
         yield
-        self.seconds[step] = time.perf_counter() - started[0], time.process_time() - started[1]
+        self.seconds[step] = time.perf_counter() - started[0], sum(os.times()[:4]) - started[1]
 
 
 def warm_start(rows: int, folder: Path) -> dict[str, object]:
@@ -234,8 +236,12 @@ def warm_start(rows: int, folder: Path) -> dict[str, object]:
     timer = Timer()
     with timer.of("list the files"):
         dataset = Folder(root=folder / "images")
+    with timer.of("splits of a seed"):
+        splits(dataset, Protocol(), seed=0)
     with timer.of("hashes"):
         hashes = hash_files(dataset, cache_folder(settings), show=False)
+    with timer.of("copies of images"):
+        hashes.duplicates()
     with timer.of("features"):
         features: Features = extract(
             Nothing(), dataset, hashes, settings, on_bad_image="error", device="cpu", show=False

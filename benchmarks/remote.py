@@ -41,7 +41,7 @@ from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import distinct_images, extract
+from xdm_ft.features.cache import extract
 from xdm_ft.features.file_hashes import hash_files
 
 ROWS_PER_FILE = 100_000
@@ -187,7 +187,7 @@ def extracted(data: Parquet, cache: Path, arguments: argparse.Namespace, request
     return {
         "hashed_seconds": round(hashed, 1),
         "hashed_requests": hashed_requests,
-        "distinct": len(distinct_images(hashes).rows),
+        "distinct": len(hashes.images.rows),
         "extracted": features.extracted,
         "extracted_seconds": round(seconds, 1),
         "thirds_megabytes": [round((max(part) - before) / MEGABYTE, 1) for part in thirds if len(part)],

@@ -230,10 +230,10 @@ def cache_space(
     """
     from xdm_ft.experiment.cuts import counted, cuts_of
     from xdm_ft.experiment.summary import trained_words
-    from xdm_ft.features.cache import cached_views, distinct_images
+    from xdm_ft.features.cache import cached_views
 
     items = [item for item in recipe.methods if item.encoder_label == label]
-    images, needed = distinct_images(hashes), 0
+    images, needed = hashes.images, 0
     wanted: list[tuple[str, Encoder]] = []
     if any(item.trainable is False for item in items):
         wanted.append(("features", encoder))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy as np
 from pydantic import AfterValidator, Field
@@ -33,11 +35,30 @@ GroupPattern = Annotated[
 ]
 
 
+class Below(Sequence[str]):
+    """Paths below one folder, of which each keeps only the rest, as a million paths need much memory."""
+
+    def __init__(self, folder: str | Path, rest: Sequence[str]) -> None:
+        self.folder, self.rest = os.path.join(folder, ""), rest
+
+    def __len__(self) -> int:
+        return len(self.rest)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> Below: ...
+    def __getitem__(self, place: int | slice) -> str | Below:
+        if isinstance(place, slice):
+            return Below(self.folder, self.rest[place])
+        return self.folder + self.rest[place]
+
+
 class ImageFiles(EncodedImages):
     """Row i is the file `paths[i]` (absolute); `shown[i]` is its path as the user wrote it, for messages."""
 
-    paths: list[str]
-    shown: list[str]
+    paths: Sequence[str]
+    shown: Sequence[str]
     base: str | Path
     """The folder at which `shown` starts. A table may also name files elsewhere, by absolute paths."""
 
@@ -45,7 +66,12 @@ class ImageFiles(EncodedImages):
         return printable(self.shown[row])
 
     def name_in_data(self, row: int) -> str:
-        return printable(self.shown[row].removeprefix(os.path.join(self.base, "")))
+        return printable(self.shown[row].removeprefix(self._start))
+
+    @cached_property
+    def _start(self) -> str:
+        """The text with which the paths below `base` start."""
+        return os.path.join(self.base, "")
 
     def content(self, row: int) -> str:
         return self.paths[row]
@@ -55,7 +81,7 @@ def numbered(values: list[str]) -> tuple[tuple[str, ...], np.ndarray]:
     """Returns the distinct values, sorted and printable, and for every value its index among them (int64 [N])."""
     names = sorted(set(values))
     number = {name: i for i, name in enumerate(names)}
-    return tuple(printable(name) for name in names), np.fromiter((number[v] for v in values), np.int64, len(values))
+    return tuple(printable(name) for name in names), np.fromiter(map(number.__getitem__, values), np.int64, len(values))
 
 
 def groups_of(paths: list[str], pattern: str) -> np.ndarray:

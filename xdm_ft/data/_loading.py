@@ -22,6 +22,11 @@ SECONDS_TO_END = 1.0  # for the end of a worker to be reported
 SECONDS_TO_DIE = 10.0  # the same where its connection broke: that happens first, and writing a core file takes a while
 
 
+def own_cores() -> int:
+    """Returns this process's share of the machine's cores."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **how: Any) -> DataLoader[T]:
     """Returns a DataLoader of batches for the device; `how` says which batches. Iterate over it by `loaded`."""
     return DataLoader(

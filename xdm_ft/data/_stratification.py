@@ -23,7 +23,9 @@ def validation_part(
     quota = np.clip(quota, np.minimum(size - 1, 1), size - 1).clip(min=0)  # clip(min=0): numbers without rows
     if group is not None:
         return rows[np.isin(group, _groups_taken(group, stratum, size, quota, seed))]
-    order = np.lexsort((_draws(seed, rows), stratum))  # by stratum, random within
+    order = np.argsort(_draws(seed, rows))  # no two rows have the same draw, so that the order is unique
+    # by stratum, random within; small integers are sorted several times as fast
+    order = order[np.argsort(stratum[order].astype(np.min_scalar_type(len(size))), kind="stable")]
     first = np.cumsum(size) - size
     rank = np.arange(len(rows)) - first[stratum[order]]
     return np.sort(rows[order[rank < quota[stratum[order]]]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from xdm_ft.data._images import extensions
@@ -28,58 +28,73 @@ def images_below(root: Path, folders: str = "<domain>/<class>") -> tuple[list[st
     Paths are relative to `root`, with slashes, in the order of their names. Hidden files are skipped. Links are
     followed, but not in circles. The log counts the other files and the images in other folders.
     """
-    found = list(_files(str(root), "", set()))
+    found = _files(str(root), "", set())
     depth = folders.count("/") + 1
-    of_images = [path for path in found if is_image(path)]
+    of_images = _images(found)
     images = [path for path in of_images if path.count("/") >= depth]
     if images and len(images) < len(found):
         _log_ignored(root, found, set(of_images), set(images), folders)
     return images, found
 
 
-def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[str]:
-    """Yields the files in `folder` and deeper, in the order of their names, as paths from the root, with slashes.
+def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> list[str]:
+    """Returns the files in `folder` and deeper, in the order of their names, as paths from the root, with slashes.
 
     `below` is the path of `folder` from the root, "" or with a slash at its end. Folders in `visited` (device, inode)
     are skipped.
     """
-    status, entries = visible_entries(folder, "data.root")
+    status, names, folders = visible_entries(folder, "data.root")
     identity = (status.st_dev, status.st_ino)
     if identity in visited:
-        return
+        return []
     visited.add(identity)
     # Above a class folder `visited` has the parents only, to which a link may lead back: two domains may link to the
     # same images. Within a class it has every folder read, as folders that link to each other would repeat
     # exponentially.
     in_class = below.count("/") >= 2  # domain/class/
-    for entry in entries:
-        if is_folder(entry):
-            yield from _files(entry.path, f"{below}{entry.name}/", visited if in_class else set(visited))
+    found = list[str]()
+    for name in names:
+        if name in folders:
+            inside = os.path.join(folder, name)
+            found += _files(inside, f"{below}{name}/", visited if in_class else set(visited))
         else:
-            yield below + entry.name
+            found.append(below + name)
+    return found
 
 
-def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[os.DirEntry[str]]]:
-    """Returns the status of a folder and its entries that are not hidden, in the order of their names.
+def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[str], set[str]]:
+    """Returns the status of a folder, the sorted names in it that are not hidden, and those of them that are folders.
 
     Raises `UserError`, which names `key`, if the folder can not be read.
     """
+    names, folders = list[str](), set[str]()
     try:
         status = os.stat(folder)
         with os.scandir(folder) as scan:
-            visible = [entry for entry in scan if not entry.name.startswith(".")]
+            for entry in scan:
+                name = entry.name
+                if name[0] != ".":
+                    names.append(name)
+                    if not entry.is_file(follow_symlinks=False) and _is_folder(entry):
+                        folders.add(name)
     except OSError as error:
         raise UserError(f"{key}: {printable(folder)} can not be read: {error.strerror}") from error
-    return status, sorted(visible, key=lambda entry: entry.name)
+    return status, sorted(names), folders
 
 
-def is_folder(entry: os.DirEntry[str]) -> bool:
+def _is_folder(entry: os.DirEntry[str]) -> bool:
     # os.path.isdir: for a link that points to itself `entry.is_dir` raises
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
 def is_image(path: str) -> bool:
-    return path[path.rfind(".") :].lower() in extensions()  # without a dot: its last character, which is no extension
+    return bool(_images([path]))
+
+
+def _images(paths: Iterable[str]) -> list[str]:
+    known = extensions()
+    # of a name without a dot it is the last character, which is no extension
+    return [path for path in paths if path[path.rfind(".") :].lower() in known]
 
 
 def _log_ignored(root: Path, found: list[str], of_images: set[str], images: set[str], folders: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xdm_ft.data._files import GroupPattern, ImageFiles, groups_of, numbered
+from xdm_ft.data._files import Below, GroupPattern, ImageFiles, groups_of, numbered
 from xdm_ft.data._trees import TREE, images_below, is_image, refuse_missing_folder
 from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.storage.user_paths import expanded
@@ -36,12 +36,12 @@ class Folder(ImageFiles):
             raise UserError(
                 f"data.root: {printable(root)} contains no images in <domain>/<class>/ folders; {_found(found)}"
             )
-        self.base, absolute, shown = root, os.path.join(os.path.abspath(root), ""), os.path.join(root, "")
-        self.paths = [absolute + path for path in images]
-        self.shown = [shown + path for path in images]
-        parts = [path.split("/", 2) for path in images]
-        self.domain_names, self.domains = numbered([part[0] for part in parts])
-        self.class_names, self.labels = numbered([part[1] for part in parts])
+        self.base, self.paths, self.shown = root, Below(os.path.abspath(root), images), Below(root, images)
+        # slices, as Python's garbage collector takes longer for a million lists than `split` does
+        self.domain_names, self.domains = numbered([path[: path.index("/")] for path in images])
+        after = (path.index("/") + 1 for path in images)
+        inside = [path[first : path.index("/", first)] for path, first in zip(images, after, strict=True)]
+        self.class_names, self.labels = numbered(inside)
         self.groups = None if group is None else groups_of(images, group)
 
 

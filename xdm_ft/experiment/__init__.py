@@ -77,11 +77,12 @@ def run(recipe: Recipe) -> Results:
             if main:
                 results.summary = summary_of(plan, prepared, [*results.records.values()], directory)
             results.summary = from_main(accelerator, results.summary)
-            results.write()
+            found = results.write()
             if main:
                 write_sessions(plan, results.records.values(), directory)
-            results.final_fit = final_fit(engines, results) if recipe.protocol.final_fit else None
-            found = results.write()
+            if recipe.protocol.final_fit:
+                results.final_fit = final_fit(engines, results)
+                found = results.write()
             if recipe.analyse:
                 if main:
                     analyse(found.as_read, plan, prepared, directory, accelerator)

@@ -16,7 +16,7 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.encoders._cut import Below, Cut
 from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import cached_views, distinct_images
+from xdm_ft.features.cache import cached_views
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.lookup import cached_images
@@ -139,7 +139,7 @@ def counted(
     recipe: Recipe, dataset: ImageDataset, hashes: FileHashes, device: torch.device
 ) -> Callable[[Below], Activations]:
     """Returns the function that counts activations by the hashes of the images: copies of an image are one."""
-    images = distinct_images(hashes)
+    images = hashes.images
 
     def count(below: Below) -> Activations:
         views = cached_views(below, dataset, images, recipe.features, recipe.train_augmentation, device)

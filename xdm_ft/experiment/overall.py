@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
+
 from xdm_ft.errors import printable
 from xdm_ft.progress import LOG_EVERY_SECONDS, Progress, duration, pulse, shows_bars
 from xdm_ft.terminal import with_bar
@@ -44,6 +46,7 @@ class Counts(NamedTuple):
 
 
 SLOT = struct.Struct("<ddq")  # the fields of `Counts`
+SLOTS = np.dtype(list(zip(Counts._fields, ("<f8", "<f8", "<i8"), strict=True)))
 
 
 class Display(Protocol):
@@ -76,10 +79,8 @@ class Overall:
     @property
     def counts(self) -> Counts:
         """The sums over all processes."""
-        found = Counts()
-        for slot in range(len(self._memory) // SLOT.size):
-            found = found.plus(Counts(*SLOT.unpack_from(self._memory, slot * SLOT.size)))
-        return found
+        slots = np.frombuffer(self._memory, SLOTS)
+        return Counts(*(slots[name].sum().item() for name in Counts._fields))
 
     def _show(self) -> None:
         if self._display is None or time.monotonic() < self._next:

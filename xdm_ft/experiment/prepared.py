@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
+from xdm_ft.data._loading import own_cores
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.encoders._cut import require_blocks
 from xdm_ft.encoders._trainable import LowRank, Trainable
@@ -25,7 +26,7 @@ from xdm_ft.features.cache import Features, extract
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.features.decoding import undecodable
 from xdm_ft.features.file_hashes import FileHashes, hash_files
-from xdm_ft.features.forward import own_cores, refuse_unreadable
+from xdm_ft.features.forward import refuse_unreadable
 from xdm_ft.features.store import cache_folder
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.faults import checked_algorithm

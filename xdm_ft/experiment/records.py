@@ -150,9 +150,10 @@ def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model)
 def _finished(plan: Plan, planned: PlannedModel, model: Model) -> Trained:
     """Returns the model after its method's finish. Each rule selects among the finished weights as it did the step."""
     trained, job = model.trained, model.trained.job
+    if not getattr(planned.item.algorithm.cls, "varied_by_finish", ()) or trained.failure is not None:
+        return trained  # solvers lack this attribute
     algorithm = job.make(job.setup)
-    if not isinstance(algorithm, Algorithm) or not algorithm.varied_by_finish or trained.failure is not None:
-        return trained
+    assert isinstance(algorithm, Algorithm)
     start, metric = model.starting_weights(), plan.recipe.protocol.metric
     images = {name: _images(plan, name, rows) for name, rows in job.split.evaluation.items()}
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from xdm_ft.data._cells import name_in
 from xdm_ft.data._files import group_of
 from xdm_ft.data._table_rows import csv_rows
-from xdm_ft.data._trees import is_folder, is_image, visible_entries
+from xdm_ft.data._trees import is_image, visible_entries
 from xdm_ft.data.table import path_in
 from xdm_ft.errors import UserError, printable
 from xdm_ft.progress import pulse
@@ -137,17 +137,15 @@ def _walk(folder: str, parts: list[str], states: frozenset[int], visited: set[tu
 
     `states`: numbers of the parts of the pattern that the next name may fit. Links are followed, each folder once.
     """
-    status, entries = visible_entries(folder or ".", "PATH")
+    status, names, folders = visible_entries(folder or ".", "PATH")
     if (identity := (status.st_dev, status.st_ino)) in visited:
         return
     visited.add(identity)
-    names = [(entry.name, is_folder(entry)) for entry in entries]  # smaller than the entries of a huge folder
-    del entries
-    for name, is_below in names:
+    for name in names:
         after = _fitted(states, name, parts)
-        if is_below and after - {len(parts)}:
+        if name in folders and after - {len(parts)}:
             yield from _walk(os.path.join(folder, name), parts, after, visited)
-        elif not is_below and len(parts) in after and is_image(name):
+        elif name not in folders and len(parts) in after and is_image(name):
             yield os.path.join(folder, name)
 
 

@@ -18,10 +18,10 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError, plural
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_parts
-from xdm_ft.features.file_hashes import FileHashes
+from xdm_ft.features.file_hashes import DistinctImages, FileHashes
 from xdm_ft.features.forward import DTYPES, Elsewhere, Extraction, frozen_copy, refuse_unreadable
 from xdm_ft.features.maintenance import stores
-from xdm_ft.features.shards import Contents, Shard, contents_of, open_shard
+from xdm_ft.features.shards import Shard, open_shard
 from xdm_ft.features.store import Store, cache_folder, complete, is_writable
 from xdm_ft.features.views import View, all_views
 from xdm_ft.progress import pulse
@@ -188,24 +188,6 @@ def _free_memory(device: torch.device) -> float:
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-class DistinctImages(NamedTuple):
-    """The M different images among N rows, in the order of the rows. Copies of an image are one image."""
-
-    contents: Contents  # [M]
-    rows: np.ndarray  # int64 [M], the first row of each
-    number_of: np.ndarray  # int64 [N], the image of each row; −1: its bytes can not be read
-
-
-def distinct_images(hashes: FileHashes) -> DistinctImages:
-    """Returns the different images among those that were hashed. Rows whose bytes can not be read are no image."""
-    readable = np.delete(np.arange(len(hashes.digests)), list(hashes.unreadable))
-    contents, first, image = np.unique(contents_of(hashes.digests[readable]), return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    number_of = np.full(len(hashes.digests), -1)
-    number_of[readable] = np.argsort(order)[image]  # argsort inverts the permutation: sorted image → its number
-    return DistinctImages(contents[order], readable[first[order]], number_of)
-
-
 def extract(
     encoder: Encoder,
     dataset: ImageDataset,
@@ -232,7 +214,7 @@ def extract(
     """
     device = torch.device(device)
     refuse_unreadable(hashes.unreadable, dataset, on_bad_image)
-    images = distinct_images(hashes)
+    images = hashes.images
     computing = device if elsewhere is None else elsewhere.device
     views = cached_views(encoder, dataset, images, settings, augmentation, computing)
     missing = [len(store.missing()) for _, store in views]

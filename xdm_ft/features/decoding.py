@@ -18,7 +18,7 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import scan
 from xdm_ft.data._transforms import NotAStrip, Preprocessing
 from xdm_ft.errors import UserError
-from xdm_ft.features.cache import distinct_images, unreadable_rows
+from xdm_ft.features.cache import unreadable_rows
 from xdm_ft.features.cache_key import SCHEMA
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.store import Store, complete, is_writable
@@ -51,7 +51,7 @@ def undecodable(
         if not folder.exists():
             folder.mkdir(exist_ok=True)
             folder.chmod(cache.stat().st_mode & 0o777)  # for whom the cache is
-    images = distinct_images(hashes)
+    images = hashes.images
     parts = {
         "schema": SCHEMA,
         "decoder": dataset.decoder,

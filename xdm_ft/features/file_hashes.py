@@ -15,12 +15,11 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import stat
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,10 +27,11 @@ import numpy as np
 import xxhash
 
 from xdm_ft.data import Container, ImageDataset
-from xdm_ft.data._images import OF_THE_MACHINE
 from xdm_ft.errors import UserError
+from xdm_ft.features.file_states import Stamp, absolute, file_states, reason, regular
 from xdm_ft.features.hash_index import run_on_index
 from xdm_ft.features.piece_hashes import changed_container, hash_pieces
+from xdm_ft.features.shards import Contents, contents_of
 from xdm_ft.features.store import is_writable
 from xdm_ft.progress import progress
 
@@ -42,16 +42,12 @@ _EMPTY_FILE = xxhash.xxh3_128_digest(b"")
 KEPT_LISTS = 32  # that were used last; 16 bytes per image each
 
 
-class Stamp(NamedTuple):
-    """The state of a file by which a change is noticed."""
+class DistinctImages(NamedTuple):
+    """The M different images among N rows, in the order of the rows. Copies of an image are one image."""
 
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Stamp:
-        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    contents: Contents  # [M]
+    rows: np.ndarray  # int64 [M], the first row of each
+    number_of: np.ndarray  # int64 [N], the image of each row; −1: its bytes were not read
 
 
 @dataclass(frozen=True)
@@ -60,30 +56,65 @@ class FileHashes:
 
     digests: np.ndarray  # uint8 [N,16]: xxh3_128 of the bytes; zeros where they can not be read
     unreadable: dict[int, str] = field(default_factory=dict)  # row → why its bytes can not be read
-    paths: dict[int, str] = field(default_factory=dict)  # row → absolute path of its file
+    dataset: ImageDataset | None = None  # of the files
     stamps: np.ndarray = field(default_factory=lambda: np.empty((0, 3), np.int64))
-    """int64 [N,3], the `Stamp` of each file when it was hashed; [0,3] if no image is a file."""
+    """int64 [N,3], the `Stamp` of each file when it was hashed, −1 where there is none; [0,3] if no image is a file."""
+    paths: bytes = b""  # hash of the paths of all files
     container: Container | None = None  # of pieces, whose files were hashed
+
+    @property
+    def files(self) -> np.ndarray:
+        """The rows whose images are files that can be read: int64."""
+        return np.flatnonzero(self.stamps[:, 0] >= 0)
+
+    def path(self, row: int) -> str:
+        """The absolute path of the file of this row."""
+        assert self.dataset is not None
+        content = self.dataset.content(row)
+        assert isinstance(content, str)
+        return absolute(content)
+
+    @cached_property
+    def images(self) -> DistinctImages:
+        """The different images among those that were hashed."""
+        halves = np.ascontiguousarray(self.digests).view(np.uint64)  # [N,2]
+        hashed = np.flatnonzero(halves.any(1))
+        order = hashed[np.argsort(halves[hashed, 0])]
+        same = np.append(False, np.diff(halves[order, 0]) == 0)
+        alike = np.flatnonzero(same | np.append(same[1:], False))  # places that share their first half with a neighbour
+        rows = order[alike]
+        order[alike] = rows[np.lexsort((rows, halves[rows, 1], halves[rows, 0]))]  # copies by the order of their rows
+        is_first = np.append(True, (halves[order[1:]] != halves[order[:-1]]).any(1))[: len(order)]
+        first = np.zeros(len(halves), bool)
+        first[order[is_first]] = True
+        number, number_of = np.cumsum(first) - 1, np.full(len(halves), -1)
+        number_of[order] = number[order[is_first]][np.cumsum(is_first) - 1]
+        rows = np.flatnonzero(first)
+        return DistinctImages(contents_of(self.digests[rows]), rows, number_of)
 
     def duplicates(self) -> list[list[int]]:
         """One list of rows for each image that occurs more than once, byte for byte. Empty files are not compared."""
-        rows_of: dict[bytes, list[int]] = {}
-        for row in np.flatnonzero(self.digests.any(1)).tolist():
-            rows_of.setdefault(self.digests[row].tobytes(), []).append(row)
-        rows_of.pop(_EMPTY_FILE, None)
-        return [rows for rows in rows_of.values() if len(rows) > 1]
+        contents, _, number_of = self.images
+        is_repeated = np.bincount(number_of + 1, minlength=len(contents) + 1) > 1  # of −1 and of each image
+        is_repeated[0] = False
+        is_repeated[1:][contents == np.bytes_(_EMPTY_FILE)] = False
+        rows_of: dict[int, list[int]] = {}
+        for row in np.flatnonzero(is_repeated[number_of + 1]).tolist():
+            rows_of.setdefault(int(number_of[row]), []).append(row)
+        return list(rows_of.values())
 
     def changed_file(self, rows: Iterable[int]) -> str | None:
         """The first file of these rows that has changed since it was hashed; None if none has."""
         if self.container is not None:
             return changed_container(self.container, np.fromiter(rows, np.int64))
-        for row in rows:
-            if row in self.paths:
+        for row in rows if len(self.stamps) else ():
+            stamp = tuple(self.stamps[row].tolist())
+            if stamp[0] >= 0:
                 try:
-                    if Stamp.of(os.stat(self.paths[row])) != tuple(self.stamps[row].tolist()):
-                        return self.paths[row]
+                    if Stamp.of(os.stat(self.path(row))) != stamp:
+                        return self.path(row)
                 except OSError:
-                    return self.paths[row]
+                    return self.path(row)
         return None
 
 
@@ -111,39 +142,24 @@ def hash_files(
         digests = run_on_index(cache, whole.find)
         if digests is not None:
             return FileHashes(digests)
-    hashes = _unhashed(dataset)
-    if hashes.paths:
+    states = file_states(dataset)
+    digests = np.zeros((len(dataset), 16), np.uint8)
+    for row, content in states.digests.items():
+        digests[row] = np.frombuffer(content, np.uint8)
+    hashes = FileHashes(digests, states.unreadable, dataset, states.stamps, states.paths)
+    if len(hashes.files):
         _hash_files(hashes, cache, show, equal_sizes_only, share)
     elif cache is not None and whole is not None and not hashes.unreadable and whole == _of_table(dataset):
         run_on_index(cache, partial(whole.remember, digests=hashes.digests))
     return hashes
 
 
-def _unhashed(dataset: ImageDataset) -> FileHashes:
-    """Returns the states of all image files, and the hashes of images that are no files."""
-    digests, stamps = np.zeros((len(dataset), 16), np.uint8), np.full((len(dataset), 3), -1)
-    paths, unreadable, found = dict[int, str](), dict[int, str](), list[int]()
-    for row in range(len(dataset)):
-        content = dataset.content(row)
-        if isinstance(content, bytes):
-            digests[row] = np.frombuffer(xxhash.xxh3_128_digest(content), np.uint8)
-            continue
-        try:
-            status = _regular(content)
-            found += (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-            paths[row] = content if content.startswith(os.sep) else os.path.abspath(content)
-        except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-            unreadable[row] = _reason(error)
-    stamps[list(paths)] = np.array(found, np.int64).reshape(-1, 3)
-    return FileHashes(digests, unreadable, paths, stamps)
-
-
 def _hash_files(
     hashes: FileHashes, cache: Path | None, show: bool, equal_sizes_only: bool, share: tuple[int, int]
 ) -> None:
     """Fills in the digests of files, from the index or from the files."""
-    rows = np.fromiter(hashes.paths, np.int64, len(hashes.paths))
-    whole = _of_files(hashes, rows)
+    rows = hashes.files
+    whole = _of_files(hashes)
     if cache is not None and (digests := run_on_index(cache, whole.find)) is not None:
         hashes.digests[rows] = digests
         return
@@ -157,10 +173,8 @@ def _hash_files(
     unknown = [row for row in wanted.tolist() if row not in known]
     if unknown:
         _hash_new_files(unknown, hashes, cache, show)
-    if cache is not None and len(wanted) == len(rows) == len(
-        hashes.paths
-    ):  # every file was hashed, and none turned out unreadable
-        run_on_index(cache, partial(_of_files(hashes, rows).remember, digests=hashes.digests[rows]))
+    if cache is not None and len(wanted) == len(rows) == len(hashes.files):  # all were hashed, none proved unreadable
+        run_on_index(cache, partial(_of_files(hashes).remember, digests=hashes.digests[rows]))
 
 
 class _List(NamedTuple):
@@ -188,10 +202,9 @@ class _List(NamedTuple):
         index.execute(f"DELETE FROM lists WHERE key NOT IN ({kept})", (KEPT_LISTS,))
 
 
-def _of_files(hashes: FileHashes, rows: np.ndarray) -> _List:
-    """The list of these rows, all of which are files."""
-    paths = os.fsencode("\0".join(hashes.paths[row] for row in rows.tolist()))
-    return _List(xxhash.xxh3_128_hexdigest(hashes.stamps[rows].tobytes() + paths))
+def _of_files(hashes: FileHashes) -> _List:
+    """The list of all images that are files."""
+    return _List(xxhash.xxh3_128_hexdigest(hashes.stamps.tobytes() + hashes.paths))
 
 
 def _of_table(dataset: ImageDataset) -> _List | None:
@@ -199,26 +212,10 @@ def _of_table(dataset: ImageDataset) -> _List | None:
     if dataset.container is None:
         return None
     try:
-        files = [[path, *Stamp.of(_regular(path))] for path in dataset.container.files]
+        files = [[path, *Stamp.of(regular(path))] for path in dataset.container.files]
     except OSError:
         return None
     return _List(xxhash.xxh3_128_hexdigest(json.dumps([files, dataset.container.column, len(dataset)]).encode()))
-
-
-def _regular(path: str) -> os.stat_result:
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("not a regular file")  # opening a pipe would block for ever
-    return status
-
-
-def _reason(error: Exception) -> str:
-    """Why a file can not be read. Raises `error` again if the machine is at fault (too many open files, no memory)."""
-    if isinstance(error, OSError):
-        if error.errno in OF_THE_MACHINE:
-            raise error
-        return error.strerror or str(error)
-    return str(error)
 
 
 def _hash_new_files(rows: list[int], hashes: FileHashes, cache: Path | None, show: bool) -> None:
@@ -226,22 +223,22 @@ def _hash_new_files(rows: list[int], hashes: FileHashes, cache: Path | None, sho
 
     def hashed(row: int) -> tuple[Stamp, bytes] | str:
         try:
-            return _hash_file(hashes.paths[row])
+            return _hash_file(hashes.path(row))
         except OSError as error:
-            return _reason(error)
+            return reason(error)
 
     with ThreadPoolExecutor(READER_THREADS) as pool, progress("hashing", len(rows), "images", show) as bar:
         for first in range(0, len(rows), FILES_PER_COMMIT):
             some, known = rows[first : first + FILES_PER_COMMIT], []
             for row, result in zip(some, pool.map(hashed, some), strict=True):
                 if isinstance(result, str):
-                    del hashes.paths[row]
+                    hashes.stamps[row] = -1
                     hashes.unreadable[row] = result
                 else:
                     stamp, content = result
                     hashes.stamps[row] = stamp
                     hashes.digests[row] = np.frombuffer(content, np.uint8)
-                    known.append((os.fsencode(hashes.paths[row]), *stamp, content))
+                    known.append((os.fsencode(hashes.path(row)), *stamp, content))
                 bar.advance()
             if cache is not None:
                 run_on_index(cache, partial(_insert, known=known))
@@ -262,7 +259,7 @@ def _look_up(index: sqlite3.Connection, hashes: FileHashes, rows: list[int]) -> 
     """Row → hash, for the files of these rows whose state equals that in the index."""
     index.execute("CREATE TEMP TABLE wanted (row INTEGER PRIMARY KEY, path BLOB, size, mtime_ns, ctime_ns)")
     stamps = hashes.stamps[rows].tolist()
-    wanted = ((row, os.fsencode(hashes.paths[row]), *stamp) for row, stamp in zip(rows, stamps, strict=True))
+    wanted = ((row, os.fsencode(hashes.path(row)), *stamp) for row, stamp in zip(rows, stamps, strict=True))
     index.executemany("INSERT INTO wanted VALUES (?, ?, ?, ?, ?)", wanted)
     # CROSS JOIN keeps SQLite from reordering the tables: it looks each wanted path up in the index by its key
     return dict(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from torch.utils.data import Dataset
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import UnreadableImage, memory_of, unreadable_message
-from xdm_ft.data._loading import image_loader, loaded
+from xdm_ft.data._loading import image_loader, loaded, own_cores
 from xdm_ft.data._transforms import Preprocessing, normalized
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError, plural
@@ -96,13 +95,8 @@ def worker_count(settings: FeatureSettings, hashes: FileHashes, device: torch.de
     """
     if settings.workers is not None:
         return settings.workers
-    in_memory = not hashes.paths and not hashes.unreadable and hashes.container is None
+    in_memory = not hashes.files.size and not hashes.unreadable and hashes.container is None
     return 0 if in_memory or device.type == "cpu" else own_cores()
-
-
-def own_cores() -> int:
-    """Returns this process's share of the machine's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) -> Encoder:

@@ -52,8 +52,9 @@ class ContentIndex:
         halves = _halves(contents)
         self._order = np.argsort(halves)
         self._sorted = halves[self._order]
+        begins = np.flatnonzero(np.diff(self._sorted, prepend=~self._sorted[:1]))
         # contents that share their first half, nearly always 1
-        self._alike = int(np.unique(self._sorted, return_counts=True)[1].max(initial=0))
+        self._alike = int(np.diff(begins, append=len(contents)).max(initial=0))
 
     def find(self, contents: Contents) -> np.ndarray:
         """Returns the number of each content, int64 [n]; −1 where it is none of the M."""

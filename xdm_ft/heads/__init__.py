@@ -59,10 +59,9 @@ def draw_weights(parameters: list[Tensor], fan_in: int, seed: int, stream: int, 
 
     `first` is the index of the first draw. Returns the index after the last draw.
     """
-    for parameter in parameters:
-        size = parameter.numel()
-        draws = uniform(seed, 0, stream, first + torch.arange(size))
-        with torch.no_grad():
-            parameter.copy_(((2 * draws - 1) * fan_in**-0.5).view_as(parameter))
-        first += size
-    return first
+    sizes = [parameter.numel() for parameter in parameters]
+    draws = (2 * uniform(seed, 0, stream, first + torch.arange(sum(sizes))) - 1) * fan_in**-0.5
+    with torch.no_grad():
+        for parameter, of_one in zip(parameters, draws.split(sizes), strict=True):
+            parameter.copy_(of_one.view_as(parameter))
+    return first + sum(sizes)

@@ -15,34 +15,43 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from xdm_ft.storage.atomic import Replace, disk_errors, order_metadata, replace_file, sync
-from xdm_ft.storage.digests import json_digest, tensors_digest
+from xdm_ft.storage.digests import digest, json_digest, sorted_json, tensors_digest
 
 Arrays = dict[str, np.ndarray]
 TOO_DEEP = "its brackets are nested too deeply"
 CHECKSUM = "xxh3"  # key of the metadata of a safetensors file
 COSTS = ("train_seconds", "peak_memory")  # of a model in results.json: they differ between runs that agree in all else
 INPUTS = ("data", "encoder", "features")  # keys of the environment in results.json: what a resumed run must not change
+_RUNS = "\0runs"  # stands for the models: no text of results.json has this character
 
 
 class Damaged(Exception):
     """A file does not hold what was written to it. The text says what is wrong."""
 
 
-def results_digest(results: Mapping[str, Any]) -> str:
+def results_digest(results: Mapping[str, Any], is_read: bool = False) -> str:
     """Returns the checksum of results.json, without what differs between runs that agree.
 
     Those are the training's times and memory, the folder, the cluster, and the environment except for `INPUTS`.
+    `is_read`: the results come from the file.
     """
-    runs = [{key: value for key, value in run.items() if key not in COSTS} for run in results["runs"]]
     recipe = {key: value for key, value in results["recipe"].items() if key not in ("output", "cluster")}
     environment = {key: results["environment"].get(key) for key in INPUTS}
     rest = {key: value for key, value in results.items() if key != "checksum"}
-    return json_digest(rest | {"runs": runs, "recipe": recipe, "environment": environment})
+    whole = rest | {"runs": _RUNS, "recipe": recipe, "environment": environment}
+    before, after = sorted_json(whole, is_read).split(json.dumps(_RUNS))
+    hasher = xxhash.xxh3_64(f"{before}[".encode())  # as `json_digest`, without the text of all models in memory
+    for number, run in enumerate(results["runs"]):
+        kept = {key: value for key, value in run.items() if key not in COSTS}
+        hasher.update(((", " if number else "") + sorted_json(kept, is_read)).encode())
+    hasher.update(f"]{after}".encode())
+    return str(hasher.hexdigest())
 
 
 def results_text(results: Mapping[str, Any]) -> str:
@@ -60,7 +69,7 @@ def read_results(path: Path) -> dict[str, Any]:
     """Returns the content of results.json. Raises `Damaged`."""
     results = json_object(_content(path))
     try:
-        whole = results["checksum"] == results_digest(results)
+        whole = results["checksum"] == results_digest(results, is_read=True)
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"it lacks {error}") from error
     except RecursionError as error:
@@ -126,7 +135,7 @@ def read_lines(path: Path) -> Iterator[Any]:
                 return
             try:
                 kept = json_object(line)
-                if "value" not in kept or kept.get("xxh3") != json_digest(kept["value"]):
+                if "value" not in kept or kept.get("xxh3") != digest(sorted_json(kept["value"], is_read=True)):
                     raise Damaged("its checksum differs")
             except Damaged as error:
                 raise Damaged(f"line {number}: {error}") from error

@@ -42,5 +42,11 @@ def tensors_digest(tensors: Tensors, text: str = "") -> str:
 
 def json_digest(value: Any) -> str:
     """Returns the checksum of a JSON value. The order of keys does not matter."""
-    as_read = json.loads(json.dumps(value))  # JSON makes number keys text, and text sorts in another order
-    return digest(json.dumps(as_read, sort_keys=True))
+    return digest(sorted_json(value))
+
+
+def sorted_json(value: Any, is_read: bool = False) -> str:
+    """Returns the text whose checksum is that of a JSON value. `is_read`: the value comes from a JSON text."""
+    # JSON makes number keys text, and text sorts in another order
+    as_read = value if is_read else json.loads(json.dumps(value))
+    return json.dumps(as_read, sort_keys=True)

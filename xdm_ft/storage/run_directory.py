@@ -316,10 +316,10 @@ class RunDirectory:
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Writes results.json, unless it holds these results already: then it is no younger than its reports."""
         started = time.monotonic()
-        text = results_text(results)
+        content = results_text(results).encode()
         path = self._checked(RESULTS)
-        if not (path.is_file() and path.read_bytes() == text.encode()):
-            replace_bytes(path, text.encode())
+        if not (path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content):
+            replace_bytes(path, content)
         ended = time.monotonic()
         self._next_write = ended + (ended - started) / WRITING_SHARE  # the more models, the longer a write takes
 

@@ -71,6 +71,9 @@ def _partner_choices(jobs: Sequence[Job], data: CachedData) -> Callable[[Samples
 
     The function returns None if the method mixes no inputs.
     """
+    first_one = jobs[0].make(jobs[0].setup)
+    if not isinstance(first_one, Algorithm) or type(first_one).input_partners is Algorithm.input_partners:
+        return lambda drawn, first: None
     annotations = data.annotations
     device = annotations.labels.device
     made = [job.make(job.setup) for job in jobs]
@@ -84,8 +87,6 @@ def _partner_choices(jobs: Sequence[Job], data: CachedData) -> Callable[[Samples
         return algorithms[head].input_partners(Samples(*(field[:, head] for field in drawn)), training, steps)
 
     def choose(drawn: Samples, first: int) -> InputPartners | None:
-        if type(algorithms[0]).input_partners is Algorithm.input_partners:
-            return None
         steps = torch.arange(first, first + len(drawn.row), device=device)
         of_heads = [of_head(head, drawn, steps) for head in range(len(jobs))]
         chosen = [partners for partners in of_heads if partners is not None]

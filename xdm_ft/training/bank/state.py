@@ -136,6 +136,8 @@ class ChunkState:
         """Returns one result per head. `seconds` is the chunk's time divided by its number of heads."""
         bank, averages, seconds = self.bank, self.averages, self.seconds / len(self.jobs)
         best = {rule: {name: value.cpu() for name, value in of_rule.items()} for rule, of_rule in self.best.items()}
+        # all heads of a bank have parameters of the same sizes
+        parameters = sum(one.numel() for one in bank.template.parameters() if one.requires_grad)
         results = []
         for head, (job, selector, failure) in enumerate(zip(self.jobs, self.selectors, self.failures, strict=True)):
             failure = failure or (selector.nothing_selected() if averages is None else averages.nothing_averaged(head))
@@ -149,6 +151,8 @@ class ChunkState:
             picked, stopped_at = {} if failure else selected, selector.stopped_at
             mixed_steps = bank.template.mixed_steps(stopped_at or bank.steps)
             results.append(
-                Trained(job, picked, mixed_steps, seconds, failure, selector.course, stopped_at, self.restarts)
+                Trained(
+                    job, picked, mixed_steps, seconds, failure, selector.course, stopped_at, self.restarts, parameters
+                )
             )
         return results
