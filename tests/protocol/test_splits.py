@@ -265,3 +265,12 @@ def test_groups_too_large_for_a_validation_part_are_explained() -> None:
     assert "a group may be too large for val_fraction 0.2" in fault(dataset, Protocol())
     split = leave_one_domain_out(dataset, Protocol(val_fraction=0.4), "d1", 0)
     assert len(parts(split)["train_val"]) == 10
+
+
+@given(dataset=datasets(with_groups=False), seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_parts_drawn_once_for_all_domains_are_those_drawn_for_each(dataset: MadeUp, seed: int) -> None:
+    together = splits(dataset, Protocol(), seed)
+    for name, split in zip(dataset.domain_names, together, strict=True):
+        alone, found = parts(leave_one_domain_out(dataset, Protocol(), name, seed)), parts(split)
+        assert found.keys() == alone.keys() and all(np.array_equal(found[key], alone[key]) for key in alone)

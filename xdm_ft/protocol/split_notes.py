@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from xdm_ft.data import ImageDataset
+from xdm_ft.data._images import NAMED_AT_MOST
 
 
 def seen_or_unseen(test_domains: Sequence[str], train_domains: Sequence[str]) -> str:
@@ -32,3 +33,26 @@ def independence(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str,
             groups, both = len(np.unique(dataset.groups[rows])), len(np.unique(dataset.groups[shared]))
             overlaps.append(f"{both} of {groups} groups of {part} also train ({len(shared)} of {len(rows)} images)")
     return ", ".join(overlaps) or "groups kept together"
+
+
+def gaps(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray], numbers: list[int]) -> list[str]:
+    """Returns a note for every class and every validation part that a training domain (of `numbers`) lacks."""
+    lacking = [
+        f"no training image of {dataset.class_names[c]} in {dataset.domain_names[numbers[d]]}"
+        for d, c in np.argwhere(images_per_class(dataset, train)[numbers] == 0).tolist()
+    ]
+    notes = lacking[:NAMED_AT_MOST]
+    if len(lacking) > NAMED_AT_MOST:
+        notes.append(f"and {len(lacking) - NAMED_AT_MOST} more classes missing from a training domain")
+    if "train_val" in evaluation:
+        validated = set(dataset.domains[evaluation["train_val"]].tolist())
+        without = [dataset.domain_names[d] for d in numbers if d not in validated]
+        notes += [f"no validation image of {name}, which train_val ignores" for name in without]
+    return notes
+
+
+def images_per_class(dataset: ImageDataset, rows: np.ndarray) -> np.ndarray:
+    """Returns the number of images of every class in every domain: int64 [domains, classes]."""
+    num_domains, num_classes = len(dataset.domain_names), len(dataset.class_names)
+    stratum = dataset.domains[rows] * num_classes + dataset.labels[rows]
+    return np.bincount(stratum, minlength=num_domains * num_classes).reshape(num_domains, num_classes)

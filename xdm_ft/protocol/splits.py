@@ -12,11 +12,10 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data._images import NAMED_AT_MOST
 from xdm_ft.data._stratification import validation_part
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.protocol.domainbed_split import validation_rows
-from xdm_ft.protocol.split_notes import independence, seen_or_unseen
+from xdm_ft.protocol.split_notes import gaps, images_per_class, independence, seen_or_unseen
 from xdm_ft.settings import Block, OneOrMany
 
 Rule = Literal["train_val", "val_domain", "cross_domain", "oracle"]
@@ -116,7 +115,8 @@ def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Col
     held_out = protocol.test_domains or dataset.domain_names
     if len(set(held_out)) < len(held_out):
         raise UserError(f"protocol.test_domains: {', '.join(held_out)}: a domain appears twice; remove one of the two")
-    return [leave_one_domain_out(dataset, protocol, name, seed, unreadable) for name in held_out]
+    drawn = _drawn(dataset, protocol, seed, unreadable)
+    return [leave_one_domain_out(dataset, protocol, name, seed, unreadable, drawn) for name in held_out]
 
 
 def rules_of(protocol: Protocol, planned: Iterable[Split]) -> tuple[str, ...]:
@@ -127,12 +127,17 @@ def rules_of(protocol: Protocol, planned: Iterable[Split]) -> tuple[str, ...]:
 
 
 def leave_one_domain_out(
-    dataset: ImageDataset, protocol: Protocol, test_domain: str, seed: int, unreadable: Collection[int] = ()
+    dataset: ImageDataset,
+    protocol: Protocol,
+    test_domain: str,
+    seed: int,
+    unreadable: Collection[int] = (),
+    drawn: np.ndarray | None = None,
 ) -> Split:
     """Returns the split in which all of `test_domain` tests and the other domains train, except validation parts.
 
-    All labelled images are used, also those that the official split tests on or ignores. `_validation` draws the
-    validation parts. Images of other domains whose group is also in `test_domain` are removed.
+    All labelled images are used, also those that the official split tests on or ignores. Images of other domains whose
+    group is also in `test_domain` are removed. `drawn`: the rows of the validation parts, if `_drawn` has found them.
     """
     if test_domain not in dataset.domain_names:
         known = list(dataset.domain_names)
@@ -157,7 +162,7 @@ def leave_one_domain_out(
         if shared.any():
             is_source &= ~shared
             notes.append(f"{shared.sum()} training images left out whose group is also in {test_domain}")
-    is_val, how = _validation(dataset, protocol, is_source, is_test, seed)
+    is_val, how = _validation(dataset, protocol, is_source, is_test, seed, drawn)
     evaluation = {
         "train_val": np.flatnonzero(is_val & is_source),
         "test": np.flatnonzero(is_test),
@@ -167,8 +172,24 @@ def leave_one_domain_out(
     return _split(dataset, protocol, (test_domain,), train_domains, train, evaluation, notes + how)
 
 
+def _drawn(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int]) -> np.ndarray | None:
+    """Returns the rows of the stratified validation parts of all domains, int64.
+
+    None if they may depend on which domain is held out, because groups may span domains, or if there are none.
+    """
+    if dataset.groups is not None or protocol.split_rule != "stratified" or _own_validation(dataset) is not None:
+        return None
+    readable = np.delete(np.arange(len(dataset)), list(unreadable))
+    return stratified_part(dataset, readable, protocol.val_fraction, seed)
+
+
 def _validation(
-    dataset: ImageDataset, protocol: Protocol, is_source: np.ndarray, is_test: np.ndarray, seed: int
+    dataset: ImageDataset,
+    protocol: Protocol,
+    is_source: np.ndarray,
+    is_test: np.ndarray,
+    seed: int,
+    drawn: np.ndarray | None,
 ) -> tuple[np.ndarray, list[str]]:
     """Returns which rows are in validation parts, bool [N], and notes on that for the protocol line.
 
@@ -192,9 +213,12 @@ def _validation(
     elif own is not None:
         return own, ["validation parts as they come with the data"]
     else:
-        rows = [
-            stratified_part(dataset, np.flatnonzero(part), protocol.val_fraction, seed) for part in (is_source, is_test)
-        ]
+        parts = (np.flatnonzero(part) for part in (is_source, is_test))
+        rows = (
+            [stratified_part(dataset, part, protocol.val_fraction, seed) for part in parts]
+            if drawn is None
+            else [drawn]
+        )
         how = [] if dataset.splits is None else ["the data's own split is not used, all labelled images take part"]
     is_val = np.zeros(len(dataset), dtype=bool)
     is_val[np.concatenate(rows)] = True
@@ -262,7 +286,7 @@ def usable(dataset: ImageDataset, unreadable: Collection[int]) -> np.ndarray:
 def check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int], where: str = "") -> None:
     """Raises `UserError` if one of `domains` has, among `rows`, no image or images of one class only."""
     # with one class in a domain, the domain alone predicts the class
-    count = _images(dataset, rows)
+    count = images_per_class(dataset, rows)
     for domain in domains:
         present = np.flatnonzero(count[domain])
         if len(present) < 2:
@@ -271,13 +295,6 @@ def check_classes(dataset: ImageDataset, rows: np.ndarray, domains: Iterable[int
                 f'data: the domain "{dataset.domain_names[domain]}" has {only}{where}; add images of at least two '
                 "classes, or remove the domain"
             )
-
-
-def _images(dataset: ImageDataset, rows: np.ndarray) -> np.ndarray:
-    """Returns the number of images of every class in every domain: int64 [domains, classes]."""
-    num_domains, num_classes = len(dataset.domain_names), len(dataset.class_names)
-    stratum = dataset.domains[rows] * num_classes + dataset.labels[rows]
-    return np.bincount(stratum, minlength=num_domains * num_classes).reshape(num_domains, num_classes)
 
 
 def _split(
@@ -321,23 +338,7 @@ def _split(
         domain_of=torch.from_numpy(domain_of),
     )
     notes = [f"tested on {split.tested_on}", independence(dataset, train, evaluation), *notes]
-    return replace(split, notes=(*notes, *_gaps(dataset, train, evaluation, numbers)))
-
-
-def _gaps(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray], numbers: list[int]) -> list[str]:
-    """Returns a note for every class and every validation part that a training domain (of `numbers`) lacks."""
-    lacking = [
-        f"no training image of {dataset.class_names[c]} in {dataset.domain_names[numbers[d]]}"
-        for d, c in np.argwhere(_images(dataset, train)[numbers] == 0).tolist()
-    ]
-    notes = lacking[:NAMED_AT_MOST]
-    if len(lacking) > NAMED_AT_MOST:
-        notes.append(f"and {len(lacking) - NAMED_AT_MOST} more classes missing from a training domain")
-    if "train_val" in evaluation:
-        validated = set(dataset.domains[evaluation["train_val"]].tolist())
-        without = [dataset.domain_names[d] for d in numbers if d not in validated]
-        notes += [f"no validation image of {name}, which train_val ignores" for name in without]
-    return notes
+    return replace(split, notes=(*notes, *gaps(dataset, train, evaluation, numbers)))
 
 
 def stratified_part(dataset: ImageDataset, rows: np.ndarray, fraction: float, seed: int) -> np.ndarray:
