@@ -233,6 +233,7 @@ def warm_start(rows: int, folder: Path) -> dict[str, object]:
     made_up_tree(folder / "images", rows)
     settings = FeatureSettings(dir=folder / "cache")
     made_up_features(Folder(root=folder / "images"), settings)
+    os.sync()  # or the system would write them to the disk meanwhile
     timer = Timer()
     with timer.of("list the files"):
         dataset = Folder(root=folder / "images")
