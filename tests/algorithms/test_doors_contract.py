@@ -15,7 +15,7 @@ from torch.func import stack_module_state
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.tensors import Batch
-from xdm_ft.training.bank.inputs import on_inputs
+from xdm_ft.training.bank.inputs import OnInputs
 
 FIELDS = ("x", "y", "domain", "index", "place")
 CHANGES_INPUTS = [name for name in ALGORITHMS if METHODS[name].on_inputs is not Algorithm.on_inputs]
@@ -67,7 +67,7 @@ def test_inputs_of_one_head_are_the_same_alone_and_among_24(name: str) -> None:
     names = batches[0].fields()
     stacked = Batch(**{name: torch.stack([batch.fields()[name] for batch in batches]) for name in names})
     _, buffers = stack_module_state(heads)
-    together = on_inputs(heads[0], buffers, stacked, 5).fields()
+    together = OnInputs(heads[0]).of_heads(buffers, stacked, 5).fields()
     differ = False
     for place, (head, batch) in enumerate(zip(heads, batches, strict=True)):
         alone = head.on_inputs(batch, 5).fields()
