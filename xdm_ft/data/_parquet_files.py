@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import numpy as np
 
 from xdm_ft.data._named_columns import Column, column_of, one_array
 from xdm_ft.errors import UserError, did_you_mean, printable
-from xdm_ft.storage.remote import FileState, read_range, read_ranges
+from xdm_ft.storage.remote import FileInParts, FileState, read_range, read_ranges
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray, LargeStringArray
@@ -180,13 +179,12 @@ def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-class _Window(io.RawIOBase):
+class _Window(FileInParts):
     """A file of which some ranges are in memory; others are read when they are needed."""
 
     def __init__(self, address: str, state: FileState, parts: Mapping[int, bytes]) -> None:
         """`parts`: {first byte: the bytes from there}."""
-        super().__init__()
-        self.address, self.bytes_in_all, self.place = address, state.size, 0
+        super().__init__(address, state)
         self.starts, self.parts = sorted(parts), parts
 
     def opened(self, metadata: FileMetaData) -> Any:
@@ -196,22 +194,9 @@ class _Window(io.RawIOBase):
         file = pyarrow.PythonFile(self, mode="r")
         return ParquetFile(file, metadata=metadata, pre_buffer=False, page_checksum_verification=True)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.bytes_in_all}[whence]
-        return self.place
-
     def read(self, size: int = -1) -> bytes:
         start = self.place
-        self.place = self.bytes_in_all if size < 0 else min(start + size, self.bytes_in_all)
+        self.place = self.length if size < 0 else min(start + size, self.length)
         number = bisect_right(self.starts, start) - 1
         if number >= 0:
             first = self.starts[number]
@@ -219,7 +204,7 @@ class _Window(io.RawIOBase):
             if self.place <= first + len(part):
                 whole = len(part) == self.place - start
                 return part if whole else part[start - first : self.place - first]
-        return read_range(self.address, start, self.place, self.bytes_in_all)
+        return read_range(self.address, start, self.place, self.length)
 
 
 def _base_names(images: ChunkedArray) -> ChunkedArray:

@@ -16,7 +16,7 @@ from xdm_ft.data._images import extensions
 from xdm_ft.data._named_columns import PLAIN, Column
 from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.settings import Block
-from xdm_ft.storage.remote import FileState, is_remote, read_range
+from xdm_ft.storage.remote import FileInParts, FileState, is_remote, read_range
 
 BLOCK = 512  # bytes, of which a tar consists
 REMOTE_BYTES = 1 << 24  # of a remote tar, per request
@@ -172,27 +172,13 @@ def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, 
         raise UserError(f"{printable(address)}: {problem}") from error
 
 
-class _Blocks(io.RawIOBase):
+class _Blocks(FileInParts):
     """A file that is read in large blocks, of which the last one is kept."""
 
     def __init__(self, address: str, state: FileState) -> None:
-        super().__init__()
-        self.address, self.length, self.place = address, state.size, 0
+        super().__init__(address, state)
         self.block = REMOTE_BYTES if is_remote(address) else LOCAL_BYTES
         self.first, self.data = 0, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.length}[whence]
-        return self.place
 
     def readinto(self, buffer: Any) -> int:
         if self.place >= self.length:

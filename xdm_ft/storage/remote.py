@@ -6,6 +6,7 @@ process does not work in the processes that are forked from it.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import stat
@@ -34,6 +35,27 @@ class FileState(NamedTuple):
 
     size: int
     version: str  # ETag, else the time of the last change; on this machine the times of modification and status change
+
+
+class FileInParts(io.RawIOBase):
+    """A file at an address as libraries read one: `place` moves, and a subclass says what is read from there."""
+
+    def __init__(self, address: str, state: FileState) -> None:
+        super().__init__()
+        self.address, self.length, self.place = address, state.size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.length}[whence]
+        return self.place
 
 
 def is_remote(address: str) -> bool:
