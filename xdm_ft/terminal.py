@@ -150,7 +150,8 @@ def opened(level: int) -> Iterator[None]:
     warnings.showwarning = _log_warning
     try:
         yield
-    except SystemExit:  # --help and --version, which argparse prints
+    except SystemExit:  # help, version and faults of the arguments, which argparse prints
+        _flush_errors()
         write("")
         raise
     finally:
@@ -165,6 +166,13 @@ def _usable(stream: TextIO | None) -> TextIO:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     return stream
+
+
+def _flush_errors() -> None:
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
 
 
 def _discard(stream: TextIO) -> None:
