@@ -34,7 +34,7 @@ class Shown:
 def made(monkeypatch: pytest.MonkeyPatch, cost: float = 100.0, models: int = 4) -> tuple[Overall, Shown]:
     monkeypatch.setattr(module, "REFRESH_SECONDS", 0.0)
     shown = Shown()
-    return Overall("training", cost, models, mmap.mmap(-1, 64 * SLOT.size), 0, shown), shown
+    return Overall("training", cost, models, mmap.mmap(-1, 64 * SLOT.itemsize), 0, shown), shown
 
 
 def test_forks_are_counted_and_none_of_their_counts_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

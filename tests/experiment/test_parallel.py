@@ -120,6 +120,7 @@ def work(number):
     if number == 0:
         return
     with deferred():
+        time.sleep(0.2)  # until the parent waits
         print("started", flush=True)
         while not stop_requested():
             time.sleep(0.01)

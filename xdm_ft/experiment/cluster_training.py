@@ -75,7 +75,7 @@ class Training(NamedTuple):
                 directory.write_bytes(directory.checkpoint_file(piece.name), part.checkpoint)
             engines = Engines(self.plan, self.prepared, directory, accelerator)
             _require_inputs(engines, piece)
-            overall = Overall(piece.note, piece.cost, 0, mmap.mmap(-1, SLOT.size), 0, None)
+            overall = Overall(piece.note, piece.cost, 0, mmap.mmap(-1, SLOT.itemsize), 0, None)
             with post.beating(lambda: [overall.counts]):
                 for models in engines.train_piece(piece, overall):
                     post.send([_alone(self.measure(engines, model)) for model in models])

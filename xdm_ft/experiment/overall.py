@@ -10,7 +10,6 @@ import logging
 import mmap
 import os
 import shutil
-import struct
 import sys
 import threading
 import time
@@ -45,8 +44,7 @@ class Counts(NamedTuple):
         return Counts(self.done + other.done, self.spared + other.spared, self.models + other.models)
 
 
-SLOT = struct.Struct("<ddq")  # the fields of `Counts`
-SLOTS = np.dtype(list(zip(Counts._fields, ("<f8", "<f8", "<i8"), strict=True)))
+SLOT = np.dtype(list(zip(Counts._fields, ("f8", "f8", "i8"), strict=True)))
 
 
 class Display(Protocol):
@@ -61,7 +59,9 @@ class Overall:
         self, what: str, cost: float, models: int, memory: mmap.mmap, first_slot: int, display: Display | None
     ) -> None:
         self.what, self.cost, self.models = what, cost, models
-        self._memory, self._first, self._display = memory, first_slot, display
+        # a column of numbers of 8 bytes for each field: another process never reads half of one
+        self._fields = [np.frombuffer(memory, SLOT)[name] for name in Counts._fields]
+        self._first, self._display = first_slot, display
         self._slot, self._own, self._note, self._next = first_slot, Counts(), "", 0.0
         self._lock = threading.Lock()
 
@@ -72,15 +72,15 @@ class Overall:
 
     def add(self, done: float = 0.0, spared: float = 0.0, models: int = 0, note: str | None = None) -> None:
         self._own = self._own.plus(Counts(done, spared, models))
-        SLOT.pack_into(self._memory, self._slot * SLOT.size, *self._own)
+        for field, value in zip(self._fields, self._own, strict=True):
+            field[self._slot] = value
         self._note = self._note if note is None else note
         self._show()
 
     @property
     def counts(self) -> Counts:
         """The sums over all processes."""
-        slots = np.frombuffer(self._memory, SLOTS)
-        return Counts(*(slots[name].sum().item() for name in Counts._fields))
+        return Counts(*(field.sum().item() for field in self._fields))
 
     def _show(self) -> None:
         if self._display is None or time.monotonic() < self._next:
@@ -141,7 +141,7 @@ def overall(
     Raises `UserError` if the disk is full: several launched processes share a small file in the run directory.
     """
     ranks, main = accelerator.num_processes, accelerator.is_main_process
-    size = SLOT.size * PROCESSES * ranks
+    size = SLOT.itemsize * PROCESSES * ranks
     # anonymous memory is shared with forks only
     memory = mmap.mmap(-1, size) if ranks == 1 else directory.shared_memory(what.replace(" ", "_"), size)
     started, display = time.monotonic(), _display(what, cost, models) if main else None

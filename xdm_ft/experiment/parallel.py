@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from xdm_ft.errors import UserError
-from xdm_ft.interrupt import Interrupted, before_exit, end_with_parent, handle
+from xdm_ft.interrupt import Interrupted, before_exit, deferred, end_with_parent, handle
 from xdm_ft.terminal import complain
 
 SECONDS_TO_SAVE = 10.0  # after one process has failed, the time for the others to save and exit
@@ -43,9 +43,10 @@ def run_forked(
             for number in range(1, processes):
                 reader, writer = context.Pipe(duplex=False)
                 child = context.Process(target=_in_child, args=(work, number, os.getpid(), writer), daemon=True)
-                child.start()
+                with deferred():  # a signal after the fork would otherwise miss the child
+                    child.start()
+                    children.append((child, reader))
                 writer.close()  # only the child keeps this end, so that `recv` raises EOFError when the child has ended
-                children.append((child, reader))
             with one_thread(), watched():
                 work(0)
                 for process, reader in children:
