@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import time
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +13,7 @@ import miniature
 import pytest
 import small_runs
 from clusters import NO_RAY, cluster, hashes, kill_one, metrics, on
-from warm_processes import PATIENCE, begin
+from warm_processes import PATIENCE, begin, interrupted
 
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
@@ -167,14 +165,7 @@ class TestNodes:
         own = ("protocol.test_domains=[sketch]", "encoder.trainable=true", "methods=[erm]", "training.steps=60")
         arguments = ["run", "small.yaml", "output.dir=there", *own]
         process = begin([*arguments, *on(nodes)], tmp_path, tmp_path / "out", tmp_path / "err")
-        until = time.monotonic() + PATIENCE
-        while not list(tmp_path.glob("there/small/events/erm/*/*/events*")):
-            assert process.exitcode is None and time.monotonic() < until, Path("err").read_text()
-            time.sleep(0.05)
-        os.kill(process.pid or 0, signal.SIGINT)
-        process.join(PATIENCE)
-        text = Path("err").read_text()
-        assert process.exitcode == 130, text
+        text = interrupted(process, Path("err"), lambda: any(tmp_path.glob("there/small/events/erm/*/*/events*")))
         assert "interrupted; saved: 1 unfinished training; run the same command to resume" in text
         assert len(list(Path("there/small/state/checkpoints").iterdir())) == 1
         with cluster() if where == "another cluster" else nullcontext(nodes) as those:

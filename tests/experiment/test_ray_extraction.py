@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ from clusters import kill_one, on
 from encoded_images import write_parquet
 from range_server import served
 from safetensors.torch import load_file
-from warm_processes import PATIENCE, begin
+from warm_processes import begin, interrupted
 
 from xdm_ft.cli import main
 from xdm_ft.commands.features import Filled, fill_cache
@@ -163,14 +160,7 @@ def test_ctrl_c_and_the_same_command(where: str, nodes: Any, expected: dict[str,
     small_runs.recipe()  # writes small.yaml
     arguments = ["run", "small.yaml", *SLOW]
     process = begin([*arguments, *on(nodes)], tmp_path, tmp_path / "out", tmp_path / "err", first=small_shards)
-    until = time.monotonic() + PATIENCE
-    while len(shards()) < 2:
-        assert process.exitcode is None and time.monotonic() < until, Path("err").read_text()
-        time.sleep(0.05)
-    os.kill(process.pid or 0, signal.SIGINT)
-    process.join(PATIENCE)
-    text = Path("err").read_text()
-    assert process.exitcode == 130, text
+    text = interrupted(process, Path("err"), lambda: len(shards()) >= 2)
     assert text.endswith("xdm-ft: interrupted; finished work is kept; run the same command to resume\n")
     kept = shards()
     before = stored("cache")

@@ -9,9 +9,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -43,6 +45,21 @@ def begin(
     process = server.Process(target=_main, args=(arguments, cwd, out, err, environment or {}, first))
     process.start()
     return process
+
+
+def interrupted(process: BaseProcess, err: Path, when: Callable[[], bool]) -> str:
+    """Sends SIGINT to a process that `begin` has started, as soon as `when` is true. Returns what it printed to `err`.
+
+    The exit status must be that of an interrupted run.
+    """
+    until = time.monotonic() + PATIENCE
+    while not when():
+        assert process.exitcode is None and time.monotonic() < until, err.read_text()
+        time.sleep(0.05)
+    os.kill(process.pid or 0, signal.SIGINT)
+    process.join(PATIENCE)
+    assert process.exitcode == 130, err.read_text()
+    return err.read_text()
 
 
 def xdm_ft(*arguments: object, cwd: Path, first: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:

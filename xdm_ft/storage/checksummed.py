@@ -45,7 +45,7 @@ def results_digest(results: Mapping[str, Any], is_read: bool = False) -> str:
     environment = {key: results["environment"].get(key) for key in INPUTS}
     rest = {key: value for key, value in results.items() if key != "checksum"}
     whole = rest | {"runs": _RUNS, "recipe": recipe, "environment": environment}
-    before, after = sorted_json(whole, is_read).split(json.dumps(_RUNS))
+    before, _, after = sorted_json(whole, is_read).partition(json.dumps(_RUNS))
     hasher = xxhash.xxh3_64(f"{before}[".encode())  # as `json_digest`, without the text of all models in memory
     for number, run in enumerate(results["runs"]):
         kept = {key: value for key, value in run.items() if key not in COSTS}
