@@ -29,7 +29,7 @@ CHANGES = "changes to the recipe, values as YAML; METHOD.KEY=value sets a key of
 EXAMPLES = {
     "run": (
         "xdm-ft run demo",
-        "xdm-ft run demo name=short 'methods=[erm,xdomainmix]' training.steps=300 xdomainmix.warmup_steps=100",
+        "xdm-ft run demo name=long 'methods=[erm,xdomainmix]' training.steps=300 xdomainmix.warmup_steps=100",
     ),
     "validate": ("xdm-ft validate clip_folder data.root=DIR protocol.test_domains=sketch",),
     "features": ("xdm-ft features clip_folder data.root=DIR features.precision=bf16",),

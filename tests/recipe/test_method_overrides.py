@@ -179,8 +179,8 @@ def test_faults_of_the_file_keep_their_line() -> None:
 
 
 def test_the_packaged_recipe_of_the_documentation() -> None:
-    recipe = load("demo", ["xdomainmix.warmup_steps=100", "xdomainmix+sam.rho=0.1", "protocol.test_domains=blurred"])
-    assert [v for v in settings(recipe, "warmup_steps") if v is not None] == [100, 100]
+    recipe = load("demo", ["xdomainmix.warmup_steps=50", "xdomainmix+sam.rho=0.1", "protocol.test_domains=blurred"])
+    assert [v for v in settings(recipe, "warmup_steps") if v is not None] == [50, 50]
 
 
 @pytest.mark.parametrize(
