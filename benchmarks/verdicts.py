@@ -55,7 +55,7 @@ from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.recipe.read import load
-from xdm_ft.storage.checksummed import read_results
+from xdm_ft.storage.results_file import read_results
 from xdm_ft.storage.run_directory import RunDirectory
 
 DRAWS = 2000  # of the bootstrap of the earlier rule
@@ -137,7 +137,7 @@ def read_pools(folders: Sequence[Path], method: str, rule: str | None) -> list[P
         recipe = load(str(folder / "recipe.yaml"), [])
         metrics.add(recipe.protocol.metric)
         dataset = read_data(recipe)
-        for record in map(Record.from_json, read_results(folder / "results.json")["runs"]):
+        for record in read_results(folder / "results.json", Record.from_json)["runs"]:
             if record.method != method or record.status != "ok":
                 continue
             prediction = prediction_of(folder, record, rule or recipe.protocol.selection, dataset)

@@ -12,7 +12,7 @@ from warm_processes import xdm_ft
 
 from xdm_ft.cli import EXAMPLES, parser
 from xdm_ft.recipe.read import load
-from xdm_ft.storage.checksummed import COSTS, results_digest
+from xdm_ft.storage.results_file import COSTS, results_digest
 
 VERBS = next(action.choices for action in parser()._actions if action.dest == "verb")
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import pytest
 
 from xdm_ft.cli import main
 from xdm_ft.commands.cache import referenced_by
-from xdm_ft.storage.checksummed import COSTS, read_results
+from xdm_ft.storage.results_file import COSTS, read_results
 from xdm_ft.storage.run_directory import RunDirectory
 
 RECIPE = """\

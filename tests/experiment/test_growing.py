@@ -24,7 +24,7 @@ from xdm_ft.experiment.results import ResultsFile
 from xdm_ft.recipe.read import load
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
-from xdm_ft.storage.checksummed import COSTS
+from xdm_ft.storage.results_file import COSTS
 from xdm_ft.training.bank import train as bank
 
 RUN = Path("output/small")

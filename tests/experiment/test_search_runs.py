@@ -18,7 +18,7 @@ from xdm_ft.evaluation.trials import picked_trials, selection_value
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import hparams, make_plan, read_data
 from xdm_ft.recipe.read import load
-from xdm_ft.storage.checksummed import COSTS
+from xdm_ft.storage.results_file import COSTS
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 RECIPE = """\

@@ -151,7 +151,7 @@ class TestWhichModel:
         """The method and seed with the best validation accuracy is taken, though another is best on the test domain."""
         results = run("methods=[erm, linear_probe]", "protocol.seeds=3", "protocol.final_fit=false")
         path = RUN / "results.json"
-        from xdm_ft.storage.checksummed import results_digest
+        from xdm_ft.storage.results_file import results_digest
 
         for record in results["runs"]:
             picked = record["selected"]["train_val"]

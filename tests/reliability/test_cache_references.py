@@ -10,7 +10,7 @@ import pytest
 from rights import of_a_user
 
 from xdm_ft.cli import main
-from xdm_ft.storage.checksummed import results_digest
+from xdm_ft.storage.results_file import results_digest
 
 RECIPE = """\
 name: {name}

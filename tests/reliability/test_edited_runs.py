@@ -15,7 +15,7 @@ from what_runs_leave import fill
 from xdm_ft.cli import main
 from xdm_ft.recipe.read import check
 from xdm_ft.recipe.text import parse
-from xdm_ft.storage.checksummed import results_digest
+from xdm_ft.storage.results_file import results_digest
 
 MODEL = ["erm", "sketch", "0"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from real_runs import Run, bank, end_to_end, kill_until_done, leftovers, outcome
 
-from xdm_ft.storage.checksummed import COSTS
+from xdm_ft.storage.results_file import COSTS
 
 GROWN = "methods=[rsc, erm+swad, linear_probe, xdomainmix+sam]", "protocol.seeds=2", "protocol.final_fit=true"
 CROSSED = "protocol.selection=cross_domain", "methods=[erm]"

@@ -95,7 +95,7 @@ def test_failures_are_named_and_what_to_do_next(capsys: pytest.CaptureFixture[st
     rows = [dataclasses.replace(row, reason=f"{row.method} {'reason ' * 60}") for row in made.own_rows]
     many = dataclasses.replace(made, rows=rows)
     assert len(screen(many, capsys, monkeypatch).splitlines()) < 24
-    nothing = dataclasses.replace(made, rows=[], records=[], results=made.results | {"runs": []})
+    nothing = dataclasses.replace(made, rows=[], every=[], results=made.results | {"runs": []})
     text = screen(nothing, capsys, monkeypatch)
     assert "No model has been trained yet." in text and "export" not in text
 

@@ -94,7 +94,7 @@ def test_failed_models_and_nothing_at_all() -> None:
     assert text.endswith("; not counted, for lack of results: sam.") and "with mix" in text
     nothing = run(FOUR, failed=list(FOUR))
     assert sentence(nothing).startswith("There is no number to expect on new data")
-    failed = dataclasses.replace(nothing, records=[])
+    failed = dataclasses.replace(nothing, every=[])
     failed.results["runs"] = [{"status": "failed"}] * 3 + [{"status": "skipped"}]
     assert sentence(failed) == "No model has been trained: 3 failed, 1 skipped."
     failed.results["runs"] = []

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from xdm_ft.storage.checksummed import INPUTS, read_results, results_digest
+from xdm_ft.errors import UserError
+from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.digests import json_digest
+from xdm_ft.storage.results_file import INPUTS, read_results, results_digest, unverified_facts, write_results
 from xdm_ft.storage.run_directory import RunDirectory
 
 NAMES = ['a "runs": []', 'b\n "runs": []', "c …"]  # as class names from data may be
@@ -39,5 +45,101 @@ def test_the_checksum_is_that_of_the_whole_without_what_runs_that_agree_differ_i
     whole = {"schema": 1, **CLEAR, "environment": environment, "runs": kept, "summary": [], "final_fit": {"runs": []}}
     assert results_digest(results) == json_digest(whole)
     as_read = json.loads(json.dumps(results))
-    assert results_digest(as_read, is_read=True) == json_digest(whole)
-    assert results_digest({**as_read, "runs": []}, is_read=True) == json_digest({**whole, "runs": []})
+    assert results_digest(as_read) == json_digest(whole)
+    assert results_digest({**as_read, "runs": []}) == json_digest({**whole, "runs": []})
+
+
+RUNS = [{"method": name, "seed": number, "hparams": {"a": {"b": [1, {}]}}} for number, name in enumerate(NAMES)]
+RESULTS = {"schema": 1, **CLEAR, "runs": RUNS, "summary": [{"runs": []}], "tested_on": "x"}
+
+
+def written(folder: Path, results: Mapping[str, Any] = RESULTS) -> Path:
+    write_results(folder / "results.json", results)
+    return folder / "results.json"
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"indent": 1}, {"indent": 2}, {"sort_keys": True}, {"indent": 1, "sort_keys": True}]
+)
+@pytest.mark.parametrize("runs", [[], RUNS[:1], RUNS])
+def test_other_layouts_of_the_same_content_are_read(tmp_path: Path, layout: dict[str, Any], runs: list[Any]) -> None:
+    path = written(tmp_path, {**RESULTS, "runs": runs})
+    content = read_results(path)
+    path.write_text(json.dumps(content, **layout) + "\n")
+    assert read_results(path) == content
+
+
+def test_models_are_made_one_by_one(tmp_path: Path) -> None:
+    """`runs` may be any iterable, and what reads it gets one model at a time."""
+    path = written(tmp_path, {**RESULTS, "runs": (run for run in RUNS)})
+    assert path.read_bytes() == written(tmp_path / "other").read_bytes()
+    found = read_results(path, lambda run: run["seed"])
+    assert found["runs"] == [0, 1, 2] and found["tested_on"] == "x"
+    facts = unverified_facts(path)
+    assert facts == {**found, "runs": []}
+
+
+def test_memory_is_that_of_one_model(tmp_path: Path) -> None:
+    runs = ({"method": "erm", "seed": seed, "text": "x" * 100_000} for seed in range(300))
+    tracemalloc.start()
+    try:
+        path = written(tmp_path, {**RESULTS, "runs": runs})
+        assert sum(read_results(path, lambda run: run["seed"])["runs"]) == 299 * 150
+        assert unverified_facts(path)["runs"] == []
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert path.stat().st_size > 30_000_000 and peak < 3_000_000
+
+
+def test_an_unchanged_file_is_left_alone(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    before = path.stat()
+    written(tmp_path)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    written(tmp_path, {**RESULTS, "tested_on": "y"})
+    assert path.stat().st_ino != before.st_ino and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_fault_of_a_model_comes_after_damage(tmp_path: Path) -> None:
+    def refused(run: dict[str, Any]) -> None:
+        if run["seed"]:
+            raise UserError(f"seed {run['seed']}")
+
+    path = written(tmp_path)
+    with pytest.raises(UserError, match=r"^seed 1$"):
+        read_results(path, refused)
+    path.write_bytes(path.read_bytes().replace(b'"seed": 2', b'"seed": 3'))
+    with pytest.raises(Damaged, match="its checksum differs"):
+        read_results(path, refused)
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+def test_damage_is_found(tmp_path: Path, data: st.DataObject) -> None:
+    """Whatever happens to its bytes: the file is damaged, or holds the same content as Python's reader says too."""
+    path = written(tmp_path)
+    whole, content = path.read_bytes(), read_results(path)
+    begin = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(begin, min(len(whole), begin + 40)))
+    path.write_bytes(whole[:begin] + data.draw(st.binary(max_size=3)) + whole[end:])
+    try:
+        found = read_results(path)
+    except Damaged:
+        return
+    assert found == content == json.loads(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"},\n  {", b"}\n  {"), (b"}\n ],", b"},\n ],"), (b"\n ],\n", b"\n"), (b' "runs": [\n', b' "runs": [\n\n')],
+)
+def test_lines_that_are_no_json_together(tmp_path: Path, old: bytes, new: bytes) -> None:
+    path = written(tmp_path)
+    assert old in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    if new.endswith(b"\n\n"):  # an empty line is no damage
+        assert read_results(path)["runs"] == RUNS
+        return
+    with pytest.raises(Damaged, match="it is not JSON"):
+        read_results(path)

@@ -15,7 +15,8 @@ from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.maintenance import Cached, prune, stores, verify
 from xdm_ft.features.store import cache_folder, cut_in
-from xdm_ft.storage.checksummed import Damaged, read_results
+from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.storage.results_file import read_results
 
 GIGABYTE = 10**9
 
@@ -158,7 +159,7 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
             raise UserError(f"cache prune: {folder} holds no run (no results.json); name a run directory or its parent")
         for path in found:
             try:
-                features = read_results(path)["environment"].get("features")
+                features = read_results(path, lambda run: None)["environment"].get("features")
             except Damaged as error:
                 raise UserError(f"cache prune: {path}: is damaged ({error}); delete it if it is not needed") from error
             keys |= set(_feature_keys(features or {}))  # a run end to end has no cached features

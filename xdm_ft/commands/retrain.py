@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from xdm_ft.commands.answer import Answer
 from xdm_ft.errors import UserError, did_you_mean, printable
-from xdm_ft.evaluation.records import Identity, Record, records_in
+from xdm_ft.evaluation.records import Identity, Record
 from xdm_ft.experiment.cross_domain import cross_domain_values
 from xdm_ft.experiment.data_faults import faults
 from xdm_ft.experiment.engines import Engines
@@ -93,8 +93,8 @@ def retrain(run_directory: str, key: Identity, alone: bool, keep: str | None = N
     recipe, with this model alone. Raises `UserError` if the folder holds no run, or the run no such model.
     """
     folder, kept = Path(run_directory), None if keep is None else _new_folder(keep)
-    results = read_run(folder).results
-    before = _recorded(folder, results, key)
+    run = read_run(folder)
+    results, before = run.results, _recorded(folder, run.every, key)
     text = written_recipe(folder, results)
     _check_weights(RunDirectory(folder), before)
     if kept is not None:
@@ -167,9 +167,8 @@ def _trained(engines: Engines, key: Identity, alone: bool, results: ResultsFile)
     return recorded(engines.directory)[key]
 
 
-def _recorded(folder: Path, results: Mapping[str, Any], key: Identity) -> Record:
+def _recorded(folder: Path, records: Sequence[Record], key: Identity) -> Record:
     path = folder / "results.json"
-    records = records_in(path, results["runs"])
     names = {_name(record.key): record for record in records}
     found = names.get(_name(key))
     if found is None:

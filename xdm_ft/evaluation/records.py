@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, overload
 
 from xdm_ft.errors import UserError
 from xdm_ft.tensors import Score
@@ -36,10 +37,11 @@ class Pick:
         return start | _present(curve=self.curve, flags=self.flags, value=self.value, temperature=self.temperature)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Pick:
+    def from_json(cls, found: Mapping[str, Any], metrics: dict[str, Score] | None = None) -> Pick:
+        """`metrics`: those in `found`, if they are known."""
         own = {one.name for one in dataclasses.fields(cls)} - {"hparams"}
         hparams = {key: value for key, value in found.items() if key not in own}
-        metrics = {split: Score(**values) for split, values in found["metrics"].items()}
+        metrics = {split: _score(values) for split, values in found["metrics"].items()} if metrics is None else metrics
         rest = {key: value for key, value in found.items() if key in own}
         return cls(**(rest | {"metrics": metrics, "hparams": hparams}))
 
@@ -82,8 +84,32 @@ class Record:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Record:
-        selected = {rule: Pick.from_json(pick) for rule, pick in found["selected"].items()}
+        picks, selected = found["selected"], dict[str, Pick]()
+        for rule, pick in picks.items():
+            # rules often pick the same weights
+            same = (one.metrics for name, one in selected.items() if picks[name]["metrics"] == pick["metrics"])
+            selected[rule] = Pick.from_json(pick, next(same, None))
         return cls(**{**found, "test_domains": tuple(found["test_domains"]), "selected": selected})
+
+
+class Entries(Sequence[dict[str, Any]]):
+    """The `runs` of results.json: each is made from its record when it is read, as all of them take much memory."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.records = records
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @overload
+    def __getitem__(self, place: int) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Entries: ...
+
+    def __getitem__(self, place: int | slice) -> dict[str, Any] | Entries:
+        found = self.records[place]
+        return found.to_json() if isinstance(found, Record) else Entries(found)
 
 
 @dataclass(frozen=True)
@@ -131,16 +157,26 @@ class SummaryRow:
         return row | {"draws": self.budget["draws"], "flags": "; ".join(self.flags or ())}
 
 
-def records_in(path: Path, entries: Iterable[Any]) -> Iterator[Record]:
-    """Yields the records of JSON values that were read from `path`. Raises `UserError` if one is not a record."""
-    for entry in entries:
+def record_in(path: Path) -> Callable[[Any], Record]:
+    """Returns the function that makes a record of a JSON value in `path`. It raises `UserError` if it is none."""
+
+    def record_of(entry: Any) -> Record:
         try:
-            yield Record.from_json(entry)
+            return Record.from_json(entry)
         except (KeyError, TypeError, AttributeError) as error:
             what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise UserError(
                 f"{path}: holds a record of another version ({what}); set another name or output.dir"
             ) from error
+
+    return record_of
+
+
+def _score(values: Mapping[str, Any]) -> Score:
+    """Names of classes and domains are kept in memory once for all models."""
+    by_name = ("per_class_recall", "per_domain")
+    named = {key: {sys.intern(name): of for name, of in values[key].items()} for key in by_name}
+    return Score(**{**values, **named})
 
 
 def _present(**values: Any) -> dict[str, Any]:

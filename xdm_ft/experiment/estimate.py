@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 Models = Sequence[PlannedModel | ExtraModel]
 SMALL_SECONDS = 30.0  # a run that surely takes no longer is not measured
 MEASURING_SECONDS = 2.0  # for the heads of all methods together, and as much for the encoder
-SECONDS_PER_MODEL = 0.1  # to test a model and to write its files
+SECONDS_PER_MODEL = 0.01  # to test a model and to write its files
 MADE_UP = 1024  # distinct made-up features
 NAMED = 5  # methods, at most, that the first line of a resumed run names
 # a generous bound, for runs that need no measurement: seconds of the fixed cost of a head's step and of an image that

@@ -177,13 +177,14 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
         skipped = f"needs {needed} training domains; with {held_out} held out there is {have}"
     if skipped is not None:
         return [PlannedModel(item, recipe.training, split, seed, 0, _steps(recipe.training, split), skipped)]
-    models = []
+    models, checked = [], dict[int, MethodItem]()  # items that were checked, by their number of steps
     for trial in range(trials_of(recipe, item)):
         drawn = recipe.search.drawn(trial)
         training = drawn_training(recipe.training, drawn)
         model = PlannedModel(drawn_item(item, drawn), training, split, seed, trial, _steps(training, split), None)
-        if not item.is_solver:
+        if not item.is_solver and checked.get(model.steps) is not model.item:  # a draw may leave it as it is
             _check_settings(recipe, model.item, split, dataset, model.steps)
+            checked[model.steps] = model.item
         models.append(model)
     return models
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.encoders._trainable import LastBlocks, LowRank
-from xdm_ft.evaluation.records import Identity, Record, SummaryRow
+from xdm_ft.evaluation.records import Entries, Identity, Record, SummaryRow
 from xdm_ft.evaluation.summary import Summary
 from xdm_ft.experiment.data_faults import images_of
 from xdm_ft.experiment.findings import Finding
@@ -58,8 +58,7 @@ class Results:
     @property
     def as_read(self) -> Run:
         """These results as reports read them from the run directory."""
-        trained = [record for record in self.records if record.status == "ok"]
-        return Run(self.path, self.document, trained, self.rows)
+        return Run(self.path, self.document, self.records, self.rows)
 
     def table(self) -> list[dict[str, Any]]:
         """Returns the rows as flat dicts: `pandas.DataFrame(results.table())`."""
@@ -145,18 +144,18 @@ class ResultsFile:
         return results
 
     def results(self) -> Results:
+        records, rows = [*self.records.values()], self.summary.rows
         document = {
             "schema": 1,
             "recipe": self.recipe.resolved(),
             "environment": self.environment,
             **self.about,
             **({GROWN_FROM: [one.to_json() for one in self.generations]} if self.generations else {}),
-            "runs": [record.to_json() for record in self.records.values()],
-            "summary": [row.to_json() for row in self.summary.rows],
+            "runs": Entries(records),
+            "summary": [row.to_json() for row in rows],
             **({"encoder_pairs": self.summary.encoder_pairs} if self.summary.encoder_pairs else {}),
             **({} if self.final_fit is None else {"final_fit": self.final_fit}),
         }
-        records, rows = [*self.records.values()], self.summary.rows
         return Results(self.directory.path, records, rows, self.final_fit, document)
 
 

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.errors import UserError
-from xdm_ft.evaluation.records import Identity, Record, records_in
+from xdm_ft.evaluation.records import Identity, Record, record_in
 from xdm_ft.experiment.growing import FINAL_FITS, Generation, comparable, grown_from, refused_changes
 from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.progress import progress
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.storage.checkpoint import differences
-from xdm_ft.storage.checksummed import INPUTS, Damaged, read_results
+from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.storage.results_file import INPUTS, unverified_facts
 from xdm_ft.storage.run_directory import PREDICTIONS, RunDirectory
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def opened(recipe: Recipe, accelerator: Accelerator) -> Iterator[RunDirectory]:
 def keeping_final_fit(recipe: Recipe) -> Recipe:
     """Returns the recipe with the final fit that the run in its directory has: `xdm-ft export` may have added it."""
     try:
-        results = read_results(Path(recipe.output.dir) / recipe.name / "results.json")
+        results = unverified_facts(Path(recipe.output.dir) / recipe.name / "results.json")
         before = results["recipe"]["protocol"]["final_fit"]
         more = FINAL_FITS.index(before) > FINAL_FITS.index(recipe.protocol.final_fit)
     except (Damaged, KeyError, TypeError, ValueError):  # `opened` reports what is wrong with it
@@ -72,7 +73,7 @@ def _grows(directory: RunDirectory, recipe: Recipe) -> bool:
 
     Raises `UserError` if it does not grow the recipe of the run, or if recipe.yaml is not what a run wrote.
     """
-    given, results = recipe.resolved(), directory.results()
+    given, results = recipe.resolved(), directory.results(lambda run: None)
     written = written_recipe(directory.path, results).values
     changed = refused_changes(written if results is None else results["recipe"], given)
     if changed:
@@ -146,11 +147,10 @@ def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -
     Models that failed or whose files are damaged are left out, so that they are trained again. Raises `UserError` if
     results.json is damaged, or an earlier version wrote it.
     """
-    found = directory.results()
+    found = directory.results(record_in(directory.path / "results.json"))
     results = {"runs": []} if found is None else found
     # lines are written for every model, results.json only now and then
-    path = directory.path / "results.json"
-    known = {record.key: record for record in records_in(path, results["runs"])} | recorded(directory)
+    known = {record.key: record for record in results["runs"]} | recorded(directory)
     whole = {}
     with progress("checking", len(known), "models", bool(accelerator.is_main_process)) as bar:
         for key, record in known.items():
@@ -168,7 +168,7 @@ def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -
 def recorded(directory: RunDirectory) -> dict[Identity, Record]:
     """Returns the records in the lines of all processes, including those of failed and skipped models."""
     known: dict[Identity, Record] = {}
-    for record in records_in(directory.path / "state" / RECORDS, directory.lines(RECORDS)):
+    for record in map(record_in(directory.path / "state" / RECORDS), directory.lines(RECORDS)):
         # the lines of one process are in order, those of two are not: a model that failed may have been trained again
         if record.status == "ok" or record.key not in known or known[record.key].status != "ok":
             known[record.key] = record

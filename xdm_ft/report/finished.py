@@ -10,11 +10,12 @@ from typing import Any
 
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Record, SummaryRow, records_in
+from xdm_ft.evaluation.records import Entries, Record, SummaryRow, record_in
 from xdm_ft.evaluation.trials import best, picked_trials, selection_values
 from xdm_ft.report.pooled import Pools, pooled
-from xdm_ft.storage.checksummed import Damaged, read_results
+from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.events import Scalars, read_scalars
+from xdm_ft.storage.results_file import read_results
 from xdm_ft.storage.run_directory import ANALYSIS, PREDICTIONS, RunDirectory
 
 ORACLE = "oracle"  # the selection rule that reads labels of the held-out domain
@@ -26,8 +27,13 @@ class Run:
 
     path: Path
     results: dict[str, Any]
-    records: list[Record]  # of models that were trained
+    every: list[Record]  # of all models: those of `results`
     rows: list[SummaryRow]
+
+    @cached_property
+    def records(self) -> list[Record]:
+        """Of the models that were trained."""
+        return [record for record in self.every if record.status == "ok"]
 
     @property
     def own_rule(self) -> str:
@@ -138,8 +144,8 @@ def read_run(path: Path) -> Run:
     """Reads the results of a run. Raises `UserError` if the folder holds none, or damaged ones."""
     file = path / "results.json"
     try:
-        results = read_results(file)
+        results = read_results(file, record_in(file))
     except Damaged as error:
         raise UserError(f"{file}: can not be read as the results of a run ({error}); name a run directory") from error
-    records = [record for record in records_in(file, results["runs"]) if record.status == "ok"]
-    return Run(path, results, records, [SummaryRow.from_json(row) for row in results["summary"]])
+    rows = [SummaryRow.from_json(row) for row in results["summary"]]
+    return Run(path, results | {"runs": Entries(results["runs"])}, results["runs"], rows)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdm_ft.evaluation.records import Record, records_in
+from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.runs import Held, Runs
 from xdm_ft.evaluation.summary import Spread
 from xdm_ft.evaluation.trials import picked_trials
@@ -56,8 +56,7 @@ class Picked:
     @cached_property
     def records(self) -> list[Record]:
         """Those of failed and skipped models included, as in the summary."""
-        every = records_in(self.run.path, self.run.results["runs"])
-        return picked_trials(every, self.rule, self.run.metric)
+        return picked_trials(self.run.every, self.rule, self.run.metric)
 
     @cached_property
     def held_out(self) -> tuple[Held, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import filecmp
 import json
 import os
 import tempfile
@@ -57,6 +58,15 @@ class Together:
             self._written.append((Path(name), path, size))
             write(Path(name))
             os.chmod(name, 0o666 & ~umask())  # mkstemp lets only the owner read the file
+
+    def drop_unchanged(self) -> None:
+        """Leaves the files alone that have the content which was added for them."""
+        for entry in [*self._written]:
+            temporary, path, size = entry
+            with disk_errors(path, size):
+                if path.is_file() and filecmp.cmp(temporary, path, shallow=False):
+                    self._written.remove(entry)
+                    temporary.unlink()
 
     def replace(self) -> None:
         """Replaces the files that were added, and returns when they are on the disk."""

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -26,62 +25,16 @@ from xdm_ft.storage.digests import digest, json_digest, sorted_json, tensors_dig
 Arrays = dict[str, np.ndarray]
 TOO_DEEP = "its brackets are nested too deeply"
 CHECKSUM = "xxh3"  # key of the metadata of a safetensors file
-COSTS = ("train_seconds", "peak_memory")  # of a model in results.json: they differ between runs that agree in all else
-INPUTS = ("data", "encoder", "features")  # keys of the environment in results.json: what a resumed run must not change
-_RUNS = "\0runs"  # stands for the models: no text of results.json has this character
 
 
 class Damaged(Exception):
     """A file does not hold what was written to it. The text says what is wrong."""
 
 
-def results_digest(results: Mapping[str, Any], is_read: bool = False) -> str:
-    """Returns the checksum of results.json, without what differs between runs that agree.
-
-    Those are the training's times and memory, the folder, the cluster, and the environment except for `INPUTS`.
-    `is_read`: the results come from the file.
-    """
-    recipe = {key: value for key, value in results["recipe"].items() if key not in ("output", "cluster")}
-    environment = {key: results["environment"].get(key) for key in INPUTS}
-    rest = {key: value for key, value in results.items() if key != "checksum"}
-    whole = rest | {"runs": _RUNS, "recipe": recipe, "environment": environment}
-    before, _, after = sorted_json(whole, is_read).partition(json.dumps(_RUNS))
-    hasher = xxhash.xxh3_64(f"{before}[".encode())  # as `json_digest`, without the text of all models in memory
-    for number, run in enumerate(results["runs"]):
-        kept = {key: value for key, value in run.items() if key not in COSTS}
-        hasher.update(((", " if number else "") + sorted_json(kept, is_read)).encode())
-    hasher.update(f"]{after}".encode())
-    return str(hasher.hexdigest())
-
-
-def results_text(results: Mapping[str, Any]) -> str:
-    """Returns results.json, with its checksum: each model in a line, as Python's encoder of indented JSON takes ten
-    times as long."""
-    runs = [json.dumps(run, ensure_ascii=False, allow_nan=False) for run in results["runs"]]
-    whole = {**results, "runs": [], "checksum": results_digest(results)}
-    rest = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    lines = "".join(f"\n  {run}," for run in runs).removesuffix(",")
-    # one space and a raw line break: a key of the whole, neither of a part nor inside a text
-    return rest.replace('\n "runs": []', f'\n "runs": [{lines}\n ]', 1)
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """Returns the content of results.json. Raises `Damaged`."""
-    results = json_object(_content(path))
-    try:
-        whole = results["checksum"] == results_digest(results, is_read=True)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"it lacks {error}") from error
-    except RecursionError as error:
-        raise Damaged(TOO_DEEP) from error
-    if not whole:
-        raise Damaged("its checksum differs, or an earlier version wrote it")
-    return results
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object of a file. Raises `Damaged`, also if it has a checksum that differs."""
-    found = json_object(_content(path))
+    with opened_file(path) as file:
+        found = json_object(file.read())
     if "checksum" in found and found["checksum"] != with_checksum(found)["checksum"]:
         raise Damaged("its checksum differs")
     return found
@@ -129,7 +82,7 @@ def _end_of_last_line(path: Path) -> int:
 
 def read_lines(path: Path) -> Iterator[Any]:
     """Yields the values of a file of lines, in order; an incomplete last line is ignored. Raises `Damaged`."""
-    with _file(path) as file:
+    with opened_file(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):  # a kill cut it short
                 return
@@ -144,14 +97,8 @@ def read_lines(path: Path) -> Iterator[Any]:
             yield kept["value"]
 
 
-def _content(path: Path) -> bytes:
-    """Returns the bytes of a file. Raises `Damaged`."""
-    with _file(path) as file:
-        return file.read()
-
-
 @contextmanager
-def _file(path: Path) -> Iterator[BinaryIO]:
+def opened_file(path: Path) -> Iterator[BinaryIO]:
     """Yields an open file. Raises `Damaged`, also for what is no file, as reading a pipe may never end."""
     if not path.is_file():
         raise Damaged("it is a folder" if path.is_dir() else "it is no file")

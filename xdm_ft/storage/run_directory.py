@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -33,14 +33,13 @@ from xdm_ft.storage.checksummed import (
     read_checked,
     read_lines,
     read_object,
-    read_results,
-    results_text,
     with_checksum,
     write_arrays,
     write_checked,
 )
 from xdm_ft.storage.events import EventFile
 from xdm_ft.storage.names import file_name
+from xdm_ft.storage.results_file import read_results, write_results
 from xdm_ft.storage.sessions import Session, write_session
 
 logger = logging.getLogger("xdm_ft")
@@ -298,13 +297,16 @@ class RunDirectory:
         """Writes the row of a sub-run in TensorBoard's table of hyper-parameters."""
         write_session(self._checked("events") / sub_run, session)
 
-    def results(self) -> dict[str, Any] | None:
-        """Returns results.json as an earlier run wrote it, or None without a file. Raises `UserError` if damaged."""
+    def results(self, entry: Callable[[dict[str, Any]], Any]) -> dict[str, Any] | None:
+        """Returns results.json as an earlier run wrote it, or None without a file. Raises `UserError` if damaged.
+
+        `runs` are what `entry` makes of each model.
+        """
         path = self.path / "results.json"
         if not path.exists():
             return None
         try:
-            return read_results(path)
+            return read_results(path, entry)
         except Damaged as error:
             raise UserError(f"{path}: is damaged ({error}); delete it to train its models again") from error
 
@@ -316,10 +318,7 @@ class RunDirectory:
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Writes results.json, unless it holds these results already: then it is no younger than its reports."""
         started = time.monotonic()
-        content = results_text(results).encode()
-        path = self._checked(RESULTS)
-        if not (path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content):
-            replace_bytes(path, content)
+        write_results(self._checked(RESULTS), results)
         ended = time.monotonic()
         self._next_write = ended + (ended - started) / WRITING_SHARE  # the more models, the longer a write takes
 

@@ -161,7 +161,7 @@ def test_searches_with_nulls() -> None:
         dataclasses.replace(r, selected={k: dataclasses.replace(p, value=None) for k, p in r.selected.items()})
         for r in made.records
     ]
-    assert search.panel(dataclasses.replace(made, records=records)) is None
+    assert search.panel(dataclasses.replace(made, every=records)) is None
     one = run(methods=["erm"], trials=2, seeds=[0])
     assert "not defined" in shown(search.panel(one)).figures[0].alt
 

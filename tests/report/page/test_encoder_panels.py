@@ -50,7 +50,7 @@ def test_a_page_of_one_encoder_has_neither(tmp_path: Path) -> None:
     assert differences.between_encoders(run) is None
     spent = {"erm": {"train_seconds": 2.0, "trained_parameters": 1540}, "sam": {"train_seconds": 4.0}}
     records = [dataclasses.replace(record, **spent[record.method]) for record in run.records]
-    panel = costs.panel(dataclasses.replace(run, records=records))
+    panel = costs.panel(dataclasses.replace(run, every=records))
     assert panel is not None and [len(table.rows) for table in panel.tables] == [2]
     assert [note.partition(":")[0] for note in panel.notes] == ["erm"], "of sam nothing was measured"
     assert [cell.text for cell in panel.tables[0].rows[0]] == ["erm", "1,540", "2.00", "–"]
