@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import pickle
@@ -11,18 +10,19 @@ import tarfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from encoded_images import labels_of, png, write_parquet
+from encoded_images import labels_of, png, same, write_parquet, write_tar
+from fsspec.registry import _registry
 from range_server import Served, served
 
-from xdm_ft.data import ImageDataset, webdataset
+from xdm_ft.data import webdataset
 from xdm_ft.data._image_tables import Columns
 from xdm_ft.data._pieces import RecentlyUsed
 from xdm_ft.data._tar_index import Keys
@@ -46,13 +46,6 @@ def server(tmp_path: Path) -> Iterator[Served]:
     (tmp_path / "data").mkdir()
     with served(tmp_path / "data") as found:
         yield found
-
-
-def same(found: ImageDataset, other: ImageDataset) -> None:
-    assert (found.class_names, found.domain_names) == (other.class_names, other.domain_names)
-    for one, two in ((found.labels, other.labels), (found.domains, other.domains), (found.groups, other.groups)):
-        assert np.array_equal(one, two)
-    assert [found.content(row) for row in range(len(found))] == [other.content(row) for row in range(len(other))]
 
 
 def test_a_remote_folder_is_read_as_the_local_one_each_row_group_once(server: Served, tmp_path: Path) -> None:
@@ -154,7 +147,25 @@ def test_faults_of_a_server(server: Served, tmp_path: Path, monkeypatch: pytest.
     assert "can not be read" in (damaged := line(lambda: data.content(49))) or "ends before" in damaged
     assert "known for such an address" in line(lambda: Parquet(file="nothing://a/b.parquet"))
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    for protocol in ("s3", "s3a"):  # as other tests may have used it
+        monkeypatch.delitem(_registry, protocol, raising=False)
     assert "pip install 'xdm_ft[remote]'" in line(lambda: Parquet(file="s3://bucket/b.parquet"))
+
+
+@pytest.mark.parametrize(("status", "problem"), [(403, "the server denies access"), (404, "does not exist")])
+def test_refusals_of_other_libraries_are_not_tried_again(status: int, problem: str) -> None:
+    """Those of the Hugging Face hub and of botocore, as they hold the status of the answer."""
+    answer = SimpleNamespace(status_code=status), {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {}}
+    for response in answer:
+        error, calls = RuntimeError("refused"), []
+        error.response = response  # type: ignore[attr-defined]
+
+        def read(error: Exception = error, calls: list[int] = calls) -> None:
+            calls.append(1)
+            raise error
+
+        assert f"hf://datasets/a/b: {problem}" in line(lambda read=read: remote.attempted("hf://datasets/a/b", read))
+        assert len(calls) == 1
 
 
 def test_connections_that_break_are_tried_again(server: Served, tmp_path: Path) -> None:
@@ -218,22 +229,6 @@ def test_memory_for_row_groups_is_bounded() -> None:
     with pytest.raises(ZeroDivisionError):
         kept.get(9, lambda: 1 // 0)  # type: ignore[arg-type, return-value]
     assert 9 not in kept
-
-
-def write_tar(path: Path, numbers: range, about: bool) -> Path:
-    """Writes images with KEY.json, or with KEY.cls."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    labels = labels_of(numbers)
-    with tarfile.open(path, "w") as file:
-        for place, number in enumerate(numbers):
-            said = {name: column[place] for name, column in labels.items()}
-            members = {"png": png(number), "txt": b"ignored"}
-            members |= {"json": json.dumps(said).encode()} if about else {"cls": said["label"].encode()}
-            for extension, content in members.items():
-                member = tarfile.TarInfo(f"a/{number:06d}.{extension}")
-                member.size = len(content)
-                file.addfile(member, BytesIO(content))
-    return path
 
 
 def test_tars_give_the_images_of_parquet_files(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

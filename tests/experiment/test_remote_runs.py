@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from encoded_images import write_parquet
+from object_store import object_store
 from range_server import served
 from small_runs import results
 
@@ -40,3 +41,20 @@ def test_a_run_on_remote_data(trainable: str, tmp_path: Path, monkeypatch: pytes
             assert {method for method, *_ in server.requests} == {"HEAD"}, "a warm start opens no file"
         server.status = 500
         assert main(["validate", "small.yaml", data]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_run_on_an_object_store(workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libraries behind `s3://` run threads and a loop of events: worker processes are forked all the same."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "indexes"))
+    for number in range(3):
+        write_parquet(tmp_path / "data" / f"{number}.parquet", range(24 * number, 24 * number + 24), 10)
+    changes = ["methods=[erm]", "protocol.test_domains=photo"]
+    local = results("data={name: parquet, file: data}", "output.dir=local", *changes)
+    with object_store() as bucket:
+        bucket.upload(tmp_path / "data")
+        data = f"data={{name: parquet, file: '{bucket.address}'}}"
+        own = [f"features.workers={workers}", "output.dir=remote", "features.dir=cache2"]
+        assert scores(results(data, *own, *changes)) == scores(local)

@@ -159,7 +159,7 @@ def attempted(address: str, read: Callable[[], T]) -> T:
 
 def _final(error: BaseException) -> str | None:
     """Returns why another attempt would fail too, and what to do; None: it may succeed."""
-    status = getattr(error, "status", None)
+    status = _status(error)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return "does not exist; check the address"
     if isinstance(error, PermissionError) or status in (401, 403):
@@ -171,6 +171,14 @@ def _final(error: BaseException) -> str | None:
     if isinstance(error, ValueError) and "Protocol" in str(error):
         return "no file system is known for such an address; use https://, s3://, gs:// or hf://"
     return None
+
+
+def _status(error: BaseException) -> int | None:
+    """Returns the status of a server's answer, as aiohttp, the Hugging Face hub and botocore hold it."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return getattr(error, "status", None) or getattr(response, "status_code", None)
 
 
 def _reason(error: BaseException) -> str:

@@ -1,0 +1,81 @@
+"""Data at `s3://` addresses: the same images as on the disk, changes are noticed, faults in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from encoded_images import same, write_parquet, write_tar
+from object_store import Bucket, object_store
+
+from xdm_ft.data._image_tables import Columns
+from xdm_ft.data.parquet import Parquet
+from xdm_ft.data.webdataset import Keys, WebDataset
+from xdm_ft.errors import UserError
+from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.storage import remote
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "SECONDS_BETWEEN", 0.01)
+    (tmp_path / "cache").mkdir()
+
+
+@pytest.fixture
+def bucket() -> Iterator[Bucket]:
+    with object_store() as found:
+        yield found
+
+
+def test_parquet_files(bucket: Bucket, tmp_path: Path) -> None:
+    for number in range(2):
+        write_parquet(tmp_path / "data/sites" / f"{number}.parquet", range(50 * number, 50 * number + 50), 20)
+    bucket.upload(tmp_path / "data")
+    columns = Columns(group="group")
+    local = Parquet(file=tmp_path / "data/sites", columns=columns)
+    for address in ("sites", "sites/*.parquet"):
+        same(Parquet(file=f"{bucket.address}/{address}", columns=columns), local)
+    found = Parquet(file=f"{bucket.address}/sites/1.parquet", columns=columns)
+    assert found.name(3) == f"{bucket.address}/sites/1.parquet, row 3" and len(found) == 50
+
+
+def test_tars(bucket: Bucket, tmp_path: Path) -> None:
+    for number in range(2):
+        write_tar(tmp_path / "data" / f"{number:03d}.tar", range(30 * number, 30 * number + 30), about=True)
+    bucket.upload(tmp_path / "data")
+    keys = Keys(domain="domain", group="group")
+    local = WebDataset(file=tmp_path / "data", keys=keys)
+    for address in ("", "/*.tar", "/{000..001}.tar"):
+        same(WebDataset(file=f"{bucket.address}{address}", keys=keys), local)
+
+
+def test_an_object_that_is_replaced_is_hashed_again(bucket: Bucket, tmp_path: Path) -> None:
+    path, address = tmp_path / "data/a.parquet", f"{bucket.address}/a.parquet"
+
+    def hashed(numbers: range) -> np.ndarray:
+        write_parquet(path, numbers, 20)
+        bucket.upload(tmp_path / "data")
+        return hash_files(Parquet(file=address), tmp_path / "cache", show=False).digests
+
+    first = hashed(range(50))
+    assert np.array_equal(hashed(range(50)), first) and (hashed(range(50, 100)) != first).any(1).all()
+    assert np.array_equal(hash_files(Parquet(file=path), None, show=False).digests, hashed(range(50, 100)))
+
+
+def test_faults(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "data/a.parquet", range(50), 20)
+    bucket.upload(tmp_path / "data")
+    for address in ("s3://nowhere/a.parquet", "s3://images/gone.parquet", "s3://nowhere", "s3://images/gone"):
+        with pytest.raises(UserError, match=f"^{address}: does not exist; check the address$"):
+            Parquet(file=address)
+    data = Parquet(file=f"{bucket.address}/a.parquet")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    type(remote._system(data.name(0))[0]).clear_instance_cache()
+    with pytest.raises(UserError, match=r"^s3://images/a.parquet: can not be read in 3 attempts \("):
+        Parquet(file=f"{bucket.address}/a.parquet")
