@@ -2,7 +2,7 @@
 
     python benchmarks/features.py                              MobileNetV2 with random weights on made-up JPEG images
     python benchmarks/features.py --images FOLDER --weights FILE --model-kwargs '{"bn_eps": 1e-3, "pad_type": "same"}'
-    python benchmarks/features.py --rows 1000000 --rounds 0    a warm start alone
+    python benchmarks/features.py --rows 1000000 --rounds 0 --keep FOLDER    a warm start alone
 
 Extraction. Every round measures, one after the other, so that other programs disturb all alike:
 
@@ -18,7 +18,8 @@ that extraction adds to decoding and encoding, but not what is lost by waiting. 
 
 Warm start. `--rows` tiny files in folders, with made-up features of 512 numbers in the cache. Timed are the steps of a
 run up to its first batch that depend on the number of images, in seconds and in seconds per million rows; the files are
-in the cache of the system.
+in the cache of the system. With `--keep FOLDER` the second run of the same command measures a process that has made
+nothing. Memory that a virtual machine uses for the first time may be slow, 2 s per GB on one: see a third run, too.
 
 docs/results.md, "Speed of extraction", has measured numbers. The last line is JSON.
 """
@@ -32,7 +33,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -230,10 +231,12 @@ class Timer:
 
 def warm_start(rows: int, folder: Path) -> dict[str, object]:
     """Measures a warm start, and prints its table."""
-    made_up_tree(folder / "images", rows)
-    settings = FeatureSettings(dir=folder / "cache")
-    made_up_features(Folder(root=folder / "images"), settings)
-    os.sync()  # or the system would write them to the disk meanwhile
+    settings, made = FeatureSettings(dir=folder / "cache"), folder / "made"
+    if not made.exists():
+        made_up_tree(folder / "images", rows)
+        made_up_features(Folder(root=folder / "images"), settings)
+        os.sync()  # or the system would write them to the disk meanwhile
+        made.touch()
     timer = Timer()
     with timer.of("list the files"):
         dataset = Folder(root=folder / "images")
@@ -273,6 +276,7 @@ def main() -> None:
     parser.add_argument("--workers", type=number_or_default, nargs="+", default=[None, 0, 1, 2])
     parser.add_argument("--rounds", type=int, default=3, help="0: no measurement of extraction")
     parser.add_argument("--rows", type=int, default=100_000, help="of the warm start; 0: none")
+    parser.add_argument("--keep", help="folder for the files of the warm start, which the same command uses again")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     results: dict[str, object] = {"cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
@@ -280,7 +284,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             results["extraction"] = extraction(given, Path(folder))
     if given.rows:
-        with tempfile.TemporaryDirectory() as folder:
+        with nullcontext(given.keep) if given.keep else tempfile.TemporaryDirectory() as folder:
             results["warm_start"] = warm_start(given.rows, Path(folder))
     print(json.dumps(results))
 

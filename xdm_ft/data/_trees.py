@@ -67,19 +67,15 @@ def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[str], s
 
     Raises `UserError`, which names `key`, if the folder can not be read.
     """
-    names, folders = list[str](), set[str]()
     try:
         status = os.stat(folder)
         with os.scandir(folder) as scan:
-            for entry in scan:
-                name = entry.name
-                if name[0] != ".":
-                    names.append(name)
-                    if not entry.is_file(follow_symlinks=False) and _is_folder(entry):
-                        folders.add(name)
+            entries = [entry for entry in scan if entry.name[0] != "."]
+        names = sorted([entry.name for entry in entries])
+        folders = {entry.name for entry in entries if not entry.is_file(follow_symlinks=False) and _is_folder(entry)}
     except OSError as error:
         raise UserError(f"{key}: {printable(folder)} can not be read: {error.strerror}") from error
-    return status, sorted(names), folders
+    return status, names, folders
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -37,12 +39,25 @@ class Folder(ImageFiles):
                 f"data.root: {printable(root)} contains no images in <domain>/<class>/ folders; {_found(found)}"
             )
         self.base, self.paths, self.shown = root, Below(os.path.abspath(root), images), Below(root, images)
-        # slices, as Python's garbage collector takes longer for a million lists than `split` does
-        self.domain_names, self.domains = numbered([path[: path.index("/")] for path in images])
-        after = (path.index("/") + 1 for path in images)
-        inside = [path[first : path.index("/", first)] for path, first in zip(images, after, strict=True)]
-        self.class_names, self.labels = numbered(inside)
+        folders, counts = zip(*_class_folders(images), strict=True)
+        self.domain_names, domains = numbered([folder.split("/")[0] for folder in folders])
+        self.class_names, labels = numbered([folder.split("/")[1] for folder in folders])
+        self.domains, self.labels = domains.repeat(counts), labels.repeat(counts)
         self.groups = None if group is None else groups_of(images, group)
+
+
+def _class_folders(images: list[str]) -> Iterator[tuple[str, int]]:
+    """Yields the class folders (`<domain>/<class>/`) and how many images each has; those of a folder are not apart."""
+    first = 0
+    while first < len(images):
+        folder = "/".join(images[first].split("/", 2)[:2]) + "/"
+
+        def is_outside(path: str, folder: str = folder) -> bool:
+            return not path.startswith(folder)
+
+        end = bisect_left(images, True, first, key=is_outside)
+        yield folder, end - first
+        first = end
 
 
 def _found(found: list[str]) -> str:
