@@ -68,6 +68,7 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     document = json.loads((results.path / "results.json").read_text())
     assert document["recipe"]["training"]["steps"] == 6
     assert document["summary"] == [row.to_json() for row in results.rows]
+    assert json.loads(json.dumps(results.document)) | {"checksum": document["checksum"]} == document
     table = results.table()
     assert len(table) == len(results.rows) == 4
     assert table[0]["method"] == "erm" and table[0]["mean"] == results.rows[0].mean == table[0]["mean:ink"]

@@ -33,12 +33,7 @@ from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.storage import remote
 from xdm_ft.storage.remembered import remembered
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "SECONDS_BETWEEN", 0.01)
-    (tmp_path / "cache").mkdir()
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

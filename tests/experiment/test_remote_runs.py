@@ -22,13 +22,17 @@ def scores(found: dict[str, Any]) -> list[Any]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trainable", ["false", "true"])
-def test_a_run_on_remote_data(trainable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def in_a_folder_with_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "indexes"))
     for number in range(3):
         write_parquet(tmp_path / "data" / f"{number}.parquet", range(24 * number, 24 * number + 24), 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainable", ["false", "true"])
+def test_a_run_on_remote_data(trainable: str, tmp_path: Path) -> None:
     changes = [f"encoder.trainable={trainable}", "methods=[erm]", "protocol.test_domains=photo"]
     local = results("data={name: parquet, file: data}", "output.dir=local", *changes)
     with served(tmp_path / "data") as server:
@@ -45,12 +49,8 @@ def test_a_run_on_remote_data(trainable: str, tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_run_on_an_object_store(workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_an_object_store(workers: str, tmp_path: Path) -> None:
     """The libraries behind `s3://` run threads and a loop of events: worker processes are forked all the same."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "indexes"))
-    for number in range(3):
-        write_parquet(tmp_path / "data" / f"{number}.parquet", range(24 * number, 24 * number + 24), 10)
     changes = ["methods=[erm]", "protocol.test_domains=photo"]
     local = results("data={name: parquet, file: data}", "output.dir=local", *changes)
     with object_store() as bucket:

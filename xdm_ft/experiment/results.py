@@ -47,7 +47,12 @@ class Results:
     records: list[Record]  # one per model, in the recipe's order
     rows: list[SummaryRow]  # one per selection rule and method, the recipe's own rule first
     final_fit: dict[str, Any] | None  # the model trained on all images
-    document: dict[str, Any] = field(repr=False)  # all of results.json
+    streamed: dict[str, Any] = field(repr=False)  # all of results.json; its models are made when they are read
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """All of results.json."""
+        return self.streamed | {"runs": [*self.streamed["runs"]]}
 
     @property
     def failed(self) -> bool:
@@ -58,7 +63,7 @@ class Results:
     @property
     def as_read(self) -> Run:
         """These results as reports read them from the run directory."""
-        return Run(self.path, self.document, self.records, self.rows)
+        return Run(self.path, self.streamed, self.records, self.rows)
 
     def table(self) -> list[dict[str, Any]]:
         """Returns the rows as flat dicts: `pandas.DataFrame(results.table())`."""
@@ -140,7 +145,7 @@ class ResultsFile:
     def write(self) -> Results:
         results = self.results()
         if self.directory.main:
-            self.directory.write_results(results.document)
+            self.directory.write_results(results.streamed)
         return results
 
     def results(self) -> Results:

@@ -88,7 +88,7 @@ def _mean(values: list[tuple[float, float]]) -> float:
 def tested(found: Results) -> Values:
     """Returns {name: value} of the summary under the recipe's own rule, for methods that have results."""
     values: dict[str, float | None] = {}
-    own = found.document["recipe"]["protocol"]["selection"]
+    own = found.streamed["recipe"]["protocol"]["selection"]
     for row in found.rows:
         if row.selection == own:
             method = file_name(row.method, safe="+ ")
