@@ -80,6 +80,17 @@ def handle(resumable: bool = False, prints: bool = True) -> None:
     _received.reset(prints and os.environ.get("RANK", "0") == "0", resumable)  # one line of all processes of a run
     for number in STOPPING:
         signal.signal(number, _handle)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # `held_back` where this process was forked
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Context in which SIGINT and SIGTERM wait. In a process that is forked in it they wait until it calls `handle`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def quickly_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV])
 def test_a_worker_that_dies_is_one_line(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     loader = image_loader(Rows(number), 2, CPU, batch_size=1)
-    with pytest.raises(UserError, match=r"^key: a process that decodes images died, .* is full; do this$"):
+    with pytest.raises(UserError, match=r"^key: a process that reads images died, .* is full; do this$"):
         for _ in loaded(loader, "key", "do this"):
             until = time.monotonic() + 0.1
             while time.monotonic() < until:  # the consumer's own work, in which nothing must be raised

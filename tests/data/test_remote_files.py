@@ -90,7 +90,7 @@ def test_processes_divide_the_row_groups_and_a_killed_one_keeps_its_part(server:
     hash_files(Parquet(file=server.address), cache, show=False, share=(0, 2))
     server.requests.clear()
     assert np.array_equal(hash_files(Parquet(file=server.address), cache, show=False).digests, whole)
-    assert len(server.bodies()) == 1 + 3, "a footer, and the row groups of the other process"
+    assert len(set(server.bodies())) == 1 + 3, "a footer, and the row groups of the other process"
 
 
 def test_checking_a_recipe_reads_no_remote_image(server: Served, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_a_second_analysis_measures_nothing_and_a_grown_run_the_new_models_only(
         return inner(model, *rest)
 
     monkeypatch.setattr(analysing, "entry", counted)
-    monkeypatch.setattr(analysing, "cores", lambda: 1)
+    monkeypatch.setattr(analysing, "own_cores", lambda: 1)
     assert main(["analyse", str(tmp_path / "out/small")]) == 0
     assert not measured and (tmp_path / "out/small/analysis.json").read_bytes() == before
     recipe = (tmp_path / "small.yaml").read_text().replace(str(tmp_path / "data"), str(folder / "data"))
@@ -234,7 +234,7 @@ def test_an_interrupted_analysis_goes_on_and_ends_the_same(folder, tmp_path, mon
         return inner(model, *rest)
 
     monkeypatch.setattr(analysing, "entry", interrupted)
-    monkeypatch.setattr(analysing, "cores", lambda: 1)
+    monkeypatch.setattr(analysing, "own_cores", lambda: 1)
     assert main(["analyse", str(run)]) == 1
     assert "analysis.json: is damaged (its checksum differs); it is written again" in capsys.readouterr().err
     assert (run / "state/analysis").is_dir()
@@ -247,7 +247,7 @@ def test_an_interrupted_analysis_goes_on_and_ends_the_same(folder, tmp_path, mon
 def test_the_analysis_does_not_depend_on_the_number_of_processes(folder, tmp_path, monkeypatch):
     shutil.copytree(folder / "out/small", tmp_path / "small")
     (tmp_path / "small/analysis.json").unlink()
-    monkeypatch.setattr(analysing, "cores", lambda: 3)
+    monkeypatch.setattr(analysing, "own_cores", lambda: 3)
     assert main(["analyse", str(tmp_path / "small")]) == 0
     assert (tmp_path / "small/analysis.json").read_bytes() == (folder / "out/small/analysis.json").read_bytes()
 

@@ -52,7 +52,7 @@ def metrics(group: Any) -> dict[str, float]:
 def of_search(monkeypatch: pytest.MonkeyPatch, name: str, most: int, cores: int) -> tuple[dict[str, Any], Path]:
     """results.json and `events/` of a search, with at most so many models that have curves of their own."""
     monkeypatch.setattr(curves_module, "MOST_MODELS", most)
-    monkeypatch.setattr(train_module, "cores", lambda: cores)
+    monkeypatch.setattr(train_module, "own_cores", lambda: cores)
     found = results(f"name={name}", *SEARCH, METHODS, "protocol.final_fit=true")
     return found, Path("output", name, "events")
 

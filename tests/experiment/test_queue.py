@@ -47,7 +47,7 @@ def recipe(*overrides: str) -> Recipe:
 
 def run_on(cores: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """results.json, and for each model in the order in which it was kept by some process: which one, and its method."""
-    monkeypatch.setattr(train, "cores", lambda: cores)
+    monkeypatch.setattr(train, "own_cores", lambda: cores)
     log, save = Path("log"), ResultsFile.save
     log.write_text("")
 

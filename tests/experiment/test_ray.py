@@ -19,6 +19,7 @@ from xdm_ft.cli import main
 from xdm_ft.errors import UserError
 from xdm_ft.experiment import cluster_connection, cluster_queue, run, train
 from xdm_ft.experiment.cluster import _Pieces
+from xdm_ft.experiment.cluster_task import versions_of
 from xdm_ft.experiment.growing import refused_changes
 from xdm_ft.experiment.results import Outcome
 
@@ -132,7 +133,7 @@ class TestNodes:
     @pytest.fixture(autouse=True)
     def here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(train, "cores", lambda: 1)
+        monkeypatch.setattr(train, "own_cores", lambda: 1)
 
     @pytest.mark.parametrize("what", ["heads", "end to end"])
     def test_a_node_dies_and_one_comes(
@@ -182,6 +183,9 @@ class TestNodes:
         Path("small.yaml").write_text(small_runs.RECIPE)
         with pytest.raises(UserError, match=r"cluster.gpus_per_model: 1, but no node .* has more than 0 \(.* 0 GPUs\)"):
             run(small_runs.recipe(*on(nodes), "cluster.gpus_per_model=1"))
-        monkeypatch.setattr(cluster_queue, "versions", lambda: {"xdm_ft": "0", "torch": "0"})
+        monkeypatch.setattr(cluster_queue, "versions_of", lambda work: {"xdm_ft": "0", "torch": "0"})
         with pytest.raises(UserError, match=r"^node \S+ \(\S+\): xdm_ft is \S+ here and 0 in the run; install"):
+            run(small_runs.recipe(*on(nodes), "methods=[linear_probe]"))
+        monkeypatch.setattr(cluster_queue, "versions_of", lambda work: versions_of(work) | {"pillow": "0"})
+        with pytest.raises(UserError, match=r"^node \S+ \(\S+\): pillow is \S+ here and 0 in the run; install"):
             run(small_runs.recipe(*on(nodes), "methods=[linear_probe]"))

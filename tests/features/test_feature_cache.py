@@ -344,7 +344,7 @@ class Killer(Pixels):
 
 
 def test_death_of_a_worker_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^features\.workers: 1: a process that decodes images died.*\(now 16\)$"):
+    with pytest.raises(UserError, match=r"^features\.workers: 1: a process that reads images died.*\(now 16\)$"):
         features_of(Killer(20), tmp_path, workers=1)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xdm_ft.data._files import Below, ImageFiles
+from xdm_ft.data._files import ImageFiles, PathsBelow
 from xdm_ft.features import file_states as module
 from xdm_ft.features.file_hashes import FileHashes, hash_files
 from xdm_ft.features.file_states import FileStates, file_states
@@ -17,7 +17,7 @@ from xdm_ft.features.shards import contents_of
 
 class Some(ImageFiles):
     def __init__(self, folder: Path, names: list[str]) -> None:
-        self.paths, self.shown, self.base = Below(folder, names), Below(folder, names), folder
+        self.paths, self.shown, self.base = PathsBelow(folder, names), PathsBelow(folder, names), folder
         self.class_names, self.domain_names = ("all",), ("all",)
         self.labels = self.domains = np.zeros(len(names), np.int64)
 

@@ -105,6 +105,11 @@ def test_all_faults_at_once_each_with_its_line():
         ("{steps: 10}", "{steps: 10}\nanalyse: maybe", "r.yaml:6: analyse: must be true or false, given 'maybe'"),
         ("{steps: 10}", "{steps: 10, mixed_precision: bf16}", "has no effect with a frozen encoder"),
         (
+            "[erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]\ntraining: {steps: 10}",
+            "[xdomainmix+sam, linear_probe]\ntraining: {steps: 10, compile: true}",
+            "r.yaml:5: training.compile: has no effect on these methods",
+        ),
+        (
             "training: {steps",
             "protocol: {name: official, split_rule: domainbed}\ntraining: {steps",
             "protocol.split_rule: the",

@@ -121,7 +121,7 @@ def test_a_run_on_a_full_disk_goes_on_when_there_is_space(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """`processes`: with two, both of them meet the full disk."""
-    monkeypatch.setattr(train_module, "cores", lambda: processes)
+    monkeypatch.setattr(train_module, "own_cores", lambda: processes)
     command = ["run", str(finished / "small.yaml"), f"output.dir={small_disk}", METHODS]
     filling = leave(small_disk, free)
     assert main(command) == 2
@@ -153,7 +153,7 @@ def test_a_run_directory_that_is_deleted_during_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`replaced`: another run has begun in its place."""
-    monkeypatch.setattr(train_module, "cores", lambda: 1)
+    monkeypatch.setattr(train_module, "own_cores", lambda: 1)
     saves, save = [], ResultsFile.save
     other = '{"run": "of another"}'
 

@@ -135,7 +135,7 @@ def test_a_loader_worker_that_is_killed(tmp_path: Path) -> None:
     workers[0].kill()
     assert run.end() == 2, run.text()
     [line] = [line for line in run.text().splitlines() if line.startswith("xdm-ft:")]
-    assert line.startswith("xdm-ft: training.batch_size: a process that decodes images died, most likely because ")
+    assert line.startswith("xdm-ft: training.batch_size: a process that reads images died, most likely because ")
     assert "Traceback" not in run.text()
     assert all_end(workers)
 

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from xdm_ft.data import ImageDataset
-from xdm_ft.data._files import Below, ImageFiles, numbered
+from xdm_ft.data._files import ImageFiles, PathsBelow, numbered
 from xdm_ft.data._images import NAMED_AT_MOST
 from xdm_ft.data._trees import images_below, refuse_missing_folder
 from xdm_ft.errors import UserError, printable
@@ -59,7 +59,7 @@ class BenchmarkFolders(ImageFiles):
         present = [domain for domain in self.domain_folders if domain in folder_of and by_folder[folder_of[domain]]]
         parts = [by_folder[folder_of[domain]] for domain in present]
         paths = [path for part in parts for path in part]
-        self.paths, self.shown = Below(os.path.abspath(base), paths), Below(base, paths)
+        self.paths, self.shown = PathsBelow(os.path.abspath(base), paths), PathsBelow(base, paths)
         self.domain_names = tuple(present)
         self.domains = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
         self.class_names, self.labels = numbered([path.split("/")[1] for path in paths])

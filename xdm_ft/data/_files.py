@@ -35,7 +35,7 @@ GroupPattern = Annotated[
 ]
 
 
-class Below(Sequence[str]):
+class PathsBelow(Sequence[str]):
     """Paths below one folder, of which each keeps only the rest, as a million paths need much memory."""
 
     def __init__(self, folder: str | Path, rest: Sequence[str]) -> None:
@@ -47,10 +47,10 @@ class Below(Sequence[str]):
     @overload
     def __getitem__(self, place: int) -> str: ...
     @overload
-    def __getitem__(self, place: slice) -> Below: ...
-    def __getitem__(self, place: int | slice) -> str | Below:
+    def __getitem__(self, place: slice) -> PathsBelow: ...
+    def __getitem__(self, place: int | slice) -> str | PathsBelow:
         if isinstance(place, slice):
-            return Below(self.folder, self.rest[place])
+            return PathsBelow(self.folder, self.rest[place])
         return self.folder + self.rest[place]
 
 

@@ -62,7 +62,7 @@ def loaded(loader: DataLoader[Any], what: str, remedy: str) -> Iterator[Any]:
         if not any(worker.exitcode for worker in workers):
             raise
         raise UserError(
-            f"{what}: a process that decodes images died, most likely because memory or /dev/shm is full; {remedy}"
+            f"{what}: a process that reads images died, most likely because memory or /dev/shm is full; {remedy}"
         ) from error
 
 

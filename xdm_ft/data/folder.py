@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xdm_ft.data._files import Below, GroupPattern, ImageFiles, groups_of, numbered
+from xdm_ft.data._files import GroupPattern, ImageFiles, PathsBelow, groups_of, numbered
 from xdm_ft.data._trees import TREE, images_below, is_image, refuse_missing_folder
 from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.storage.user_paths import expanded
@@ -38,7 +38,7 @@ class Folder(ImageFiles):
             raise UserError(
                 f"data.root: {printable(root)} contains no images in <domain>/<class>/ folders; {_found(found)}"
             )
-        self.base, self.paths, self.shown = root, Below(os.path.abspath(root), images), Below(root, images)
+        self.base, self.paths, self.shown = root, PathsBelow(os.path.abspath(root), images), PathsBelow(root, images)
         folders, counts = zip(*_class_folders(images), strict=True)
         self.domain_names, domains = numbered([folder.split("/")[0] for folder in folders])
         self.class_names, labels = numbered([folder.split("/")[1] for folder in folders])

@@ -17,6 +17,7 @@ from xdm_ft.experiment.cluster_training import File, PieceToTrain, Scalars, Trai
 from xdm_ft.experiment.engines import Engines, Model, Piece
 from xdm_ft.experiment.overall import Counts, Overall
 from xdm_ft.experiment.results import Outcome, ResultsFile
+from xdm_ft.recipe.blocks import Cluster
 
 
 def train_on_cluster(
@@ -47,7 +48,8 @@ class _Pieces(Queue):
         bar: Overall,
     ) -> None:
         work = Training(engines.plan, engines.prepared, pieces, measure)
-        super().__init__(ray, engines.plan.recipe.cluster, work, len(pieces))
+        settings = engines.plan.recipe.cluster
+        super().__init__(ray, settings, work, len(pieces), min(_threads(piece, settings) for piece in pieces))
         self.pieces, self.directory, self.results, self.bar = pieces, engines.directory, results, bar
         self.counts: dict[int, Counts] = defaultdict(Counts)  # of the running task of each piece
         self.complete: set[int] = set()  # pieces whose outcomes are in the run directory
@@ -56,7 +58,7 @@ class _Pieces(Queue):
         piece = self.pieces[number]
         checkpoint = self._checkpoint(piece)
         given = PieceToTrain(number, checkpoint.read_bytes() if checkpoint.exists() else None)
-        return Part(piece.note, self.settings.cpus_per_model if piece.is_end_to_end else 1, given)
+        return Part(piece.note, _threads(piece, self.settings), given)
 
     def take(self, attempt: Attempt, content: object) -> None:
         if isinstance(content, Begun):
@@ -95,3 +97,7 @@ class _Pieces(Queue):
         before = self.counts[attempt.number]
         self.bar.add(done=counts.done - before.done, spared=counts.spared - before.spared)
         self.counts[attempt.number] = counts
+
+
+def _threads(piece: Piece, settings: Cluster) -> int:
+    return settings.cpus_per_model if piece.is_end_to_end else 1

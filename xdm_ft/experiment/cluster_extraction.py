@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError, plural
 from xdm_ft.experiment.cluster_connection import connected, device_of
 from xdm_ft.experiment.cluster_queue import Attempt, Part, Queue, fitting
@@ -55,6 +56,10 @@ class Extracting(NamedTuple):
 
     recipe: Recipe
     extraction: Extraction
+
+    @property
+    def encoders(self) -> tuple[Encoder, ...]:
+        return (self.extraction.encoder,)
 
     def on(self, device: torch.device) -> Extracting:
         encoder = frozen_copy(self.extraction.encoder, self.extraction.settings.precision, device)
@@ -102,7 +107,7 @@ def extraction_on(recipe: Recipe) -> Iterator[Elsewhere | None]:
 
 
 def _extract(recipe: Recipe, connection: Callable[[], Any], extraction: Extraction, bar: Progress) -> int:
-    """Computes in tasks what the store lacks and no other run computes. Returns how many images came to it meanwhile.
+    """Computes in tasks what the store lacks and no other run computes. Returns how many they have computed.
 
     Raises `UserError` or `RuntimeError` if a task does, and `Interrupted`.
     """
@@ -129,10 +134,11 @@ class _Stretches(Queue):
     def __init__(
         self, ray: Any, recipe: Recipe, extraction: Extraction, stretches: Sequence[Stretch], bar: Progress
     ) -> None:
-        super().__init__(ray, recipe.cluster, Extracting(recipe, extraction), len(stretches))
+        work, settings = Extracting(recipe, extraction), recipe.cluster
+        super().__init__(ray, settings, work, len(stretches), settings.cpus_per_model)
         self.store, self.stretches, self.bar = extraction.store, [*stretches], bar
+        self._claimed = np.concatenate([stretch.numbers for stretch in stretches])
         self.arrived, self._next = 0, 0.0
-        self._missing = len(self.store.missing())
 
     def poll(self) -> None:
         super().poll()
@@ -140,9 +146,9 @@ class _Stretches(Queue):
             self._look()
 
     def _look(self) -> np.ndarray:
-        """Counts the images that have come to the cache, and returns the numbers of the others."""
+        """Counts the images of tasks that have come to the cache, and returns the numbers of those that miss there."""
         missing = self.store.missing()
-        new, self._missing = self._missing - len(missing), len(missing)
+        new = len(self._claimed) - len(np.intersect1d(self._claimed, missing, assume_unique=True)) - self.arrived
         self.arrived += new
         if new:
             nodes = len({attempt.node for attempt in self.running.values() if attempt.node})

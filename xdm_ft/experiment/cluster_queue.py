@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.cluster_connection import first_line
-from xdm_ft.experiment.cluster_task import Begun, Ending, Line, Work, versions
+from xdm_ft.experiment.cluster_task import Begun, Ending, Line, Work, versions_of
 from xdm_ft.interrupt import RESUME, Interrupted, deferred, stop_requested
 from xdm_ft.recipe.blocks import Cluster
 from xdm_ft.terminal import complain
@@ -52,8 +52,10 @@ class Queue(ABC):
 
     seconds_to_end = 60.0  # for all tasks to save and send their state, after a signal
 
-    def __init__(self, ray: Any, settings: Cluster, work: Work, parts: int) -> None:
-        self.ray, self.settings = ray, settings
+    def __init__(self, ray: Any, settings: Cluster, work: Work, parts: int, threads: int) -> None:
+        """`threads`: of its tasks, the fewest that one has."""
+        self.ray, self.settings, self.threads = ray, settings, threads
+        self.versions = versions_of(work)
         self.waiting = deque(range(parts))
         self.running: dict[Any, Attempt] = {}  # by the reference of its task
         self.attempts, self.losses = Counter[int](), Counter[int]()
@@ -121,7 +123,7 @@ class Queue(ABC):
 
         A cluster that grows by demand sees that there is more to do, and a part waits here with its checkpoint.
         """
-        return 2 * fitting(self.ray, self.settings, 1) + 2
+        return 2 * fitting(self.ray, self.settings, self.threads) + 2
 
     def _submit(self, number: int) -> None:
         note, threads, given = self.part(number)
@@ -133,7 +135,7 @@ class Queue(ABC):
             "threads": threads,
             "on_gpu": self.settings.gpus_per_model > 0,
             "folder": os.getcwd(),
-            "versions": versions(),
+            "versions": self.versions,
             "log_level": logger.getEffectiveLevel(),
         }
         task = self.task.options(num_cpus=threads, num_gpus=self.settings.gpus_per_model, name=note)

@@ -10,12 +10,13 @@ import os
 import pickle
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import torch
 
+from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.machine import cores, start
 from xdm_ft.interrupt import Interrupted, request_stop
@@ -36,6 +37,10 @@ class Work(Protocol):
 
     @property
     def recipe(self) -> Recipe: ...
+
+    @property
+    def encoders(self) -> Iterable[Encoder]:
+        """Those whose libraries its numbers depend on."""
 
     def on(self, device: torch.device) -> Self:
         """Returns the work as tasks with this device do it."""
@@ -78,8 +83,25 @@ class Ending(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that must be the same on all nodes, as numbers depend on them."""
+    """Returns the versions that must be the same on all nodes for any work."""
     return {"xdm_ft": __version__, "torch": torch.__version__}
+
+
+def versions_of(work: Work) -> dict[str, str]:
+    """Returns all versions that must be the same on all nodes, as the numbers of this work depend on them."""
+    found = dict[str, str]()
+    for encoder in work.encoders:
+        libraries = encoder.identity().get("versions")
+        found |= libraries if isinstance(libraries, dict) else {}
+    return found | versions()
+
+
+def _require_versions(here: Mapping[str, str], order: Order) -> None:
+    for program, version in here.items():
+        if version != order.versions[program]:
+            raise UserError(
+                f"{program} is {version} here and {order.versions[program]} in the run; install the same everywhere"
+            )
 
 
 def run(send: Callable[[bytes], bool], fetch_work: Callable[[], bytes], name: str, order: Order) -> Ending:
@@ -91,11 +113,13 @@ def run(send: Callable[[bytes], bool], fetch_work: Callable[[], bytes], name: st
     try:
         request_stop(False)  # an earlier task of this process was asked to stop
         post.send(Begun(node))
-        with _logged(post, order.log_level):
-            work, accelerator = _loaded(fetch_work, name, order)
-            torch.set_num_threads(order.threads)
-            work.do(order.part, post, accelerator)
-        post.send()  # the last lines of the log
+        try:
+            with _logged(post, order.log_level):
+                work, accelerator = _loaded(fetch_work, name, order)
+                torch.set_num_threads(order.threads)
+                work.do(order.part, post, accelerator)
+        finally:
+            post.send()  # the last lines of the log: they may say why it fails
     except UserError as error:
         return Ending("refused", node, tuple(f"node {node}: {line}" for line in error.args))
     except Interrupted:
@@ -111,11 +135,7 @@ _kept: tuple[str, Work, Accelerator] | None = None  # of the last task of this p
 def _loaded(fetch_work: Callable[[], bytes], name: str, order: Order) -> tuple[Work, Accelerator]:
     """Returns the work on this process's device. Raises `UserError` if this node can not do it."""
     global _kept
-    for program, version in versions().items():
-        if version != order.versions[program]:
-            raise UserError(
-                f"{program} is {version} here and {order.versions[program]} in the run; install the same everywhere"
-            )
+    _require_versions(versions(), order)
     try:
         os.chdir(order.folder)
     except OSError as error:
@@ -135,6 +155,7 @@ def _loaded(fetch_work: Callable[[], bytes], name: str, order: Order) -> tuple[W
             work: Work = pickle.loads(pickled)
         except OSError as error:  # data in files that are opened here
             raise UserError(f"data: {error}; all nodes must see the run's data under the same paths") from error
+        _require_versions(versions_of(work), order)
         accelerator = start(work.recipe)
         _kept = name, work.on(accelerator.device), accelerator
     return _kept[1], _kept[2]

@@ -9,12 +9,13 @@ import dataclasses
 import mmap
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.cluster_task import Post
 from xdm_ft.experiment.engines import Engines, Model, Piece
@@ -64,6 +65,10 @@ class Training(NamedTuple):
     @property
     def recipe(self) -> Recipe:
         return self.plan.recipe
+
+    @property
+    def encoders(self) -> Iterator[Encoder]:
+        return (own.encoder for own in self.prepared.encoders.values())
 
     def on(self, device: torch.device) -> Training:
         return self._replace(prepared=_on_device(self.prepared, device))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from xdm_ft.data._loading import own_cores
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.errors import plural
 from xdm_ft.experiment.cluster_connection import device_of
@@ -23,7 +24,7 @@ from xdm_ft.experiment.cuts import RecipeCut, counted_unhashed, cuts_of
 from xdm_ft.experiment.engines import SOLVER_PASSES
 from xdm_ft.experiment.image_times import CutPasses, ImageTimes
 from xdm_ft.experiment.jobs import make_job
-from xdm_ft.experiment.machine import cores, local_processes
+from xdm_ft.experiment.machine import cores
 from xdm_ft.experiment.parallel import one_thread
 from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel
 from xdm_ft.experiment.prepared import Prepared, PreparedEncoder
@@ -240,7 +241,7 @@ class _Measured:
         device = self.accelerator.device
         with one_thread():  # as in the forks that train them
             pieces = [seconds for group in self._by_method(models) for seconds in self._pieces(group, len(models))]
-        forks = 1 if device.type != "cpu" else max(1, cores() // local_processes())
+        forks = 1 if device.type != "cpu" else own_cores()
         return max(sum(pieces) / (forks * self.accelerator.num_processes), max(pieces))
 
     @staticmethod

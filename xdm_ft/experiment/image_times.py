@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._images import UnreadableImage
+from xdm_ft.data._loading import own_cores
 from xdm_ft.data._transforms import Preprocessing, evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders._cut import Below
-from xdm_ft.experiment.machine import cores, local_processes
 from xdm_ft.training.bank.timing import seconds_of
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ImageTimes:
 
     def beside(self, decode: float, encode: float) -> float:
         """Seconds per image if all cores decode: on a CPU, decoding and the encoder share them."""
-        mine = max(1, cores() // local_processes())
+        mine = own_cores()
         if self.accelerator.device.type == "cpu":
             return encode + decode / mine
         return max(encode, decode / mine)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
+from xdm_ft.data._loading import own_cores
 from xdm_ft.errors import UserError
 from xdm_ft.features import on_cpu_by_request
 from xdm_ft.recipe.checked import Recipe
@@ -24,11 +25,6 @@ logger = logging.getLogger("xdm_ft")
 def cores() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def local_processes() -> int:
-    """Returns the number of processes of this run on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def as_launched(recipe: Recipe) -> Recipe:
@@ -100,7 +96,7 @@ def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:
         # ranks wait at barriers for as long as another one trains heads; `heartbeat` finds a rank that hangs
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=30))],
     )
-    torch.set_num_threads(max(1, cores() // local_processes()))
+    torch.set_num_threads(own_cores())
     set_precision_on_gpus(recipe.training.tf32)
     # images of one training all have one size: the fastest convolutions are found once
     torch.backends.cudnn.benchmark = recipe.trains_encoders

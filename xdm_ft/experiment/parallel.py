@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from xdm_ft.errors import UserError
-from xdm_ft.interrupt import Interrupted, before_exit, deferred, end_with_parent, handle
+from xdm_ft.interrupt import Interrupted, before_exit, deferred, end_with_parent, handle, held_back
 from xdm_ft.terminal import complain
 
 SECONDS_TO_SAVE = 10.0  # after one process has failed, the time for the others to save and exit
@@ -43,7 +43,7 @@ def run_forked(
             for number in range(1, processes):
                 reader, writer = context.Pipe(duplex=False)
                 child = context.Process(target=_in_child, args=(work, number, os.getpid(), writer), daemon=True)
-                with deferred():  # a signal after the fork would otherwise miss the child
+                with deferred(), held_back():  # a signal right after the fork would otherwise miss the child
                     child.start()
                     children.append((child, reader))
                 writer.close()  # only the child keeps this end, so that `recv` raises EOFError when the child has ended

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
+from xdm_ft.data._loading import own_cores
 from xdm_ft.experiment.cluster import train_on_cluster
 from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.engines import Engines, Model, Request
 from xdm_ft.experiment.heartbeat import wait_for_everyone
-from xdm_ft.experiment.machine import cores, local_processes
 from xdm_ft.experiment.overall import overall
 from xdm_ft.experiment.parallel import run_forked
 from xdm_ft.experiment.results import Outcome, ResultsFile
+from xdm_ft.training.memory import libraries_left_out
 
 
 class DoneModels(NamedTuple):
@@ -74,14 +76,15 @@ def train(
 
         if queue:
             # a CUDA context can not be used in a forked process
-            forks = 1 if accelerator.device.type != "cpu" else max(1, cores() // local_processes())
+            forks = 1 if accelerator.device.type != "cpu" else own_cores()
             run_forked(work, min(forks, len(queue)), bar.watched)
         with bar.watched():
             wait_for_everyone(accelerator)  # other processes may still train their last piece
-        for piece in together:
-            for [model] in engines.train_piece(piece, bar):
-                outcome = measure(engines, model)  # in every process: all of them predict together
-                if accelerator.is_main_process:
-                    results.save([outcome], engines.directory)
-                    bar.add(models=1)
+        with libraries_left_out() if together else nullcontext():
+            for piece in together:
+                for [model] in engines.train_piece(piece, bar):
+                    outcome = measure(engines, model)  # in every process: all of them predict together
+                    if accelerator.is_main_process:
+                        results.save([outcome], engines.directory)
+                        bar.add(models=1)
         wait_for_everyone(accelerator)

@@ -79,6 +79,9 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
             if getattr(training, key) not in (Training.model_fields[key].default, "no"):
                 problem = "has no effect with a frozen encoder; leave it out (for precision set features.precision)"
                 faults.add(("training", key), problem, TRAINABLE)
+    if training.compile and all(item.trainable is False and _has_no_compiled_step(item) for item in recipe.methods):
+        problem = "has no effect on these methods, which have kernels of their own or take no steps; leave it out"
+        faults.add(("training", "compile"), problem)
     if training.steps is not None and training.schedule.warmup_steps >= training.steps:
         problem = f"{training.schedule.warmup_steps} is not below training.steps: {training.steps}; lower it"
         faults.add(("training", "schedule", "warmup_steps"), problem, STEPS)
@@ -93,6 +96,10 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
     _check_search(faults, recipe)
     for item in recipe.methods:
         _check_method(faults, ("methods", item.place), item, recipe)
+
+
+def _has_no_compiled_step(item: MethodItem) -> bool:
+    return item.is_solver or item.algorithm.cls.has_kernels
 
 
 def _check_encoders(faults: Faults, recipe: Recipe) -> None:

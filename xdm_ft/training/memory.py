@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import gc
 import re
@@ -35,12 +34,15 @@ def keep_freed_memory() -> None:
         c_library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
-@cache
-def _leave_out_libraries() -> None:
-    """Takes what there is before the first model out of later collections, each of which took 0.8 s for it."""
+@contextmanager
+def libraries_left_out() -> Iterator[None]:
+    """Context whose collections of garbage leave out what there is before: libraries, for which each took 0.8 s."""
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # at the end Triton's library reports on stderr what is not collected
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # the caller's objects, too; and at its end Triton's library reports what is not collected
 
 
 class PeakMemory:
@@ -57,7 +59,6 @@ class PeakMemory:
             self.start = torch.cuda.memory_allocated(device)
         elif sys.platform.startswith("linux"):
             # what an earlier model freed is still resident: taking it again would count as nothing
-            _leave_out_libraries()
             gc.collect()
             c_library = ctypes.CDLL(None)
             if hasattr(c_library, "malloc_trim"):  # musl has none

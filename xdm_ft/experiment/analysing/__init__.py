@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xdm_ft.data._loading import own_cores
 from xdm_ft.evaluation.records import Identity, Record
 from xdm_ft.experiment.analysing.document import KIND, document, finished_entries, plain
 from xdm_ft.experiment.analysing.images import FROZEN, TRAINED, Limits, SplitImages, split_images
 from xdm_ft.experiment.analysing.measures import entry
 from xdm_ft.experiment.analysing.model import is_frozen, read_model
 from xdm_ft.experiment.analysing.seen import Seen
-from xdm_ft.experiment.machine import cores, local_processes
 from xdm_ft.experiment.parallel import run_forked
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepared import Prepared
@@ -130,7 +130,7 @@ class Measuring:
 
         if frozen:
             # a CUDA context can not be used in a forked process
-            forks = 1 if self.accelerator.device.type != "cpu" else max(1, cores() // local_processes())
+            forks = 1 if self.accelerator.device.type != "cpu" else own_cores()
             run_forked(work, min(forks, len(frozen)))
             self.bar.advance(begun + done.value - self.bar.done)
         for piece in pieces.values():

@@ -41,10 +41,8 @@ def write_reconstructions(
     autoencoder.encoder.to(device)
     autoencoder.decoder.to(device)
     own = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "size": SIDE}  # the networks read pixels in 0…1
-    images = ImageRows(
-        plan.dataset,
-        evaluation_transform(prepared.of(plan.recipe.methods[0]).encoder.preprocessing.model_copy(update=own)),
-    )
+    preprocessing = prepared.of(plan.recipe.methods[0]).encoder.preprocessing.model_copy(update=own)
+    images = ImageRows(plan.dataset, evaluation_transform(preprocessing), preprocessing.least_side)
     seed = plan.recipe.protocol.seeds[0]
     planned = {model.split.test_domains: model for model in plan.models if model.seed == seed}
     splits = {held: split_images(plan, model, Limits(SAMPLE, 0, 0, 0)) for held, model in planned.items()}
