@@ -100,7 +100,7 @@ def test_what_lies_below_a_cut_is_paid_once_or_at_every_step(
     use: str, before: float, measuring: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two cuts, and SAM above one of them; decoding takes one process of one core 0.5 s."""
-    monkeypatch.setattr("xdm_ft.experiment.image_times.cores", lambda: 1)
+    monkeypatch.setattr("xdm_ft.experiment.image_times.own_cores", lambda: 1)
     monkeypatch.setattr(ImageTimes, "cut", lambda self, below, batch_size: CUT)
     monkeypatch.setattr(ImageTimes, "whole", lambda self, encoder, batch_size, trains: (0.5, Passes(2.0)))
     one, two = "{name: erm, trainable: {blocks: 1}}", "{name: sam, trainable: {blocks: 2}}"
