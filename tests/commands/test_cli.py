@@ -12,7 +12,7 @@ from warm_processes import xdm_ft
 
 from xdm_ft.cli import EXAMPLES, parser
 from xdm_ft.recipe.read import load
-from xdm_ft.storage.results_file import COSTS, results_digest
+from xdm_ft.storage.results_file import COSTS, write_results
 
 VERBS = next(action.choices for action in parser()._actions if action.dest == "verb")
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,7 +127,7 @@ def test_an_interrupted_run_trains_only_what_is_missing(recipe, tmp_path):
     path = tmp_path / "out" / "small" / "results.json"
     whole = json.loads(path.read_text())
     cut = whole | {"runs": whole["runs"][:1], "summary": []}
-    path.write_text(json.dumps(cut | {"checksum": results_digest(cut)}))
+    write_results(path, cut)
     again = xdm_ft("run", recipe, cwd=tmp_path)
     assert "(erm: 1 model" not in again.stderr and "xdomainmix+sam: 1 model" in again.stderr
     assert without_times(json.loads(path.read_text())) == without_times(whole)

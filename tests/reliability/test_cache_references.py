@@ -10,7 +10,7 @@ import pytest
 from rights import of_a_user
 
 from xdm_ft.cli import main
-from xdm_ft.storage.results_file import results_digest
+from xdm_ft.storage.results_file import write_results
 
 RECIPE = """\
 name: {name}
@@ -69,7 +69,7 @@ def test_nothing_goes_by_mistake(here: Path, capsys: pytest.CaptureFixture[str])
     assert f"{path}: is damaged (its checksum differs" in capsys.readouterr().err
     results = json.loads(path.read_text())
     del results["environment"]["features"]  # of a run that trained end to end
-    path.write_text(json.dumps(results | {"checksum": results_digest(results)}))
+    write_results(path, results)
     assert cached() == before
     assert prune("--unreferenced", "out") == 0 and cached() == {key_of("two")}
 

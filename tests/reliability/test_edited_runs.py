@@ -15,7 +15,7 @@ from what_runs_leave import fill
 from xdm_ft.cli import main
 from xdm_ft.recipe.read import check
 from xdm_ft.recipe.text import parse
-from xdm_ft.storage.results_file import results_digest
+from xdm_ft.storage.results_file import write_results
 
 MODEL = ["erm", "sketch", "0"]
 
@@ -49,8 +49,9 @@ def edit_results(run: Path, change: Callable[[dict[str, Any]], object], checksum
     results = json.loads((run / "results.json").read_text())
     change(results)
     if checksum:
-        results["checksum"] = results_digest(results)
-    (run / "results.json").write_text(json.dumps(results))
+        write_results(run / "results.json", results)
+    else:
+        (run / "results.json").write_text(json.dumps(results))
 
 
 def remove(*keys: str | int) -> Callable[[Any], object]:

@@ -50,14 +50,6 @@ class _Digest:
         return str(self._hasher.hexdigest())
 
 
-def results_digest(results: Mapping[str, Any]) -> str:
-    """Returns the checksum of results.json with this content."""
-    found = _Digest(results)
-    for run in results["runs"]:
-        found.add(json.loads(json.dumps(run)))
-    return found.value()
-
-
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """Writes results.json with its checksum, model by model: `runs` may make its models when they are read.
 
