@@ -148,8 +148,8 @@ class _Stretches(Queue):
     def _look(self) -> np.ndarray:
         """Counts the images of tasks that have come to the cache, and returns the numbers of those that miss there."""
         missing = self.store.missing()
-        new = len(self._claimed) - len(np.intersect1d(self._claimed, missing, assume_unique=True)) - self.arrived
-        self.arrived += new
+        before, self.arrived = self.arrived, int((self.store.shard_of[self._claimed] >= 0).sum())
+        new = self.arrived - before
         if new:
             nodes = len({attempt.node for attempt in self.running.values() if attempt.node})
             self.bar.advance(new, f"on {plural(nodes, 'node')}" if nodes else "")
