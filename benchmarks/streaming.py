@@ -36,7 +36,7 @@ from xdm_ft.features.store import Store
 from xdm_ft.protocol.splits import Split
 from xdm_ft.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.train import CHUNK_HEADS, train_bank
+from xdm_ft.training.bank.train import CHUNK_HEADS, chunks, train_chunk
 from xdm_ft.training.bank.validation import BankValidation
 
 DOMAINS, CLASSES, KEY = 4, 10, key_of({})
@@ -139,8 +139,9 @@ def train(features: Features, training: Training, heads: int) -> dict[str, float
         evaluating: list[float] = []
         started = time.perf_counter()
         with timed_evaluations(evaluating):
-            bank = train_bank(jobs, features, about, Criteria(("train_val",), "accuracy"), record=lambda *_: None)
-            trained = [one for chunk in bank for one in chunk]
+            criteria, trained = Criteria(("train_val",), "accuracy"), []
+            for chunk in chunks(jobs, features.device):
+                trained += train_chunk(chunk, features, about, criteria, record=lambda *_: None)
         seconds = time.perf_counter() - started - sum(evaluating)
         assert all(one.failure is None for one in trained)
         found[f"{method}_head_steps_per_second"] = round(heads * training.steps / seconds, 1)

@@ -22,7 +22,7 @@ from xdm_ft.experiment.prepared import build_encoders, prepare
 from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.tensors import Criteria, Task
 from xdm_ft.training import Job
-from xdm_ft.training.bank.train import train_bank
+from xdm_ft.training.bank.train import train_chunk
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 SHIPS = "name=final", "protocol.final_fit=true"
@@ -46,7 +46,7 @@ def naive_training(made, item, known, rules=("r",), steps=10):
     )
     job = Job("x", (), 0, 0, split, setup, item.algorithm.build, None, made.training, known=known)
     arguments = (plan.annotations, Criteria(rules, "accuracy"))
-    [[trained]] = train_bank([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
+    [trained] = train_chunk([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
     return trained
 
 

@@ -23,7 +23,7 @@ from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course, without
 from xdm_ft.protocol.splits import splits
 from xdm_ft.tensors import Criteria, Task
 from xdm_ft.training import Job
-from xdm_ft.training.bank.train import train_bank
+from xdm_ft.training.bank.train import train_chunk
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 
@@ -89,7 +89,7 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
         setup = Setup(task, width=prepared.encoders[None].features.width, steps=10, seed=0)
         job = Job("erm", (held_out,), 0, 0, split, setup, ERM, None, made.training)
         arguments = (plan.annotations, Criteria(LEFT_OUT[:1], "accuracy"))
-        [[trained]] = train_bank([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
+        [trained] = train_chunk([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
         return trained.course[LEFT_OUT[0]]
 
     for record in found["runs"]:

@@ -22,7 +22,7 @@ from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.tensors import Annotations, Batch, Criteria, Losses, Task
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.bank.cached_data import CachedData
-from xdm_ft.training.bank.train import train_bank
+from xdm_ft.training.bank.train import chunks, train_chunk
 
 DOMAINS, CLASSES, WIDTH = 4, 10, 96
 
@@ -100,9 +100,13 @@ def train(
 ) -> list[Trained]:
     """With `training` in place of the jobs' own, but for learning rate and weight decay."""
     data, jobs = data or digits(), jobs if training is None else [under(training, job) for job in jobs]
-    criteria = Criteria(tuple(rules), metric)
-    found = train_bank(jobs, data.features, data.annotations, criteria, record=record, checkpoint=checkpoint)
-    return [trained for chunk in found for trained in chunk]
+    about, trained = (data.features, data.annotations, Criteria(tuple(rules), metric)), list[Trained]()
+    for chunk in chunks(jobs, data.features.device):
+        kept = None if checkpoint is None else checkpoint(chunk)
+        trained += train_chunk(chunk, *about, record=record, checkpoint=kept)
+        if kept is not None:
+            kept.remove()
+    return trained
 
 
 def head_logits(features: Features, rows: Tensor, state: Mapping[str, Tensor]) -> Tensor:

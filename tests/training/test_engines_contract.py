@@ -38,7 +38,7 @@ from xdm_ft.sharpness import Sharpness
 from xdm_ft.tensors import Batch, Criteria, Losses
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.stacked import stack, step
-from xdm_ft.training.bank.train import train_bank
+from xdm_ft.training.bank.train import train_chunk
 from xdm_ft.training.end_to_end.gradients import StepGradients
 from xdm_ft.training.end_to_end.model import EndToEnd
 
@@ -86,7 +86,7 @@ def table() -> Tensor:
 def bank_state(job: Job, training: Training) -> dict[str, Tensor]:
     job = under(training.model_copy(update={"evaluate_every": job.setup.steps}), job)
     features, criteria = Features([table()]), Criteria(("train_val",), "accuracy")
-    [[trained]] = train_bank([job], features, digit_annotations(), criteria, record=lambda step, heads: None)
+    [trained] = train_chunk([job], features, digit_annotations(), criteria, record=lambda step, heads: None)
     return final_state(trained)
 
 

@@ -73,15 +73,16 @@ def log_normalizer(logits: Tensor) -> Tensor:
     return torch.cat([rows.double().logsumexp(1) for rows in logits.cpu().split(_ROWS_AT_ONCE)])
 
 
-def per_image_nll(logits: Tensor, labels: Tensor) -> np.ndarray:
-    """−log p(true class) of each image, float64 [n]."""
+def per_image_nll(logits: Tensor, labels: Tensor, normalizer: Tensor | None = None) -> np.ndarray:
+    """−log p(true class) of each image, float64 [n]. `normalizer`: `log_normalizer(logits)`, if it is known."""
     true = logits.cpu().gather(1, labels.cpu()[:, None])[:, 0].double()
-    return (log_normalizer(logits) - true).numpy()
+    return ((log_normalizer(logits) if normalizer is None else normalizer) - true).numpy()
 
 
-def confidences(logits: Tensor) -> np.ndarray:
-    """Probability of the predicted class, float64 [n]."""
-    return (logits.cpu().amax(1).double() - log_normalizer(logits)).exp().numpy()
+def confidences(logits: Tensor, normalizer: Tensor | None = None) -> np.ndarray:
+    """Probability of the predicted class, float64 [n]. `normalizer`: `log_normalizer(logits)`, if it is known."""
+    normalizer = log_normalizer(logits) if normalizer is None else normalizer
+    return (logits.cpu().amax(1).double() - normalizer).exp().numpy()
 
 
 def confidence_bin(confidence: np.ndarray) -> np.ndarray:
@@ -99,7 +100,7 @@ def expected_calibration_error(confidence: np.ndarray, right: np.ndarray) -> flo
     return float(np.abs(gaps).sum() / len(confidence))
 
 
-def _class_scores(logits: Tensor) -> Callable[[int], np.ndarray]:
+def _class_scores(logits: Tensor, normalizer: Tensor | None = None) -> Callable[[int], np.ndarray]:
     """Returns a function class → score float32 [n], which orders images as the probability of the class does.
 
     The scores are log probabilities or logit differences, which do not saturate at 0 and 1.
@@ -108,8 +109,8 @@ def _class_scores(logits: Tensor) -> Callable[[int], np.ndarray]:
     if len(columns) == 2:
         margin = (columns[1] - columns[0]).float().numpy()
         return lambda c: margin if c == 1 else -margin
-    normalizer = log_normalizer(logits)
-    return lambda c: (columns[c].double() - normalizer).float().numpy()
+    subtracted = log_normalizer(logits) if normalizer is None else normalizer
+    return lambda c: (columns[c].double() - subtracted).float().numpy()
 
 
 def wins(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:
@@ -130,12 +131,13 @@ def _scored_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
     return scored[scored == 1] if num_classes == 2 else scored
 
 
-def auroc(logits: Tensor, labels: Tensor) -> float | None:
+def auroc(logits: Tensor, labels: Tensor, normalizer: Tensor | None = None) -> float | None:
     """Area under the ROC curve of class 1 (two classes), or the mean area of each class against the rest (more).
 
-    The mean is over classes with positives and negatives; None if no class has both.
+    The mean is over classes with positives and negatives; None if no class has both. `normalizer`:
+    `log_normalizer(logits)`, if it is known.
     """
-    truth, score_of = labels.cpu().numpy(), _class_scores(logits)
+    truth, score_of = labels.cpu().numpy(), _class_scores(logits, normalizer)
     areas = [float(wins(score_of(c), truth == c).mean()) for c in _scored_classes(truth, logits.shape[1])]
     return float(np.mean(areas)) if areas else None
 
@@ -225,7 +227,7 @@ def score(
         raise FloatingPointError(
             f"the logits of {int((~torch.isfinite(logits)).any(1).sum())} of {n} images are not finite"
         )
-    predicted = logits.argmax(1)
+    predicted, normalizer = logits.argmax(1), log_normalizer(logits)
     counts = confusion(predicted, labels, logits.shape[1])
     per_domain = domain_accuracies(predicted, labels, domains)
     recall = recalls(counts)
@@ -234,10 +236,10 @@ def score(
         accuracy=float(np.trace(counts) / n),
         balanced_accuracy=balanced_accuracy(counts),
         macro_f1=macro_f1(counts),
-        auroc=auroc(logits, labels),
+        auroc=auroc(logits, labels, normalizer),
         worst_domain_accuracy=None if math.isnan(worst) else worst,
-        nll=float(per_image_nll(logits, labels).mean()),
-        ece=expected_calibration_error(confidences(logits), (predicted == labels).cpu().numpy()),
+        nll=float(per_image_nll(logits, labels, normalizer).mean()),
+        ece=expected_calibration_error(confidences(logits, normalizer), (predicted == labels).cpu().numpy()),
         n=n,
         per_class_recall={c: None if np.isnan(r) else float(r) for c, r in zip(class_names, recall, strict=True)},
         per_domain={domain_names[d]: {"accuracy": a, "n": k} for d, (a, k) in per_domain.items()},

@@ -27,7 +27,7 @@ def is_summarised(plan: Plan) -> bool:
 def write_curves(
     plan: Plan, chunk: Sequence[Job], step: int, evaluated: Sequence[tuple[Job, Values]], directory: RunDirectory
 ) -> None:
-    """Writes what was measured after `step` steps, as `train_bank` records it. `chunk`: all models that train together.
+    """Writes what was measured after `step` steps, as `train_chunk` records it. `chunk`: all that train together.
 
     In a summary the heads of a chunk with the same test domains share a sub-run. All of them train in one process, so
     each sub-run has one writer at a time. Models that train end to end, and those of the final fit, have their own.

@@ -177,23 +177,25 @@ class Engines:
 
     def _banked(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
         """Trains a chunk of heads on cached features, and yields its wanted models."""
-        from xdm_ft.training.bank.train import train_bank
+        from xdm_ft.training.bank.train import train_chunk
 
         features = self.prepared.of(request.item).features_of(jobs[0])
         together = f"{len(jobs)} heads together" if len(jobs) > 1 else "one head"
         named = partial(out_of_memory_as_user_error, f"{jobs[0].method}, {together}", "lower training.batch_size")
+        checkpoint = self._checkpoint(jobs, request.criteria.rules)
         with named():
-            for trained in train_bank(
+            trained = train_chunk(
                 jobs,
                 features,
                 self.plan.annotations,
                 request.criteria,
                 record=partial(write_curves, self.plan, jobs, directory=self.directory),
                 bar=bar,
-                checkpoint=lambda jobs: self._checkpoint(jobs, request.criteria.rules),
-            ):
-                wanted = (one for one in trained if one.job.key in request.wanted)
-                yield [Model(one, _cached_logits(one.job, features, named)) for one in wanted]
+                checkpoint=checkpoint,
+            )
+            logits = _cached_logits(jobs[0], features, named)  # heads that train together differ in their state only
+            yield [Model(one, logits) for one in trained if one.job.key in request.wanted]
+        checkpoint.remove()  # the caller has saved these models when it asks for the next ones
 
     def _solved(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
         """Computes the head of a solver, which takes no gradient steps, and yields its model in a list."""

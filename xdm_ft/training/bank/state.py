@@ -31,7 +31,7 @@ logger = logging.getLogger("xdm_ft")
 class ChunkState:
     """There is no random state in it: batches and random draws are functions of the step's number."""
 
-    jobs: list[Job]
+    jobs: Sequence[Job]
     bank: Bank
     selectors: list[Selector]  # one per head
     averages: Averages | None

@@ -1,10 +1,10 @@
-"""Trains jobs on cached features, chunk by chunk. `stacked.step` is one step of a chunk."""
+"""Trains heads on cached features, a chunk of them together. `stacked.step` is one step of a chunk."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,7 @@ STACKED = {"lr", "encoder_lr", "weight_decay", "momentum"}
 """Keys of `training` in which the heads of a chunk may differ; heads do not use encoder_lr."""
 
 
-def train_bank(
+def train_chunk(
     jobs: Sequence[Job],
     features: Features,
     annotations: Annotations,
@@ -46,11 +46,11 @@ def train_bank(
     *,
     record: Record,
     bar: Progress | None = None,
-    checkpoint: Callable[[Sequence[Job]], Checkpoint] | None = None,
-) -> Iterator[list[Trained]]:
-    """Trains the jobs chunk by chunk; yields the results of each chunk, in the order of `chunks`.
+    checkpoint: Checkpoint | None = None,
+) -> list[Trained]:
+    """Trains one of the `chunks` of jobs, all of its heads together, and returns their results in the same order.
 
-    If `checkpoint` is given, it returns the checkpoint of a chunk, and an interrupted chunk resumes from it; on a CPU
+    An interrupted chunk resumes from its `checkpoint`, which the caller removes when the results are stored; on a CPU
     the result is bit for bit that of a chunk without interruption. A signal to stop raises `Interrupted` after the
     current step. `bar` counts one unit for each step of each head.
 
@@ -62,12 +62,52 @@ def train_bank(
     no weights; the other heads are not affected.
     """
     keep_freed_memory()
+    started, training = time.perf_counter(), jobs[0].training
     data = CachedData(features, annotations.to(features.device))
-    for chunk in chunks(jobs, features.device):
-        kept = checkpoint(chunk) if checkpoint is not None else None
-        yield _train_chunk(chunk, data, criteria, record, bar or unseen(), kept)
-        if kept is not None:
-            kept.remove()  # the caller has stored a chunk's results when it continues
+    bank = stack(jobs, features.device, training.compile and not algorithm_of(jobs[0]).has_kernels)
+    averages, validation_loss = _averages(jobs, bank, data)
+    first_step = bank.template.first_selectable_step
+    selectors = [Selector(criteria, first_step, training.patience) for _ in jobs]
+    state = ChunkState(jobs, bank, selectors, averages, [None for _ in jobs], started=started)
+    if checkpoint is not None:
+        state.resume(checkpoint, data)
+    _take_steps(state, data, BankValidation(jobs, data, criteria), validation_loss, record, bar or unseen(), checkpoint)
+    return state.results(criteria.rules)
+
+
+def _take_steps(
+    state: ChunkState,
+    data: CachedData,
+    validation: BankValidation,
+    validation_loss: BankValidation | None,
+    record: Record,
+    bar: Progress,
+    checkpoint: Checkpoint | None,
+) -> None:
+    """Takes the steps that are left; evaluates and saves in between."""
+    jobs, bank, averages = state.jobs, state.bank, state.averages
+    bar.skip(len(jobs) * state.taken)
+    due = set(evaluation_steps(bank.steps, jobs[0].training.evaluate_every))
+    with deferred():
+        if averages is not None and state.taken == 0:
+            averages.add(0, bank.main | bank.auxiliary)
+        for number, batch in enumerate(batches(jobs, data, state.taken), start=state.taken):
+            state.means.add(number, step(bank, batch, number))
+            if averages is not None:
+                averages.add(number + 1, bank.main | bank.auxiliary)
+            bar.advance(len(jobs))
+            if number + 1 in due:
+                _evaluate(state, data, validation, number + 1, record)
+                if averages is not None:
+                    losses = _losses_to_average_by(validation_loss, bank)
+                    averages.evaluated(number + 1, losses, ended=state.stopped_before(number + 1))
+                if state.ended:
+                    break
+            state.taken = number + 1
+            if stop_requested():
+                state.save_and_stop(checkpoint)
+            if checkpoint is not None:
+                checkpoint.save_if_due(state.state, event=number + 1 in due)
 
 
 def chunks(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
@@ -109,48 +149,6 @@ def most_heads(device: torch.device) -> int:
     return CHUNK_HEADS if device.type == "cpu" else GPU_CHUNK_HEADS
 
 
-def _train_chunk(
-    jobs: list[Job],
-    data: CachedData,
-    criteria: Criteria,
-    record: Record,
-    bar: Progress,
-    checkpoint: Checkpoint | None,
-) -> list[Trained]:
-    started, training = time.perf_counter(), jobs[0].training
-    bank = stack(jobs, data.features.device, training.compile and not algorithm_of(jobs[0]).has_kernels)
-    averages, validation_loss = _averages(jobs, bank, data)
-    first_step = bank.template.first_selectable_step
-    selectors = [Selector(criteria, first_step, training.patience) for _ in jobs]
-    state = ChunkState(jobs, bank, selectors, averages, [None for _ in jobs], started=started)
-    if checkpoint is not None:
-        state.resume(checkpoint, data)
-    bar.skip(len(jobs) * state.taken)
-    validation = BankValidation(jobs, data, criteria)
-    due = set(evaluation_steps(bank.steps, training.evaluate_every))
-    with deferred():
-        if averages is not None and state.taken == 0:
-            averages.add(0, bank.main | bank.auxiliary)
-        for number, batch in enumerate(batches(jobs, data, state.taken), start=state.taken):
-            state.means.add(number, step(bank, batch, number))
-            if averages is not None:
-                averages.add(number + 1, bank.main | bank.auxiliary)
-            bar.advance(len(jobs))
-            if number + 1 in due:
-                _evaluate(state, data, validation, number + 1, record)
-                if averages is not None:
-                    losses = _losses_to_average_by(validation_loss, bank)
-                    averages.evaluated(number + 1, losses, ended=state.stopped_before(number + 1))
-                if state.ended:
-                    break
-            state.taken = number + 1
-            if stop_requested():
-                state.save_and_stop(checkpoint)
-            if checkpoint is not None:
-                checkpoint.save_if_due(state.state, event=number + 1 in due)
-    return state.results(criteria.rules)
-
-
 def _evaluate(state: ChunkState, data: CachedData, validation: BankValidation, taken: int, record: Record) -> None:
     """Evaluates every head that has neither failed nor stopped, after `taken` steps; selects and records."""
     bank, jobs, failures, metric = state.bank, state.jobs, state.failures, validation.metric
@@ -173,7 +171,7 @@ def _evaluate(state: ChunkState, data: CachedData, validation: BankValidation, t
         record(taken, evaluated)
 
 
-def _averages(jobs: list[Job], bank: Bank, data: CachedData) -> tuple[Averages | None, BankValidation | None]:
+def _averages(jobs: Sequence[Job], bank: Bank, data: CachedData) -> tuple[Averages | None, BankValidation | None]:
     """Returns the averages of the heads, and the validation whose losses they need; None for what is not needed."""
     averagings = [job.averaging for job in jobs if job.averaging is not None]
     if not averagings:
