@@ -48,11 +48,19 @@ def kill_one(nodes: Any) -> None:
     nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
 
 
+def keep_to_one_core() -> None:
+    """This process and what it starts compute on one core, as a task with `cpus_per_model: 1` does.
+
+    Test files that run at the same time have different cores.
+    """
+    cores, worker = sorted(os.sched_getaffinity(0)), os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
+
 @contextmanager
 def one_core() -> Iterator[None]:
-    """This process and what it starts compute on one core, as a task with `cpus_per_model: 1` does."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
+    keep_to_one_core()
     yield
     os.sched_setaffinity(0, before)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import Counter
 from contextlib import nullcontext
@@ -12,7 +11,7 @@ from typing import Any
 import miniature
 import pytest
 import small_runs
-from clusters import NO_RAY, cluster, hashes, kill_one, metrics, on
+from clusters import NO_RAY, cluster, hashes, keep_to_one_core, kill_one, metrics, on
 from warm_processes import PATIENCE, begin, interrupted
 
 from xdm_ft.cli import main
@@ -95,10 +94,6 @@ class TestRefusals:
         assert not refused_changes(before, now) and not refused_changes(now, before)
 
 
-def on_one_core() -> None:
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-
-
 class Watched:
     """What the driver does in a run: submissions, lost tasks, outcomes; and a node that dies at the first outcome."""
 
@@ -171,7 +166,7 @@ class TestNodes:
         assert len(list(Path("there/small/state/checkpoints").iterdir())) == 1
         with cluster() if where == "another cluster" else nullcontext(nodes) as those:
             more = () if where == "no cluster" else on(those)
-            process = begin([*arguments, *more], tmp_path, tmp_path / "out", tmp_path / "err", first=on_one_core)
+            process = begin([*arguments, *more], tmp_path, tmp_path / "out", tmp_path / "err", first=keep_to_one_core)
             process.join(PATIENCE)
         assert process.exitcode == 0, Path("err").read_text()
         assert "resumes after" in Path("err").read_text()
