@@ -85,7 +85,7 @@ def handle(resumable: bool = False, prints: bool = True) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Context in which SIGINT and SIGTERM wait. In a process that is forked in it they wait until it calls `handle`."""
+    """Context in which SIGINT and SIGTERM wait. A process that is forked inside keeps them waiting until `handle`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
         yield

@@ -109,8 +109,8 @@ def _class_scores(logits: Tensor, normalizer: Tensor | None = None) -> Callable[
     if len(columns) == 2:
         margin = (columns[1] - columns[0]).float().numpy()
         return lambda c: margin if c == 1 else -margin
-    subtracted = log_normalizer(logits) if normalizer is None else normalizer
-    return lambda c: (columns[c].double() - subtracted).float().numpy()
+    shift = log_normalizer(logits) if normalizer is None else normalizer
+    return lambda c: (columns[c].double() - shift).float().numpy()
 
 
 def wins(scores: np.ndarray, positive: np.ndarray) -> np.ndarray:

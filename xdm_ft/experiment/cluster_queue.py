@@ -53,7 +53,7 @@ class Queue(ABC):
     seconds_to_end = 60.0  # for all tasks to save and send their state, after a signal
 
     def __init__(self, ray: Any, settings: Cluster, work: Work, parts: int, threads: int) -> None:
-        """`threads`: of its tasks, the fewest that one has."""
+        """`threads` of a task; the fewest, if tasks differ."""
         self.ray, self.settings, self.threads = ray, settings, threads
         self.versions = versions_of(work)
         self.waiting = deque(range(parts))

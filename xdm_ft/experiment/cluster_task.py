@@ -83,7 +83,7 @@ class Ending(NamedTuple):
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that must be the same on all nodes for any work."""
+    """Returns the versions that must be the same on a node before it can unpickle any work."""
     return {"xdm_ft": __version__, "torch": torch.__version__}
 
 

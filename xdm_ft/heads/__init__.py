@@ -23,7 +23,8 @@ class Head(nn.Module, ABC):
     `forward` is a pure function of z and the parameters, sample by sample. It runs under `torch.func.vmap` and
     `functional_call`, so it has no data-dependent Python branches, changes no buffers and uses no batch statistics.
     Parameters are float32; their initial values are a function of (seed, stream) only. Plain attributes (numbers,
-    strings) are settings that all heads of a bank must share. A head that is not `trained` has buffers, no parameters.
+    strings) are settings that all heads of a bank must share. A head has parameters and no buffers; one that is not
+    `trained` has buffers and no parameters.
     """
 
     source: str = ""  # one line: paper, or library

@@ -25,4 +25,4 @@ def say_if_finished(text: RecipeText) -> None:
     if all(os.path.isfile(path / file) for file in ("results.json", "results.md")) and not os.path.exists(
         path / "state"
     ):
-        logger.info("%s: a finished run is here; checking its files", path)
+        logger.info("%s: a finished run is here", path)

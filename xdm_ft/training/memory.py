@@ -36,13 +36,13 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def libraries_left_out() -> Iterator[None]:
-    """Context whose collections of garbage leave out what there is before: libraries, for which each took 0.8 s."""
+    """Context in which garbage collection skips the objects that exist at its start: libraries have many (0.8 s)."""
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()  # the caller's objects, too; and at its end Triton's library reports what is not collected
+        gc.unfreeze()  # for the caller; also, Triton prints at exit what was never collected
 
 
 class PeakMemory:
