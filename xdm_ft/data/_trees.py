@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from xdm_ft.data._images import extensions
@@ -28,17 +29,20 @@ def images_below(root: Path, folders: str = "<domain>/<class>") -> tuple[list[st
     Paths are relative to `root`, with slashes, in the order of their names. Hidden files are skipped. Links are
     followed, but not in circles. The log counts the other files and the images in other folders.
     """
-    found = _files(str(root), "", set())
     depth = folders.count("/") + 1
-    of_images = _images(found)
-    images = [path for path in of_images if path.count("/") >= depth]
+    images, found = list[str](), list[str]()
+    for below, names in _files(str(root), "", set()):
+        paths = [below + name for name in names]
+        found += paths
+        if below.count("/") >= depth:
+            images += _images(paths)
     if images and len(images) < len(found):
-        _log_ignored(root, found, set(of_images), set(images), folders)
+        _log_ignored(root, found, set(images), folders)
     return images, found
 
 
-def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> list[str]:
-    """Returns the files in `folder` and deeper, in the order of their names, as paths from the root, with slashes.
+def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the path of a folder from the root and names of files in it; all of them in the order of their paths.
 
     `below` is the path of `folder` from the root, "" or with a slash at its end. Folders in `visited` (device, inode)
     are skipped.
@@ -46,20 +50,18 @@ def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> list[str]:
     status, names, folders = visible_entries(folder, "data.root")
     identity = (status.st_dev, status.st_ino)
     if identity in visited:
-        return []
+        return
     visited.add(identity)
     # Above a class folder `visited` has the parents only, to which a link may lead back: two domains may link to the
     # same images. Within a class it has every folder read, as folders that link to each other would repeat
     # exponentially.
     in_class = below.count("/") >= 2  # domain/class/
-    found = list[str]()
-    for name in names:
-        if name in folders:
-            inside = os.path.join(folder, name)
-            found += _files(inside, f"{below}{name}/", visited if in_class else set(visited))
+    for are_folders, run in groupby(names, folders.__contains__):
+        if are_folders:
+            for name in run:
+                yield from _files(os.path.join(folder, name), f"{below}{name}/", visited if in_class else set(visited))
         else:
-            found.append(below + name)
-    return found
+            yield below, list(run)
 
 
 def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[str], set[str]]:
@@ -87,13 +89,18 @@ def is_image(path: str) -> bool:
     return bool(_images([path]))
 
 
-def _images(paths: Iterable[str]) -> list[str]:
+def _images(paths: list[str]) -> list[str]:
     known = extensions()
     # of a name without a dot it is the last character, which is no extension
-    return [path for path in paths if path[path.rfind(".") :].lower() in known]
+    found = [path[path.rfind(".") :] for path in paths]
+    images = {extension for extension in set(found) if extension.lower() in known}
+    if len(images) == len(set(found)):
+        return paths
+    return [path for path, extension in zip(paths, found, strict=True) if extension in images]
 
 
-def _log_ignored(root: Path, found: list[str], of_images: set[str], images: set[str], folders: str) -> None:
+def _log_ignored(root: Path, found: list[str], images: set[str], folders: str) -> None:
+    of_images = set(_images(found))
     other = [path for path in found if path not in of_images]
     higher = [path for path in found if path in of_images and path not in images]
     for paths, what in ((other, "without an image"), (higher, f"outside a {folders} folder")):
