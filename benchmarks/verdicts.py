@@ -158,7 +158,7 @@ def read_pools(folders: Sequence[Path], method: str, rule: str | None) -> list[P
 def prediction_of(folder: Path, record: Record, rule: str, dataset: ImageDataset) -> Prediction:
     directory = RunDirectory(folder)
     images = HeldOutImages.of(dataset, directory.test_images(record.test_domains)["rows"])
-    return Prediction.from_arrays(directory.predictions(directory.model_folder(*record.key)), images, record.key, rule)
+    return Prediction.from_arrays(directory.predictions(record.folder), images, record.key, rule)
 
 
 def pool_of(held_out: tuple[str, ...], runs: Sequence[Prediction]) -> Pool:

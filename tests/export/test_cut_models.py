@@ -258,7 +258,7 @@ class TestOneEncoder:
             encoder = json.loads(about["encoder"])
             del encoder["trainable"], encoder["label"]
             about["encoder"] = json.dumps(encoder | {"in_this_file": kept})
-            directory.write_weights(file, state, {key: value for key, value in about.items() if key != "file"})
+            directory.write_tensors(file, state, {key: value for key, value in about.items() if key != "file"})
             model = xdm_ft.load(RUN, method=record["method"])
             assert model.config.encoder.trained is kept
             np.testing.assert_allclose(model.predict_proba(held_out()), recorded(record), rtol=0, atol=1e-6)

@@ -26,6 +26,7 @@ from xdm_ft.export.hub import FILES, READ
 from xdm_ft.export.model import load
 from xdm_ft.export.runs import Choice
 from xdm_ft.protocol.derived_splits import with_validation
+from xdm_ft.storage.addresses import reference_beside, reference_file
 from xdm_ft.storage.run_directory import RunDirectory
 
 SHARED = RUN / "training_features/photo.safetensors"
@@ -93,7 +94,7 @@ def test_methods_that_normalise_features_share_the_distances() -> None:
 def test_a_model_with_an_encoder_of_its_own_has_distances_of_its_own() -> None:
     results = run(*END_TO_END, "methods=[erm]", "protocol.final_fit=true")
     [record] = results["runs"]
-    beside = RunDirectory.reference_beside(record["selected"]["train_val"]["weights"])
+    beside = reference_beside(record["selected"]["train_val"]["weights"])
     assert (RUN / beside).exists() and not SHARED.exists()
     checked(exported(choice_of(record)), *END_TO_END, "methods=[erm]")
     assert exported(Choice(), "final").distance(held_out()).shape == (len(held_out()),)
@@ -111,7 +112,7 @@ def test_the_final_fit_keeps_a_part_of_its_images_for_percentiles() -> None:
     every = torch.arange(len(dataset))
     whole = with_validation(dataset, split, 0.4, 0)
     assert whole is split, "it has validation images"
-    _, metadata = RunDirectory(RUN).tensors(RunDirectory.reference_file(()))
+    _, metadata = RunDirectory(RUN).tensors(reference_file(()))
     images, others = json.loads(metadata["images"]), json.loads(metadata["validation_images"])
     assert images + others == len(every) and 0.3 < others / len(every) <= 0.5
     model = exported(Choice())

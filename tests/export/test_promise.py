@@ -19,6 +19,7 @@ from xdm_ft.export.config import Expected
 from xdm_ft.export.promise import error_at, promise
 from xdm_ft.export.runs import Choice, read_parts
 from xdm_ft.report.finished import read_run
+from xdm_ft.storage.addresses import images_file
 from xdm_ft.storage.run_directory import RunDirectory
 
 CLASSES, DOMAINS, SEEDS, IMAGES = ("cat", "dog", "ox"), ("a", "b", "c", "d"), (0, 1, 2), 24
@@ -36,7 +37,7 @@ def made_run(path, held_out, *, groups=True, metric="accuracy", protocol="leave_
         images |= {"worst_of": domains.astype(np.int32), "names": np.zeros(1, np.uint8)}
         if groups:
             images["groups"] = (np.arange(len(domains)) // 3).astype(np.int32)
-        directory.write_test_images(directory.test_images_file(held), images, {})
+        directory.write_arrays(images_file(held), images, {})
         images_of[held] = labels, domains
         for seed in SEEDS:
             logits = torch.from_numpy(drawn.normal(size=(len(labels), 3)) + 1.5 * np.eye(3)[labels]).float()
@@ -48,7 +49,7 @@ def made_run(path, held_out, *, groups=True, metric="accuracy", protocol="leave_
             probabilities = logits.double().softmax(-1).float().numpy()
             tested = HeldOutImages(images["rows"], labels, domains)
             one = Prediction(METHOD, held, seed, RULE, tested, probabilities.argmax(1), None, probabilities)
-            directory.write_predictions(directory.model_folder(*record.key), arrays_of([one]))
+            directory.write_predictions(record.folder, arrays_of([one]))
     recipe = {"protocol": {"name": protocol, "metric": metric}, "data": {"name": "folder"}}
     results = {"recipe": recipe, "runs": [{"test_domains": list(held)} for held in held_out]}
     return results, records, logits_of, images_of
@@ -190,7 +191,7 @@ def test_it_is_part_of_a_models_config_and_of_results_of_earlier_versions(small_
     assert "worst_of" in images and "groups" not in images
     del images["worst_of"]
     before = RunDirectory(copy)
-    before.write_test_images(str(file.relative_to(copy)), images, {})
+    before.write_arrays(str(file.relative_to(copy)), images, {})
     earlier = read_parts(read_run(copy), Choice()).config.expected
     assert any("earlier version" in note for note in earlier.notes) and earlier.held_out == expected.held_out
 

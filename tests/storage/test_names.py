@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from xdm_ft.storage.addresses import model_folder
 from xdm_ft.storage.names import LONGEST, file_name
-from xdm_ft.storage.run_directory import RunDirectory
 
 CJK = "語" * 29  # 261 bytes when percent-encoded
 ODD = [
@@ -16,7 +16,7 @@ ODD = [
 
 
 def test_short_names_stay_as_they_were() -> None:
-    folder = RunDirectory.model_folder("xdomainmix+sam head 2", ("art_painting", "real world"), 3, 0)
+    folder = model_folder("xdomainmix+sam head 2", ("art_painting", "real world"), 3, 0)
     assert folder == "models/xdomainmix+sam head 2/art_painting,real world/seed3-trial0"
     assert file_name("ä/b") == "%C3%A4%2Fb"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
 from xdm_ft.errors import UserError
+from xdm_ft.storage.addresses import folder_of
 from xdm_ft.tensors import Score
 
 Identity = tuple[str, tuple[str, ...], int, int]
@@ -23,7 +24,7 @@ class Pick:
     """The step that one selection rule picked, and the metrics of its weights."""
 
     step: int  # number of steps taken; for a solver, the index of the candidate
-    weights: str  # weights file, relative to the run directory
+    weights: str  # address of the weights in the run directory (`storage.addresses`)
     metrics: dict[str, Score]  # {split: metrics}
     hparams: dict[str, float] = field(default_factory=dict)  # l2 of a solver, averaged steps, alpha, …
     curve: list[Point] | None = None  # points {varied value, metric by split (None: not defined)}
@@ -69,6 +70,11 @@ class Record:
     @property
     def key(self) -> Identity:
         return self.method, self.test_domains, self.seed, self.trial
+
+    @property
+    def folder(self) -> str:
+        """The folder of the model in the run directory, or what stands for it."""
+        return folder_of(*self.key, [pick.weights for pick in self.selected.values()])
 
     def to_json(self) -> dict[str, Any]:
         start = {name: getattr(self, name) for name in ("method", "seed", "trial", "hparams", "status")}

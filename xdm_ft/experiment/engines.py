@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Solver
-from xdm_ft.experiment.curves import write_curves
+from xdm_ft.experiment.curves import is_summarised, write_curves
 from xdm_ft.experiment.growing import comparable, of_method
 from xdm_ft.experiment.overall import Overall
 from xdm_ft.experiment.plan import Plan
@@ -52,6 +52,7 @@ class Model(NamedTuple):
     logits: Logits
     encoder: Encoder | None = None  # before training; None if it is frozen
     features: Logits | None = None  # of the trained encoder, float32 [n,K]; None if it is frozen
+    chunk: str | None = None  # name of the heads with which this one shares a file; None: it has files of its own
 
     def starting_weights(self) -> dict[str, Tensor]:
         """Returns the weights before training: those of the head, and of the encoder if it is trained too."""
@@ -182,7 +183,8 @@ class Engines:
         features = self.prepared.of(request.item).features_of(jobs[0])
         together = f"{len(jobs)} heads together" if len(jobs) > 1 else "one head"
         named = partial(out_of_memory_as_user_error, f"{jobs[0].method}, {together}", "lower training.batch_size")
-        checkpoint = self._checkpoint(jobs, request.criteria.rules)
+        rules = request.criteria.rules
+        checkpoint = self._checkpoint(jobs, rules)
         with named():
             trained = train_chunk(
                 jobs,
@@ -194,7 +196,8 @@ class Engines:
                 checkpoint=checkpoint,
             )
             logits = _cached_logits(jobs[0], features, named)  # heads that train together differ in their state only
-            yield [Model(one, logits) for one in trained if one.job.key in request.wanted]
+            shared = chunk_name(jobs, rules) if len(jobs) > 1 and is_summarised(self.plan) else None
+            yield [Model(one, logits, chunk=shared) for one in trained if one.job.key in request.wanted]
         checkpoint.remove()  # the caller has saved these models when it asks for the next ones
 
     def _solved(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
@@ -289,7 +292,12 @@ def _models(jobs: Sequence[Job], rules: Sequence[str]) -> list[Any]:
 
 def training_name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
     """Returns the file name for the training of these models."""
-    return f"{file_name(jobs[0].method, safe='+ ')}-{digest(json.dumps(_models(jobs, rules)))}"
+    return f"{file_name(jobs[0].method, safe='+ ')}-{chunk_name(jobs, rules)}"
+
+
+def chunk_name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
+    """Returns the name of jobs that train together, which no other jobs of their method have."""
+    return digest(json.dumps(_models(jobs, rules)))
 
 
 def _cached_logits(job: Job, features: Features, named: Callable[[], Any]) -> Logits:

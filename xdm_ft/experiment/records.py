@@ -21,6 +21,7 @@ from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import Identity, Pick, Record
 from xdm_ft.experiment.cross_domain import cross_domain_values
+from xdm_ft.experiment.curves import is_summarised
 from xdm_ft.experiment.description import weights_metadata
 from xdm_ft.experiment.engines import Engines, Model, Request, cost
 from xdm_ft.experiment.jobs import Known, make_job
@@ -32,6 +33,7 @@ from xdm_ft.experiment.train import NOTHING, DoneModels, train
 from xdm_ft.experiment.training_features import keep_references, own_reference
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.search import at_the_edge
+from xdm_ft.storage.addresses import address_in, folder_among_heads, images_file, method_folder, model_folder
 from xdm_ft.storage.events import sub_run
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.tensors import Score
@@ -62,7 +64,7 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
     if not wanted:
         return
     if accelerator.is_main_process:
-        folders = sorted({RunDirectory.model_folder(*key) for key in wanted})
+        folders = sorted({_folder_on_disk(engines.plan, planned[key]) for key in wanted})
         folders += sorted({f"events/{sub_run(*key).rpartition('/')[0]}" for key in wanted})
         engines.directory.require_writable(["state", *folders])
     # also the models that may share a chunk of heads with a wanted one
@@ -73,13 +75,19 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
     train_planned(engines, planned, known, wanted, results, DoneModels(len(done), sum(costs)))
 
 
+def _folder_on_disk(plan: Plan, model: PlannedModel) -> str:
+    """Returns the folder with the model's files, or with the file that it may share with other heads."""
+    shares = is_summarised(plan) and model.item.trainable is False and not model.item.is_solver
+    return method_folder(model.item.label) if shares else model_folder(*model.key)
+
+
 def keep_test_images(dataset: ImageDataset, splits: Iterable[Split], directory: RunDirectory) -> None:
     """Writes the test images that predictions refer to, once for all models with the same test domains."""
     for split in splits:
-        file = directory.test_images_file(split.test_domains)
+        file = images_file(split.test_domains)
         if not directory.is_intact(file, "it will be written again"):
             arrays = test_images(dataset, split.evaluation["test"].numpy())
-            directory.write_test_images(file, arrays, {"class_names": json.dumps(dataset.class_names)})
+            directory.write_arrays(file, arrays, {"class_names": json.dumps(dataset.class_names)})
 
 
 def train_planned(
@@ -119,7 +127,7 @@ def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model)
         short = textwrap.shorten(trained.failure, WARNING_LENGTH, placeholder=" … (the rest is in results.json)")
         logger.warning("%s, %s held out, seed %d: %s", job.method, held_out, job.seed, short)
         return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=trained.failure))
-    folder = RunDirectory.model_folder(*planned.key)
+    folder = model_folder(*planned.key) if model.chunk is None else folder_among_heads(model.chunk, *planned.key)
     weights, predictions, picks = {}, [], {}
     found: dict[int, tuple[dict[str, Tensor], Pick]] = {}  # rules that picked the same weights share them
     for rule, selected in trained.selected.items():
@@ -129,7 +137,7 @@ def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model)
             if broken:
                 reason = f"the logits of {', '.join(broken)} images are not finite at step {selected.step}"
                 return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=reason))
-            file = f"{folder}/{rule}.safetensors"
+            file = address_in(folder, rule)
             pick = _pick(plan, planned, selected, logits, file)
             if selected.state is trained.selected[plan.rules[0]].state:  # other rules are for comparison
                 pick = dataclasses.replace(pick, temperature=_temperature(plan, planned, logits))

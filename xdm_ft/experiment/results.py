@@ -26,10 +26,10 @@ from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.experiment.resume import Earlier
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.report.finished import Run
-from xdm_ft.storage.atomic import Together
 from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.shared_files import TensorFiles
 from xdm_ft.training.end_to_end.model import cut_of
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ class Outcome:
     kind: str  # of the line, as in `RunDirectory.append`
     line: Record | dict[str, Any]
     weights: Mapping[str, tuple[Mapping[str, Tensor], dict[str, str]]] = field(default_factory=dict)
-    """{file, relative to the run directory: (weights, metadata)}"""
+    """{address: (weights, metadata)}"""
     predictions: Mapping[str, Arrays] = field(default_factory=dict)
-    """{folder of the model: predictions}"""
+    """{folder of the model, or what stands for it: predictions}"""
     references: Mapping[str, Arrays] = field(default_factory=dict)
     """{file, relative to the run directory: the reference for distances of a model with an encoder of its own}"""
 
@@ -112,26 +112,27 @@ class ResultsFile:
     def save(self, outcomes: Iterable[Outcome], directory: RunDirectory) -> None:
         """Writes the files of outcomes, then their lines, so that a line never refers to a missing file.
 
-        Outcomes that come within `KEEP_SECONDS` are made safe on the disk together; a killed run loses those only.
+        Outcomes that come within `KEEP_SECONDS` are made safe on the disk together, and those of heads that share a
+        file; a killed run loses those only.
         `directory` belongs to the calling process, which may be a fork of the main one. The main process also rewrites
         results.json, unless that would take too large a share of its time.
         """
-        with Together() as files:
+        with TensorFiles() as files:
             written, began = list[Outcome](), time.monotonic()
             for outcome in outcomes:
                 for file, (state, metadata) in outcome.weights.items():
-                    directory.write_weights(file, state, metadata, files.add)
+                    directory.write_tensors(file, state, metadata, files)
                 for folder, arrays in outcome.predictions.items():
-                    directory.write_predictions(folder, arrays, files.add)
+                    directory.write_predictions(folder, arrays, files)
                 for file, arrays in outcome.references.items():
-                    directory.write_reference(file, arrays, {}, files.add)
+                    directory.write_arrays(file, arrays, {}, files)
                 written.append(Outcome(outcome.kind, outcome.line))  # without the arrays, which need memory
-                if time.monotonic() - began > KEEP_SECONDS:
+                if time.monotonic() - began > KEEP_SECONDS and not files.has_entries:
                     self._keep(files, written, directory)
                     written, began = [], time.monotonic()
             self._keep(files, written, directory)
 
-    def _keep(self, files: Together, written: Sequence[Outcome], directory: RunDirectory) -> None:
+    def _keep(self, files: TensorFiles, written: Sequence[Outcome], directory: RunDirectory) -> None:
         """Makes files safe on the disk, then the lines that refer to them."""
         files.replace()
         for kind in dict.fromkeys(outcome.kind for outcome in written):

@@ -20,10 +20,11 @@ from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.progress import progress
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
+from xdm_ft.storage.addresses import predictions_in
 from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.results_file import INPUTS, unverified_facts
-from xdm_ft.storage.run_directory import PREDICTIONS, RunDirectory
+from xdm_ft.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -177,6 +178,5 @@ def recorded(directory: RunDirectory) -> dict[Identity, Record]:
 
 def _is_whole(record: Record, directory: RunDirectory) -> bool:
     """Returns whether the model was trained without failure and all of its files are intact."""
-    files = [f"{directory.model_folder(*record.key)}/{PREDICTIONS}"]
-    files += [pick.weights for pick in record.selected.values()]
+    files = [predictions_in(record.folder), *(pick.weights for pick in record.selected.values())]
     return record.status == "ok" and all(directory.is_intact(file) for file in dict.fromkeys(files))

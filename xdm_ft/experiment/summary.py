@@ -42,7 +42,7 @@ def summary_of(plan: Plan, prepared: Prepared, records: Sequence[Record], direct
             picked,
             (  # one at a time: those of all models would fill the memory
                 Prediction.from_arrays(
-                    directory.predictions(directory.model_folder(*record.key)),
+                    directory.predictions(record.folder),
                     images[record.test_domains],
                     record.key,
                     rule,

@@ -19,6 +19,7 @@ from xdm_ft.progress import Progress, progress
 from xdm_ft.protocol.derived_splits import with_validation
 from xdm_ft.protocol.splits import Split
 from xdm_ft.randomness import Stream, permutation
+from xdm_ft.storage.addresses import reference_beside, reference_file
 from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Selected
@@ -37,7 +38,7 @@ def keep_references(plan: Plan, prepared: Prepared, splits: Iterable[Split], dir
     protocol = plan.recipe.protocol
     for label, own in prepared.encoders.items():
         for split in splits if own.features is not None else ():
-            file = directory.reference_file(split.test_domains, label)
+            file = reference_file(split.test_domains, label)
             if own.features is not None and not directory.is_intact(file, "it will be written again"):
                 validated = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
                 _keep(plan, own.features, validated, file, directory)
@@ -54,7 +55,7 @@ def _keep(plan: Plan, features: Features, split: Split, file: str, directory: Ru
             logger.warning("%s: not written: %s with finite features", directory.path / file, error)
             return
     about = {"images": len(training), "validation_images": len(validation), "train_domains": split.train_domains}
-    directory.write_reference(file, reference.arrays(), {key: json.dumps(value) for key, value in about.items()})
+    directory.write_arrays(file, reference.arrays(), {key: json.dumps(value) for key, value in about.items()})
 
 
 def own_reference(plan: Plan, split: Split, model: Model, selected: Selected, weights: str) -> dict[str, Arrays]:
@@ -78,7 +79,7 @@ def own_reference(plan: Plan, split: Split, model: Model, selected: Selected, we
     except ValueError as error:
         logger.warning("%s: distances are not known: %s with finite features", weights, error)
         return {}
-    return {RunDirectory.reference_beside(weights): reference.arrays()}
+    return {reference_beside(weights): reference.arrays()}
 
 
 def _blocks(

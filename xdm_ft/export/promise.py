@@ -96,7 +96,7 @@ class _Stored(NamedTuple):
             stored = directory.test_images(held)
             images = HeldOutImages.from_arrays(stored)
             for seed in seeds:
-                arrays = directory.predictions(directory.model_folder(*own[seed].key))
+                arrays = directory.predictions(own[seed].folder)
                 found.append(Prediction.from_arrays(arrays, images, own[seed].key, runs.rule))
         except (UserError, KeyError):  # without them the estimate has no intervals, and its notes say so
             found = []

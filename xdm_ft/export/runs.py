@@ -30,6 +30,7 @@ from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.heads import Head
 from xdm_ft.recipe.blocks import ListedEncoder
 from xdm_ft.report.finished import ORACLE, Run
+from xdm_ft.storage.addresses import reference_beside, reference_file
 from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.storage.run_directory import RunDirectory
@@ -189,9 +190,9 @@ def read_parts(
 
 def _reference(run: Run, about: Mapping[str, Any], chosen: Chosen) -> Reference | None:
     if about["encoder"]["in_this_file"]:
-        file = RunDirectory.reference_beside(*chosen.files.values())
+        file = reference_beside(*chosen.files.values())
     else:
-        file = RunDirectory.reference_file(tuple(about["method"]["test_domains"]), about["encoder"].get("label"))
+        file = reference_file(tuple(about["method"]["test_domains"]), about["encoder"].get("label"))
     return of_run(run.path, file, about["encoder"]["width"])
 
 

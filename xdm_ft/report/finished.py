@@ -13,10 +13,11 @@ from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Entries, Record, SummaryRow, record_in
 from xdm_ft.evaluation.trials import best, picked_trials, selection_values
 from xdm_ft.report.pooled import Pools, pooled
+from xdm_ft.storage.addresses import images_file
 from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.events import Scalars, read_scalars
 from xdm_ft.storage.results_file import read_results
-from xdm_ft.storage.run_directory import ANALYSIS, PREDICTIONS, RunDirectory
+from xdm_ft.storage.run_directory import ANALYSIS, RunDirectory
 
 ORACLE = "oracle"  # the selection rule that reads labels of the held-out domain
 
@@ -76,13 +77,9 @@ class Run:
     @cached_property
     def pools(self) -> Pools:
         """What the page counts in the predictions of the picked models. Raises `UserError` if one is damaged."""
-        sizes = {record.key: self._size(record) for record in self.picked}
+        directory = RunDirectory(self.path)
+        sizes = {record.key: directory.predictions_size(record.folder) for record in self.picked}
         return pooled(self.picked, sizes, self.prediction, len(self.class_names), self.own_rule, self.metric)
-
-    def _size(self, record: Record) -> int:
-        """The bytes of a model's file of predictions; 0 if there is none, which reading it reports."""
-        file = self.path / RunDirectory.model_folder(*record.key) / PREDICTIONS
-        return file.stat().st_size if file.exists() else 0
 
     @cached_property
     def class_names(self) -> list[str]:
@@ -90,7 +87,7 @@ class Run:
         if not self.records:
             return []
         directory = RunDirectory(self.path)
-        file = directory.test_images_file(self.records[0].test_domains)
+        file = images_file(self.records[0].test_domains)
         try:
             _, about = directory.tensors(file)
         except (Damaged, FileNotFoundError) as error:
@@ -101,7 +98,7 @@ class Run:
     def prediction(self, record: Record) -> Prediction:
         """A model's predictions under the recipe's own rule, with probabilities. Raises `UserError` if damaged."""
         directory = RunDirectory(self.path)
-        arrays, images = directory.predictions(directory.model_folder(*record.key)), self.images(record)
+        arrays, images = directory.predictions(record.folder), self.images(record)
         return Prediction.from_arrays(arrays, images, record.key, self.own_rule)
 
     def images(self, record: Record) -> HeldOutImages:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from xdm_ft.errors import UserError
 
@@ -42,7 +43,7 @@ class Together:
     def __init__(self) -> None:
         self._written: list[tuple[Path, Path, int | None]] = []  # temporary file, its final path and size
 
-    def __enter__(self) -> Together:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

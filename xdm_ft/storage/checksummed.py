@@ -171,7 +171,7 @@ def write_checked(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], replace: Replace = replace_file
 ) -> None:
     """Writes a safetensors file as `write_tensors` does, with a checksum of its tensors and metadata."""
-    write_tensors(path, tensors, {**metadata, CHECKSUM: _checksum(tensors, metadata)}, replace)
+    write_tensors(path, tensors, {**metadata, CHECKSUM: tensors_checksum(tensors, metadata)}, replace)
 
 
 def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -185,19 +185,24 @@ def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         if checksum is None:  # checked first, as a file that we did not write may have a million tensors
             raise Damaged("it has no checksum; an earlier version may have written it")
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    if checksum != _checksum(tensors, metadata):
+    if checksum != tensors_checksum(tensors, metadata):
         raise Damaged("its checksum differs")
     return tensors, metadata
 
 
-def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+def tensors_checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Returns the checksum that `write_checked` adds to the metadata."""
     return tensors_digest(dict(sorted(tensors.items())), json.dumps(sorted(metadata.items())))
 
 
 def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str], replace: Replace = replace_file) -> None:
     """Writes numpy arrays as `write_checked` does."""
-    # torch.tensor copies, because safetensors refuses tensors that share memory
-    write_checked(path, {name: torch.tensor(array) for name, array in arrays.items()}, metadata, replace)
+    write_checked(path, tensors_of(arrays), metadata, replace)
+
+
+def tensors_of(arrays: Arrays) -> dict[str, Tensor]:
+    """Returns copies, because safetensors refuses tensors that share memory."""
+    return {name: torch.tensor(array) for name, array in arrays.items()}
 
 
 def _reason(error: Exception) -> str:

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from xdm_ft.errors import UserError
 from xdm_ft.progress import pulse
-from xdm_ft.storage.atomic import UNFINISHED, Replace, disk_errors, remove_unfinished, replace_bytes, replace_file
+from xdm_ft.storage.addresses import images_file, parts_of, predictions_in
+from xdm_ft.storage.atomic import UNFINISHED, disk_errors, remove_unfinished, replace_bytes
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.checksummed import (
     Arrays,
@@ -33,26 +34,24 @@ from xdm_ft.storage.checksummed import (
     read_checked,
     read_lines,
     read_object,
+    tensors_of,
     with_checksum,
-    write_arrays,
-    write_checked,
 )
 from xdm_ft.storage.events import EventFile
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.results_file import read_results, write_results
 from xdm_ft.storage.sessions import Session, write_session
+from xdm_ft.storage.shared_files import TensorFiles, entries, read_entry
 
 logger = logging.getLogger("xdm_ft")
-PREDICTIONS = "predictions.safetensors"  # a model's predictions on its test images
 SHARED = "shared"  # folder of `state/`, with memory that the launched processes of this run share
 TAKEN = "taken"  # folder of `state/`, with one empty file per training that a process of this run has taken
 LOCK = "run.lock"
 ANALYSIS = "analysis.json"
-FINAL_FIT_REFERENCE = "+final_fit"  # no domain has this file name, as + would be percent-encoded
 RESULTS, MARKDOWN, TABLE, PAGE = "results.json", "results.md", "results.csv", "report.html"
 MODELS = "models.parquet"  # of a run with many models
 WRITTEN = ("recipe.yaml", RESULTS, MARKDOWN, TABLE, MODELS, PAGE)  # files that exist once per run
-FILE_KEY = "file"  # key of the metadata of weights, predictions and other tensors: their path in the run directory
+FILE_KEY = "file"  # key of the metadata of weights, predictions and other tensors: their address
 WRITING_SHARE = 0.01  # largest share of the training time for writing results.json
 
 
@@ -68,6 +67,7 @@ class RunDirectory:
         self._next_write = 0.0  # time.monotonic() from which results.json may be written again
         self._events: dict[str, EventFile] = {}  # by sub-run
         self._locked: tuple[int, int] | None = None  # the lock file, as `begin` found it
+        self._reported: set[tuple[str, str]] = set()  # file, damage
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -200,65 +200,60 @@ class RunDirectory:
             except Damaged as error:
                 raise UserError(f"{path}: is damaged ({error}); delete it to train its models again") from error
 
-    @staticmethod
-    def model_folder(method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
-        """Returns the folder of a model, relative to the run directory."""
-        return f"models/{file_name(method, safe='+ ')}/{file_name(*test_domains, safe=' ')}/seed{seed}-trial{trial}"
-
-    def write_weights(
-        self, relative: str, state: Mapping[str, Tensor], metadata: Mapping[str, str], replace: Replace = replace_file
+    def write_tensors(
+        self,
+        address: str,
+        tensors: Mapping[str, Tensor],
+        metadata: Mapping[str, str],
+        files: TensorFiles | None = None,
     ) -> None:
-        write_checked(self._checked(relative), state, {**metadata, FILE_KEY: relative}, replace)
+        """Writes tensors now, or adds them to `files`, which replaces its files together."""
+        self._check()
+        about = {**metadata, FILE_KEY: address}
+        if files is not None:
+            files.put(self.path, address, tensors, about)
+            return
+        with TensorFiles() as alone:
+            alone.put(self.path, address, tensors, about)
+            alone.replace()
 
-    def write_predictions(self, folder: str, arrays: Arrays, replace: Replace = replace_file) -> None:
-        relative = f"{folder}/{PREDICTIONS}"
-        write_arrays(self._checked(relative), arrays, {FILE_KEY: relative}, replace)
-
-    @staticmethod
-    def test_images_file(test_domains: tuple[str, ...]) -> str:
-        """Returns the file of the test images that models with these test domains share."""
-        return f"test_images/{file_name(*test_domains, safe=' ')}.safetensors"
-
-    def write_test_images(self, relative: str, arrays: Arrays, metadata: Mapping[str, str]) -> None:
-        write_arrays(self._checked(relative), arrays, {**metadata, FILE_KEY: relative})
-
-    @staticmethod
-    def reference_file(test_domains: tuple[str, ...], encoder: str | None = None) -> str:
-        """Returns the file for the distances of models with these test domains, () for the final fit.
-
-        `encoder`: the label of theirs, if the run has several.
-        """
-        name = file_name(*test_domains, safe=" ") if test_domains else FINAL_FIT_REFERENCE
-        folder = "training_features" if encoder is None else f"training_features/{file_name(encoder, safe=' ')}"
-        return f"{folder}/{name}.safetensors"
-
-    @staticmethod
-    def reference_beside(weights: str) -> str:
-        """Returns the file for the distances of a model that has trained its encoder, given its weights file."""
-        return weights.removesuffix(".safetensors") + ".reference.safetensors"
-
-    def write_reference(
-        self, relative: str, arrays: Arrays, metadata: Mapping[str, str], replace: Replace = replace_file
+    def write_arrays(
+        self, address: str, arrays: Arrays, metadata: Mapping[str, str], files: TensorFiles | None = None
     ) -> None:
-        write_arrays(self._checked(relative), arrays, {**metadata, FILE_KEY: relative}, replace)
+        self.write_tensors(address, tensors_of(arrays), metadata, files)
+
+    def write_predictions(self, folder: str, arrays: Arrays, files: TensorFiles | None = None) -> None:
+        self.write_arrays(predictions_in(folder), arrays, {}, files)
 
     def tensors(self, relative: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """Returns the checked tensors and metadata of a file of tensors.
+        """Returns the checked tensors and metadata at an address.
 
-        Raises `Damaged`, also for a file of another model, or `FileNotFoundError`.
+        Raises `Damaged`, also for those of another model, or `FileNotFoundError`.
         """
-        tensors, metadata = read_checked(self._checked(relative))
+        file, entry = parts_of(relative)
+        path = self._checked(file)
+        tensors, metadata = read_checked(path) if entry is None else read_entry(path, entry)
         if metadata.get(FILE_KEY) != relative:
             raise Damaged(f"it was written as {metadata.get(FILE_KEY)}")
         return tensors, metadata
 
     def predictions(self, folder: str) -> Arrays:
         """Returns a model's predictions. Raises `UserError` if the file is damaged or missing."""
-        return self._arrays(f"{folder}/{PREDICTIONS}", "run the same command to train its model again")
+        return self._arrays(predictions_in(folder), "run the same command to train its model again")
+
+    def predictions_size(self, folder: str) -> int:
+        """Returns the bytes of a model's predictions, roughly; 0 if there are none, which reading them reports."""
+        file, entry = parts_of(predictions_in(folder))
+        try:
+            if entry is None:
+                return (self.path / file).stat().st_size
+            return sum(tensor.nbytes for tensor in entries(self.path / file)[entry].tensors.values())
+        except (OSError, Damaged, KeyError):
+            return 0
 
     def test_images(self, test_domains: tuple[str, ...]) -> Arrays:
         """Returns the test images of these domains. Raises `UserError` if the file is damaged or missing."""
-        return self._arrays(self.test_images_file(test_domains), "run the same command to write it again")
+        return self._arrays(images_file(test_domains), "run the same command to write it again")
 
     def _arrays(self, relative: str, remedy: str) -> Arrays:
         pulse.beat()
@@ -267,13 +262,14 @@ class RunDirectory:
         except (Damaged, FileNotFoundError) as error:
             raise UserError(f"{self.path / relative}: is damaged ({error}); {remedy}") from error
 
-    def is_intact(self, relative: str, remedy: str = "its model will be trained again") -> bool:
-        """Returns whether a file of tensors exists and is not damaged. Logs a damaged one, with what will be done.
+    def is_intact(self, relative: str, remedy: str | None = None) -> bool:
+        """Returns whether the tensors at an address exist and are not damaged. Logs damage, with what will be done.
 
-        Raises `UserError` if there is a folder in its place.
+        Raises `UserError` if there is a folder in the place of the file.
         """
         pulse.beat()
-        file = self.path / relative
+        own, entry = parts_of(relative)
+        file, models = self.path / own, "model" if entry is None else "models"
         if file.is_dir():
             raise UserError(f"{file}: can not be written, as it is a folder; remove it and run the same command")
         try:
@@ -281,8 +277,10 @@ class RunDirectory:
         except FileNotFoundError:
             return False
         except Damaged as error:
-            if self.main:
-                logger.warning("%s: is damaged (%s); %s", file, error, remedy)
+            damage = str(file), str(error)
+            if self.main and damage not in self._reported:  # of a file that many heads share
+                self._reported.add(damage)
+                logger.warning("%s: is damaged (%s); %s", file, error, remedy or f"its {models} will be trained again")
             return False
         return True
 

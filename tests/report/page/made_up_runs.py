@@ -18,6 +18,7 @@ from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, 
 from xdm_ft.evaluation.records import Pick, Record, SummaryRow
 from xdm_ft.evaluation.summary import summarise
 from xdm_ft.report.finished import Run, read_run
+from xdm_ft.storage.addresses import images_file
 from xdm_ft.storage.run_directory import RunDirectory
 
 DOMAINS, CLASSES = ("art", "photo", "sketch"), ("cat", "dog", "hen")
@@ -86,13 +87,13 @@ def write_run(
             rows = np.flatnonzero(np.isin(dataset.domains, held_out))
             about = {"class_names": json.dumps(dataset.class_names)}
             held = tuple(dataset.domain_names[number] for number in held_out)
-            directory.write_test_images(directory.test_images_file(held), test_images(dataset, rows), about)
+            directory.write_arrays(images_file(held), test_images(dataset, rows), about)
             for place, method in enumerate(methods):
                 for seed in range(1 if method == "zero_shot" else seeds):
                     logits = logits_of(dataset, rows, place, seed)
                     record = _record(dataset, rows, (method, held, seed, 0), logits, rules, protocol["metric"])
                     own = [_prediction(dataset, rows, record, logits, rule, protocol, probabilities) for rule in rules]
-                    directory.write_predictions(directory.model_folder(*record.key), arrays_of(own))
+                    directory.write_predictions(record.folder, arrays_of(own))
                     records.append(record)
                     predictions += [dataclasses.replace(one, probabilities=None) for one in own]
         directory.write_results(document(dataset, made, records, _summary(records, predictions, made, rules)) | changes)

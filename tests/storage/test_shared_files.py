@@ -1,0 +1,171 @@
+"""Files that heads share: each entry is found, checked and replaced alone, however the file has come about."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor
+
+from xdm_ft.storage.addresses import address_in, folder_among_heads, folder_of, model_folder, parts_of, predictions_in
+from xdm_ft.storage.checksummed import Damaged, read_tensors, write_tensors
+from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.shared_files import TensorFiles, entries, read_entry
+
+FILE = "models/erm/heads-1a2b.safetensors"
+STACKED = torch.arange(24.0).view(4, 2, 3)  # the weights of four heads, in one memory as a bank has them
+
+
+def head(number: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    return {"head.weight": STACKED[number], "head.bias": STACKED[number, :, 0]}, {"step": str(number)}
+
+
+def write(folder: Path, *numbers: int) -> None:
+    with TensorFiles() as files:
+        for number in numbers:
+            files.put(folder, f"{FILE}#ink/seed{number}-trial0/val", *head(number))
+        files.replace()
+
+
+def assert_read(folder: Path, *numbers: int) -> None:
+    for number in numbers:
+        tensors, metadata = read_entry(folder / FILE, f"ink/seed{number}-trial0/val")
+        expected, about = head(number)
+        assert metadata == about and tensors.keys() == expected.keys()
+        assert all(tensors[name].equal(expected[name]) for name in expected)
+
+
+def test_heads_that_share_memory_share_a_file(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1, 2, 3)
+    assert_read(tmp_path, 0, 1, 2, 3)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["heads-1a2b.safetensors"]
+    with safe_open(tmp_path / FILE, "pt") as file:  # as docs/results.md says
+        assert file.get_tensor("ink/seed2-trial0/val/head.weight").equal(STACKED[2])
+        assert json.loads(file.metadata()["ink/seed2-trial0/val"])["step"] == "2"
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    parts=st.lists(st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=4).filter(
+        lambda a: len(set().union(*a)) == 4
+    )
+)
+def test_however_heads_arrive_the_bytes_of_the_file_are_the_same(
+    parts: list[set[int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    at_once, one_by_one = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("several")
+    write(at_once, 3, 1, 0, 2)
+    for some in parts:
+        write(one_by_one, *some)
+    assert (one_by_one / FILE).read_bytes() == (at_once / FILE).read_bytes()
+
+
+def test_every_damaged_byte_of_an_entry_is_found_and_the_others_stay_whole(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1)
+    path, whole = tmp_path / FILE, (tmp_path / FILE).read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    damaged: dict[int, int] = {0: 0, 1: 0}
+    for place in range(8 + length, len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        path.unlink()
+        path.write_bytes(changed)
+        broken = []
+        for number in damaged:
+            try:
+                assert_read(tmp_path, number)
+            except Damaged as error:
+                assert str(error) == f"the checksum of ink/seed{number}-trial0/val differs"
+                broken.append(number)
+        assert len(broken) == 1, place
+        damaged[broken[0]] += 1
+    assert damaged == {0: 4 * 8, 1: 4 * 8}
+    write(tmp_path, *damaged)
+    assert path.read_bytes() == whole
+
+
+def test_a_damaged_entry_stays_damaged_until_it_is_written_again(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1)
+    changed = bytearray((tmp_path / FILE).read_bytes())
+    changed[-1] ^= 1
+    (tmp_path / FILE).write_bytes(changed)
+    [broken] = [number for number in (0, 1) if _is_broken(tmp_path, number)]
+    write(tmp_path, 2)
+    assert _is_broken(tmp_path, broken), "what is copied keeps its checksum"
+    write(tmp_path, broken)
+    assert_read(tmp_path, 0, 1, 2)
+
+
+def _is_broken(folder: Path, number: int) -> bool:
+    try:
+        assert_read(folder, number)
+    except Damaged:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 100, b"not tensors", b"\xff" * 8])
+def test_a_file_that_is_no_file_of_tensors_is_replaced(content: bytes, tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(Damaged):
+        read_entry(tmp_path / FILE, "ink/seed0-trial0/val")
+    write(tmp_path, 0, 1)
+    assert_read(tmp_path, 0, 1)
+
+
+@pytest.mark.parametrize("about", ["", "[1]", "{}", '{"step": "0"}', "[" * 100_000, '"xxh3"'])
+def test_an_entry_whose_metadata_are_none(about: str, tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    tensors, _ = read_tensors(tmp_path / FILE)
+    write_tensors(tmp_path / FILE, tensors, {"ink/seed0-trial0/val": about})
+    with pytest.raises(Damaged, match=r"of ink/seed0-trial0/val(: it|: its| differs)"):
+        read_entry(tmp_path / FILE, "ink/seed0-trial0/val")
+    with pytest.raises(Damaged, match=r"^it lacks ink/seed1-trial0/val$"):
+        read_entry(tmp_path / FILE, "ink/seed1-trial0/val")
+
+
+def test_a_file_in_its_first_place_only(tmp_path: Path) -> None:
+    """A model that is copied to another's name in a run directory is not that other model."""
+    directory = RunDirectory(tmp_path)
+    directory.write_tensors(f"{FILE}#ink/seed0-trial0/val", *head(0))
+    other = tmp_path / FILE.replace("1a2b", "3c4d")
+    shutil.copy(tmp_path / FILE, other)
+    assert directory.tensors(f"{FILE}#ink/seed0-trial0/val")[1]["step"] == "0"
+    with pytest.raises(Damaged, match=rf"^it was written as {FILE}#ink/seed0-trial0/val$"):
+        directory.tensors(f"{FILE.replace('1a2b', '3c4d')}#ink/seed0-trial0/val")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        entries(tmp_path / "none.safetensors")
+    assert not RunDirectory(tmp_path).is_intact(f"{FILE}#ink/seed0-trial0/val")
+
+
+def test_damage_of_a_shared_file_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, 0, 1)
+    (tmp_path / FILE).write_bytes(b"")
+    directory = RunDirectory(tmp_path)
+    assert not any(directory.is_intact(f"{FILE}#ink/seed{number}-trial0/val") for number in (0, 1))
+    [told] = caplog.messages
+    assert told.startswith(f"{tmp_path / FILE}: is damaged (") and told.endswith("; its models will be trained again")
+
+
+def test_addresses() -> None:
+    key = ("erm", ("a#b", "c"), 3, 2)
+    own, shared = model_folder(*key), folder_among_heads("1a2b", *key)
+    assert own == "models/erm/a%23b,c/seed3-trial2", "# is in no name of a folder"
+    assert shared == "models/erm/heads-1a2b.safetensors#a%23b,c/seed3-trial2"
+    assert address_in(own, "val") == f"{own}/val.safetensors" and address_in(shared, "val") == f"{shared}/val"
+    assert folder_of(*key, [address_in(own, "val")]) == folder_of(*key, []) == own
+    assert folder_of(*key, [address_in(shared, "val"), address_in(shared, "oracle")]) == shared
+    assert parts_of(predictions_in(own)) == (f"{own}/predictions.safetensors", None)
+    assert parts_of(predictions_in(shared)) == (
+        "models/erm/heads-1a2b.safetensors", "a%23b,c/seed3-trial2/predictions",
+    )  # fmt: skip

@@ -1,0 +1,74 @@
+"""Where the tensors of a run lie. An address is a path relative to the run directory, or an entry of a shared file.
+
+`models/erm/sketch/seed0-trial0/train_val.safetensors` is a file of its own. In a large run, heads that train together
+share `models/erm/heads-<hash>.safetensors`, and `…#sketch/seed0-trial0/train_val` is an entry of that file: after the #
+is what would follow in the path of a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from xdm_ft.storage.names import file_name
+
+FINAL_FIT_REFERENCE = "+final_fit"  # no domain has this file name, as + would be percent-encoded
+
+
+def parts_of(address: str) -> tuple[str, str | None]:
+    """Returns the file of an address, and the entry in it; None: the file is not shared."""
+    file, shared, entry = address.partition("#")  # in a name of a method or domain it is percent-encoded
+    return file, entry if shared else None
+
+
+def method_folder(method: str) -> str:
+    return f"models/{file_name(method, safe='+ ')}"
+
+
+def model_folder(method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
+    """Returns the folder of a model that has files of its own."""
+    return f"{method_folder(method)}/{_within(test_domains, seed, trial)}"
+
+
+def folder_among_heads(chunk: str, method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
+    """Returns what stands for the folder of a head in the file that the heads of a chunk share."""
+    return f"{method_folder(method)}/heads-{chunk}.safetensors#{_within(test_domains, seed, trial)}"
+
+
+def folder_of(method: str, test_domains: tuple[str, ...], seed: int, trial: int, weights: Iterable[str]) -> str:
+    """Returns the folder of a trained model, or what stands for it, given the addresses of its weights."""
+    shared = (one.rpartition("/")[0] for one in weights if parts_of(one)[1] is not None)
+    return next(shared, model_folder(method, test_domains, seed, trial))
+
+
+def address_in(folder: str, name: str) -> str:
+    """Returns the address of tensors of a model."""
+    return f"{folder}/{name}" + (".safetensors" if parts_of(folder)[1] is None else "")
+
+
+def predictions_in(folder: str) -> str:
+    """Returns the address of a model's predictions on its test images."""
+    return address_in(folder, "predictions")
+
+
+def images_file(test_domains: tuple[str, ...]) -> str:
+    """Returns the file of the test images that models with these test domains share."""
+    return f"test_images/{file_name(*test_domains, safe=' ')}.safetensors"
+
+
+def reference_file(test_domains: tuple[str, ...], encoder: str | None = None) -> str:
+    """Returns the file for the distances of models with these test domains, () for the final fit.
+
+    `encoder`: the label of theirs, if the run has several.
+    """
+    name = file_name(*test_domains, safe=" ") if test_domains else FINAL_FIT_REFERENCE
+    folder = "training_features" if encoder is None else f"training_features/{file_name(encoder, safe=' ')}"
+    return f"{folder}/{name}.safetensors"
+
+
+def reference_beside(weights: str) -> str:
+    """Returns the file for the distances of a model that has trained its encoder, given its weights file."""
+    return weights.removesuffix(".safetensors") + ".reference.safetensors"
+
+
+def _within(test_domains: tuple[str, ...], seed: int, trial: int) -> str:
+    return f"{file_name(*test_domains, safe=' ')}/seed{seed}-trial{trial}"
