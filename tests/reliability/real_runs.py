@@ -203,18 +203,25 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def kill_until_done(
-    recipe: Path, folder: Path, *overrides: str, kills: int = 0, changes: int = 0, seed: int = 0, cores: int = 2
+    recipe: Path,
+    folder: Path,
+    *overrides: str,
+    kills: int = 0,
+    changes: int = 0,
+    seed: int = 0,
+    cores: int = 2,
+    first: Callable[[int], None] = save_after_every_step,
 ) -> int:
     """Runs to the end, killed at most so often before, each time after some files have changed. → how often it was."""
     draw, killed = random.Random(seed), 0
     while killed < kills:
-        run = Run(recipe, folder, *overrides, cores=cores)
+        run = Run(recipe, folder, *overrides, cores=cores, first=first)
         if not run.changes(draw.randint(1, changes)):
             break
         time.sleep(draw.random() * 0.02)
         run.kill()
         killed += run.end() == -signal.SIGKILL
     if killed == kills:
-        run = Run(recipe, folder, *overrides, cores=cores)
+        run = Run(recipe, folder, *overrides, cores=cores, first=first)
     assert run.end() == 0, run.text()
     return killed
