@@ -10,11 +10,13 @@ import pytest
 from cache_scenario import Files, write_images
 from PIL import Image
 
+from xdm_ft.commands.cache import list_cache, prune_cache, verify_cache
 from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.errors import UserError
 from xdm_ft.features import decoding
 from xdm_ft.features.decoding import undecodable
 from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.features.maintenance import prune
 
 OWN = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, size=8, resize="pad")
 STRIP = "too long and narrow"
@@ -116,6 +118,29 @@ def test_unreadable_files_are_reported_with_the_others(images: Path) -> None:
     (images / "gone.png").symlink_to("nowhere")
     faults, _ = found(Counting(images), images.parent / "cache")
     assert list(faults) == [3, 7, 10] and faults[10] == "No such file or directory"
+
+
+def test_the_list_is_a_part_of_the_cache(images: Path) -> None:
+    """It is listed, verified and pruned like features; no run refers to it."""
+    cache = images.parent / "cache"
+    faults, _ = found(Counting(images), cache)
+    [entry] = list_cache(str(cache)).entries
+    assert (entry.images, entry.encoder, entry.precision, entry.state) == (10, None, None, "current")
+    assert entry.path.parent == cache / "decoded" and entry.bytes > 160
+    assert list_cache(str(cache)).text().endswith("which of 10 images can be decoded")
+    assert verify_cache(str(cache)).text() == f"{cache}: 0 sets of features, 1 list of decoded images, none damaged"
+    assert prune(cache, referenced=set()) == []
+    flip_last_byte(next(entry.path.glob("shard-*")))
+    assert [one.state for one in verify_cache(str(cache)).entries] == ["damaged"]
+    pruned = prune_cache(str(cache), None, max_gigabytes=0)
+    assert [one.files for one in pruned.removed] == [3] and not entry.path.exists()
+    assert found(Counting(images), cache) == (faults, [*range(10)])
+
+
+def flip_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 def test_a_file_that_changes_during_the_check_is_refused(images: Path) -> None:

@@ -27,7 +27,10 @@ def cache_folder_of(folder: str | None) -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """A store: features of one encoder, or activations at a cut of it, with one precision, in one view."""
+    """A store: features of one encoder, or activations at a cut of it, with one precision, in one view.
+
+    Or the images that were decoded, to see whether they can be: then `encoder` and `precision` are None.
+    """
 
     key: str
     path: Path
@@ -35,8 +38,8 @@ class Entry:
     images: int
     last_used: str  # ISO 8601, UTC
     state: str  # "current"; "outdated": of an earlier version, nothing reads it; "damaged", which only verify looks for
-    encoder: dict[str, Any]  # {"component", "model", …}; "cut" of activations: the module that gets them
-    precision: str
+    encoder: dict[str, Any] | None  # {"component", "model", …}; "cut" of activations: the module that gets them
+    precision: str | None
     view: dict[str, Any] | None  # {"number", "augmentation", …} of an augmented view
     faults: tuple[str, ...] = ()  # one for every damaged file
 
@@ -63,11 +66,13 @@ class Verified(Answer):
 
     def text(self) -> str:
         outdated = sum(entry.state == "outdated" for entry in self.entries)
-        of_cuts = sum(entry.state != "outdated" and "cut" in entry.encoder for entry in self.entries)
-        count = len(self.entries) - outdated
-        what = f"{plural(count, 'set')} of features, none damaged"
+        of_cuts = sum(entry.state != "outdated" and "cut" in (entry.encoder or {}) for entry in self.entries)
+        checks = sum(entry.encoder is None for entry in self.entries)
+        count = len(self.entries) - outdated - checks
+        what = f"{plural(count, 'set')} of features"
         if of_cuts:
-            what = f"{plural(count, 'set')} of features and activations ({of_cuts} of activations), none damaged"
+            what = f"{plural(count, 'set')} of features and activations ({of_cuts} of activations)"
+        what += f", {plural(checks, 'list')} of decoded images" * bool(checks) + ", none damaged"
         return f"{self.folder}: {what}" + (f"; {outdated} of an earlier version, which nothing reads" * bool(outdated))
 
 
@@ -191,8 +196,8 @@ def _entry(store: Cached, faults: Sequence[str] = ()) -> Entry:
         store.images(),
         datetime.datetime.fromtimestamp(store.last_used, datetime.UTC).isoformat(timespec="seconds"),
         state,
-        manifest["encoder"],
-        manifest["precision"],
+        manifest.get("encoder"),
+        manifest.get("precision"),
         manifest.get("view"),
         tuple(faults),
     )
@@ -201,9 +206,12 @@ def _entry(store: Cached, faults: Sequence[str] = ()) -> Entry:
 def _line(entry: Entry) -> str:
     used = datetime.datetime.fromisoformat(entry.last_used).astimezone().strftime("%Y-%m-%d %H:%M")
     images = plural(entry.images, "image")
-    cut = cut_in({"encoder": entry.encoder})
-    activations = "" if cut is None else f", activations before {cut}"
-    what = f"{entry.encoder['component']} {entry.encoder['model']}{activations}, {images}, {entry.precision}"
+    if entry.encoder is None:
+        what = f"which of {images} can be decoded"
+    else:
+        cut = cut_in({"encoder": entry.encoder})
+        activations = "" if cut is None else f", activations before {cut}"
+        what = f"{entry.encoder['component']} {entry.encoder['model']}{activations}, {images}, {entry.precision}"
     if entry.view is not None:
         what += f", view {entry.view['number']} of {entry.view['augmentation']}"
     if entry.state == "outdated":

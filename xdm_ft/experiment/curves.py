@@ -15,12 +15,12 @@ from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
 from xdm_ft.training.selection import FINAL_FIT
 
-MOST_MODELS = 200  # with a curve of their own: with more, TensorBoard is slow and a chart shows nothing
+MOST_MODELS = 200  # with curves and files of their own: with more, TensorBoard is slow and a chart shows nothing
 Values = Mapping[str, float]
 
 
 def is_summarised(plan: Plan) -> bool:
-    """Returns whether heads that train together share a curve."""
+    """Returns whether heads that train together share a curve, and a file."""
     return len(plan.models) + len(plan.extra) > MOST_MODELS
 
 

@@ -21,7 +21,7 @@ from xdm_ft.errors import UserError
 from xdm_ft.features.cache import unreadable_rows
 from xdm_ft.features.cache_key import SCHEMA
 from xdm_ft.features.file_hashes import FileHashes
-from xdm_ft.features.store import Store, complete, is_writable
+from xdm_ft.features.store import DECODED, Store, complete, is_writable
 from xdm_ft.progress import Progress
 from xdm_ft.storage.atomic import disk_errors
 from xdm_ft.version import __version__
@@ -46,7 +46,7 @@ def undecodable(
     check = NotAStrip(preprocessing)
     if cache is None or not is_writable(cache):
         return scan(dataset, threads, check, show)
-    folder = cache / "decoded"
+    folder = cache / DECODED
     with disk_errors(folder):
         if not folder.exists():
             folder.mkdir(exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from xdm_ft.features.claims import living_claims, locked
 from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.manifest import MANIFEST, read_manifest
 from xdm_ft.features.shards import open_shard
-from xdm_ft.features.store import SHARDS, WHAT
+from xdm_ft.features.store import DECODED, SHARDS, WHAT
 from xdm_ft.storage.atomic import UNFINISHED, UNFINISHED_TENSORS, disk_errors
 from xdm_ft.storage.checksummed import Damaged
 
@@ -43,7 +44,7 @@ class File:
 
 @dataclass(frozen=True)
 class Cached:
-    """A store of features in the cache."""
+    """A store of the cache: of features, or of the knowledge which images decode."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -58,6 +59,10 @@ class Cached:
         """The key of the plain view of the same features: runs refer to all views by it."""
         others = ("what", "key", "width", "created", "view")  # as `Store` writes it
         return key_of({name: part for name, part in self.manifest.items() if name not in others})
+
+    @property
+    def of_features(self) -> bool:
+        return "encoder" in self.manifest
 
     @property
     def is_outdated(self) -> bool:
@@ -88,7 +93,7 @@ def _rows(path: Path) -> int:
 def stores(cache: Path) -> list[Cached]:
     """The stores of the cache, last used first; none if the folder does not exist."""
     found = []
-    for folder in cache.iterdir() if cache.is_dir() else ():
+    for folder in (folder for parent in _parents(cache) for folder in parent.iterdir()):
         if not folder.is_symlink():
             try:
                 manifest = read_manifest(folder)
@@ -97,6 +102,11 @@ def stores(cache: Path) -> list[Cached]:
             if manifest.get("what") == WHAT:
                 found.append(Cached(folder, manifest, list(_files(folder))))
     return sorted(found, key=lambda store: -store.last_used)
+
+
+def _parents(cache: Path) -> list[Path]:
+    """The folders of stores that exist; each has a lock of its own."""
+    return [folder for folder in (cache, cache / DECODED) if folder.is_dir()]
 
 
 def _files(folder: Path) -> Iterator[File]:
@@ -125,7 +135,7 @@ def verify(store: Cached) -> list[str]:
 
 
 def _dtype(store: Cached) -> torch.dtype:
-    return DTYPES[store.manifest["precision"]]
+    return DTYPES[store.manifest["precision"]] if store.of_features else torch.uint8
 
 
 def prune(
@@ -135,24 +145,24 @@ def prune(
     max_bytes: int | None = None,
     referenced: Set[str] | None = None,
 ) -> list[File]:
-    """Deletes shards and returns them: those not used for `unused_days`, those of stores whose key is not in
+    """Deletes shards and returns them: those not used for `unused_days`, those of features whose key is not in
     `referenced`, nor that of their plain view, and then those not used for longest, until at most `max_bytes` remain.
     None: the limit does not apply.
 
     Stores for which a process computes features now, and files of other users, are kept. A shard that a process only
     reads may be deleted: files that are mapped into memory stay readable. Raises `UserError` without permission.
     """
-    if not cache.is_dir():
-        return []
     removed = []
-    with locked(cache):
+    with ExitStack() as locks:
+        for folder in _parents(cache):
+            locks.enter_context(locked(folder))
         found = [store for store in stores(cache) if not list(living_claims(store.folder))]
         unwanted = {
             file.path
             for store in found
             for file in store.files
             if (unused_days is not None and time.time() - file.last_used > unused_days * SECONDS_PER_DAY)
-            or (referenced is not None and referenced.isdisjoint((store.key, store.plain_key)))
+            or (store.of_features and referenced is not None and referenced.isdisjoint((store.key, store.plain_key)))
         }
         files = sorted(
             (file for store in found for file in store.files if file.is_own), key=lambda file: file.last_used

@@ -45,6 +45,7 @@ from xdm_ft.storage.checksummed import Damaged
 logger = logging.getLogger("xdm_ft")
 
 SHARDS = "shard-*.safetensors"
+DECODED = "decoded"  # folder of the cache with the stores of `xdm_ft.features.decoding`
 WAIT_SECONDS = 0.5  # between checks whether another process has finished a shard
 WHAT = "image features, cached by xdm_ft; safe to delete"
 
