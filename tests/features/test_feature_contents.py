@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from xdm_ft.features.shards import ContentIndex, Contents
 
@@ -31,6 +33,24 @@ def test_contents_that_share_a_half_are_different(half: str) -> None:
     join = (lambda own: b"a" * 8 + own) if half == "first" else (lambda own: own + b"a" * 8)
     wanted, asked = contents(*map(join, halves[:3])), contents(*map(join, reversed(halves)), b"b" * 16)
     assert ContentIndex(wanted).find(asked).tolist() == by_hand(wanted, asked) == [-1, 2, 1, 0, -1]
+
+
+SOME = [bytes([first]) * 8 + bytes([second]) * 8 for first in range(1, 4) for second in range(3)]  # halves agree
+
+
+@given(
+    wanted=st.lists(st.sampled_from(SOME), unique=True),
+    parts=st.lists(st.lists(st.sampled_from(SOME), unique=True, max_size=4), max_size=4),
+    runs=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=4),
+)
+@example(wanted=SOME, parts=[], runs=[(0, 4), (4, 8)])
+@example(wanted=SOME[:3], parts=[SOME[2:5]], runs=[(0, 2)])  # a part that goes on behind the last one
+def test_parts_are_found_as_their_contents_are(
+    wanted: list[bytes], parts: list[list[bytes]], runs: list[tuple[int, int]]
+) -> None:
+    index = ContentIndex(contents(*wanted))
+    every = [contents(*part) for part in [*parts, *(wanted[first:end] for first, end in runs)]]
+    assert [found.tolist() for found in index.find_each(every)] == [by_hand(index.contents, part) for part in every]
 
 
 def test_hashes_may_end_with_zeros() -> None:

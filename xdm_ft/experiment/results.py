@@ -112,8 +112,9 @@ class ResultsFile:
     def save(self, outcomes: Iterable[Outcome], directory: RunDirectory) -> None:
         """Writes the files of outcomes, then their lines, so that a line never refers to a missing file.
 
-        Outcomes that come within `KEEP_SECONDS` are made safe on the disk together, and those of heads that share a
-        file; a killed run loses those only.
+        Outcomes that come within `KEEP_SECONDS`, or that share a file, are made safe on the disk together; a killed run
+        loses those only.
+
         `directory` belongs to the calling process, which may be a fork of the main one. The main process also rewrites
         results.json, unless that would take too large a share of its time.
         """

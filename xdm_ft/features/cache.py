@@ -288,11 +288,8 @@ def _require_writable(views: Sequence[CachedView], missing: int) -> None:
 
 def _mention_outdated(store: Store) -> None:
     """Logs, once for a new store, that the cache has features of an earlier version: why all are computed again."""
-    outdated = (
-        []
-        if store.folder.exists()
-        else [cached for cached in stores(store.cache) if cached.is_outdated and cached.of_features]
-    )
+    found = [] if store.folder.exists() else stores(store.cache)
+    outdated = [cached for cached in found if cached.is_outdated and cached.of_features]
     if outdated:
         logger.info(
             "%s: %s of features of an earlier version can not be read; `xdm-ft cache ls` lists them, and "

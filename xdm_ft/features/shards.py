@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -48,13 +49,53 @@ class ContentIndex:
     """Finds contents among M different ones, by the first half of their hashes."""
 
     def __init__(self, contents: Contents) -> None:
-        self.contents = contents
-        halves = _halves(contents)
-        self._order = np.argsort(halves)
-        self._sorted = halves[self._order]
+        self.contents, self._halves = np.ascontiguousarray(contents), _halves(contents)
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        """The numbers of the contents in the order of their first halves."""
+        return np.argsort(self._halves)
+
+    @cached_property
+    def _sorted(self) -> np.ndarray:
+        return self._halves[self._order]
+
+    @cached_property
+    def _alike(self) -> int:
+        """How many contents share their first half at most: nearly always 1."""
         begins = np.flatnonzero(np.diff(self._sorted, prepend=~self._sorted[:1]))
-        # contents that share their first half, nearly always 1
-        self._alike = int(np.diff(begins, append=len(contents)).max(initial=0))
+        return int(np.diff(begins, append=len(self.contents)).max(initial=0))
+
+    def find_each(self, parts: Sequence[Contents]) -> list[np.ndarray]:
+        """Returns what `find` returns for each part.
+
+        The images of a shard mostly follow each other here, too. Then the first one is looked up, and the others are
+        compared with those behind it: that takes a tenth of the time.
+        """
+        begins = self._begins(parts)
+        runs = [self._is_run(begin, part) for begin, part in zip(begins, parts, strict=True)]
+        others = [part for part, is_run in zip(parts, runs, strict=True) if not is_run]
+        ends = np.cumsum([len(part) for part in others])
+        found = iter(np.split(self.find(np.concatenate(others)), ends[:-1]) if others else ())
+        return [
+            np.arange(begin, begin + len(part)) if is_run else next(found)
+            for begin, part, is_run in zip(begins, parts, runs, strict=True)
+        ]
+
+    def _begins(self, parts: Sequence[Contents]) -> list[int]:
+        """Returns the number of a content that has the first half of the first one of each part; −1: none known."""
+        firsts = np.concatenate([np.empty(0, np.uint64), *(_halves(part[:1]) for part in parts)])
+        begins, order = np.full(len(parts), -1), np.argsort(firsts)
+        if len(firsts) == len(parts) > 0:
+            places = np.minimum(np.searchsorted(firsts[order], self._halves), len(firsts) - 1)
+            numbers = np.flatnonzero(firsts[order][places] == self._halves)
+            begins[order[places[numbers]]] = numbers
+        return begins.tolist()
+
+    def _is_run(self, begin: int, part: Contents) -> bool:
+        """Whether the contents from the number `begin` on are those of a part."""
+        behind = self.contents[begin : begin + len(part)]
+        return begin >= 0 and np.array_equal(behind.view(np.uint64), np.ascontiguousarray(part).view(np.uint64))
 
     def find(self, contents: Contents) -> np.ndarray:
         """Returns the number of each content, int64 [n]; −1 where it is none of the M."""

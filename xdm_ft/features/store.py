@@ -133,11 +133,8 @@ class Store:
                     shards.append(open_shard(path, self.key, self.width, self.dtype))
                 except Damaged as error:
                     self._damaged[path] = error
-        numbers = self._wanted.find(np.concatenate([np.empty(0, "S16"), *(shard.contents for shard in shards)]))
-        first = 0
-        for shard in shards:
-            self._take(shard, numbers[first : first + len(shard.contents)])
-            first += len(shard.contents)
+        for shard, numbers in zip(shards, self._wanted.find_each([shard.contents for shard in shards]), strict=True):
+            self._take(shard, numbers)
 
     def _take(self, shard: Shard, numbers: np.ndarray) -> None:
         """Takes the missing images from a shard; `numbers` [n] are its images' here, −1: not of this data set."""
