@@ -16,6 +16,7 @@ from what_runs_leave import fill, numbers
 
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
+from xdm_ft.experiment import curves
 from xdm_ft.experiment import results as results_module
 from xdm_ft.experiment import train as train_module
 from xdm_ft.experiment.parallel import run_forked
@@ -109,10 +110,18 @@ def test_an_error_of_the_disk_that_is_not_its_size(what: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
-    "free", [40_960, *(pytest.param(n, marks=pytest.mark.slow) for n in (12_288, 28_672, 65_536, 98_304, 131_072))]
+    ("free", "shares"),
+    [
+        (40_960, True),
+        *(
+            pytest.param(n, n == 98_304, marks=pytest.mark.slow)
+            for n in (12_288, 28_672, 40_960, 65_536, 98_304, 131_072)
+        ),
+    ],
 )
 def test_a_run_on_a_full_disk_goes_on_when_there_is_space(
     free: int,
+    shares: bool,
     processes: int,
     finished: Path,
     never_full: Path,
@@ -120,7 +129,8 @@ def test_a_run_on_a_full_disk_goes_on_when_there_is_space(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """`processes`: with two, both of them meet the full disk."""
+    """`processes`: with two, both of them meet the full disk. `shares`: heads that train together share a file."""
+    monkeypatch.setattr(curves, "MOST_MODELS", 0 if shares else 200)
     monkeypatch.setattr(train_module, "own_cores", lambda: processes)
     command = ["run", str(finished / "small.yaml"), f"output.dir={small_disk}", METHODS]
     filling = leave(small_disk, free)
