@@ -5,16 +5,27 @@ Their products are small: a second thread gains nothing, and waits for its core 
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported anywhere
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is: as the command does
 
 from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests leave nothing in the user's cache. All processes of the tests share one."""
+    if "XDM_FT_CACHE" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="xdm-ft-tests-")
+        os.environ["XDM_FT_CACHE"] = folder
+        config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 @pytest.fixture(autouse=True, scope="module")
