@@ -3,7 +3,7 @@
     python benchmarks/intervals.py                                   1,000,000 images, 10 methods × 10 seeds, 2 minutes
     python benchmarks/intervals.py --images 100000 --seeds 3
 
-A row is `summarise`, as a run calls it at its end: it reads one file of predictions per model, checks its checksum, and
+A row is `summarise`, as a run calls it at its end: it reads the predictions of each model, checks their checksum, and
 computes the metric without each group of images, the differences to ERM and their verdicts. Images are independent, or
 in groups of unequal sizes. `reading` is the same files read and compared with the labels, and nothing else; both are
 timed in this process, in turns, and the ratio is the median of the turns' ratios. Memory is the peak above what the

@@ -18,6 +18,7 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_g
 
 from xdm_ft.evaluation.records import Pick, Record
 from xdm_ft.experiment import curves as curves_module
+from xdm_ft.experiment import plan as plan_module
 from xdm_ft.experiment import train as train_module
 from xdm_ft.experiment.curves import write_curves
 from xdm_ft.experiment.sessions import write_sessions
@@ -49,9 +50,14 @@ def metrics(group: Any) -> dict[str, float]:
     return {value.name.tag: value.value for value in group.metric_values}
 
 
+def of_models(count: int, recipe: Any) -> plan_module.Plan:
+    nothing: Any = None
+    return plan_module.Plan(recipe, nothing, (nothing,) * count, (), ("train_val",), ())
+
+
 def of_search(monkeypatch: pytest.MonkeyPatch, name: str, most: int, cores: int) -> tuple[dict[str, Any], Path]:
     """results.json and `events/` of a search, with at most so many models that have curves of their own."""
-    monkeypatch.setattr(curves_module, "MOST_MODELS", most)
+    monkeypatch.setattr(plan_module, "MOST_MODELS", most)
     monkeypatch.setattr(train_module, "own_cores", lambda: cores)
     found = results(f"name={name}", *SEARCH, METHODS, "protocol.final_fit=true")
     return found, Path("output", name, "events")
@@ -152,9 +158,7 @@ def test_what_shares_a_curve(
         SimpleNamespace(key=key, test_domains=key[1], known=known)
         for key in (("erm", ("a",), 0, 0), ("erm", ("a",), 1, 2), ("erm", ("b",), 0, 0))
     ]
-    plan: Any = SimpleNamespace(
-        models=[None] * models, extra=(), rules=("train_val",), recipe=SimpleNamespace(trains_encoders=trainable)
-    )
+    plan = of_models(models, SimpleNamespace(trains_encoders=trainable))
     directory = RunDirectory(tmp_path)
     for step, evaluated in ((5, jobs), (10, jobs[1:])):  # the first head has stopped before the second evaluation
         write_curves(plan, jobs, step, [(job, {"loss": float(step)}) for job in evaluated], directory)
@@ -175,11 +179,10 @@ def test_a_failed_model_is_a_failed_row_and_a_skipped_one_is_none(tmp_path: Path
         makes(seed=2, status="skipped", reason="one domain"),
     ]
     protocol = SimpleNamespace(metric="accuracy")
-    for models in (3, curves_module.MOST_MODELS + 1):
-        plan: Any = SimpleNamespace(
-            models=[None] * models, extra=(), rules=("train_val",), recipe=SimpleNamespace(protocol=protocol)
+    for models in (3, plan_module.MOST_MODELS + 1):
+        write_sessions(
+            of_models(models, SimpleNamespace(protocol=protocol)), records, RunDirectory(tmp_path / str(models))
         )
-        write_sessions(plan, records, RunDirectory(tmp_path / str(models)))
     [row] = rows(tmp_path / "3" / "events").values()
     assert [one.status for one in row.sessions] == [api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE]
     assert [one.name for one in row.sessions] == ["erm/a/seed0", "erm/a/seed1"]

@@ -13,7 +13,7 @@ from PIL import Image
 from xdm_ft.commands.cache import list_cache, prune_cache, verify_cache
 from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.errors import UserError
-from xdm_ft.features import decoding
+from xdm_ft.features import decoding, maintenance
 from xdm_ft.features.decoding import undecodable
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.maintenance import prune
@@ -135,6 +135,14 @@ def test_the_list_is_a_part_of_the_cache(images: Path) -> None:
     pruned = prune_cache(str(cache), None, max_gigabytes=0)
     assert [one.files for one in pruned.removed] == [3] and not entry.path.exists()
     assert found(Counting(images), cache) == (faults, [*range(10)])
+
+
+def test_an_outdated_list_is_no_set_of_features(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = images.parent / "cache"
+    found(Counting(images), cache)
+    monkeypatch.setattr(maintenance, "SCHEMA", 1000)
+    expected = f"{cache}: 0 sets of features, none damaged; 1 of an earlier version, which nothing reads"
+    assert verify_cache(str(cache)).text() == expected
 
 
 def flip_last_byte(path: Path) -> None:

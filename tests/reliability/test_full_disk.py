@@ -16,7 +16,7 @@ from what_runs_leave import fill, numbers
 
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
-from xdm_ft.experiment import curves
+from xdm_ft.experiment import plan
 from xdm_ft.experiment import results as results_module
 from xdm_ft.experiment import train as train_module
 from xdm_ft.experiment.parallel import run_forked
@@ -130,7 +130,7 @@ def test_a_run_on_a_full_disk_goes_on_when_there_is_space(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """`processes`: with two, both of them meet the full disk. `shares`: heads that train together share a file."""
-    monkeypatch.setattr(curves, "MOST_MODELS", 0 if shares else 200)
+    monkeypatch.setattr(plan, "MOST_MODELS", 0 if shares else 200)
     monkeypatch.setattr(train_module, "own_cores", lambda: processes)
     command = ["run", str(finished / "small.yaml"), f"output.dir={small_disk}", METHODS]
     filling = leave(small_disk, free)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from real_runs import Run, bank, kill_until_done, leftovers, outcome, ranks
 from test_bad_state import flip_a_digit, folder_instead, garbage, remove, truncate
 
 from xdm_ft.cli import main
-from xdm_ft.experiment import curves
+from xdm_ft.experiment import engines, plan, results
+from xdm_ft.experiment.resume import RECORDS, recorded
 from xdm_ft.export.runs import Choice, read_parts
 from xdm_ft.report.finished import read_run
 from xdm_ft.storage.run_directory import RunDirectory
@@ -22,7 +24,7 @@ SEEDS = "protocol.seeds=3"  # of 2 held-out domains: 6 heads a method
 
 
 def sharing(cores: int) -> None:
-    curves.MOST_MODELS = 0
+    plan.MOST_MODELS = 0
     save_after_every_step(cores)
 
 
@@ -39,7 +41,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copy(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of out/small, in a process that shares files."""
-    monkeypatch.setattr(curves, "MOST_MODELS", 0)
+    monkeypatch.setattr(plan, "MOST_MODELS", 0)
     shutil.copytree(finished / "out/small", tmp_path / "small")
     return tmp_path / "small"
 
@@ -67,6 +69,42 @@ def test_a_method_has_a_file_per_chunk_and_the_same_numbers(finished: Path) -> N
         assert tensors.keys() == same.keys() and all(tensors[name].equal(same[name]) for name in same)
         assert {**about, "file": ""} == {**as_about, "file": ""}
         assert (shared.prediction(one).predicted == own.prediction(other).predicted).all()
+
+
+def in_pieces(cores: int) -> None:
+    """Heads that train together share several files, each of which is written anew for every head."""
+    sharing(cores)
+    engines.HEADS_PER_FILE = 4
+    results.KEEP_SHARED_SECONDS = 0.0
+
+
+def test_several_files_per_chunk_each_written_several_times(finished: Path, tmp_path: Path) -> None:
+    recipe = finished / "small.yaml"
+    assert Run(recipe, tmp_path / "out", SEEDS, first=in_pieces).end() == 0
+    run, own = read_run(tmp_path / "out/small"), read_run(finished / "own/small")
+    assert [path.rpartition("/")[0] for path in files(run.path)] == ["models/erm+swad"] * 2 + [
+        "models/xdomainmix+sam"
+    ] * 2
+    for one, other in zip(run.records, own.records, strict=True):
+        tensors, _ = RunDirectory(run.path).tensors(one.selected["train_val"].weights)
+        same, _ = RunDirectory(own.path).tensors(other.selected["train_val"].weights)
+        assert all(tensors[name].equal(same[name]) for name in same)
+        assert (run.prediction(one).predicted == own.prediction(other).predicted).all()
+    assert kill_until_done(recipe, tmp_path / "killed", SEEDS, kills=2, changes=40, seed=2, first=in_pieces) >= 1
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "out")
+
+
+@pytest.mark.parametrize("later", ["0", "0.1"])
+def test_of_two_records_the_one_counts_whose_files_are_whole(later: str, copy: Path) -> None:
+    """A head that is trained again on another kind of device may get into another file than before."""
+    record = read_run(copy).records[0]
+    lost = {
+        rule: replace(pick, weights=pick.weights.replace("heads-", "heads-0")) for rule, pick in record.selected.items()
+    }
+    for process, selected in (("0.1" if later == "0" else "0", lost), (later, record.selected)):
+        RunDirectory(copy, process).append(RECORDS, replace(record, selected=selected).to_json())
+    found = recorded(RunDirectory(copy))[record.key]
+    assert found.selected["train_val"].weights == record.selected["train_val"].weights
 
 
 def test_a_killed_run(finished: Path, tmp_path: Path) -> None:
@@ -102,7 +140,7 @@ def test_one_damaged_head_is_trained_again_alone(finished: Path, copy: Path, cap
     caplog.set_level("INFO", "xdm_ft")
     assert run_again(finished, copy) == 0
     assert files(copy) == whole
-    assert any(f"{path}: is damaged (the checksum of " in message for message in caplog.messages)
+    assert any(f"{path}: is damaged (metadata of ink/seed2-trial0/" in message for message in caplog.messages)
     assert any("erm+swad: 1 model" in message for message in caplog.messages)
 
 
@@ -119,7 +157,7 @@ def test_a_run_that_grows_large_keeps_the_files_of_its_first_heads(
 ) -> None:
     shutil.copytree(finished / "own/small", tmp_path / "small")
     before = files(tmp_path / "small")
-    monkeypatch.setattr(curves, "MOST_MODELS", 0)
+    monkeypatch.setattr(plan, "MOST_MODELS", 0)
     assert run_again(finished, tmp_path / "small", "protocol.seeds=4") == 0
     after = files(tmp_path / "small")
     assert before.items() < after.items()

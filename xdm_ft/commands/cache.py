@@ -67,7 +67,7 @@ class Verified(Answer):
     def text(self) -> str:
         outdated = sum(entry.state == "outdated" for entry in self.entries)
         of_cuts = sum(entry.state != "outdated" and "cut" in (entry.encoder or {}) for entry in self.entries)
-        checks = sum(entry.encoder is None for entry in self.entries)
+        checks = sum(entry.state != "outdated" and entry.encoder is None for entry in self.entries)
         count = len(self.entries) - outdated - checks
         what = f"{plural(count, 'set')} of features"
         if of_cuts:

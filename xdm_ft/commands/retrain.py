@@ -179,7 +179,7 @@ def _recorded(folder: Path, records: Sequence[Record], key: Identity) -> Record:
 
 
 def _check_weights(directory: RunDirectory, record: Record) -> None:
-    """Raises `UserError` if a weights file of the record is damaged: comparing with it would say nothing."""
+    """Raises `UserError` if weights of the record are damaged: comparing with it would say nothing."""
     for pick in record.selected.values():
         try:
             directory.tensors(pick.weights)

@@ -15,13 +15,7 @@ from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job
 from xdm_ft.training.selection import FINAL_FIT
 
-MOST_MODELS = 200  # with curves and files of their own: with more, TensorBoard is slow and a chart shows nothing
 Values = Mapping[str, float]
-
-
-def is_summarised(plan: Plan) -> bool:
-    """Returns whether heads that train together share a curve, and a file."""
-    return len(plan.models) + len(plan.extra) > MOST_MODELS
 
 
 def write_curves(
@@ -29,12 +23,12 @@ def write_curves(
 ) -> None:
     """Writes what was measured after `step` steps, as `train_chunk` records it. `chunk`: all that train together.
 
-    In a summary the heads of a chunk with the same test domains share a sub-run. All of them train in one process, so
+    In a large run the heads of a chunk with the same test domains share a sub-run. All of them train in one process, so
     each sub-run has one writer at a time. Models that train end to end, and those of the final fit, have their own.
     """
     found = [(job, _by_tag(values, plan.rules[0])) for job, values in evaluated]
     final_fit = FINAL_FIT in chunk[0].known  # few models, which are the result of the run
-    if not is_summarised(plan) or plan.recipe.trains_encoders or final_fit:
+    if not plan.is_large or plan.recipe.trains_encoders or final_fit:
         for job, values in found:
             directory.write_scalars(sub_run(*job.key), step, values)
         return

@@ -1,4 +1,4 @@
-"""The metadata of a weights file: all that loading its model needs besides the weights, and how it was made."""
+"""The metadata of weights: all that loading its model needs besides the weights, and how it was made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def weights_metadata(
     measured: Mapping[str, Any],
     temperature: float | None,
 ) -> dict[str, str]:
-    """Returns the metadata of a weights file. Every value is JSON; equal runs give equal texts, wherever they write.
+    """Returns the metadata of weights. Every value is JSON; equal runs give equal texts, wherever they write.
 
     `rule` is the selection rule that picked the weights. `measured` is what is known of their quality. `temperature`
     divides their logits for calibrated probabilities; None: not known.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Solver
-from xdm_ft.experiment.curves import is_summarised, write_curves
+from xdm_ft.experiment.curves import write_curves
 from xdm_ft.experiment.growing import comparable, of_method
 from xdm_ft.experiment.overall import Overall
 from xdm_ft.experiment.plan import Plan
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from xdm_ft.training.end_to_end.model import EncoderPart
 
 SOLVER_PASSES = 100  # of linear_probe over its training images, roughly; other solvers make fewer
+HEADS_PER_FILE = 32  # as many as train together on a CPU; they wait in memory until the file is written
 ENCODER_PASSES = 1000  # passes of an image through a head that cost as much as one through an encoder, roughly
 Logits = Callable[[Selected, Tensor], Tensor]  # (selected weights, rows) → float32 logits [n,C]
 
@@ -52,7 +53,7 @@ class Model(NamedTuple):
     logits: Logits
     encoder: Encoder | None = None  # before training; None if it is frozen
     features: Logits | None = None  # of the trained encoder, float32 [n,K]; None if it is frozen
-    chunk: str | None = None  # name of the heads with which this one shares a file; None: it has files of its own
+    shared: str | None = None  # name of the file that it shares with other heads; None: it has files of its own
 
     def starting_weights(self) -> dict[str, Tensor]:
         """Returns the weights before training: those of the head, and of the encoder if it is trained too."""
@@ -196,8 +197,9 @@ class Engines:
                 checkpoint=checkpoint,
             )
             logits = _cached_logits(jobs[0], features, named)  # heads that train together differ in their state only
-            shared = chunk_name(jobs, rules) if len(jobs) > 1 and is_summarised(self.plan) else None
-            yield [Model(one, logits, chunk=shared) for one in trained if one.job.key in request.wanted]
+            file_of = _shared_files(jobs, rules) if self.plan.is_large else {}
+            wanted = [one for one in trained if one.job.key in request.wanted]
+            yield [Model(one, logits, shared=file_of.get(one.job.key)) for one in wanted]
         checkpoint.remove()  # the caller has saved these models when it asks for the next ones
 
     def _solved(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
@@ -298,6 +300,12 @@ def training_name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
 def chunk_name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
     """Returns the name of jobs that train together, which no other jobs of their method have."""
     return digest(json.dumps(_models(jobs, rules)))
+
+
+def _shared_files(jobs: Sequence[Job], rules: Sequence[str]) -> dict[Identity, str]:
+    """Returns for each head of a chunk the name of the file that it shares with others."""
+    files = [jobs[first : first + HEADS_PER_FILE] for first in range(0, len(jobs), HEADS_PER_FILE)]
+    return {job.key: chunk_name(of_file, rules) for of_file in files for job in of_file}
 
 
 def _cached_logits(job: Job, features: Features, named: Callable[[], Any]) -> Logits:

@@ -22,6 +22,8 @@ from xdm_ft.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Identity, Training
 from xdm_ft.training.rule_images import BY_DOMAIN, undefined_domains
 
+MOST_MODELS = 200  # of a run whose every head has curves and files of its own
+
 
 @dataclass(frozen=True)
 class PlannedModel:
@@ -64,6 +66,11 @@ class Plan:
     extra: tuple[ExtraModel, ...]
     rules: tuple[str, ...]  # selection rules, the recipe's own first
     notes: tuple[str, ...]  # remarks on the splits, for the protocol line
+
+    @property
+    def is_large(self) -> bool:
+        """Whether heads share files and, as a chart of so many shows nothing and TensorBoard is slow, curves."""
+        return len(self.models) + len(self.extra) > MOST_MODELS
 
     def without(self, unreadable: Collection[int]) -> Plan:
         """Returns a plan whose splits do not contain the unreadable images."""

@@ -21,7 +21,6 @@ from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import Identity, Pick, Record
 from xdm_ft.experiment.cross_domain import cross_domain_values
-from xdm_ft.experiment.curves import is_summarised
 from xdm_ft.experiment.description import weights_metadata
 from xdm_ft.experiment.engines import Engines, Model, Request, cost
 from xdm_ft.experiment.jobs import Known, make_job
@@ -77,7 +76,7 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
 
 def _folder_on_disk(plan: Plan, model: PlannedModel) -> str:
     """Returns the folder with the model's files, or with the file that it may share with other heads."""
-    shares = is_summarised(plan) and model.item.trainable is False and not model.item.is_solver
+    shares = plan.is_large and model.item.trainable is False and not model.item.is_solver
     return method_folder(model.item.label) if shares else model_folder(*model.key)
 
 
@@ -127,7 +126,7 @@ def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model)
         short = textwrap.shorten(trained.failure, WARNING_LENGTH, placeholder=" … (the rest is in results.json)")
         logger.warning("%s, %s held out, seed %d: %s", job.method, held_out, job.seed, short)
         return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=trained.failure))
-    folder = model_folder(*planned.key) if model.chunk is None else folder_among_heads(model.chunk, *planned.key)
+    folder = model_folder(*planned.key) if model.shared is None else folder_among_heads(model.shared, *planned.key)
     weights, predictions, picks = {}, [], {}
     found: dict[int, tuple[dict[str, Tensor], Pick]] = {}  # rules that picked the same weights share them
     for rule, selected in trained.selected.items():

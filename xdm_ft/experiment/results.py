@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 KEEP_SECONDS = 5.0  # outcomes are made safe on the disk together, after this time at the latest
+KEEP_SHARED_SECONDS = 30.0  # those in a shared file, which is written whole each time
+MOST_WAITING = 128_000_000  # bytes of a shared file's entries in memory
 LIBRARIES = ("xdm_ft", "torch", "torchvision", "timm", "open_clip_torch", "accelerate", "numpy", "pillow")
 
 
@@ -112,8 +114,8 @@ class ResultsFile:
     def save(self, outcomes: Iterable[Outcome], directory: RunDirectory) -> None:
         """Writes the files of outcomes, then their lines, so that a line never refers to a missing file.
 
-        Outcomes that come within `KEEP_SECONDS`, or that share a file, are made safe on the disk together; a killed run
-        loses those only.
+        Outcomes that come within `KEEP_SECONDS`, or `KEEP_SHARED_SECONDS` if they share a file, are made safe on the
+        disk together; a killed run loses those only.
 
         `directory` belongs to the calling process, which may be a fork of the main one. The main process also rewrites
         results.json, unless that would take too large a share of its time.
@@ -128,7 +130,9 @@ class ResultsFile:
                 for file, arrays in outcome.references.items():
                     directory.write_arrays(file, arrays, {}, files)
                 written.append(Outcome(outcome.kind, outcome.line))  # without the arrays, which need memory
-                if time.monotonic() - began > KEEP_SECONDS and not files.has_entries:
+                waiting = files.waiting_bytes
+                latest = began + (KEEP_SHARED_SECONDS if waiting else KEEP_SECONDS)
+                if time.monotonic() > latest or waiting > MOST_WAITING:
                     self._keep(files, written, directory)
                     written, began = [], time.monotonic()
             self._keep(files, written, directory)

@@ -152,31 +152,42 @@ def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -
     results = {"runs": []} if found is None else found
     # lines are written for every model, results.json only now and then
     known = {record.key: record for record in results["runs"]} | recorded(directory)
-    whole = {}
+    whole = set[Identity]()
     with progress("checking", len(known), "models", bool(accelerator.is_main_process)) as bar:
-        for key, record in known.items():
+        for record in sorted(known.values(), key=lambda one: one.folder):  # of heads that share a file one by one
             if _is_whole(record, directory):
-                whole[key] = record
+                whole.add(record.key)
             bar.advance()
+    records = {key: record for key, record in known.items() if key in whole}
     final = results.get("final_fit")
     if final is not None and not ("weights" in final and directory.is_intact(final["weights"])):
         final = None
     wait_for_everyone(accelerator)  # all processes must have read before the main one writes
     generations = () if found is None else grown_from(found, recipe.resolved())
-    return Earlier(whole, final, results.get("environment"), results.get("recipe"), generations)
+    return Earlier(records, final, results.get("environment"), results.get("recipe"), generations)
 
 
 def recorded(directory: RunDirectory) -> dict[Identity, Record]:
     """Returns the records in the lines of all processes, including those of failed and skipped models."""
     known: dict[Identity, Record] = {}
     for record in map(record_in(directory.path / "state" / RECORDS), directory.lines(RECORDS)):
-        # the lines of one process are in order, those of two are not: a model that failed may have been trained again
-        if record.status == "ok" or record.key not in known or known[record.key].status != "ok":
+        # the lines of one process are in order, those of two are not: a model that failed, or whose files were damaged,
+        # may have been trained again
+        before = known.get(record.key)
+        if before is None or before.status != "ok" or (record.status == "ok" and _replaces(record, before, directory)):
             known[record.key] = record
     return known
 
 
-def _is_whole(record: Record, directory: RunDirectory) -> bool:
+def _replaces(record: Record, other: Record, directory: RunDirectory) -> bool:
+    """Returns whether a record counts instead of another of the same model.
+
+    Heads of a large run may lie elsewhere after they were trained again on another kind of device.
+    """
+    return record.folder == other.folder or not _is_whole(other, directory, "it was trained again")
+
+
+def _is_whole(record: Record, directory: RunDirectory, remedy: str | None = None) -> bool:
     """Returns whether the model was trained without failure and all of its files are intact."""
     files = [predictions_in(record.folder), *(pick.weights for pick in record.selected.values())]
-    return record.status == "ok" and all(directory.is_intact(file) for file in dict.fromkeys(files))
+    return record.status == "ok" and all(directory.is_intact(file, remedy) for file in dict.fromkeys(files))

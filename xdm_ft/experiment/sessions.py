@@ -9,7 +9,6 @@ from typing import Any
 
 from xdm_ft.errors import printable
 from xdm_ft.evaluation.records import Record
-from xdm_ft.experiment.curves import is_summarised
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.storage.events import sub_run, trial_sub_run
 from xdm_ft.storage.run_directory import RunDirectory
@@ -19,9 +18,9 @@ TEST = ("accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accu
 
 
 def write_sessions(plan: Plan, records: Iterable[Record], directory: RunDirectory) -> None:
-    """Writes a session per model. In a run whose models are summarised: one per method and trial, with means."""
+    """Writes a session per model. In a large run: one per method and trial, with means."""
     trained = [record for record in records if record.status != "skipped"]
-    if not is_summarised(plan):
+    if not plan.is_large:
         for record in trained:
             directory.write_session(sub_run(*record.key), _of_model(plan, record))
         return

@@ -59,9 +59,9 @@ def _joined(domains: Sequence[str] | None) -> str | None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The weights files of a model (one per seed of an ensemble), and how it was chosen."""
+    """The weights of a model (one per seed of an ensemble), and how it was chosen."""
 
-    files: Mapping[int, str]  # {seed: weights file, relative to the run directory}
+    files: Mapping[int, str]  # {seed: address of the weights}
     how: str
 
 

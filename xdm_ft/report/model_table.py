@@ -19,7 +19,7 @@ OF_MODEL = ("method", "seed", "trial", "train_seconds", "trained_parameters", "g
 
 def parquet_of(records: Iterable[Record]) -> bytes:
     """Returns the file. Columns: those of `OF_MODEL`, test_domains (joined by ", "), hparams.KEY, selection, step,
-    value (by which the rule picked), weights (file), and SPLIT.METRIC as fractions."""
+    value (by which the rule picked), weights (address), and SPLIT.METRIC as fractions."""
     import pyarrow.parquet
 
     file = io.BytesIO()

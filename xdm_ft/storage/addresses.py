@@ -29,9 +29,9 @@ def model_folder(method: str, test_domains: tuple[str, ...], seed: int, trial: i
     return f"{method_folder(method)}/{_within(test_domains, seed, trial)}"
 
 
-def folder_among_heads(chunk: str, method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
-    """Returns what stands for the folder of a head in the file that the heads of a chunk share."""
-    return f"{method_folder(method)}/heads-{chunk}.safetensors#{_within(test_domains, seed, trial)}"
+def folder_among_heads(name: str, method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
+    """Returns what stands for the folder of a head in the file `name` that it shares with others."""
+    return f"{method_folder(method)}/heads-{name}.safetensors#{_within(test_domains, seed, trial)}"
 
 
 def folder_of(method: str, test_domains: tuple[str, ...], seed: int, trial: int, weights: Iterable[str]) -> str:

@@ -41,7 +41,7 @@ from xdm_ft.storage.events import EventFile
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.results_file import read_results, write_results
 from xdm_ft.storage.sessions import Session, write_session
-from xdm_ft.storage.shared_files import TensorFiles, entries, read_entry
+from xdm_ft.storage.shared_files import TensorFiles, read_entry, unchecked_entry
 
 logger = logging.getLogger("xdm_ft")
 SHARED = "shared"  # folder of `state/`, with memory that the launched processes of this run share
@@ -225,15 +225,15 @@ class RunDirectory:
     def write_predictions(self, folder: str, arrays: Arrays, files: TensorFiles | None = None) -> None:
         self.write_arrays(predictions_in(folder), arrays, {}, files)
 
-    def tensors(self, relative: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def tensors(self, address: str) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Returns the checked tensors and metadata at an address.
 
         Raises `Damaged`, also for those of another model, or `FileNotFoundError`.
         """
-        file, entry = parts_of(relative)
+        file, entry = parts_of(address)
         path = self._checked(file)
         tensors, metadata = read_checked(path) if entry is None else read_entry(path, entry)
-        if metadata.get(FILE_KEY) != relative:
+        if metadata.get(FILE_KEY) != address:
             raise Damaged(f"it was written as {metadata.get(FILE_KEY)}")
         return tensors, metadata
 
@@ -247,8 +247,8 @@ class RunDirectory:
         try:
             if entry is None:
                 return (self.path / file).stat().st_size
-            return sum(tensor.nbytes for tensor in entries(self.path / file)[entry].tensors.values())
-        except (OSError, Damaged, KeyError):
+            return sum(tensor.nbytes for tensor in unchecked_entry(self.path / file, entry).values())
+        except (OSError, Damaged):
             return 0
 
     def test_images(self, test_domains: tuple[str, ...]) -> Arrays:
@@ -262,24 +262,25 @@ class RunDirectory:
         except (Damaged, FileNotFoundError) as error:
             raise UserError(f"{self.path / relative}: is damaged ({error}); {remedy}") from error
 
-    def is_intact(self, relative: str, remedy: str | None = None) -> bool:
+    def is_intact(self, address: str, remedy: str | None = None) -> bool:
         """Returns whether the tensors at an address exist and are not damaged. Logs damage, with what will be done.
 
         Raises `UserError` if there is a folder in the place of the file.
         """
         pulse.beat()
-        own, entry = parts_of(relative)
-        file, models = self.path / own, "model" if entry is None else "models"
+        own, entry = parts_of(address)
+        file = self.path / own
         if file.is_dir():
             raise UserError(f"{file}: can not be written, as it is a folder; remove it and run the same command")
         try:
-            self.tensors(relative)
+            self.tensors(address)
         except FileNotFoundError:
             return False
         except Damaged as error:
             damage = str(file), str(error)
             if self.main and damage not in self._reported:  # of a file that many heads share
                 self._reported.add(damage)
+                models = "model" if entry is None or entry in str(error) else "models"
                 logger.warning("%s: is damaged (%s); %s", file, error, remedy or f"its {models} will be trained again")
             return False
         return True

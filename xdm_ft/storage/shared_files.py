@@ -1,8 +1,8 @@
 """Files that the heads of a large run share, as a hundred thousand small files are slow to write, read and copy.
 
 Heads that train together share one. The weights of each, and its predictions, are entries (`storage.addresses`). The
-tensors of an entry are named `<entry>/<name>`, and the file's metadata hold for each entry a JSON object: the entry's
-own metadata with its checksum. So one model is checked and read without the others.
+tensors of an entry are named `<entry>/<name>`, and `<entry>/metadata` holds its own metadata with its checksum, as JSON
+in bytes. So one model is checked and read without the others, and the file's header stays small.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from xdm_ft.storage.addresses import parts_of
@@ -21,18 +21,14 @@ from xdm_ft.storage.checksummed import (
     CHECKSUM,
     Damaged,
     json_object,
-    read_tensors,
+    open_tensors,
     tensors_checksum,
     write_checked,
     write_tensors,
 )
 
-_OPEN_FILES = 4
-
-
-class Entry(NamedTuple):
-    tensors: Mapping[str, Tensor]
-    about: str  # its metadata with the checksum, as JSON
+METADATA = "metadata"  # name of the tensor with an entry's metadata
+_OPEN_FILES = 64  # heads are read in the order of the recipe, in which those of several files may alternate
 
 
 def read_entry(path: Path, entry: str) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -40,32 +36,48 @@ def read_entry(path: Path, entry: str) -> tuple[dict[str, Tensor], dict[str, str
 
     Raises `Damaged`, or `FileNotFoundError` if there is no file.
     """
-    found = entries(path).get(entry)
-    if found is None:
-        raise Damaged(f"it lacks {entry}")
+    tensors = unchecked_entry(path, entry)
     try:
-        metadata = json_object(found.about.encode())
+        # viewed as bytes, as a file that we did not write may hold anything
+        metadata = json_object(tensors.pop(METADATA, torch.empty(0)).flatten().view(torch.uint8).numpy().tobytes())
     except Damaged as error:
         raise Damaged(f"metadata of {entry}: {error}") from error
-    if metadata.pop(CHECKSUM, None) != tensors_checksum(found.tensors, metadata):
+    if metadata.pop(CHECKSUM, None) != tensors_checksum(tensors, metadata):
         raise Damaged(f"the checksum of {entry} differs")
-    return dict(found.tensors), metadata
+    return tensors, metadata
 
 
-def entries(path: Path) -> dict[str, Entry]:
-    """Returns the entries of a shared file; verifies nothing. Errors as for `read_entry`."""
-    status = path.stat()
-    return _entries(path, (status.st_ino, status.st_size, status.st_mtime_ns))
+def unchecked_entry(path: Path, entry: str) -> dict[str, Tensor]:
+    """Returns the memory-mapped tensors of an entry, with its metadata. Verifies nothing. Raises as `read_entry`."""
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(path) from error
+    except OSError as error:
+        raise Damaged(str(error.strerror)) from error
+    file = _opened(path, (status.st_ino, status.st_size, status.st_mtime_ns))
+    if entry not in file.names:
+        raise Damaged(f"it lacks {entry}")
+    return file.tensors(entry)
+
+
+class _SharedFile:
+    """An open file, whose tensors are made when they are read: making those of all heads takes long."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open_tensors(path)
+        self.names: dict[str, list[str]] = {}  # of each entry's tensors
+        for place in sorted(self._file.keys()):
+            entry, _, name = place.rpartition("/")
+            self.names.setdefault(entry, []).append(name)
+
+    def tensors(self, entry: str) -> dict[str, Tensor]:
+        return {name: self._file.get_tensor(f"{entry}/{name}") for name in self.names[entry]}
 
 
 @lru_cache(_OPEN_FILES)
-def _entries(path: Path, _state: tuple[int, int, int]) -> dict[str, Entry]:
-    tensors, metadata = read_tensors(path)
-    of_entry: dict[str, dict[str, Tensor]] = {entry: {} for entry in metadata}
-    for place, tensor in tensors.items():
-        entry, _, name = place.rpartition("/")
-        of_entry.setdefault(entry, {})[name] = tensor
-    return {entry: Entry(found, metadata.get(entry, "")) for entry, found in of_entry.items()}
+def _opened(path: Path, _state: tuple[int, int, int]) -> _SharedFile:
+    return _SharedFile(path)
 
 
 class TensorFiles(Together):
@@ -73,35 +85,39 @@ class TensorFiles(Together):
 
     def __init__(self) -> None:
         super().__init__()
-        self._shared: dict[Path, dict[str, Entry]] = {}
+        self._shared: dict[Path, dict[str, dict[str, Tensor]]] = {}
 
     @property
-    def has_entries(self) -> bool:
-        """Whether entries wait in memory for `replace`."""
-        return bool(self._shared)
+    def waiting_bytes(self) -> int:
+        """The size of the entries that wait in memory for `replace`."""
+        waiting = (tensors for entries in self._shared.values() for tensors in entries.values())
+        return sum(tensor.nbytes for tensors in waiting for tensor in tensors.values())
 
     def put(self, folder: Path, address: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Adds the tensors at an address below `folder`. Errors as for `add`."""
         file, entry = parts_of(address)
         if entry is None:
             write_checked(folder / file, tensors, metadata, self.add)
-        else:
-            about = {**metadata, CHECKSUM: tensors_checksum(tensors, metadata)}
-            self._shared.setdefault(folder / file, {})[entry] = Entry(tensors, json.dumps(about, sort_keys=True))
+            return
+        about = json.dumps({**metadata, CHECKSUM: tensors_checksum(tensors, metadata)}, sort_keys=True).encode()
+        kept = {name: _alone(tensor.detach().cpu()) for name, tensor in tensors.items()}
+        kept[METADATA] = torch.frombuffer(bytearray(about), dtype=torch.uint8)
+        self._shared.setdefault(folder / file, {})[entry] = kept
 
     def replace(self) -> None:
         """Replaces the files that were added; a shared file keeps its other entries, as they are."""
         for path, new in self._shared.items():
             try:
-                found = entries(path) | new
+                old = _SharedFile(path)
+                found = {entry: old.tensors(entry) for entry in old.names} | new
             except (FileNotFoundError, Damaged):  # whose models are all trained again
                 found = new
-            tensors = {
-                # heads that train together may share memory, which a file of tensors can not
-                f"{entry}/{name}": tensor.detach().cpu().clone()
-                for entry in sorted(found)
-                for name, tensor in found[entry].tensors.items()
-            }
-            write_tensors(path, tensors, {entry: of.about for entry, of in found.items()}, self.add)
+            named = {f"{entry}/{name}": tensor for entry in found for name, tensor in found[entry].items()}
+            write_tensors(path, named, {}, self.add)
         self._shared = {}
         super().replace()
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Returns it in memory of its own, as a file can not hold tensors that share some. Heads of a bank may."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -105,7 +105,7 @@ def read_model(
     directory: RunDirectory,
     accelerator: Accelerator,
 ) -> TrainedModel:
-    """Returns the model of a record. Raises `UserError` if its weights file is damaged."""
+    """Returns the model of a record. Raises `UserError` if its weights are damaged."""
     file = record.selected[plan.recipe.protocol.selection].weights
     try:
         state, _ = directory.tensors(file)
