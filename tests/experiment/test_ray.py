@@ -95,11 +95,16 @@ class TestRefusals:
 
 
 class Watched:
-    """What the driver does in a run: submissions, lost tasks, outcomes; and a node that dies at the first outcome."""
+    """What the driver does in a run: submissions, lost tasks, outcomes.
+
+    When there is an outcome, and tasks run on both `nodes`, one of them dies.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: Any) -> None:
         self.submitted, self.lost, self.ended = Counter[int](), Counter[int](), Counter[Any]()
+        self.to_kill = True
         own = _Pieces
+        sent = set[int]()  # numbers of tasks whose outcomes have come
         submit, lost, take = own._submit, own._lost, own.take
 
         def submitted(driver: Any, number: int) -> None:
@@ -113,11 +118,14 @@ class Watched:
         def taken(driver: Any, attempt: Any, content: Any) -> None:
             take(driver, attempt, content)
             if isinstance(content, list):
-                if not self.ended and nodes is not None:
-                    kill_one(nodes)
-                    nodes.add_node(num_cpus=1)
+                sent.add(attempt.number)
                 assert all(isinstance(outcome, Outcome) for outcome in content)
                 self.ended.update(outcome.line.key for outcome in content)
+            busy = [one for one in driver.running.values() if one.node and one.number not in sent]
+            if self.to_kill and self.ended and len(busy) == 2:
+                self.to_kill = False
+                kill_one(nodes)
+                nodes.add_node(num_cpus=1)
 
         for name, function in (("_submit", submitted), ("_lost", was_lost), ("take", taken)):
             monkeypatch.setattr(own, name, function)
