@@ -19,11 +19,12 @@ from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.shared_files import METADATA, TensorFiles, read_entry, unchecked_entry
 
 FILE = "models/erm/heads-1a2b.safetensors"
+COMMON = torch.ones(2)
 STACKED = torch.arange(24.0).view(4, 2, 3)  # the weights of four heads, in one memory as a bank has them
 
 
 def head(number: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    return {"head.weight": STACKED[number], "head.bias": STACKED[number, :, 0]}, {"step": str(number)}
+    return {"head.weight": STACKED[number], "head.bias": STACKED[number, :, 0], "prior": COMMON}, {"step": str(number)}
 
 
 def write(folder: Path, *numbers: int) -> None:

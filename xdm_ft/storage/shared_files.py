@@ -100,7 +100,8 @@ class TensorFiles(Together):
             write_checked(folder / file, tensors, metadata, self.add)
             return
         about = json.dumps({**metadata, CHECKSUM: tensors_checksum(tensors, metadata)}, sort_keys=True).encode()
-        kept = {name: _alone(tensor.detach().cpu()) for name, tensor in tensors.items()}
+        # copies, as heads that train together may share memory, which the tensors of a file can not
+        kept = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
         kept[METADATA] = torch.frombuffer(bytearray(about), dtype=torch.uint8)
         self._shared.setdefault(folder / file, {})[entry] = kept
 
@@ -116,8 +117,3 @@ class TensorFiles(Together):
             write_tensors(path, named, {}, self.add)
         self._shared = {}
         super().replace()
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Returns it in memory of its own, as a file can not hold tensors that share some. Heads of a bank may."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
