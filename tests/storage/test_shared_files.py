@@ -92,6 +92,27 @@ def test_every_damaged_byte_of_an_entry_is_found_and_the_others_stay_whole(tmp_p
     assert path.read_bytes() == whole
 
 
+def test_every_damaged_byte_of_the_header(tmp_path: Path) -> None:
+    """It is found, or hurts no head; and another head is written to the file."""
+    write(tmp_path, 0, 1)
+    path, whole = tmp_path / FILE, (tmp_path / FILE).read_bytes()
+    found = 0
+    for place in range(8 + int.from_bytes(whole[:8], "little")):
+        for bit in (1, 32):
+            changed = bytearray(whole)
+            changed[place] ^= bit
+            path.unlink()
+            path.write_bytes(changed)
+            for number in (0, 1):
+                try:
+                    assert_read(tmp_path, number)
+                except Damaged:
+                    found += 1
+            write(tmp_path, 2)
+            assert_read(tmp_path, 2)
+    assert found > len(whole)
+
+
 def test_a_damaged_entry_stays_damaged_until_it_is_written_again(tmp_path: Path) -> None:
     write(tmp_path, 0, 1)
     changed = bytearray((tmp_path / FILE).read_bytes())

@@ -22,7 +22,7 @@ from xdm_ft.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Identity, Training
 from xdm_ft.training.rule_images import BY_DOMAIN, undefined_domains
 
-MOST_MODELS = 200  # of a run whose every head has curves and files of its own
+MOST_MODELS = 200  # in a run where each head has files and curves of its own
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def is_large(self) -> bool:
-        """Whether heads share files and, as a chart of so many shows nothing and TensorBoard is slow, curves."""
+        """Whether heads that train together share files and curves. TensorBoard is slow with a curve for each."""
         return len(self.models) + len(self.extra) > MOST_MODELS
 
     def without(self, unreadable: Collection[int]) -> Plan:

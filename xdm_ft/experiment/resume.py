@@ -154,7 +154,7 @@ def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -
     known = {record.key: record for record in results["runs"]} | recorded(directory)
     whole = set[Identity]()
     with progress("checking", len(known), "models", bool(accelerator.is_main_process)) as bar:
-        for record in sorted(known.values(), key=lambda one: one.folder):  # of heads that share a file one by one
+        for record in sorted(known.values(), key=lambda one: one.folder):  # heads that share a file in a row
             if _is_whole(record, directory):
                 whole.add(record.key)
             bar.advance()
@@ -184,7 +184,7 @@ def _replaces(record: Record, other: Record, directory: RunDirectory) -> bool:
 
     Heads of a large run may lie elsewhere after they were trained again on another kind of device.
     """
-    return record.folder == other.folder or not _is_whole(other, directory, "it was trained again")
+    return record.folder == other.folder or not _is_whole(other, directory, "its model was trained again")
 
 
 def _is_whole(record: Record, directory: RunDirectory, remedy: str | None = None) -> bool:

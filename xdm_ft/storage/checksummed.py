@@ -153,21 +153,15 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return {name: file.get_tensor(name) for name in sorted(file.keys())}, dict(file.metadata() or {})
 
 
-def open_tensors(path: Path) -> Any:
-    """Returns an open safetensors file, which reads a tensor when it is asked for it. Errors as for `read_tensors`."""
-    with _as_damage(path):
-        return safe_open(path, framework="pt")
-
-
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     """Yields an open safetensors file. Errors as for `read_tensors`."""
-    with _as_damage(path), safe_open(path, framework="pt") as file:
+    with as_damage(path), safe_open(path, framework="pt") as file:
         yield file
 
 
 @contextmanager
-def _as_damage(path: Path) -> Iterator[None]:
+def as_damage(path: Path) -> Iterator[None]:
     """Context for reading a safetensors file. Raises `Damaged`, or `FileNotFoundError` if there is none."""
     if path.exists() and not path.is_file():
         raise Damaged("it is a folder" if path.is_dir() else "it is no file")

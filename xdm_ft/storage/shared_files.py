@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from xdm_ft.storage.addresses import parts_of
@@ -20,8 +21,8 @@ from xdm_ft.storage.atomic import Together
 from xdm_ft.storage.checksummed import (
     CHECKSUM,
     Damaged,
+    as_damage,
     json_object,
-    open_tensors,
     tensors_checksum,
     write_checked,
     write_tensors,
@@ -48,7 +49,7 @@ def read_entry(path: Path, entry: str) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def unchecked_entry(path: Path, entry: str) -> dict[str, Tensor]:
-    """Returns the memory-mapped tensors of an entry, with its metadata. Verifies nothing. Raises as `read_entry`."""
+    """Returns the memory-mapped tensors of an entry, with its metadata. Verifies no checksum; errors as above."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -65,14 +66,17 @@ class _SharedFile:
     """An open file, whose tensors are made when they are read: making those of all heads takes long."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open_tensors(path)
+        self._path = path
+        with as_damage(path):
+            self._file = safe_open(path, framework="pt")
         self.names: dict[str, list[str]] = {}  # of each entry's tensors
         for place in sorted(self._file.keys()):
             entry, _, name = place.rpartition("/")
             self.names.setdefault(entry, []).append(name)
 
     def tensors(self, entry: str) -> dict[str, Tensor]:
-        return {name: self._file.get_tensor(f"{entry}/{name}") for name in self.names[entry]}
+        with as_damage(self._path):
+            return {name: self._file.get_tensor(f"{entry}/{name}") for name in self.names[entry]}
 
 
 @lru_cache(_OPEN_FILES)
