@@ -60,7 +60,7 @@ def test_all_faults_at_once_each_with_its_line():
     ("old", "new", "expected"),
     [
         ("name: good", "name: a/b", "r.yaml:1: name: must be a text without slashes"),
-        ("name: good\n", "", "r.yaml: name: must be a text without slashes"),
+        ("name: good\n", "", "r.yaml: name: is missing; it names the run"),
         ("name: digits", "name: digit", 'r.yaml:2: data.name: no "digit" in data; did you mean "digits"?'),
         ("{name: digits}", "digits", "r.yaml:2: data: needs a name"),
         ("[erm, sam", "[ern, sam", 'r.yaml:4: methods.0.name: no "ern" in algorithms; did you mean "erm"?'),

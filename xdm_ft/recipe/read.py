@@ -63,7 +63,9 @@ def check(text: RecipeText) -> Recipe:
         if key not in KEYS:
             faults.add((key,), f"unknown key{did_you_mean(key, KEYS)}")
     name = values.get("name")
-    if problem := _name_problem(name):
+    if "name" not in values:
+        faults.add(("name",), "is missing; it names the run and its directory")
+    elif problem := _name_problem(name):
         faults.add(("name",), problem)
     found: dict[str, Any] = {}
     found["data"] = _component(faults, ("data",), *COMPONENTS["data"], values.get("data"))
