@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import threading
 import types
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from xdm_ft.data._wilds_release import release_class
 from xdm_ft.data.camelyon17 import Camelyon17
 from xdm_ft.data.fmow import Fmow
 from xdm_ft.errors import UserError
@@ -36,15 +38,10 @@ def fmow(tmp_path_factory):
 
 
 def wilds_dataset(name, root):
-    import importlib
-
-    limit = Image.MAX_IMAGE_PIXELS
-    module = importlib.import_module(f"wilds.datasets.{name}_dataset")
-    Image.MAX_IMAGE_PIXELS = limit
-    cls = {"camelyon17": "Camelyon17Dataset", "fmow": "FMoWDataset"}[name]
+    cls = release_class(name, {"camelyon17": "Camelyon17Dataset", "fmow": "FMoWDataset"}[name])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return getattr(module, cls)(root_dir=str(root))
+        return cls(root_dir=str(root))
 
 
 @pytest.fixture
@@ -236,6 +233,15 @@ def test_reading_leaves_pillow_as_it_was(fmow):
     assert limit == Image.MAX_IMAGE_PIXELS and limit is not None
 
 
+def test_importing_wilds_asks_nobody_for_newer_versions(fmow, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] in ("wilds", "ogb")]:
+        monkeypatch.delitem(sys.modules, name)
+    started = []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread))
+    Fmow(root=fmow)
+    assert "wilds.version" in sys.modules and "outdated" not in sys.modules and not started
+
+
 @pytest.mark.parametrize(
     ("cls", "folder", "size"), [(Camelyon17, "camelyon17_v1.0", "10 GB"), (Fmow, "fmow_v1.1", "50 GB")]
 )
@@ -274,9 +280,8 @@ def archive_at(tmp_path, monkeypatch):
     """Returns a function that replaces WILDS' download address by a local file."""
 
     def serve(path):
-        from wilds.datasets.camelyon17_dataset import Camelyon17Dataset as Theirs
-
-        monkeypatch.setitem(Theirs._versions_dict["1.0"], "download_url", path.as_uri())
+        theirs = release_class("camelyon17", "Camelyon17Dataset")
+        monkeypatch.setitem(theirs._versions_dict["1.0"], "download_url", path.as_uri())
 
     return serve
 

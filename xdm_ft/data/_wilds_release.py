@@ -1,7 +1,7 @@
 """Finds data sets of the package `wilds`, downloads them if allowed, and opens them without its side effects.
 
-WILDS creates `root` even if it has no data to put there, has one message for several faults, prints to standard output
-and switches off Pillow's limit on the number of pixels.
+WILDS creates `root` even if it has no data to put there, has one message for several faults, prints to standard output,
+switches off Pillow's limit on the number of pixels and asks the package index for newer versions of itself.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
     missing, incomplete or damaged.
     """
     root = expanded(root, "data.root")
-    with _own_pixel_limit():
-        cls = getattr(importlib.import_module(f"wilds.datasets.{name}_dataset"), class_name)
+    cls = release_class(name, class_name)
     version, release = max(cls._versions_dict.items(), key=lambda item: tuple(map(int, item[0].split("."))))
     folder = root / f"{name}_v{version}"
     marker = folder / f"RELEASE_v{version}.txt"
@@ -57,6 +56,12 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
         raise UserError(
             f"data.root: {printable(folder)} is incomplete or damaged ({reason}); remove it and download it again"
         ) from error
+
+
+def release_class(name: str, class_name: str) -> Any:
+    """Returns WILDS' class `class_name` for its data set `name`, imported without lasting effects on this process."""
+    with _own_pixel_limit(), _without("outdated"):
+        return getattr(importlib.import_module(f"wilds.datasets.{name}_dataset"), class_name)
 
 
 def _missing(name: str, folder: Path, marker: Path, size: str) -> str:
@@ -122,3 +127,20 @@ def _own_pixel_limit() -> Iterator[None]:
         yield
     finally:
         Image.MAX_IMAGE_PIXELS = limit
+
+
+@contextlib.contextmanager
+def _without(package: str) -> Iterator[None]:
+    """Context in which `package` can not be imported.
+
+    WILDS and ogb do without `outdated`. With it, importing them starts threads that ask the package index for newer
+    versions, and that may warn, or be copied halfway into a worker, at any later moment.
+    """
+    known = sys.modules.get(package)
+    sys.modules[package] = None  # type: ignore[assignment]  # what makes Python's import raise ImportError
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+        if known is not None:
+            sys.modules[package] = known
