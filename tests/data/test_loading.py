@@ -58,6 +58,25 @@ def test_a_worker_that_dies_is_one_line(number: int, capfd: pytest.CaptureFixtur
                 sum(range(100))
 
 
+class SlowToEnd(Rows):
+    """The worker of row 5 dies, and is only a moment later reported as dead; that of row 4 has lost its connection."""
+
+    def __getitem__(self, row: int) -> int:
+        if row == 4:
+            time.sleep(0.3)
+            raise ConnectionResetError(104, "Connection reset by peer")
+        if row == 5:
+            os.closerange(3, 1000)
+            time.sleep(0.6)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return row
+
+
+def test_a_worker_whose_pipes_are_closed_before_it_is_dead() -> None:
+    with pytest.raises(UserError, match="a process that reads images died"):
+        list(loaded(image_loader(SlowToEnd(), 2, CPU, batch_size=1), "key", "do this"))
+
+
 def test_an_error_of_the_data_stays_what_it_is() -> None:
     for workers in (0, 2):
         with pytest.raises(FileNotFoundError, match="gone"):

@@ -58,7 +58,10 @@ def loaded(loader: DataLoader[Any], what: str, remedy: str) -> Iterator[Any]:
             return
         if workers:
             broken = isinstance(error, ConnectionError | EOFError)
-            wait([worker.sentinel for worker in workers], SECONDS_TO_DIE if broken else SECONDS_TO_END)
+            ended = wait([worker.sentinel for worker in workers], SECONDS_TO_DIE if broken else SECONDS_TO_END)
+            for worker in workers:
+                if worker.sentinel in ended:
+                    worker.join()  # the sentinel, a pipe, closes a moment before the exit code is there
         if not any(worker.exitcode for worker in workers):
             raise
         raise UserError(
