@@ -139,7 +139,11 @@ SAVES_FIRST = """
 import os, time
 from xdm_ft import interrupt
 interrupt.handle()
-with interrupt.before_exit(lambda: os.write(1, b"saved\\n")):  # a print could be the one that the signal interrupts
+# no print, which could be the one that the signal interrupts
+with (
+    interrupt.before_exit(lambda: os.write(1, b"then this\\n")),
+    interrupt.before_exit(lambda: os.write(1, b"saved\\n")),
+):
     print("started", flush=True)
     time.sleep(60)
 """
@@ -151,4 +155,4 @@ def test_what_must_happen_before_the_process_ends_does() -> None:
         assert process.stdout is not None and process.stdout.readline() == "started\n"
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)
-    assert (process.returncode, output, errors) == (130, "saved\n", "xdm-ft: interrupted\n")
+    assert (process.returncode, output, errors) == (130, "saved\nthen this\n", "xdm-ft: interrupted\n")

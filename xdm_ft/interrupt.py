@@ -141,12 +141,17 @@ def resumed_by(how: str) -> Iterator[None]:
 
 @contextmanager
 def before_exit(function: Callable[[], None]) -> Iterator[None]:
-    """Context in which a signal that ends the process at once calls `function` first."""
+    """Context in which a signal that ends the process at once calls `function` first, inner contexts before outer."""
     _received.ending.append(function)
     try:
         yield
     finally:
         _received.ending.remove(function)
+
+
+def print_nothing() -> None:
+    """Lets a signal end this process without a line, as another process has said why the run ends."""
+    _received.prints = False
 
 
 def end_with_parent(parent: int) -> None:
@@ -174,7 +179,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 def _exit(number: int, message: str) -> None:
     try:
-        for function in _received.ending:
+        for function in reversed(_received.ending):
             function()
         if _received.prints:
             end_of_bar = "\n" if os.isatty(2) else ""

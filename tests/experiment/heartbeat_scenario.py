@@ -1,4 +1,4 @@
-"""Two ranks, of which the second does what the argument says while the first waits for it."""
+"""Two ranks, of which the second does what the argument says while the first waits for it, or goes on with its work."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ if __name__ == "__main__":
     import torch
     from accelerate import Accelerator
 
+    from xdm_ft import interrupt
     from xdm_ft.experiment import heartbeat
     from xdm_ft.progress import pulse
     from xdm_ft.training.end_to_end.accelerated import shut_down
@@ -16,6 +17,7 @@ if __name__ == "__main__":
     heartbeat.EVERY_SECONDS, heartbeat.SILENCE_SECONDS = 0.2, 4.0
     mode, accelerator = sys.argv[1], Accelerator()
     accelerator.wait_for_everyone()
+    interrupt.handle(resumable=True)
     with heartbeat.heartbeat(accelerator):
         print("begins", flush=True)
         if accelerator.process_index == 1:
@@ -25,6 +27,11 @@ if __name__ == "__main__":
                 time.sleep(600)
             for _ in range(35):
                 time.sleep(0.2)
+                pulse.beat()
+        elif mode == "hangs beside work":
+            heartbeat.AGAIN = 1000  # the second rank reports
+            while True:  # until the launcher's signal, which only Python code notices
+                time.sleep(0.1)
                 pulse.beat()
         if mode == "hangs in a step":
             accelerator.reduce(torch.ones(1))

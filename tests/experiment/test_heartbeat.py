@@ -125,6 +125,7 @@ def scenario(mode: str) -> tuple[int, float, str]:
     ("mode", "said"),
     [
         pytest.param("hangs", "rank 1 has made no progress", marks=pytest.mark.slow),
+        pytest.param("hangs beside work", "rank 1 has made no progress", marks=pytest.mark.slow),
         # its launcher waits 30 seconds before it kills a process that does not answer
         pytest.param("stops", "rank 1 has made no progress", marks=pytest.mark.slow),
         # the first rank stands still too, in the same step

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from xdm_ft.interrupt import before_exit, print_nothing
 from xdm_ft.progress import pulse
 
 if TYPE_CHECKING:
@@ -55,8 +56,14 @@ def heartbeat(accelerator: Accelerator) -> Iterator[None]:
     ended = threading.Event()
     thread = threading.Thread(target=_check_until_ended, args=(watch, ended), daemon=True, name="heartbeat")
     thread.start()
+
+    def leave_the_line_to_the_report() -> None:
+        if watch.reported():  # the signal comes from the launcher, as the rank that reported has ended
+            print_nothing()
+
     try:
-        yield
+        with before_exit(leave_the_line_to_the_report):
+            yield
     except BaseException:
         if watch.reported():  # the exception is a consequence of the hung rank, and its traceback would mislead
             os._exit(1)
