@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from warm_processes import PATIENCE
 
@@ -46,6 +47,16 @@ def on(nodes: Any) -> tuple[str, str]:
 
 def kill_one(nodes: Any) -> None:
     nodes.remove_node(next(iter(nodes.worker_nodes)), allow_graceful=False)
+
+
+def kill_the_one_with(nodes: Any, task: str) -> None:
+    """Kills a node on which a task of this name runs."""
+
+    def runs_it(node: Any) -> bool:
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        return f"ray::{task}" in ["".join(worker.cmdline()) for worker in raylet.children()]  # the titles of workers
+
+    nodes.remove_node(next(filter(runs_it, nodes.worker_nodes)), allow_graceful=False)
 
 
 def keep_to_one_core() -> None:

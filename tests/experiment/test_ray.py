@@ -11,14 +11,14 @@ from typing import Any
 import miniature
 import pytest
 import small_runs
-from clusters import NO_RAY, cluster, hashes, keep_to_one_core, kill_one, metrics, on
+from clusters import NO_RAY, cluster, hashes, keep_to_one_core, kill_the_one_with, metrics, on
 from warm_processes import PATIENCE, begin, interrupted
 
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
 from xdm_ft.experiment import cluster_connection, cluster_queue, run, train
 from xdm_ft.experiment.cluster import _Pieces
-from xdm_ft.experiment.cluster_task import versions_of
+from xdm_ft.experiment.cluster_task import Begun, versions_of
 from xdm_ft.experiment.growing import refused_changes
 from xdm_ft.experiment.results import Outcome
 
@@ -37,6 +37,8 @@ END_TO_END = (
     "encoder.trainable=true",
     "methods=[erm, {name: erm, label: last, trainable: {blocks: 1}}]",
     "protocol.test_domains=[sketch, photo]",
+    "training.steps=60",  # seconds, in which a node can die
+    "training.evaluate_every=20",
 )
 
 
@@ -97,14 +99,13 @@ class TestRefusals:
 class Watched:
     """What the driver does in a run: submissions, lost tasks, outcomes.
 
-    When there is an outcome, and tasks run on both `nodes`, one of them dies.
+    When tasks run on both `nodes`, and one of them has just begun, its node dies and another one comes.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: Any) -> None:
         self.submitted, self.lost, self.ended = Counter[int](), Counter[int](), Counter[Any]()
         self.to_kill = True
         own = _Pieces
-        sent = set[int]()  # numbers of tasks whose outcomes have come
         submit, lost, take = own._submit, own._lost, own.take
 
         def submitted(driver: Any, number: int) -> None:
@@ -118,13 +119,12 @@ class Watched:
         def taken(driver: Any, attempt: Any, content: Any) -> None:
             take(driver, attempt, content)
             if isinstance(content, list):
-                sent.add(attempt.number)
                 assert all(isinstance(outcome, Outcome) for outcome in content)
                 self.ended.update(outcome.line.key for outcome in content)
-            busy = [one for one in driver.running.values() if one.node and one.number not in sent]
-            if self.to_kill and self.ended and len(busy) == 2:
+            busy = [one for one in driver.running.values() if one.node]
+            if isinstance(content, Begun) and self.to_kill and len(busy) == 2:
                 self.to_kill = False
-                kill_one(nodes)
+                kill_the_one_with(nodes, attempt.note)
                 nodes.add_node(num_cpus=1)
 
         for name, function in (("_submit", submitted), ("_lost", was_lost), ("take", taken)):
