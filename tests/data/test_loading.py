@@ -59,7 +59,7 @@ def test_a_worker_that_dies_is_one_line(number: int, capfd: pytest.CaptureFixtur
 
 
 class SlowToEnd(Rows):
-    """The worker of row 5 dies, and is only a moment later reported as dead; that of row 4 has lost its connection."""
+    """The worker of row 5 closes its pipes a moment before it dies. Meanwhile row 4 raises what that can cause."""
 
     def __getitem__(self, row: int) -> int:
         if row == 4:

@@ -50,13 +50,11 @@ def kill_one(nodes: Any) -> None:
 
 
 def kill_the_one_with(nodes: Any, task: str) -> None:
-    """Kills a node on which a task of this name runs."""
-
-    def runs_it(node: Any) -> bool:
-        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-        return f"ray::{task}" in ["".join(worker.cmdline()) for worker in raylet.children()]  # the titles of workers
-
-    nodes.remove_node(next(filter(runs_it, nodes.worker_nodes)), allow_graceful=False)
+    """Kills a node on which a task of this name runs: its process has that title, and the node's raylet as parent."""
+    found = psutil.process_iter(["ppid", "cmdline"])  # passes over processes that end meanwhile
+    raylets = {one.info["ppid"] for one in found if "".join(one.info["cmdline"] or ()) == f"ray::{task}"}
+    of_node = {node.all_processes["raylet"][0].process.pid: node for node in nodes.worker_nodes}
+    nodes.remove_node(of_node[(raylets & of_node.keys()).pop()], allow_graceful=False)
 
 
 def keep_to_one_core() -> None:

@@ -99,7 +99,8 @@ class TestRefusals:
 class Watched:
     """What the driver does in a run: submissions, lost tasks, outcomes.
 
-    When tasks run on both `nodes`, and one of them has just begun, its node dies and another one comes.
+    When tasks run on both `nodes`, and one of them has just begun, its node, or that of a task of the same name, dies,
+    and another one comes.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: Any) -> None:

@@ -134,7 +134,7 @@ def _without(package: str) -> Iterator[None]:
     """Context in which `package` can not be imported.
 
     WILDS and ogb do without `outdated`. With it, importing them starts threads that ask the package index for newer
-    versions, and that may warn, or be copied halfway into a worker, at any later moment.
+    versions. Such a thread may warn at any later moment, or hold a lock while a worker is forked.
     """
     known = sys.modules.get(package)
     sys.modules[package] = None  # type: ignore[assignment]  # what makes Python's import raise ImportError

@@ -199,7 +199,7 @@ class Queue(ABC):
         self.ray.get(self.mailbox.stop.remote())
         for task, attempt in self.running.items():
             if not attempt.node:
-                self.ray.cancel(task, recursive=False)  # not its messages: without one it fails
+                self.ray.cancel(task, recursive=False)  # recursive: its messages too, and a task fails if one is lost
         faults, until = list[Exception](), time.monotonic() + self.seconds_to_end
         while self.running and time.monotonic() < until:
             try:

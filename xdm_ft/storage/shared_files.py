@@ -49,7 +49,7 @@ def read_entry(path: Path, entry: str) -> tuple[dict[str, Tensor], dict[str, str
 
 
 def unchecked_entry(path: Path, entry: str) -> dict[str, Tensor]:
-    """Returns the memory-mapped tensors of an entry, with its metadata. Verifies no checksum; errors as above."""
+    """Returns the memory-mapped tensors of an entry and its metadata, unverified. Raises as `read_entry`."""
     try:
         status = path.stat()
     except (FileNotFoundError, NotADirectoryError) as error:
