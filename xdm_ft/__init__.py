@@ -43,7 +43,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     method: str | None = None,
-    test_domain: str | None = None,
+    held_out: str | None = None,
     seed: int | None = None,
     trial: int | None = None,
     device: str | None = None,
@@ -53,9 +53,10 @@ def load(
     """Loads a model directory (of `xdm-ft export`), one on the hub (hf-hub:ORG/NAME[@REVISION]), or a model of a run.
 
     The model has `predict(images)`, `predict_proba(images)`, `encode(images)`, `distance(images)`, `class_names`, and
-    `module`, a torch module from preprocessed pixels to logits. Of a run directory it is the final fit if there is one,
-    else the protocol's choice among the models that fit `method`, `test_domain` (several joined by commas), `seed` and
-    `trial`; the logger "xdm_ft" says which. From the hub, only data are read; no code there is run.
+    `module`, a torch module from preprocessed pixels to logits. Of a run directory it is the final fit of `method`
+    (None: the one that validation prefers), or with `held_out` (domains joined by commas) a model that was trained
+    without these, of `seed` (None: the first) and `trial`; the logger "xdm_ft" says which. An official split without a
+    final fit gives the method's first seed. From the hub, only data are read; no code there is run.
 
     `device`: as in torch; None: a GPU if there is one. `precision`: fp32, bf16 or fp16; None: that of the run.
     `encoder_weights`: a file, for a model directory without the encoder whose weights came from a file. Raises
@@ -64,7 +65,7 @@ def load(
     from xdm_ft.export.model import load as load_model
     from xdm_ft.export.runs import Choice
 
-    test_domains = None if test_domain is None else tuple(test_domain.split(","))
-    choice = Choice(method, test_domains, seed, trial)
+    domains = None if held_out is None else tuple(held_out.split(","))
+    choice = Choice(method, domains, seed, trial)
     weights = None if encoder_weights is None else os.fspath(encoder_weights)
     return load_model(path, device=device, precision=precision, encoder_weights=weights, choice=choice)

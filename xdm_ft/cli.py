@@ -44,7 +44,7 @@ EXAMPLES = {
     ),
     "export": (
         "xdm-ft export output/demo my_model",
-        "xdm-ft export output/demo my_model --method xdomainmix --test-domain blurred --seed 0 --with-encoder",
+        "xdm-ft export output/demo my_model --method xdomainmix --held-out blurred --with-encoder",
     ),
     "predict": (
         "xdm-ft predict my_model scans/ --out predictions.csv --resume",

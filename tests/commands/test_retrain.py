@@ -164,4 +164,4 @@ def test_a_domain_whose_name_holds_a_comma(tmp_path: Path) -> None:
     assert {file for file in files(kept) if file.startswith("test_images")} == {
         file for file in files(run) if file.startswith("test_images")
     }
-    assert main(["export", str(kept), str(tmp_path / "model"), "--test-domain", "pho,to"]) == 0
+    assert main(["export", str(kept), str(tmp_path / "model"), "--held-out", "pho,to"]) == 0

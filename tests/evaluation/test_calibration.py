@@ -13,7 +13,7 @@ from sklearn.calibration import CalibratedClassifierCV
 from torch import Tensor
 
 from xdm_ft.evaluation import calibration
-from xdm_ft.evaluation.calibration import HIGHEST, LOWEST, temperature
+from xdm_ft.evaluation.calibration import HIGHEST, LOWEST, temperature, validation_nll
 from xdm_ft.evaluation.metrics import expected_calibration_error, per_image_nll
 
 
@@ -143,3 +143,17 @@ def test_many_images_are_sampled_always_the_same(monkeypatch: pytest.MonkeyPatch
     sampled = temperature(logits, labels)
     assert whole != sampled == pytest.approx(whole, rel=0.06) and sampled == temperature(logits, labels)
     assert temperature(logits[:3000], labels[:3000]) == pytest.approx(whole, rel=0.06), "as many as allowed: all"
+
+
+def test_the_validation_nll_is_that_of_the_divided_logits_on_the_same_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = drawn(200, 3, 2.0)
+    t = temperature(logits, labels)
+    assert t is not None
+    at = {divisor: nll(logits, labels, divisor) for divisor in (t, 1.0)}
+    assert validation_nll(logits, labels, t) == pytest.approx(at[t]) and at[t] < at[1.0]
+    assert validation_nll(logits, labels, None) == pytest.approx(at[1.0])
+    by_hand = -torch.tensor([[2.0, 0.0], [0.0, 4.0]]).div(2).softmax(1)[[0, 1], [0, 0]].log().mean()
+    assert validation_nll(torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([0, 0]), 2.0) == pytest.approx(by_hand)
+    monkeypatch.setattr(calibration, "MOST_LOGITS", 60)
+    assert validation_nll(logits, labels, 1.0) != pytest.approx(at[1.0])
+    assert validation_nll(logits, labels, 1.0) == validation_nll(logits, labels, None)

@@ -11,7 +11,7 @@ from xdm_ft.tensors import Score
 
 SCORE = Score(0.5, 0.5, 0.4, None, None, 1.0, 0.1, 4, {"cat": 0.5, "dog": None}, {"a": {"accuracy": 0.5, "n": 4}})
 PICK = Pick(
-    3, "models/w.safetensors", {"test": SCORE}, {"alpha": 0.3}, [{"alpha": 0.0, "test": None}], ["late"], 0.7, 1.5
+    3, "models/w.safetensors", {"test": SCORE}, {"alpha": 0.3}, [{"alpha": 0.0, "test": None}], ["late"], 0.7, 1.5, 0.4
 )
 WHOLE = Record(
     "erm",
@@ -27,6 +27,8 @@ WHOLE = Record(
     7,
     1.5,
     8,
+    21,
+    2533,
     9,
     {"times": 1, "reasons": ["why"]},
 )
@@ -62,11 +64,12 @@ def test_a_row_comes_back() -> None:
 def test_the_order_of_keys() -> None:
     identity = ["method", "test_domains", "seed", "trial", "hparams", "status"]
     measured = ["mixed_steps", "gradient_evaluations", "stopped_at", "train_seconds"]
-    measured += ["trained_parameters", "peak_memory", "restarted"]
+    measured += ["trained_parameters", "tuned_settings", "training_features", "peak_memory", "restarted"]
     assert list(WHOLE.to_json()) == [*identity, "selected", *measured]
     assert list(RECORDS["failed"].to_json()) == [*identity, "selected", "train_seconds", "reason"]
     assert list(RECORDS["skipped"].to_json()) == [*identity, "reason", "selected"]
-    assert list(PICK.to_json()) == ["step", "alpha", "weights", "metrics", "curve", "flags", "value", "temperature"]
+    picked = ["step", "alpha", "weights", "metrics", "curve", "flags", "value", "temperature", "validation_nll"]
+    assert list(PICK.to_json()) == picked
     start = ["method", "selection", "metric", "split", "mean", "std", "stderr", "n", "spread_as_published"]
     end = ["per_test_domain", "versus_erm", "protocol", "budget", "failed", "skipped", "reason", "flags"]
     assert list(ROW.to_json()) == start + end

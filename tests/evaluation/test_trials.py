@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from xdm_ft.evaluation.records import Pick, Record, Status, SummaryRow
-from xdm_ft.evaluation.trials import best, picked_model, picked_trials, selection_values
+from xdm_ft.evaluation.trials import MethodChoice, choose_method, picked_trials, selection_values
 
 
 def record(
@@ -16,6 +16,22 @@ def record(
 ) -> Record:
     picked = {"train_val": Pick(step=1, weights="", metrics={}, value=value)} if status == "ok" else {}
     return Record(method, (held,), seed, trial, {}, status, selected=picked)
+
+
+def models(method: str, *values: float, nll: float | None = None, **about: Any) -> list[Record]:
+    """One model per held-out set, of seed 0."""
+    found = []
+    for held, value in zip("abcdefgh", values, strict=False):
+        made = record(method, 0, value, held=held)
+        picked = {"train_val": replace(made.selected["train_val"], validation_nll=nll)}
+        found.append(replace(made, selected=picked, **about))
+    return found
+
+
+def chosen_of(records: list[Record], metric: str = "accuracy") -> MethodChoice:
+    found = choose_method(records, summary(**{one.method: 0.1 for one in records}), "train_val", metric)
+    assert found is not None
+    return found
 
 
 def summary(**means: float | None) -> list[SummaryRow]:
@@ -28,8 +44,10 @@ def test_test_means_have_no_say() -> None:
     runs = [record("erm", 0, 0.9), record("erm", 1, 0.7), record("irm", 0, 0.75), record("irm", 1, 0.75)]
     values = selection_values(runs, summary(irm=0.99, erm=0.2), "train_val", "accuracy")
     assert values == {"irm": 0.75, "erm": pytest.approx(0.8)}
-    assert best(values, "accuracy") == "erm" and best(values, "nll") == "irm"
-    assert best({"b": 0.5, "a": 0.5}, "accuracy") == "b", "the first of equals"
+    chosen = {metric: chosen_of(runs, metric=metric) for metric in ("accuracy", "nll")}
+    assert {metric: (one.best, one.values) for metric, one in chosen.items()} == {
+        "accuracy": ("erm", values), "nll": ("irm", values)
+    }  # fmt: skip
 
 
 def test_only_methods_with_a_value_in_every_run_can_be_chosen() -> None:
@@ -43,19 +61,65 @@ def test_only_methods_with_a_value_in_every_run_can_be_chosen() -> None:
     assert selection_values(runs, troubled, "train_val", "accuracy") == {}
 
 
-def test_the_best_model_of_a_method() -> None:
-    runs = [record("erm", 0, 0.7), record("erm", 1, 0.9), record("erm", 0, 0.9, held="b"), record("erm", 1, None)]
-    assert picked_model(runs, "train_val", "accuracy") is runs[1], "the first of equals"
-    assert picked_model(runs, "train_val", "nll") is runs[0]
-    assert picked_model([record("erm", 0, 0.9, "failed"), runs[0]], "train_val", "accuracy") is runs[0]
-    for none in ([], runs[3:], [record("erm", 0, 0.9, "failed")]):
-        assert picked_model(none, "train_val", "accuracy") is None
-    tested = replace(runs[0], selected={"oracle": runs[0].selected["train_val"]})
-    assert picked_model([tested], "oracle", "accuracy") is None, "its values are test results"
-
-
 def test_the_trial_of_the_best_value_or_the_first() -> None:
     trials = [record("erm", 0, None), record("erm", 0, 0.6, trial=1), record("erm", 0, 0.8, trial=2)]
     assert picked_trials(trials, "train_val", "accuracy") == [trials[2]]
     assert picked_trials(trials, "train_val", "nll") == [trials[1]]
     assert picked_trials(trials[:1], "train_val", "accuracy") == trials[:1]
+
+
+# the differences to irm are 0.2, −0.1, 0.1, 0: mean 0.05, s = 0.12910, s / √4 = 0.06455
+IRM, ERM = (0.9, 0.8, 0.8, 0.7), (0.7, 0.9, 0.7, 0.7)
+
+
+def test_of_the_methods_within_one_standard_error_the_lowest_validation_nll() -> None:
+    runs = models("irm", *IRM, nll=0.5) + models("erm", *ERM, nll=0.4)
+    found = chosen_of(runs)
+    assert (found.method, found.best, found.within_reach) == ("erm", "irm", ("irm", "erm"))
+    assert "within one standard error of the best, irm: irm; of these, erm has the lowest validation NLL" in str(found)
+    assert "(irm 0.5, erm 0.4)" in str(found) and "irm 80.0, erm 75.0" in str(found)
+    for lower, expected in ((0.0145, "erm"), (0.0146, "irm")):  # a difference of 0.0645, and of 0.0646
+        lowered = models("erm", *(value - lower for value in ERM), nll=0.4)
+        assert chosen_of(models("irm", *IRM, nll=0.5) + lowered).method == expected, lower
+    assert chosen_of(models("irm", *IRM, nll=0.4) + models("erm", *ERM, nll=0.5)).method == "irm"
+
+
+def test_one_pair_gives_no_tolerance() -> None:
+    assert chosen_of(models("irm", 0.9, nll=9.0) + models("erm", 0.89, nll=0.1)).within_reach == ("irm",)
+    assert chosen_of(models("irm", 0.9, nll=9.0) + models("erm", 0.9, nll=0.1)).method == "erm", "equal values"
+    assert choose_method([], [], "train_val", "accuracy") is None, "nothing there"
+    alone = chosen_of(models("erm", 0.9))
+    assert (alone.method, str(alone)) == ("erm", "erm is the only method with a value of train_val (erm 90.0)")
+
+
+def test_without_validation_nll_the_fewest_settings_then_parameters_decide() -> None:
+    tuned = models("irm", *IRM, nll=0.1, tuned_settings=21, trained_parameters=5)
+    plain = models("erm", *ERM, trained_parameters=10)
+    assert chosen_of(tuned + plain).method == "erm", "erm has no validation NLL: an older run"
+    draws = [replace(one, trial=trial, selected={}) for one in plain for trial in range(1, 22)]
+    found = chosen_of([*tuned, *plain, *draws])
+    assert (found.method, found.reason) == ("irm", "the fewest tuned settings (irm 21, erm 22)")
+    assert chosen_of(models("irm", *IRM, trained_parameters=9) + plain).reason == (
+        "the fewest trained parameters (irm 9, erm 10)"
+    )
+    assert chosen_of(models("irm", *IRM) + models("erm", *IRM)).reason == "the first place in the recipe"
+
+
+def test_for_metrics_where_lower_is_better() -> None:
+    runs = models("irm", *(1 - v for v in IRM), nll=0.5) + models("erm", *(1 - v for v in ERM), nll=0.4)
+    assert (chosen_of(runs, "nll").best, chosen_of(runs, "nll").method) == ("irm", "erm")
+
+
+def test_heads_of_training_features_are_chosen_only_if_nothing_else_is_there() -> None:
+    neighbours = models("knn", *(0.99,) * 4, nll=0.01, training_features=2533)
+    found = chosen_of(neighbours + models("erm", *ERM, nll=0.4))
+    assert (found.method, found.within_reach, found.by_name_only) == ("erm", ("erm",), ("knn",))
+    assert "knn 99.0" in str(found) and "chosen by name only" in str(found)
+    assert chosen_of(neighbours).method == "knn"
+
+
+def test_a_method_with_fewer_seeds_is_paired_where_both_have_a_model() -> None:
+    """zero_shot has one seed, as its models would all be equal."""
+    more = [replace(one, seed=1) for one in models("irm", *IRM, nll=0.5)]
+    found = chosen_of([*models("irm", *IRM, nll=0.5), *more, *models("zero_shot", *ERM, nll=0.4)])
+    assert found.method == "zero_shot" and found.within_reach == ("irm", "zero_shot")

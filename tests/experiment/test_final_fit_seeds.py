@@ -21,9 +21,9 @@ SEEDS = "protocol.seeds=[4, 0, 1]", "methods=[erm]", "protocol.test_domains=[pho
 ALL, ONE = "protocol.final_fit=all_seeds", "protocol.final_fit=true"
 recipe, results = partial(small_runs.recipe, *SEEDS), partial(small_runs.results, *SEEDS)
 FILES = {
-    "4": "models/final_fit/model.safetensors",
-    "0": "models/final_fit/seed0.safetensors",
-    "1": "models/final_fit/seed1.safetensors",
+    "4": "models/final_fit/erm/model.safetensors",
+    "0": "models/final_fit/erm/seed0.safetensors",
+    "1": "models/final_fit/erm/seed1.safetensors",
 }
 
 
@@ -116,7 +116,8 @@ def test_more_seeds_are_added_to_a_fit_of_one(monkeypatch):
 @pytest.mark.slow
 def test_a_solver_has_one_model_under_every_seed():
     final = results(ALL, "methods=[linear_probe]")["final_fit"]
-    assert final["seeds"] == {"4": FILES["4"]} and [*(RUN / "models/final_fit").iterdir()] == [RUN / FILES["4"]]
+    file = "models/final_fit/linear_probe/model.safetensors"
+    assert final["seeds"] == {"4": file} and [*(RUN / "models/final_fit").rglob("*.safetensors")] == [RUN / file]
     assert final["temperature"] > 0
 
 

@@ -124,7 +124,7 @@ def test_an_export_holds_no_path_no_image_and_no_name_of_a_weights_file(small_pa
     found = read_run(Path(made.output.dir) / made.name)
     for with_encoder in (False, True):
         target = Path(f"model{with_encoder}")
-        parts = read_parts(found, Choice())
+        parts = read_parts(found, Choice(held_out=found.records[0].test_domains))
         export(parts, target, with_encoder)
         for file in target.iterdir():
             content = file.read_bytes()

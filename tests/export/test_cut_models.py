@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(made)
         trained(made, f"methods=[{{name: erm, label: head}}, {LAST}]", encoders=TWO)
         for label in ("head", "last"):
-            export_model(str(RUN), label, Choice(method=f"{label} @ vit"))
+            export_model(str(RUN), label, Choice(f"{label} @ vit", ("photo",)))
     return made
 
 
@@ -79,7 +79,7 @@ class TestTwoEncoders:
         paths, records = held_out(), results()["runs"]
         assert [one["method"] for one in records] == ["head @ vit", "last @ vit", "head @ cnn", "last @ cnn"]
         for record in records:
-            model = xdm_ft.load(RUN, method=record["method"])
+            model = xdm_ft.load(RUN, method=record["method"], held_out="photo")
             np.testing.assert_allclose(model.predict_proba(paths), recorded(record), rtol=0, atol=1e-6)
             assert model.config.encoder.width == (64 if "vit" in record["method"] else 96)
             assert np.isfinite(model.distance(paths)).all()
@@ -104,7 +104,7 @@ class TestTwoEncoders:
             ("head @ vit", "training_features/vit/photo.safetensors"),
             ("last @ cnn", "models/last %40 cnn/photo/seed0-trial0/train_val.reference.safetensors"),
         ):
-            found = read_parts(run, Choice(method=label)).reference
+            found = read_parts(run, Choice(label, ("photo",))).reference
             kept, _ = RunDirectory(RUN).tensors(file)
             assert found is not None
             np.testing.assert_array_equal(found.means, kept["means"].numpy())
@@ -143,7 +143,7 @@ class TestTwoEncodersWhole:
         copied(folder, tmp_path, monkeypatch)
 
     def test_the_whole_encoder_loads_with_its_library(self) -> None:
-        model, paths = exported(Choice(method="last @ vit"), "whole", with_encoder=True), held_out()
+        model, paths = exported(Choice("last @ vit", ("photo",)), "whole", with_encoder=True), held_out()
         assert not Path("whole/encoder_part.safetensors").exists()
         own = timm.create_model("test_vit", num_classes=0, img_size=32).eval()
         own.load_state_dict(load_file("whole/encoder.safetensors"))
@@ -165,7 +165,17 @@ class TestTwoEncodersWhole:
         found = evaluate(model, "cnn", str(DATA / "photo"), group=None, domains=None, batch_size=4)
         expected = record["selected"]["train_val"]["metrics"]["test"]["accuracy"]
         assert found.whole.metrics["accuracy"].value == pytest.approx(expected)
-        command = ["predict", str(RUN), str(DATA / "photo"), "--method", "last @ cnn", "--probabilities", "--out"]
+        command = [
+            "predict",
+            str(RUN),
+            str(DATA / "photo"),
+            "--method",
+            "last @ cnn",
+            "--held-out",
+            "photo",
+            "--probabilities",
+            "--out",
+        ]
         assert main([*command, "found.csv"]) == 0 and Path("found.csv").read_text().startswith("path,label")
 
     def test_the_analysis_measures_the_trained_part(self) -> None:
@@ -182,7 +192,7 @@ class TestTwoEncodersWhole:
 
     def test_a_kept_retraining_is_a_run_with_the_same_model(self) -> None:
         assert main(["retrain", str(RUN), "last @ cnn", "photo", "0", "--keep", "kept"]) == 0
-        again, before = (load(run, choice=Choice(method="last @ cnn")) for run in ("kept", RUN))
+        again, before = (load(run, choice=Choice("last @ cnn", ("photo",))) for run in ("kept", RUN))
         np.testing.assert_array_equal(again.predict_proba(held_out()), before.predict_proba(held_out()))
         assert np.isfinite(again.distance(held_out())).all()
 
@@ -238,7 +248,9 @@ class TestOneEncoder:
         tuned = "{name: erm, head_init: zero_shot, label: tuned, trainable: {blocks: 1}}"
         found = trained(tmp_path, CLIP, "training.lr=0.01", f"methods=[zero_shot, {tuned}]")
         paths = held_out()
-        models = {alpha: exported(Choice(method="tuned"), f"at-{alpha}", wise_ft=alpha) for alpha in (0.0, 0.5, 1.0)}
+        models = {
+            alpha: exported(Choice("tuned", ("photo",)), f"at-{alpha}", wise_ft=alpha) for alpha in (0.0, 0.5, 1.0)
+        }
         for alpha, record in ((0.0, found["runs"][0]), (1.0, found["runs"][1])):
             np.testing.assert_allclose(models[alpha].predict_proba(paths), recorded(record), rtol=0, atol=1e-6)
         start, middle, end = (one.module.encoder.state_dict() for one in models.values())
@@ -259,6 +271,6 @@ class TestOneEncoder:
             del encoder["trainable"], encoder["label"]
             about["encoder"] = json.dumps(encoder | {"in_this_file": kept})
             directory.write_tensors(file, state, {key: value for key, value in about.items() if key != "file"})
-            model = xdm_ft.load(RUN, method=record["method"])
+            model = xdm_ft.load(RUN, method=record["method"], held_out="photo")
             assert model.config.encoder.trained is kept
             np.testing.assert_allclose(model.predict_proba(held_out()), recorded(record), rtol=0, atol=1e-6)

@@ -73,10 +73,12 @@ def test_distances_are_those_of_the_training_images_of_the_first_seed() -> None:
     for record in results["runs"]:
         model = exported(choice_of(record), f"model{record['seed']}")
         checked(model, "methods=[erm]")
-        np.testing.assert_array_equal(model.distance(held_out()), xdm_ft.load(RUN).distance(held_out()))
+        np.testing.assert_array_equal(
+            model.distance(held_out()), xdm_ft.load(RUN, held_out="photo").distance(held_out())
+        )
     assert [path.name for path in SHARED.parent.iterdir()] == ["photo.safetensors"]
     assert model.distance([]).shape == (0,)
-    ensemble = exported(Choice(method="erm"), "ensemble", ensemble=True)
+    ensemble = exported(Choice("erm", ("photo",)), "ensemble", ensemble=True)
     np.testing.assert_array_equal(model.distance(held_out()), ensemble.distance(held_out()))
 
 
@@ -98,7 +100,7 @@ def test_a_model_with_an_encoder_of_its_own_has_distances_of_its_own() -> None:
     assert (RUN / beside).exists() and not SHARED.exists()
     checked(exported(choice_of(record)), *END_TO_END, "methods=[erm]")
     assert exported(Choice(), "final").distance(held_out()).shape == (len(held_out()),)
-    final = stored(Path("models/final_fit/model.reference.safetensors"))
+    final = stored(Path("models/final_fit/erm/model.reference.safetensors"))
     assert not np.array_equal(final.means, stored(Path(beside)).means)
 
 
@@ -127,7 +129,7 @@ def test_a_run_of_an_earlier_version_has_none_until_its_recipe_runs_again(caplog
     results = run("methods=[erm]")
     whole, document = SHARED.read_bytes(), (RUN / "results.json").read_bytes()
     shutil.rmtree(SHARED.parent)
-    for model in (exported(choice_of(results["runs"][0])), xdm_ft.load(RUN)):
+    for model in (exported(choice_of(results["runs"][0])), xdm_ft.load(RUN, held_out="photo")):
         with pytest.raises(UserError, match=r"distance: not known for this model.* run its recipe again"):
             model.distance(held_out())
     caplog.clear()
@@ -135,11 +137,11 @@ def test_a_run_of_an_earlier_version_has_none_until_its_recipe_runs_again(caplog
         run("methods=[erm]")
     assert SHARED.read_bytes() == whole and (RUN / "results.json").read_bytes() == document
     assert "erm: 1 model" not in caplog.text
-    xdm_ft.load(RUN).distance(held_out())
+    xdm_ft.load(RUN, held_out="photo").distance(held_out())
     SHARED.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     caplog.clear()
     with pytest.raises(UserError, match="the file is damaged"):
-        xdm_ft.load(RUN).distance(held_out())
+        xdm_ft.load(RUN, held_out="photo").distance(held_out())
     assert "photo.safetensors: is damaged (its checksum differs), so distances are not known" in caplog.text
     run("methods=[erm]")
     assert SHARED.read_bytes() == whole
@@ -174,8 +176,8 @@ def test_predictions_have_columns_of_distances(small_model, capsys: pytest.Captu
     model = load(small_model.model)
     distances = model.distance(images)
     percentiles = model.distance_percentile(distances)
-    for given in (small_model.model, small_model.run):
-        assert main(["predict", str(given), *images, "--distance", "--entropy", "--abstain-below", "0.5"]) == 0
+    for given in ([small_model.model], [small_model.run, "--held-out", "sketch"]):
+        assert main(["predict", *map(str, given), *images, "--distance", "--entropy", "--abstain-below", "0.5"]) == 0
         rows = table(capsys.readouterr().out)
         assert list(rows[0])[2:] == ["probability", "entropy", "distance", "distance_percentile", "abstained"]
         np.testing.assert_allclose([float(row["distance"]) for row in rows], distances, rtol=1e-4)
@@ -196,7 +198,7 @@ def test_distances_that_are_not_known_are_refused_before_any_image(  # type: ign
     shutil.copytree(small_model.run, old)
     shutil.rmtree(old / "training_features")
     [image, *_] = sorted(str(path) for path in small_model.data.rglob("*.png"))
-    assert main(["predict", str(old), image, "--distance"]) == 2
+    assert main(["predict", str(old), image, "--held-out", "sketch", "--distance"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and "Traceback" not in said.err
     [line] = [line for line in said.err.splitlines() if line.startswith("xdm-ft: ")]

@@ -274,7 +274,7 @@ def test_a_repository_is_never_read_as_a_run(model, hub, tmp_path):
     (model / "results.json").write_text('{"runs": [], "checksum": "x"}')
     hub(model)
     assert xdm_ft.load("hf-hub:org/name", device="cpu").class_names == small_models.CLASSES
-    with pytest.raises(UserError, match="is no run directory, so method, test domain, seed and trial can not be"):
+    with pytest.raises(UserError, match="is no run directory, so method, held-out domain, seed and trial can not be"):
         xdm_ft.load("hf-hub:org/name", seed=1)
 
 

@@ -56,7 +56,7 @@ def test_probabilities_are_those_of_the_model(small_model, model, tmp_path, work
 
 
 def test_cached_features_are_used_and_are_the_same_bits(small_model, model, tmp_path):
-    for loaded in (model, xdm_ft.load(small_model.run)):
+    for loaded in (model, xdm_ft.load(small_model.run, held_out="sketch")):
         sources = Sources([str(small_model.data)])
         items, logits, z, computed = whole(stream(loaded, sources, batch_size=8, cache=small_model.cache))
         assert len(items) > 20 and computed == 0
@@ -85,7 +85,7 @@ def test_drafts_are_those_of_the_run(tmp_path, monkeypatch, trainable):
         patch.setattr(_images, "to_rgb", lambda image: sizes.add(image.size) or to_rgb(image))
         assert not run(made).failed
     assert sizes == ({(400, 300), (100, 75)} if trainable else {(100, 75)})  # all are decoded whole once, as a check
-    model, sources = xdm_ft.load(Path(made.output.dir) / made.name), Sources(["data"])
+    model, sources = xdm_ft.load(Path(made.output.dir) / made.name, held_out="sketch"), Sources(["data"])
     images = [item.path for item in sources]
     _, logits, z, computed = whole(stream(model, sources, batch_size=8, cache=tmp_path / "cache"))
     assert computed == (len(images) if trainable else 0)

@@ -14,6 +14,7 @@ from typing import Any
 import miniature
 import numpy as np
 import pytest
+import small_runs
 import torch
 from exported import CLIP, DATA, END_TO_END, RUN, choice_of, exported, held_out, recorded, run
 from PIL import Image
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from small_models import CLASSES, parts, timm
 
 import xdm_ft
+from xdm_ft.cli import main
 from xdm_ft.commands.export import export_model
 from xdm_ft.errors import UserError
 from xdm_ft.export.export import export
@@ -30,6 +32,8 @@ from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.storage.digests import json_digest
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
+PHOTO = ("photo",)
+FOLD = Choice("erm", PHOTO)
 HEADS = (
     "methods=[linear_probe, erm, {name: erm, head: cosine, label: cosine}, "
     "{name: erm, head: mlp, mlp.hidden_width: 8, label: mlp}, {name: erm, normalize: true, label: unit}]"
@@ -44,7 +48,7 @@ def check(results: dict[str, Any], **how: Any) -> None:
         model = exported(choice_of(record), target, **how)
         np.testing.assert_allclose(model.predict_proba(paths), recorded(record), rtol=0, atol=1e-6)
         assert model.predict(paths) == [model.class_names[n] for n in recorded(record).argmax(1)]
-        assert xdm_ft.load(RUN, method=record["method"]).predict(paths) == model.predict(paths)
+        assert xdm_ft.load(RUN, method=record["method"], held_out="photo").predict(paths) == model.predict(paths)
 
 
 def test_a_head_with_and_without_the_encoder() -> None:
@@ -96,7 +100,7 @@ def test_another_precision_is_near(precision: str) -> None:
 @pytest.mark.slow
 def test_all_kinds_of_images_give_the_same(tmp_path: Path) -> None:
     run("methods=[erm]")
-    model = exported(Choice(method="erm"))
+    model = exported(FOLD)
     path = held_out()[0]
     with Image.open(path) as image:
         kinds = [path, Path(path), image.copy(), np.asarray(image)]
@@ -116,7 +120,7 @@ def test_all_kinds_of_images_give_the_same(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_fresh_process_runs_the_example() -> None:
     run("methods=[erm]")
-    model = exported(Choice(method="erm"))
+    model = exported(FOLD)
     paths = held_out()[:2]
     done = subprocess.run([sys.executable, "model/example.py", *paths], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
@@ -131,56 +135,155 @@ class TestWhichModel:
         answer = export_model(str(RUN), "model", Choice())
         assert answer.model.startswith("final fit: ") and load("model").config.method["test_domains"] == []
         assert json.loads((RUN / "results.json").read_text())["recipe"]["output"] == {"dir": "output"}, "as before"
-        before = (RUN / "models/final_fit/model.safetensors").stat().st_mtime_ns
+        before = (RUN / "models/final_fit/linear_probe/model.safetensors").stat().st_mtime_ns
         export_model(str(RUN), "again", Choice(), best=True)
-        assert (RUN / "models/final_fit/model.safetensors").stat().st_mtime_ns == before
+        assert (RUN / "models/final_fit/linear_probe/model.safetensors").stat().st_mtime_ns == before
         assert Path("model/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
         assert load(str(RUN)).config.chosen == answer.model
 
     @pytest.mark.slow
-    def test_the_run_goes_on_as_before_an_export_that_added_the_final_fit(self) -> None:
-        run("methods=[erm]", "protocol.seeds=2")
-        export_model(str(RUN), "model", Choice(), ensemble=True)
-        assert list(run("methods=[erm]", "protocol.seeds=2")["final_fit"]["seeds"]) == ["0", "1"]
-        grown = run("methods=[erm, linear_probe]", "protocol.seeds=3")
-        assert len(grown["runs"]) == 6 and grown["recipe"]["protocol"]["final_fit"] == "all_seeds"
-        assert list(run("methods=[erm, linear_probe]", "protocol.seeds=3")["final_fit"]["seeds"])
+    def test_final_fits_of_several_methods_lie_side_by_side(self, caplog: pytest.LogCaptureFixture) -> None:
+        run("methods=[erm, linear_probe]", "protocol.seeds=2")
+        with caplog.at_level("INFO", "xdm_ft"):
+            named = export_model(str(RUN), "model", Choice(method="erm"))
+        assert "trains the final fit of erm on all labelled images: about" in caplog.text
+        assert "erm was named (" in named.model and load("model").config.method["test_domains"] == []
+        before = json.loads((RUN / "results.json").read_text())
+        assert [*before["final_fits"]] == ["erm"] and load(RUN, choice=Choice("erm")) is not None
+        export_model(str(RUN), "chosen", Choice())
+        export_model(str(RUN), "members", Choice("erm"), ensemble=True)
+        found = json.loads((RUN / "results.json").read_text())
+        both = {str(seed): f"models/final_fit/erm/{name}.safetensors" for seed, name in enumerate(("model", "seed1"))}
+        assert found["final_fits"]["erm"] == before["final_fits"]["erm"] | {"seeds": both}
+        assert found["final_fit"]["method"] == "linear_probe"
+        assert found["final_fit"] == found["final_fits"][found["final_fit"]["method"]]
+        for method, fit in found["final_fits"].items():
+            assert fit["weights"] == f"models/final_fit/{method}/model.safetensors" and (RUN / fit["weights"]).exists()
+        # the recipe goes on as before; a fit stays as long as its runs determine the same one
+        again = run("methods=[erm, linear_probe]", "protocol.seeds=2")
+        assert again["final_fits"] == found["final_fits"] and again["recipe"]["protocol"]["final_fit"] is False
+        grown = run("methods=[erm, linear_probe, coral]", "protocol.seeds=2")
+        assert {method: fit["weights"] for method, fit in grown["final_fits"].items()} == {
+            method: fit["weights"] for method, fit in found["final_fits"].items()
+        }
 
     @pytest.mark.slow
-    def test_no_test_result_chooses(self) -> None:
-        """The method and seed with the best validation accuracy is taken, though another is best on the test domain."""
-        results = run("methods=[erm, linear_probe]", "protocol.seeds=3", "protocol.final_fit=false")
-        path = RUN / "results.json"
+    def test_a_killed_export_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from xdm_ft.experiment.results import ResultsFile
+
+        run("methods=[erm]", "protocol.seeds=3")
+        save, saved = ResultsFile.save, list[int]()
+
+        def once(self: ResultsFile, outcomes: Any, directory: Any) -> None:
+            kept = [*outcomes][:1] if not saved else [*outcomes]
+            save(self, kept, directory)
+            saved.extend(outcome.line["seed"] for outcome in kept)
+            if len(saved) == 1:
+                raise InterruptedError
+
+        monkeypatch.setattr(ResultsFile, "save", once)
+        with pytest.raises(InterruptedError):
+            export_model(str(RUN), "model", Choice(), ensemble=True)
+        assert not Path("model").exists() and (RUN / "state").exists()
+        export_model(str(RUN), "model", Choice(), ensemble=True)
+        assert sorted(saved) == [0, 1, 2] and load("model").config.members == (0, 1, 2)
+
+    def test_without_a_final_fit_a_run_has_no_model_to_use(self, capsys: pytest.CaptureFixture[str]) -> None:
+        run("methods=[erm]")
+        with pytest.raises(UserError, match=r"has no final fit of erm.*`xdm-ft export output/small DIR --method erm`"):
+            xdm_ft.load(RUN)
+        assert main(["predict", str(RUN), str(DATA / "photo"), "--quiet"]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and "--held-out photo" in told
+
+    @pytest.mark.slow
+    def test_a_fold_on_purpose_is_of_the_first_seed_and_says_what_it_lacks(self) -> None:
+        """No test result chooses: erm is taken, of its best validated seed 1 and its first seed 2 the latter."""
+        results = run("methods=[erm, linear_probe]", "protocol.seeds=[2, 0, 1]")
         from xdm_ft.storage.results_file import write_results
 
         for record in results["runs"]:
             picked = record["selected"]["train_val"]
-            picked["value"] = 0.9 if (record["method"], record["seed"]) == ("erm", 1) else 0.2
+            picked["value"] = {"erm": 0.8 + 0.1 * (record["seed"] == 1), "linear_probe": 0.2}[record["method"]]
             picked["metrics"]["test"]["accuracy"] = 0.0 if record["method"] == "erm" else 1.0
-        write_results(path, results)
-        model = xdm_ft.load(RUN)
-        assert (model.config.method["label"], model.config.method["seed"]) == ("erm", 1)
-        assert "no test result was read" in model.config.chosen
-        assert xdm_ft.load(RUN, seed=2).config.method["seed"] == 2
+        write_results(RUN / "results.json", results)
+        model = xdm_ft.load(RUN, held_out="photo")
+        assert (model.config.method["label"], model.config.method["seed"]) == ("erm", 2)
+        assert "no test result was read" in model.config.chosen and "without photo (held out)" in model.config.chosen
+        assert xdm_ft.load(RUN, held_out="photo", seed=1).config.method["seed"] == 1
+        export_model(str(RUN), "fold", Choice(held_out=PHOTO))
+        assert "**It lacks photo**" in Path("fold/README.md").read_text()
+        assert not (RUN / "models/final_fit").exists()
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("choice", "message"),
         [
             (Choice(method="ermm"), 'no model ermm; did you mean "erm"'),
-            (Choice(test_domains=("sketch",)), "--test-domain: no model sketch"),
-            (Choice(seed=7), "--seed: no model 7; known: 0"),
-            (Choice(trial=1), "--trial: no model 1"),
+            (Choice(held_out=("sketch",)), "--held-out: no model sketch"),
+            (Choice(held_out=PHOTO, seed=7), "--seed: no model 7; known: 0"),
+            (Choice(held_out=PHOTO, trial=1), "--trial: no model 1"),
+            (Choice(seed=0), "--seed names a model that was trained without a domain; add --held-out photo"),
+            (Choice(trial=0), "--trial names a model that was trained without a domain; add --held-out photo"),
         ],
     )
     def test_an_unknown_model_is_one_line(self, choice: Choice, message: str) -> None:
         run("methods=[erm]")
         with pytest.raises(UserError, match=message):
             export_model(str(RUN), "model", choice)
+        assert not (RUN / "models/final_fit").exists()
 
     def test_a_run_by_oracle_names_its_model(self) -> None:
         run("methods=[erm]", "protocol.selection=oracle")
-        assert export_model(str(RUN), "model", Choice()).model == "erm, photo held out, seed 0, trial 0"
+        with pytest.raises(UserError, match="selection: oracle has none; export a model of the estimate by --held-out"):
+            export_model(str(RUN), "model", Choice())
+        told = export_model(str(RUN), "model", Choice(held_out=PHOTO)).model
+        assert told.startswith("trained without photo (held out), seed 0, trial 0; ")
+
+    @pytest.mark.slow
+    def test_an_official_split_gives_its_own_model_unless_a_final_fit_is_wanted(self) -> None:
+        lines = ["path,label,domain,split"]
+        part = {"photo": "train", "sketch": "val", "cartoon": "test"}
+        for image in sorted(Path("data").rglob("*.png")):
+            if image.parts[-3] in part:
+                lines.append(f"{image},{image.parts[-2]},{image.parts[-3]},{part[image.parts[-3]]}")
+        Path("table.csv").write_text("\n".join(lines) + "\n")
+        official = "protocol={name: official, selection: val_domain, seeds: [3, 1]}"
+        small_runs.results("data={name: table, file: table.csv}", official, "methods=[erm]")
+        told = export_model(str(RUN), "own", Choice()).model
+        assert told.startswith("trained without cartoon (held out), seed 3, trial 0; ") and xdm_ft.load(RUN)
+        assert not (RUN / "models/final_fit").exists()
+        assert exported(Choice(), "heads", ensemble=True).config.members == (1, 3)
+        assert export_model(str(RUN), "best", Choice(), best=True).model.startswith("final fit: ")
+        assert export_model(str(RUN), "again", Choice("erm")).model.startswith("final fit: ")
+
+
+class TestTrainingFeatures:
+    @pytest.mark.slow
+    def test_a_head_of_training_features_is_marked_and_not_uploaded_unasked(self) -> None:
+        results = run("methods=[{name: knn, neighbours: [1, 3]}, erm]", "protocol.final_fit=true")
+        assert results["final_fit"]["method"] == "erm" and results["final_fit"]["chosen_by"]["by_name_only"] == ["knn"]
+        by_method = {record["method"]: record for record in results["runs"]}
+        assert by_method["knn"]["training_features"] > 0 and by_method["knn"]["tuned_settings"] == 6
+        assert "training_features" not in by_method["erm"] and "tuned_settings" not in by_method["erm"]
+        told = export_model(str(RUN), "model", Choice("knn"))
+        n = sum(json.loads((RUN / "results.json").read_text())["final_fits"]["knn"]["images"].values())
+        marked = f"contains the features of all {n:,} training images"
+        assert marked in told.text() and marked in Path("model/README.md").read_text()
+        assert marked not in export_model(str(RUN), "erm", Choice()).text()
+        with pytest.raises(UserError, match=f"--push-to-hub: the head {marked}; --allow-training-features"):
+            export_model(str(RUN), "hub", Choice("knn"), push_to_hub="me/mine")
+        assert not Path("hub").exists()
+
+    @pytest.mark.slow
+    def test_class_means_of_few_images_are_marked(self) -> None:
+        run("methods=[prototypes]")
+        few = exported(Choice("prototypes", PHOTO), "fold").config.few_images
+        assert few and max(few.values()) < 10
+        marked = "contains mean features of fewer than ten training images: "
+        assert marked in Path("fold/README.md").read_text()
+        told = export_model(str(RUN), "whole", Choice("prototypes")).text()
+        assert (marked in told) == bool(load("whole").config.few_images)
 
 
 class TestCombined:
@@ -189,8 +292,8 @@ class TestCombined:
         run(HEADS, "protocol.seeds=3")
         paths = held_out()
         for label, has_mean in (("erm", True), ("cosine", False), ("mlp", False)):
-            model = exported(Choice(method=label), label, ensemble=True)
-            single = [xdm_ft.load(RUN, method=label, seed=seed) for seed in range(3)]
+            model = exported(Choice(label, PHOTO), label, ensemble=True)
+            single = [xdm_ft.load(RUN, method=label, held_out="photo", seed=seed) for seed in range(3)]
             z = torch.from_numpy(model.encode(paths))
             logits = torch.stack([one.module.logits(z) for one in single]).mean(0)
             torch.testing.assert_close(model.module.logits(z), logits, rtol=0, atol=1e-5)
@@ -205,8 +308,8 @@ class TestCombined:
     @pytest.mark.slow
     def test_an_ensemble_of_linear_heads_is_their_mean(self) -> None:
         run("methods=[erm]", "protocol.seeds=2")
-        model, paths = exported(Choice(method="erm"), ensemble=True), held_out()
-        states = [xdm_ft.load(RUN, seed=seed).module.head.state_dict() for seed in range(2)]
+        model, paths = exported(FOLD, ensemble=True), held_out()
+        states = [xdm_ft.load(RUN, held_out="photo", seed=seed).module.head.state_dict() for seed in range(2)]
         assert torch.equal(model.module.head.weight, torch.stack([one["weight"] for one in states]).mean(0))
         z = torch.from_numpy(model.encode(paths))
         torch.testing.assert_close(model.module.logits(z), model.module.member_logits(z).mean(0), rtol=0, atol=1e-5)
@@ -214,7 +317,7 @@ class TestCombined:
     @pytest.mark.slow
     def test_one_seed_is_no_ensemble(self) -> None:
         run("methods=[linear_probe]")
-        for choice in (Choice(), Choice(method="linear_probe")):
+        for choice in (Choice(), Choice("linear_probe", PHOTO)):
             with pytest.raises(UserError, match="--ensemble needs models of several seeds, but there is one"):
                 exported(choice, ensemble=True)
 
@@ -231,20 +334,29 @@ class TestCombined:
     @pytest.mark.slow
     def test_wise_ft_lies_between_zero_shot_and_the_trained_model(self) -> None:
         results = run(CLIP, "methods=[zero_shot, {name: erm, head_init: zero_shot, label: tuned}]")
-        paths, tuned = held_out(), Choice(method="tuned")
+        paths, tuned = held_out(), Choice("tuned", PHOTO)
         ends = {record["method"]: recorded(record) for record in results["runs"]}
         at = {alpha: exported(tuned, f"at-{alpha}", wise_ft=alpha).predict_proba(paths) for alpha in (0.0, 0.5, 1.0)}
         np.testing.assert_allclose(at[0.0], ends["zero_shot"], rtol=0, atol=1e-6)
         np.testing.assert_allclose(at[1.0], ends["tuned"], rtol=0, atol=1e-6)
         assert np.abs(at[0.5] - at[0.0]).max() > 1e-4 < np.abs(at[0.5] - at[1.0]).max()
-        for wrong, choice in ((1.5, tuned), (0.5, Choice(method="zero_shot"))):
+        for wrong, choice in ((1.5, tuned), (0.5, Choice("zero_shot", PHOTO))):
             with pytest.raises(UserError):
                 exported(choice, "wrong", wise_ft=wrong)
 
     @pytest.mark.slow
+    def test_wise_ft_acts_on_the_final_fit(self) -> None:
+        run(CLIP, "methods=[{name: erm, head_init: zero_shot}]")
+        models = [exported(Choice(), f"at-{alpha}", wise_ft=alpha) for alpha in (0.0, 0.5, 1.0)]
+        a, b, c = (model.module.head.weight for model in models)
+        torch.testing.assert_close(b, (a + c) / 2)
+        torch.testing.assert_close(c, xdm_ft.load(RUN).module.head.weight)
+        assert "final fit: " in models[1].config.chosen and "WiSE-FT: 0.5" in models[1].config.chosen
+
+    @pytest.mark.slow
     def test_wise_ft_moves_an_encoder_that_was_trained(self) -> None:
         run(CLIP, *END_TO_END, "training.lr=0.01", "methods=[{name: erm, head_init: zero_shot}]")
-        start, middle, end = (exported(Choice(method="erm"), f"m{a}", wise_ft=a) for a in (0.0, 0.5, 1.0))
+        start, middle, end = (exported(FOLD, f"m{a}", wise_ft=a) for a in (0.0, 0.5, 1.0))
         name = "model.visual.conv1.weight"
         a, b, c = (one.module.encoder.state_dict()[name] for one in (start, middle, end))
         torch.testing.assert_close(b, (a + c) / 2)
@@ -254,7 +366,7 @@ class TestCombined:
     def test_wise_ft_without_class_embeddings_is_refused(self) -> None:
         run("methods=[erm]")
         with pytest.raises(UserError, match="did not start from class embeddings"):
-            exported(Choice(method="erm"), wise_ft=0.5)
+            exported(FOLD, wise_ft=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +486,7 @@ def test_loading_leaves_the_generator_as_it_was() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    model = xdm_ft.load(RUN)
+    model = xdm_ft.load(RUN, held_out="photo")
     assert torch.equal(torch.rand(3), expected)
     assert weights_digest(load_again := model.module.encoder) == weights_digest(load_again)
 

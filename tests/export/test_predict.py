@@ -75,8 +75,10 @@ def test_labels_and_probabilities_are_the_models(small_model, images, expected, 
     assert [row["path"] for row in found] == images and list(found[0]) == ["path", "label", "probability"]
     assert [row["label"] for row in found] == [names[i] for i in p.argmax(1)]
     np.testing.assert_allclose([float(row["probability"]) for row in found], p.max(1), rtol=1e-5)
-    of_run = xdm_ft("predict", small_model.run, "new", "--method", "erm", "--seed", "0", cwd=tmp_path)
-    assert rows(of_run.stdout) == found and "erm, sketch held out" in of_run.stderr
+    of_run = xdm_ft(
+        "predict", small_model.run, "new", "--method", "erm", "--held-out", "sketch", "--seed", "0", cwd=tmp_path
+    )
+    assert rows(of_run.stdout) == found and "without sketch (held out)" in of_run.stderr
     (tmp_path / "list.txt").write_text("\n".join(images))
     listed = xdm_ft("predict", small_model.model, "-", cwd=tmp_path, first=read_the_list)
     assert rows(listed.stdout) == found, listed.stderr
@@ -180,12 +182,11 @@ def test_a_summary_as_json(small_model, images, tmp_path):
     found = json.loads(done.stdout)
     assert found.pop("unreadable_images") == {"bad.png": "not an image in a format that Pillow reads"}
     assert found == {"out": "o.csv", "predicted": 12, "groups": None, "unreadable": 1, "computed": 12, "resumed": 0}
-    of_run = xdm_ft("predict", small_model.run, "known.png", "--out", "p.csv", "--json", cwd=small_model.folder)
+    fold = ("predict", small_model.run, "known.png", "--held-out", "sketch", "--json", "--out")
+    of_run = xdm_ft(*fold, "p.csv", cwd=small_model.folder)
     assert of_run.returncode == 2  # no such file there
     (small_model.folder / "known.png").write_bytes((tmp_path / "known.png").read_bytes())
-    of_run = xdm_ft(
-        "predict", small_model.run, "known.png", "--out", tmp_path / "p.csv", "--json", cwd=small_model.folder
-    )
+    of_run = xdm_ft(*fold, tmp_path / "p.csv", cwd=small_model.folder)
     assert json.loads(of_run.stdout)["computed"] == 0, "the cache of the run's recipe is used"
 
 

@@ -117,7 +117,7 @@ def test_a_finished_run_trains_the_model_of_damaged_weights_again(
 
 
 def test_the_model_to_use_is_checked_too(finished: Path, run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = run / "models/final_fit/model.safetensors"
+    path = run / "models/final_fit/erm/model.safetensors"
     whole = path.read_bytes()
     flip_in_the_middle(path)
     with caplog.at_level(logging.INFO, "xdm_ft"):

@@ -103,7 +103,7 @@ FILES = {
         "run.lock": [garbage, folder_instead, remove],
         "models/erm/**/predictions.safetensors": [empty, *TENSORS],
         "models/erm/**/train_val.safetensors": [folder_instead, *TENSORS],
-        "models/final_fit/model.safetensors": [empty, *TENSORS],
+        "models/final_fit/erm/model.safetensors": [empty, *TENSORS],
         "test_images/*.safetensors": [folder_instead, empty, *TENSORS],
         "training_features/*.safetensors": [folder_instead, truncate, remove],
     },

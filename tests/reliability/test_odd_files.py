@@ -100,7 +100,7 @@ FILES: dict[str, list[Callable[[Path], None]]] = {
     "models/erm": [text],
     "models/erm/*/*/predictions.safetensors": [folder, pipe, link_to_itself, endless, empty_tensors],
     "models/erm/*/*/train_val.safetensors": [folder, pipe, link_to_nothing, header_of_brackets, empty_tensors],
-    "models/final_fit/model.safetensors": [folder, pipe, empty_tensors],
+    "models/final_fit/erm/model.safetensors": [folder, pipe, empty_tensors],
     "events": [text, link_to_nothing],
     "events/*": [folder],
     "state": [text, link_to_nothing],
@@ -156,7 +156,7 @@ def test_a_folder_or_a_pipe_as_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_kind_as_checkpoint(finished: Path, tmp_path: Path) -> None:
-    shutil.copy(finished / "out/small/models/final_fit/model.safetensors", tmp_path / "c")
+    shutil.copy(finished / "out/small/models/final_fit/erm/model.safetensors", tmp_path / "c")
     with pytest.raises(Damaged, match="it is no checkpoint"):
         checkpoint.read(tmp_path / "c")
 

@@ -171,7 +171,7 @@ def test_a_run_that_grows_large_keeps_the_files_of_its_first_heads(
 def test_a_head_of_a_shared_file_is_exported_and_trained_again(
     finished: Path, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chosen = Choice(method="erm+swad", test_domains=("ink",), seed=1)
+    chosen = Choice("erm+swad", ("ink",), seed=1)
     head, expected = (
         read_parts(read_run(run), chosen).heads["head"].state_dict() for run in (copy, finished / "own/small")
     )

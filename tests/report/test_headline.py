@@ -87,11 +87,11 @@ def test_a_pipe_gets_every_method_and_domain(capsys: pytest.CaptureFixture[str])
 
 def test_failures_are_named_and_what_to_do_next(capsys: pytest.CaptureFixture[str], monkeypatch: Terminal) -> None:
     made = run(SIX, failed=["xdomainmix", "coral"])
-    final = {"final_fit": {"status": "failed", "reason": "the loss is nan\nat step 7"}}
+    final = {"final_fits": {"erm": {"status": "failed", "reason": "the loss is nan\nat step 7"}}}
     made = dataclasses.replace(made, results=made.results | final)
     text = " ".join(screen(made, capsys, monkeypatch).split())
     assert "xdomainmix, coral: 1 of 12 runs failed: the loss was not finite" in text
-    assert "final_fit: the loss is nan at step 7" in text and "only failed models train" in text
+    assert "final fit of erm: the loss is nan at step 7" in text and "only failed models train" in text
     rows = [dataclasses.replace(row, reason=f"{row.method} {'reason ' * 60}") for row in made.own_rows]
     many = dataclasses.replace(made, rows=rows)
     assert len(screen(many, capsys, monkeypatch).splitlines()) < 24

@@ -333,7 +333,8 @@ class Solver(Method):
 
     head_kind: str = "linear"  # file stem in heads/ of the head that it computes
     normalized: bool = False  # whether its head needs L2-normalised features, whatever `encoder.normalize` is
-    candidates: int = 1  # number of candidates that `solve` yields, for the progress bar
+    candidates: int = 1  # number of candidates that `solve` yields
+    class_means: bool = False  # whether its head holds means over the training images of a class
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

@@ -68,6 +68,7 @@ class Prototypes(Solver):
 
     source = "Mensink et al. 2013 (nearest class mean); Snell et al. 2017, Prototypical Networks, eq. (1) and (2)"
     normalized = True
+    class_means = True
 
     def __init__(
         self,

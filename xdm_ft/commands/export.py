@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from PIL import Image
 
@@ -13,19 +14,21 @@ from xdm_ft.commands.answer import Answer
 from xdm_ft.data._images import UnreadableImage
 from xdm_ft.errors import UserError, printable
 from xdm_ft.experiment import run as run_recipe
+from xdm_ft.experiment.final_fit import Wanted
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.resume import written_recipe
+from xdm_ft.export.card import held_words
 from xdm_ft.export.config import Expected
 from xdm_ft.export.directory import read_config
 from xdm_ft.export.export import AsOnnx, export, refuse_taken
 from xdm_ft.export.hub import Pushed, check_name, push
 from xdm_ft.export.onnx import OnnxFile, check_installed
-from xdm_ft.export.runs import Choice, read_parts
+from xdm_ft.export.runs import Choice, chosen_method, read_parts
 from xdm_ft.recipe.read import check
 from xdm_ft.recipe.text import apply_override
+from xdm_ft.report.costs import seconds_text
 from xdm_ft.report.finished import ORACLE, Run, read_run
 
-NAME_ONE = "name a model: --method, --test-domain, --seed"
 IMAGES = 8  # that ONNX Runtime and torch are compared on
 logger = logging.getLogger("xdm_ft")
 
@@ -38,6 +41,7 @@ class Exported(Answer):
     temperature: float  # by which the logits are divided
     fitted_temperature: float | None
     nll: tuple[float, float] | None  # of the run's models on held-out domains, without and with their temperatures
+    holds: str  # what of the training images is in the head, for a reader; "": weights alone
     needs_encoder_weights: bool  # neither the directory nor a public name gives the encoder's weights
     onnx: OnnxFile | None
     pushed: Pushed | None  # to the Hugging Face hub
@@ -56,6 +60,8 @@ class Exported(Answer):
         if self.fitted_temperature is not None and self.temperature == 1.0:
             fitted = f"a temperature of {self.fitted_temperature:.3g} was fitted (--temperature uses it)"
             lines.append(fitted + self._effect())
+        if self.holds:
+            lines.append(f"the head {self.holds}: share it as you may share the images")
         if self.needs_encoder_weights:
             lines.append(
                 "the encoder's weights come from a file that is not in the directory: loading needs it "
@@ -83,25 +89,36 @@ def export_model(
     onnx_preprocessing: bool = False,
     push_to_hub: str | None = None,
     private: bool = False,
+    allow_training_features: bool = False,
 ) -> Exported:
     """Writes the chosen model of the run into a new directory.
 
-    `best`, or an empty choice: the final fit, trained now if the run has none; the protocol's choice if there can be
-    none. `push_to_hub`: a repository that the directory is uploaded to.
+    Without `choice.held_out` it is the final fit of the method, trained now if the run has none; for an official split
+    only if `best`, else without one the method's first seed. `push_to_hub`: a repository that the directory is uploaded
+    to, a head with training features only if `allow_training_features`.
 
     Raises `UserError` if there is no such model, if its files are damaged, or if the directory is taken.
     """
-    if best and choice != Choice():
-        raise UserError("--best names a model, as --method, --test-domain, --seed and --trial do; leave one out")
+    if best and choice.held_out is not None:
+        raise UserError("--best names the final fit, and --held-out a model that was trained without a domain")
     if onnx or onnx_preprocessing:
         check_installed()
     if push_to_hub is not None:
         check_name(push_to_hub)
     run, folder = read_run(Path(run_dir).expanduser()), Path(target).expanduser()
     refuse_taken(folder)  # before a training of hours
-    if choice == Choice():
-        run = _with_final_fit(run, ensemble)
+    method, _ = chosen_method(run, choice)
+    # an official split has no folds: its models are of use as they are
+    is_official = run.results["recipe"]["protocol"]["name"] == "official"
+    if (
+        choice.held_out is None
+        and choice == Choice(choice.method)
+        and (best or not is_official or method in run.final_fits)
+    ):
+        run = _with_final_fit(run, method, ensemble)
     parts = read_parts(run, choice, wise_ft=wise_ft, ensemble=ensemble, temperature=temperature)
+    if push_to_hub is not None and parts.training_features and not allow_training_features:
+        raise UserError(f"--push-to-hub: the head {held_words(parts)}; --allow-training-features uploads them")
     as_onnx = AsOnnx(_images(run), onnx_preprocessing) if onnx or onnx_preprocessing else None
     written = export(parts, folder, with_encoder, as_onnx)
     config, _ = read_config(folder)
@@ -112,6 +129,7 @@ def export_model(
         config.temperature,
         config.fitted_temperature,
         _nll(config.expected),
+        held_words(parts),
         config.encoder.file is None and "weights" not in config.encoder.settings,
         written,
         None if push_to_hub is None else push(folder, push_to_hub, private),
@@ -136,26 +154,45 @@ def _images(run: Run) -> list[Image.Image]:
         return []
 
 
-def _with_final_fit(run: Run, ensemble: bool) -> Run:
-    """Returns the run with a final fit, which is trained now if the run has none and its selection allows one."""
-    final, protocol = run.results.get("final_fit"), run.results["recipe"]["protocol"]
+def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
+    """Returns the run with a final fit of the method, of all seeds for an ensemble, which is trained now if need be."""
+    final, recipe = run.final_fits.get(method), run.results["recipe"]
     if final is not None and final["status"] == "ok" and (not ensemble or "seeds" in final):
         return run
-    if protocol["selection"] == ORACLE:
-        logger.warning("%s: no final fit, as oracle reads labels of the held-out domains", run.path)
-        return run
-    if (run.path / "state").exists():
-        raise UserError(f"{run.path}: the run is not finished; run its recipe again, or {NAME_ONE}")
+    if recipe["protocol"]["selection"] == ORACLE:
+        raise UserError(
+            f"{run.path}: a final fit needs an unbiased estimate; selection: oracle has none; "
+            "export a model of the estimate by --held-out DOMAIN"
+        )
+    if not run.rows:  # it is written without a summary as long as models train
+        raise UserError(f"{run.path}: the run is not finished; run its recipe again, or name a model by --held-out")
     text = written_recipe(run.path, run.results)
     name = str(text.values["name"])
     if name != run.path.resolve().name:
         raise UserError(
-            f"{run.path}: the final fit is trained in a directory with the run's name, {name}; rename it, or {NAME_ONE}"
+            f"{run.path}: the final fit is trained in a directory with the run's name, {name}; rename it, "
+            "or export a model of the estimate by --held-out DOMAIN"
         )
-    apply_override(text, f"protocol.final_fit={'all_seeds' if ensemble else 'true'}")
     # as the user named it: the run's page repeats it, and is given to others
     parent = run.path.parent if run.path.name == name else run.path.resolve().parent
     apply_override(text, f"output.dir={json.dumps(str(parent))}")
-    logger.info("%s: trains the final fit; --method, --test-domain and --seed export a model of the table", run.path)
-    run_recipe(check(text))
-    return read_run(run.path)
+    made = check(text)
+    seeds = len(made.protocol.seeds) if ensemble else 1
+    logger.info(
+        "%s: trains the final fit of %s on all labelled images%s: about %s, as one model of the run took %s, after the "
+        "features are read or computed",
+        run.path, method, f" under {seeds} seeds" if seeds > 1 else "", *_times(run, method, seeds),
+    )  # fmt: skip
+    run_recipe(made, [Wanted(method, ensemble)])
+    run = read_run(run.path)
+    final = run.final_fits.get(method)
+    if final is None or final["status"] != "ok":
+        reason = f"no value of {run.rule} in all of its runs" if final is None else final["reason"]
+        raise UserError(f"{run.path}: the final fit of {method} has failed: {reason}")
+    return run
+
+
+def _times(run: Run, method: str, models: int) -> tuple[str, str]:
+    """Returns how long so many trainings of the method take, and how long one of the run took."""
+    seconds = median(one.train_seconds or 0.0 for one in run.records if one.method == method)
+    return f"{seconds_text(models * seconds)} s", f"{seconds_text(seconds)} s"

@@ -11,8 +11,8 @@ from xdm_ft.commands.model_choice import add_choice, choice_of
 def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("run_dir", metavar="RUN_DIR")
     sub.add_argument("dir", metavar="DIR", help="a new directory")
-    best = "the final fit on all images, trained now if it was not; if there can be none, the protocol's choice"
-    sub.add_argument("--best", action="store_true", help=f"{best} (default)")
+    best = "the final fit on all images, trained now if it was not (the default, but for official splits)"
+    sub.add_argument("--best", action="store_true", help=best)
     add_choice(sub)
     encoder = sub.add_mutually_exclusive_group()
     include = "include all weights of the encoder (default: only if they came from a file)"
@@ -28,6 +28,8 @@ def add(sub: argparse.ArgumentParser) -> None:
     inside = "like --onnx, for uint8 images that are resized already: normalisation is inside the file"
     sub.add_argument("--onnx-preprocessing", action="store_true", help=inside)
     sub.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload the directory to the Hugging Face hub")
+    features = "let --push-to-hub upload a head that holds features of training images"
+    sub.add_argument("--allow-training-features", action="store_true", help=features)
     sub.add_argument("--private", action="store_true", help="make a new repository of --push-to-hub private")
 
 
@@ -48,4 +50,5 @@ def called(arguments: argparse.Namespace) -> Answer:
         onnx_preprocessing=arguments.onnx_preprocessing,
         push_to_hub=arguments.push_to_hub,
         private=arguments.private,
+        allow_training_features=arguments.allow_training_features,
     )

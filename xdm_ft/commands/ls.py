@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from xdm_ft.algorithms import Algorithm, Method
+from xdm_ft.algorithms import Algorithm, Method, Solver
 from xdm_ft.commands.answer import Answer
 from xdm_ft.recipe import components
 from xdm_ft.recipe.text import recipe_folder
@@ -30,6 +30,7 @@ class Entry:
     about: str
     source: str | None = None  # of methods and heads: the paper
     works_on: str | None = None  # of methods: cached features, training end to end, or both
+    holds: str | None = None  # of methods: what of the training images their head holds
     settings: tuple[Setting, ...] = ()
 
 
@@ -62,13 +63,22 @@ def _recipes() -> list[Path]:
 
 def _methods() -> Iterator[Entry]:
     for name in components.names("algorithms"):
-        yield replace(_entry("algorithms", name), works_on=_works_on(components.find("algorithms", name)))
+        cls = components.find("algorithms", name)
+        yield replace(_entry("algorithms", name), works_on=_works_on(cls), holds=_holds(cls))
 
 
 def _works_on(cls: type[Method]) -> str:
     if not issubclass(cls, Algorithm):
         return "cached"
     return "end to end" if cls.frozen_reason else "cached / end to end"
+
+
+def _holds(cls: type[Method]) -> str | None:
+    if not issubclass(cls, Solver):
+        return None
+    if components.find("heads", cls.head_kind).training_features:
+        return "its head holds the features of all training images"
+    return "its head holds the mean feature of each class" if cls.class_means else None
 
 
 def _add_ons() -> Iterator[Entry]:
@@ -95,7 +105,8 @@ def _cells(what: str, entry: Entry) -> tuple[str | None, ...]:
     if what == "recipes":
         return entry.name, entry.about
     about = None if what == "methods" else entry.about
-    return entry.name, about, entry.source, entry.works_on, _settings(entry)
+    works_on = "; ".join(filter(None, (entry.works_on, entry.holds))) or None
+    return entry.name, about, entry.source, works_on, _settings(entry)
 
 
 def _settings(entry: Entry) -> str:

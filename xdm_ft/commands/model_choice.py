@@ -10,14 +10,15 @@ if TYPE_CHECKING:
 
 
 def add_choice(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--method", help="name of the method in results.json; of a run without it: the best validated")
-    sub.add_argument("--test-domain", metavar="DOMAIN", help="held-out domain; several joined by commas")
-    sub.add_argument("--seed", type=int)
-    sub.add_argument("--trial", type=int, help="trial of a search")
+    sub.add_argument("--method", help="name of the method in results.json (default: the one that validation prefers)")
+    held_out = "a model that was trained without this domain, instead of the final fit; several joined by commas"
+    sub.add_argument("--held-out", metavar="DOMAIN", help=held_out)
+    sub.add_argument("--seed", type=int, help="with --held-out: the seed (default: the first)")
+    sub.add_argument("--trial", type=int, help="with --held-out: the trial of a search (default: the one picked)")
 
 
 def choice_of(arguments: argparse.Namespace) -> Choice:
     from xdm_ft.export.runs import Choice
 
-    test_domains = None if arguments.test_domain is None else tuple(arguments.test_domain.split(","))
-    return Choice(arguments.method, test_domains, arguments.seed, arguments.trial)
+    held_out = None if arguments.held_out is None else tuple(arguments.held_out.split(","))
+    return Choice(arguments.method, held_out, arguments.seed, arguments.trial)

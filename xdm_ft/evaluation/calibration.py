@@ -11,6 +11,7 @@ import math
 import numpy as np
 from torch import Tensor
 
+from xdm_ft.evaluation.metrics import per_image_nll
 from xdm_ft.randomness import Stream, permutation
 
 LOWEST, HIGHEST = 0.01, 100.0
@@ -26,10 +27,7 @@ def temperature(logits: Tensor, labels: Tensor) -> float | None:
     Returns None without images, if the logits of each image are equal, as every T then gives equal probabilities, and
     if the minimum is not inside. Of more than MOST_LOGITS / C images, a sample that depends on n and C only is used.
     """
-    n, classes = logits.shape
-    if n > (most := max(1, MOST_LOGITS // classes)):
-        sample = permutation(0, 0, Stream.TEMPERATURE, n)[:most]
-        logits, labels = logits[sample], labels[sample]
+    logits, labels = _sample(logits, labels)
     # [C,n], as numpy is ten times as fast along the first axis
     columns = logits.double().T.numpy(force=True).copy()
     margins = columns - np.take_along_axis(columns, labels.numpy(force=True)[None], 0)  # 0 at the label
@@ -52,3 +50,17 @@ def temperature(logits: Tensor, labels: Tensor) -> float | None:
     if slope(high) >= 0:
         return None
     return math.exp(brentq(slope, low, high, xtol=1e-9))
+
+
+def validation_nll(logits: Tensor, labels: Tensor, temperature: float | None) -> float:
+    """Returns the mean of −log softmax(logits / T)[label] over the images that `temperature` reads; T = 1 for None."""
+    logits, labels = _sample(logits, labels)
+    return float(per_image_nll(logits.double() / (temperature or 1.0), labels).mean())
+
+
+def _sample(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    n, classes = logits.shape
+    if n <= (most := max(1, MOST_LOGITS // classes)):
+        return logits, labels
+    sample = permutation(0, 0, Stream.TEMPERATURE, n)[:most]
+    return logits[sample], labels[sample]

@@ -31,11 +31,13 @@ class Pick:
     flags: list[str] | None = None  # reasons to doubt the pick, e.g. "last step picked"
     value: float | None = None  # selection metric, as the rule compared it
     temperature: float | None = None  # of the weights that the recipe's own rule picked, if known
+    validation_nll: float | None = None  # on the images of the temperature, of logits divided by it (None: by 1)
 
     def to_json(self) -> dict[str, Any]:
         metrics = {split: dict(vars(score)) for split, score in self.metrics.items()}
         start = {"step": self.step, **self.hparams, "weights": self.weights, "metrics": metrics}
-        return start | _present(curve=self.curve, flags=self.flags, value=self.value, temperature=self.temperature)
+        calibration = {"temperature": self.temperature, "validation_nll": self.validation_nll}
+        return start | _present(curve=self.curve, flags=self.flags, value=self.value, **calibration)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any], metrics: dict[str, Score] | None = None) -> Pick:
@@ -64,6 +66,8 @@ class Record:
     stopped_at: int | None = None  # number of steps after which `training.patience` stopped it
     train_seconds: float | None = None
     trained_parameters: int | None = None  # number of values that training changes
+    tuned_settings: int | None = None  # settings that selection compared in this training; None: a single one
+    training_features: int | None = None  # number of training images whose features the head holds; None: of none
     peak_memory: int | None = None  # bytes that its training took at most; None: not known, or models shared it
     restarted: dict[str, Any] | None = None  # {"times", "reasons"} of trainings that could not resume
 
@@ -83,8 +87,8 @@ class Record:
         if self.status == "skipped":
             return start | reason | {"selected": selected}
         measured = (
-            "mixed_steps", "gradient_evaluations", "stopped_at", "train_seconds", "trained_parameters", "peak_memory",
-            "restarted",
+            "mixed_steps", "gradient_evaluations", "stopped_at", "train_seconds", "trained_parameters",
+            "tuned_settings", "training_features", "peak_memory", "restarted",
         )  # fmt: skip
         return start | {"selected": selected} | _present(**{n: getattr(self, n) for n in measured}) | reason
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
 
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import Record, SummaryRow
@@ -52,16 +57,111 @@ def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule
     return found
 
 
-def best(values: Mapping[str, float], metric: str) -> str:
-    """Returns the method with the best value; the first one of several with equal values."""
-    sign = 1 if HIGHER_IS_BETTER[metric] else -1
-    return max(values, key=lambda method: sign * values[method])
+@dataclass(frozen=True)
+class MethodChoice:
+    """The method that validation prefers, and why. No test result enters."""
+
+    method: str
+    selection: str  # the selection rule
+    metric: str
+    values: dict[str, float]  # {method: mean selection value over held-out sets and seeds}, in the recipe's order
+    within_reach: tuple[str, ...]  # methods within one standard error of the best one, `method` among them
+    best: str  # of the methods that could be chosen, the one with the best value
+    reason: str  # what decided among those within reach
+    by_name_only: tuple[str, ...]  # methods whose heads hold training features
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns `chosen_by` of results.json."""
+        found = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "method"}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+    def __str__(self) -> str:
+        """One line: the values, who else was within reach, and why this one."""
+        values = ", ".join(f"{method} {_shown(self.metric, value)}" for method, value in self.values.items())
+        if len(self.values) == 1:
+            return f"{self.method} is the only method with a value of {self.selection} ({values})"
+        parts = [
+            f"{self.method} is chosen of {len(self.values)} methods by {self.metric} of {self.selection}: {values}"
+        ]
+        others = [method for method in self.within_reach if method != self.method]
+        if others:
+            reach = f"within one standard error of {'it' if self.best == self.method else f'the best, {self.best}'}"
+            parts.append(f"{reach}: {', '.join(others)}; of these, {self.method} has {self.reason}")
+        else:
+            parts.append("no other one is within one standard error of it")
+        if self.by_name_only:
+            held = ", ".join(self.by_name_only)
+            parts.append(f"chosen by name only, as the head holds features of training images: {held}")
+        return "; ".join([*parts, "no test result was read for this choice"])
 
 
-def picked_model(records: Sequence[Record], rule: str, metric: str) -> Record | None:
-    """Returns the model with the best selection value; the first one of several with equal values.
+def choose_method(records: Sequence[Record], rows: Sequence[SummaryRow], rule: str, metric: str) -> MethodChoice | None:
+    """Returns the method to use; None if no method has a selection value.
 
-    `records` are those of one method that `picked_trials` returned. Returns None if no trained model has a value, and
-    for `oracle`, whose values are test results.
+    Candidates are the methods within one standard error of the best selection value: s/√n of the differences to the
+    best method, paired by held-out set and seed (n pairs, s with ddof 1; 0 for n = 1). Of these it is the one with the
+    lowest mean validation NLL (skipped if a candidate has none), then the fewest tuned settings, then the fewest
+    trained parameters, then the first in the recipe. Methods whose heads hold training features are left out, unless
+    there are no others. `rows`: the summary under this rule.
     """
-    return None if rule == "oracle" else _best_record(records, rule, metric)
+    values = selection_values(records, rows, rule, metric)
+    if not values:
+        return None
+    picked = {method: list[Record]() for method in values}
+    for record in picked_trials(records, rule, metric):
+        if record.method in picked:
+            picked[record.method].append(record)
+    holding = [method for method, own in picked.items() if any(one.training_features for one in own)]
+    by_name_only = tuple(holding) if len(holding) < len(values) else ()
+    sign = 1 if HIGHER_IS_BETTER[metric] else -1
+    eligible = [method for method in values if method not in by_name_only]
+    best = max(eligible, key=lambda method: sign * values[method])
+    within = [
+        method
+        for method in eligible
+        if sign * (values[best] - values[method]) <= _standard_error(picked[best], picked[method], rule)
+    ]
+    chosen, reason = _preferred(records, {method: picked[method] for method in within}, rule)
+    return MethodChoice(chosen, rule, metric, values, tuple(within), best, reason, by_name_only)
+
+
+def _standard_error(first: Sequence[Record], second: Sequence[Record], rule: str) -> float:
+    """Returns s/√n of the differences of selection values in the n pairs of held-out set and seed; 0 for n < 2."""
+    of_first = {one.key[1:3]: selection_value(one, rule) for one in first}
+    pairs = [(of_first.get(one.key[1:3]), selection_value(one, rule)) for one in second]
+    differences = [a - b for a, b in pairs if a is not None and b is not None]
+    return stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+
+
+def _preferred(records: Sequence[Record], picked: Mapping[str, Sequence[Record]], rule: str) -> tuple[str, str]:
+    """Returns one of the methods within reach, and what it has that the others have not, with the numbers of all."""
+    nll = {method: [one.selected[rule].validation_nll for one in own] for method, own in picked.items()}
+    criteria: list[tuple[str, dict[str, float]]] = []
+    if all(value is not None for values in nll.values() for value in values):
+        means = {method: fmean(value for value in values if value is not None) for method, values in nll.items()}
+        criteria.append(("the lowest validation NLL", means))
+    tuned = {method: float(_tuned_settings(records, method)) for method in picked}
+    criteria.append(("the fewest tuned settings", tuned))
+    parameters = {method: float(max(one.trained_parameters or 0 for one in own)) for method, own in picked.items()}
+    criteria.append(("the fewest trained parameters", parameters))
+    left, reason = list(picked), "the first place in the recipe"
+    for name, measured in criteria:
+        least = min(measured[method] for method in left)
+        lowest = [method for method in left if measured[method] == least]
+        if len(lowest) < len(left):
+            numbers = ", ".join(f"{method} {measured[method]:.4g}" for method in left)
+            left, reason = lowest, f"{name} ({numbers})"
+    return left[0], reason
+
+
+def _tuned_settings(records: Sequence[Record], method: str) -> int:
+    """Returns how many settings were compared on the validation images of one held-out set and seed."""
+    found = Counter[tuple[Any, ...]]()
+    for record in records:
+        if record.method == method:
+            found[record.key[1:3]] += record.tuned_settings or 1
+    return max(found.values())
+
+
+def _shown(metric: str, value: float) -> str:
+    return f"{value:.3f}" if metric == "nll" else f"{100 * value:.1f}"

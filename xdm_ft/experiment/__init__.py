@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from xdm_ft.recipe.checked import Recipe
 
 if TYPE_CHECKING:
+    from xdm_ft.experiment.final_fit import Wanted
     from xdm_ft.experiment.results import Results
 
 logger = logging.getLogger("xdm_ft")
 
 
-def run(recipe: Recipe) -> Results:
+def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     """Trains and compares all methods of the recipe, and returns the results.
 
-    Resumes an interrupted run of it, and grows a run of a recipe with fewer methods, seeds or trials.
+    Resumes an interrupted run of it, and grows a run of a recipe with fewer methods, seeds or trials. `fits`: the final
+    fits to train besides those that the recipe asks for.
 
     If several processes were launched, each one calls this and returns the same results. Raises `UserError` for faults
     of recipe, data, weights or disk.
@@ -27,7 +30,7 @@ def run(recipe: Recipe) -> Results:
     from xdm_ft.experiment.encoder_costs import encoder_costs
     from xdm_ft.experiment.engines import Engines
     from xdm_ft.experiment.estimate import first_line
-    from xdm_ft.experiment.final_fit import final_fit
+    from xdm_ft.experiment.final_fit import final_fits
     from xdm_ft.experiment.growing import growth
     from xdm_ft.experiment.heartbeat import from_main, heartbeat, wait_for_everyone
     from xdm_ft.experiment.machine import as_launched, launched
@@ -80,9 +83,8 @@ def run(recipe: Recipe) -> Results:
             found = results.write()
             if main:
                 write_sessions(plan, results.records.values(), directory)
-            if recipe.protocol.final_fit:
-                results.final_fit = final_fit(engines, results)
-                found = results.write()
+            final_fits(engines, results, fits)
+            found = results.write()
             if recipe.analyse:
                 if main:
                     analyse(found.as_read, plan, prepared, directory, accelerator)

@@ -6,12 +6,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from xdm_ft.encoders._prompts import expand_templates
 from xdm_ft.experiment.plan import Plan, PlannedModel, hparams
 from xdm_ft.experiment.prepared import Prepared, PreparedEncoder
 from xdm_ft.experiment.summary import protocol_of
 from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.training import Selected
+
+FEW = 10  # images: the mean of fewer says much about each of them
 
 
 def weights_metadata(
@@ -33,6 +37,7 @@ def weights_metadata(
         "class_names": plan.dataset.class_names,
         "encoder": _encoder(plan, prepared.of(item), item, selected),
         "head": {"name": item.head.name, "settings": item.head.kwargs()},
+        "few_images": _few_images(plan, planned),
         "method": {
             "label": item.label,
             "test_domains": planned.split.test_domains,
@@ -56,6 +61,14 @@ def weights_metadata(
         "temperature": temperature,
     }
     return {key: json.dumps(value, allow_nan=False) for key, value in described.items()}
+
+
+def _few_images(plan: Plan, planned: PlannedModel) -> dict[str, int]:
+    """Returns {class: number of training images}, where it is below `FEW` and the head holds the class's mean."""
+    if not getattr(planned.item.algorithm.cls, "class_means", False):  # algorithms that take steps lack it
+        return {}
+    counts = plan.annotations.labels[torch.cat(planned.split.train)].bincount(minlength=len(plan.dataset.class_names))
+    return {name: n for name, n in zip(plan.dataset.class_names, counts.tolist(), strict=True) if 0 < n < FEW}
 
 
 def _encoder(plan: Plan, prepared: PreparedEncoder, item: MethodItem, selected: Selected) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The final fit: trains the method with the best selection value on all images, as the model to use.
+"""Final fits: trains a method on all images, as the model to use.
 
 All images train, so none is left to select on. The method, its hyper-parameters, the step and everything else that is
 selected come from the runs behind the estimate. The fit takes all planned steps, so that the learning-rate schedule is
-the same, and keeps the weights of the selected step. With `protocol.final_fit: all_seeds` one model is trained under
-each seed of the recipe, otherwise one under the first.
+the same, and keeps the weights of the selected step. `protocol.final_fit` asks for the method that validation prefers,
+`xdm-ft export` for any. With `all_seeds` one model is trained under each seed of the recipe, otherwise one under the
+first.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.averaging import Interval
 from xdm_ft.errors import plural
 from xdm_ft.evaluation.records import Record, SummaryRow
-from xdm_ft.evaluation.trials import best, picked_trials, selection_values
+from xdm_ft.evaluation.trials import MethodChoice, picked_trials
 from xdm_ft.experiment.description import weights_metadata
 from xdm_ft.experiment.engines import Engines, Model, Request
 from xdm_ft.experiment.heartbeat import wait_for_everyone
@@ -36,6 +37,7 @@ from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.search import Value
 from xdm_ft.storage.digests import digest
+from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job, Selected
@@ -63,7 +65,8 @@ class Fit:
 
     def file(self, seed: int) -> str:
         """Returns the weights file of a seed, relative to the run directory."""
-        return f"{FOLDER}/model.safetensors" if seed == self.model.seed else f"{FOLDER}/seed{seed}.safetensors"
+        name = "model" if seed == self.model.seed else f"seed{seed}"
+        return f"{FOLDER}/{file_name(self.model.item.label, safe='+ ')}/{name}.safetensors"
 
     def job(self, engines: Engines, seed: int) -> Job:
         job = make_job(engines.plan, engines.prepared, self.of_seed(seed), {FINAL_FIT: {self.step: 1.0}})
@@ -83,71 +86,117 @@ class Fit:
         return dataclasses.replace(selected, state=state, hparams=selected.hparams | self.varied)
 
 
-def final_fit(engines: Engines, results: ResultsFile) -> dict[str, Any] | None:
-    """Trains the final model and saves it. Returns its entry in results.json, or None if no method has an estimate."""
-    plan, protocol = engines.plan, engines.plan.recipe.protocol
-    rows = [row for row in results.summary.rows if row.selection == protocol.selection]
-    records = [*results.records.values()]
-    values = selection_values(records, rows, protocol.selection, protocol.metric)
-    if not values:
+class Wanted(NamedTuple):
+    """A final fit that is asked for."""
+
+    method: str
+    all_seeds: bool
+
+
+def final_fits(engines: Engines, results: ResultsFile, named: Sequence[Wanted] = ()) -> None:
+    """Trains the final fits that the recipe asks for, and those `named`, and sets `final_fits` of the results.
+
+    Those of an earlier run stay if they are still what their method's runs determine.
+    """
+    protocol, choice = engines.plan.recipe.protocol, results.choice
+    wanted = {one.method: one.all_seeds for one in named}
+    if protocol.final_fit and choice is None:
         rule = protocol.selection
         logger.warning("final_fit: no method has a value of %s in all of its runs; no model is trained", rule)
-        return None
-    label = best(values, protocol.metric)
-    (row,) = (row for row in rows if row.method == label)
-    of_method = [record for record in records if record.method == label]
+    elif protocol.final_fit and choice is not None:
+        wanted[choice.method] = protocol.final_fit == "all_seeds" or wanted.get(choice.method, False)
+    before, results.final_fits = results.final_fits, {}
+    for row in results.summary.rows:
+        if choice is None or row.selection != protocol.selection or row.method not in choice.values:
+            continue
+        if row.method in wanted or row.method in before:
+            entry = _final_fit(engines, results, row, choice, before.get(row.method), wanted.get(row.method))
+            if entry is not None:
+                results.final_fits[row.method] = entry
+
+
+def _final_fit(
+    engines: Engines,
+    results: ResultsFile,
+    row: SummaryRow,
+    choice: MethodChoice,
+    before: Mapping[str, Any] | None,
+    all_seeds: bool | None,
+) -> dict[str, Any] | None:
+    """Returns the entry of a method's final fit, which is trained if it is wanted and not `before`.
+
+    `all_seeds` None: it is not wanted, but kept if it was trained. Returns None if there is none then.
+    """
+    plan, protocol = engines.plan, engines.plan.recipe.protocol
+    of_method = [record for record in results.records.values() if record.method == row.method]
     picked = picked_trials(of_method, protocol.selection, protocol.metric)
     fit = fit_of_runs(plan, picked, engines.prepared.unreadable)
-    about = _about(plan, fit, row, values)
-    # a solver is deterministic: every seed would give the same model
-    every = protocol.final_fit == "all_seeds" and not fit.model.item.is_solver
-    seeds = tuple(dict.fromkeys((fit.model.seed, *protocol.seeds))) if every else (fit.model.seed,)
+    settings = _settings(plan, fit)
+    fitted = _fitted(engines.directory, settings, before)
+    if all_seeds is None:
+        if fit.model.seed not in fitted:
+            return None
+        seeds, all_seeds = tuple(fitted), len(fitted) > 1
+    else:
+        # a solver is deterministic: every seed would give the same model
+        every = all_seeds and not fit.model.item.is_solver
+        seeds = tuple(dict.fromkeys((fit.model.seed, *protocol.seeds))) if every else (fit.model.seed,)
     jobs = {seed: fit.job(engines, seed) for seed in seeds}
-    fitted = _fitted(engines.directory, about, results.final_fit)
     wait_for_everyone(engines.accelerator)  # all processes must have read before one of them writes
     if engines.accelerator.is_main_process:
         keep_references(plan, engines.prepared, [fit.model.split], engines.directory)
     wanted = {job.key for seed, job in jobs.items() if seed not in fitted}
     if wanted:
-        logger.info("final_fit: %s", fit.how)
+        logger.info("final fit: %s", fit.how)
         # the jobs of all seeds: together they determine the chunks of heads, also if some are trained already
         request = Request(fit.model.item, [*jobs.values()], Criteria((FINAL_FIT,), protocol.metric), wanted)
-        train(engines, [request], partial(_outcome, fit, about), results, what="final fit")
+        train(engines, [request], partial(_outcome, fit, settings), results, what="final fit")
         # from the run directory, because another process may have trained the models
-        fitted = _lines(engines.directory, about) | fitted
-    return about | _entry({seed: fitted[seed] for seed in seeds}, protocol.final_fit == "all_seeds")
+        fitted = _lines(engines.directory, settings) | fitted
+    estimate = {key: getattr(row, key) for key in ("selection", "metric", "mean", "std", "stderr", "n", "protocol")}
+    about = {
+        "chosen_by": choice.to_json(),
+        "estimate": estimate | {"of": protocol.name},
+        "how": f"{_why(row.method, choice)}; {fit.how}",
+    }
+    return settings | about | _entry({seed: fitted[seed] for seed in seeds}, all_seeds)
 
 
-def _fitted(directory: RunDirectory, about: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[int, Line]:
+def _why(method: str, choice: MethodChoice) -> str:
+    return str(choice) if method == choice.method else f"{method} was named ({choice})"
+
+
+def _fitted(directory: RunDirectory, settings: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[int, Line]:
     """Returns the lines of the seeds whose models are trained, with intact files.
 
     They are those of an interrupted run, and those in `before`, the entry of an earlier results.json for the same fit.
     """
     found = {}
-    if before is not None and {key: before.get(key) for key in about} == about:
-        first = {key: value for key, value in before.items() if key not in about and key not in ("seeds", "reason")}
-        files = before.get("seeds") or {str(about["seed"]): before["weights"]}
+    if before is not None and {key: before.get(key) for key in settings} == settings:
+        known = (*settings, "chosen_by", "estimate", "how", "seeds", "reason")
+        first = {key: value for key, value in before.items() if key not in known}
+        files = before.get("seeds") or {str(settings["seed"]): before["weights"]}
         found = {int(seed): {"status": "ok", "weights": file} for seed, file in files.items()}
-        if about["seed"] in found:
-            found[about["seed"]] = first | {"status": "ok"}
-    found |= _lines(directory, about)
+        if settings["seed"] in found:
+            found[settings["seed"]] = first | {"status": "ok"}
+    found |= _lines(directory, settings)
     return {
         seed: line for seed, line in found.items() if line["status"] == "ok" and directory.is_intact(line["weights"])
     }
 
 
-def _lines(directory: RunDirectory, about: Mapping[str, Any]) -> dict[int, Line]:
+def _lines(directory: RunDirectory, settings: Mapping[str, Any]) -> dict[int, Line]:
     """Returns the lines of this fit by seed. Of several for a seed one without failure, which trained it again."""
     found = dict[int, Line]()
     for line in directory.lines(FINAL_FIT):
         line, seed = dict(line), line.get("seed")
-        if line.pop("of", None) == _digest(about) and (seed not in found or line["status"] == "ok"):
+        if line.pop("of", None) == _digest(settings) and (seed not in found or line["status"] == "ok"):
             found[line.pop("seed")] = line
     return found
 
 
-def _digest(about: Mapping[str, Any]) -> str:
-    return digest(json.dumps(about))
+def _digest(settings: Mapping[str, Any]) -> str:
+    return digest(json.dumps(settings))
 
 
 def _entry(fitted: Mapping[int, Line], all_seeds: bool) -> Line:
@@ -166,15 +215,15 @@ def _entry(fitted: Mapping[int, Line], all_seeds: bool) -> Line:
     return entry
 
 
-def _outcome(fit: Fit, about: Mapping[str, Any], engines: Engines, model: Model) -> Outcome:
-    """Returns the status of the fit of one seed as a line, and its weights. `about` is what is known before the fit."""
+def _outcome(fit: Fit, settings: Mapping[str, Any], engines: Engines, model: Model) -> Outcome:
+    """Returns the status of the fit of one seed as a line, and its weights."""
     failure, seed = model.trained.failure, model.trained.job.seed
-    start = {"of": _digest(about), "seed": seed}
+    start = {"of": _digest(settings), "seed": seed}
     if failure is None:
         selected = fit.finished(model)
         if all(value.isfinite().all() for value in selected.state.values()):
-            plan, known = engines.plan, {key: about[key] for key in ("chosen_by", "estimate", "images", "how")}
-            rule, planned, file = plan.recipe.protocol.selection, fit.of_seed(seed), fit.file(seed)
+            plan, rule = engines.plan, engines.plan.recipe.protocol.selection
+            planned, file, known = fit.of_seed(seed), fit.file(seed), {"images": settings["images"], "how": fit.how}
             metadata = weights_metadata(plan, engines.prepared, planned, rule, selected, known, fit.temperature)
             again = restarted(model.trained)
             trouble = {} if again is None else {"restarted": again}
@@ -185,22 +234,21 @@ def _outcome(fit: Fit, about: Mapping[str, Any], engines: Engines, model: Model)
     return Outcome(FINAL_FIT, start | {"status": "failed", "reason": failure})
 
 
-def _about(plan: Plan, fit: Fit, row: SummaryRow, values: Mapping[str, float]) -> dict[str, Any]:
+def _settings(plan: Plan, fit: Fit) -> dict[str, Any]:
+    """Returns all that determines the weights of a fit, given the recipe, as plain JSON values."""
     model, split = fit.model, fit.model.split
-    estimate = {key: getattr(row, key) for key in ("selection", "metric", "mean", "std", "stderr", "n", "protocol")}
-    about = {
+    settings = {
         "method": model.item.label,
-        "chosen_by": {"selection": row.selection, "metric": row.metric, "values": values},
         "seed": model.seed,
         "hparams": hparams(plan.recipe, model.item, model.training),
         "domains": list(split.train_domains),
         "images": {name: len(rows) for name, rows in zip(split.train_domains, split.train, strict=True)},
         "step": fit.step,
-        "estimate": estimate | {"of": plan.recipe.protocol.name},
-        "how": fit.how,
+        **fit.varied,
+        **({} if fit.averaged_from is None else {"averaged_from": fit.averaged_from}),
         **({} if fit.temperature is None else {"temperature": fit.temperature}),
     }
-    found: dict[str, Any] = json.loads(json.dumps(about))  # plain JSON values, to compare with an earlier results.json
+    found: dict[str, Any] = json.loads(json.dumps(settings))  # to compare with an earlier results.json
     return found
 
 
@@ -263,12 +311,12 @@ def mode(values: Iterable[Any]) -> Any:
 
 def _how(recipe: Recipe, fit: Fit, runs: int, differs: Sequence[str]) -> str:
     """Describes the fit in one line."""
-    split, item, rule = fit.model.split, fit.model.item, recipe.protocol.selection
+    split, item = fit.model.split, fit.model.item
     official = "including the official split's validation and test images"
     held_out = "including the domains held out for the estimate"
     images = sum(len(rows) for rows in split.train)
     parts = [
-        f"{item.label} has the best {recipe.protocol.metric} by {rule}, the mean over its {plural(runs, 'run')}",
+        f"settings are those of its {plural(runs, 'run')}",
         f"trained on all {images} labelled images of {plural(len(split.train_domains), 'domain')} "
         f"({', '.join(split.train_domains)}), {official if recipe.protocol.name == 'official' else held_out}",
     ]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm
+from xdm_ft.algorithms import Algorithm, Solver
 from xdm_ft.data import ImageDataset
-from xdm_ft.evaluation.calibration import temperature
+from xdm_ft.evaluation.calibration import temperature, validation_nll
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import Identity, Pick, Record
@@ -140,6 +140,7 @@ def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model)
             pick = _pick(plan, planned, selected, logits, file)
             if selected.state is trained.selected[plan.rules[0]].state:  # other rules are for comparison
                 pick = dataclasses.replace(pick, temperature=_temperature(plan, planned, logits))
+            pick = dataclasses.replace(pick, validation_nll=_validation_nll(plan, planned, logits, pick.temperature))
             measured = {"metrics": pick.to_json()["metrics"]}
             metadata = weights_metadata(plan, prepared, planned, rule, selected, measured, pick.temperature)
             weights[file] = selected.state, metadata
@@ -147,7 +148,8 @@ def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model)
         logits, pick = found[id(selected.state)]
         picks[rule] = dataclasses.replace(pick, value=_value(plan, job, rule, selected, logits))
         predictions.append(_prediction(plan, planned, rule, logits["test"]))
-    done, rule = dataclasses.replace(record, selected=picks), plan.rules[0]
+    rule = plan.rules[0]
+    done = dataclasses.replace(record, selected=picks, **_of_head(job, planned, picks))
     references = {}
     if rule in picks:
         references = own_reference(plan, job.split, model, trained.selected[rule], picks[rule].weights)
@@ -199,6 +201,18 @@ def _unmeasured(plan: Plan, planned: PlannedModel, trained: Trained) -> Record:
     )
 
 
+def _of_head(job: Job, planned: PlannedModel, picks: Mapping[str, Pick]) -> dict[str, Any]:
+    """Returns what the record says of the head: what it was picked from, and what it holds of the training images."""
+    item, images = planned.item, sum(map(len, planned.split.train))
+    solver = job.make(job.setup) if item.is_solver else None
+    if isinstance(solver, Solver):
+        tuned = solver.candidates
+    else:
+        tuned = max((len(pick.curve) for pick in picks.values() if pick.curve), default=1)
+    holds = {"training_features": images} if item.head.cls.training_features else {}
+    return ({"tuned_settings": tuned} if tuned > 1 else {}) | holds
+
+
 def _trained_parameters(trained: Trained) -> int:
     """Returns the number of values that training changes: none of a head that the text encoder gives."""
     if trained.parameters is not None:
@@ -231,6 +245,14 @@ def _temperature(plan: Plan, planned: PlannedModel, logits: Mapping[str, Tensor]
     """Returns the temperature on the validation images of the training domains; None without such images."""
     rows = planned.split.evaluation.get(BY_DOMAIN)
     return None if rows is None else temperature(logits[BY_DOMAIN], plan.annotations.labels[rows])
+
+
+def _validation_nll(
+    plan: Plan, planned: PlannedModel, logits: Mapping[str, Tensor], temperature: float | None
+) -> float | None:
+    """Returns the NLL on the images of `_temperature`, divided by it; None without such images."""
+    rows = planned.split.evaluation.get(BY_DOMAIN)
+    return None if rows is None else validation_nll(logits[BY_DOMAIN], plan.annotations.labels[rows], temperature)
 
 
 def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:

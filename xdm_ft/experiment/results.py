@@ -18,6 +18,7 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.encoders._trainable import LastBlocks, LowRank
 from xdm_ft.evaluation.records import Entries, Identity, Record, SummaryRow
 from xdm_ft.evaluation.summary import Summary
+from xdm_ft.evaluation.trials import MethodChoice, choose_method
 from xdm_ft.experiment.data_faults import images_of
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.growing import GROWN_FROM, comparable, generation
@@ -48,7 +49,8 @@ class Results:
     path: Path  # the run directory
     records: list[Record]  # one per model, in the recipe's order
     rows: list[SummaryRow]  # one per selection rule and method, the recipe's own rule first
-    final_fit: dict[str, Any] | None  # the model trained on all images
+    final_fit: dict[str, Any] | None  # the method that validation prefers, trained on all images
+    final_fits: dict[str, dict[str, Any]]  # {method: its final fit}
     streamed: dict[str, Any] = field(repr=False)  # all of results.json; its models are made when they are read
 
     @property
@@ -59,8 +61,8 @@ class Results:
     @property
     def failed(self) -> bool:
         """Whether the training of a model failed."""
-        final = self.final_fit is not None and self.final_fit["status"] == "failed"
-        return final or any(record.status == "failed" for record in self.records)
+        statuses = [record.status for record in self.records] + [fit["status"] for fit in self.final_fits.values()]
+        return "failed" in statuses
 
     @property
     def as_read(self) -> Run:
@@ -100,7 +102,7 @@ class ResultsFile:
         self.recipe, self.directory, self.environment, self.about = recipe, directory, environment, about
         self.records: dict[Identity, Record] = dict(before.records)
         self.summary = Summary([], [])
-        self.final_fit, self.generations = before.final_fit, before.generations
+        self.final_fits, self.generations = before.final_fits, before.generations
         same = before.recipe is not None and comparable(before.recipe) == comparable(recipe.resolved())
         if directory.main and not same:
             # before training: `cache prune --unreferenced` reads from it which features are in use, and a run that
@@ -154,8 +156,17 @@ class ResultsFile:
             self.directory.write_results(results.streamed)
         return results
 
+    @property
+    def choice(self) -> MethodChoice | None:
+        """The method that validation prefers; None if no method has a value, as long as models train."""
+        protocol = self.recipe.protocol
+        rows = [row for row in self.summary.rows if row.selection == protocol.selection]
+        return choose_method([*self.records.values()], rows, protocol.selection, protocol.metric)
+
     def results(self) -> Results:
         records, rows = [*self.records.values()], self.summary.rows
+        choice = self.choice if self.final_fits else None
+        final_fit = None if choice is None else self.final_fits.get(choice.method)
         document = {
             "schema": 1,
             "recipe": self.recipe.resolved(),
@@ -165,9 +176,10 @@ class ResultsFile:
             "runs": Entries(records),
             "summary": [row.to_json() for row in rows],
             **({"encoder_pairs": self.summary.encoder_pairs} if self.summary.encoder_pairs else {}),
-            **({} if self.final_fit is None else {"final_fit": self.final_fit}),
+            **({} if final_fit is None else {"final_fit": final_fit}),
+            **({"final_fits": self.final_fits} if self.final_fits else {}),
         }
-        return Results(self.directory.path, records, rows, self.final_fit, document)
+        return Results(self.directory.path, records, rows, final_fit, self.final_fits, document)
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:

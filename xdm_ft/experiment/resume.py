@@ -20,6 +20,7 @@ from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.progress import progress
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
+from xdm_ft.report.finished import final_fits_of
 from xdm_ft.storage.addresses import predictions_in
 from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.checksummed import Damaged
@@ -114,7 +115,7 @@ class Earlier:
     """What earlier runs in the directory finished."""
 
     records: dict[Identity, Record] = field(default_factory=dict)  # of models whose files are intact
-    final_fit: dict[str, Any] | None = None
+    final_fits: dict[str, dict[str, Any]] = field(default_factory=dict)  # {method: final fit}, with intact weights
     environment: dict[str, Any] | None = None  # None: results.json was not written yet
     recipe: dict[str, Any] | None = None  # of results.json
     generations: tuple[Generation, ...] = ()  # of the recipes before the present one
@@ -159,12 +160,13 @@ def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -
                 whole.add(record.key)
             bar.advance()
     records = {key: record for key, record in known.items() if key in whole}
-    final = results.get("final_fit")
-    if final is not None and not ("weights" in final and directory.is_intact(final["weights"])):
-        final = None
+    final_fits = final_fits_of(results)
+    final_fits = {
+        method: fit for method, fit in final_fits.items() if "weights" in fit and directory.is_intact(fit["weights"])
+    }
     wait_for_everyone(accelerator)  # all processes must have read before the main one writes
     generations = () if found is None else grown_from(found, recipe.resolved())
-    return Earlier(records, final, results.get("environment"), results.get("recipe"), generations)
+    return Earlier(records, final_fits, results.get("environment"), results.get("recipe"), generations)
 
 
 def recorded(directory: RunDirectory) -> dict[Identity, Record]:

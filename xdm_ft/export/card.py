@@ -16,6 +16,7 @@ import yaml
 from xdm_ft.errors import plural, printable
 from xdm_ft.experiment.summary import trained_words
 from xdm_ft.export.config import AtHeldOut, Expected, ModelConfig
+from xdm_ft.export.parts import Parts
 
 HUB = "hf-hub:"
 HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "auroc": "roc_auc"}  # ours → id on the hub
@@ -29,6 +30,7 @@ WORDS = {
     "ece": "expected calibration error (ECE)",
 }
 CALIBRATION = ("nll", "ece")
+NAMED = 5  # classes at most, whose means are of few images
 _ACTIVE = re.compile(r"([\\`*_{}\[\]#|~$!@^]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
 
 
@@ -46,15 +48,30 @@ def interval(metric: str, ends: tuple[float, float] | None) -> str:
     return "unknown" if ends is None else f"{shown(metric, ends[0])} to {shown(metric, ends[1])}"
 
 
-def card(config: ModelConfig, encoder: Mapping[str, Any]) -> str:
-    """Returns the model card. `encoder`: its settings in the run, which say if it comes from a hub repository."""
+def held_words(parts: Parts) -> str:
+    """Returns what of the training images is in the heads, after "the head"; "": their weights alone."""
+    if parts.training_features:
+        return f"contains the features of all {parts.training_features:,} training images"
+    few = parts.config.few_images
+    if not few:
+        return ""
+    named = ", ".join(f"{name} ({count})" for name, count in list(few.items())[:NAMED])
+    more = f" and {len(few) - NAMED} more classes" if len(few) > NAMED else ""
+    return f"contains mean features of fewer than ten training images: {named}{more}"
+
+
+def card(config: ModelConfig, encoder: Mapping[str, Any], held: str = "") -> str:
+    """Returns the model card.
+
+    `encoder`: its settings in the run, which say if it comes from a hub repository. `held`: as `held_words` returns it.
+    """
     front = yaml.safe_dump(metadata(config, encoder), sort_keys=False, allow_unicode=True, width=float("inf"))
     sections = [
         ("Use", _use(config)),
-        ("Training", _training(config)),
+        ("Training", _training(config, held)),
         ("What to expect at a new site", _expected(config)),
         ("Calibration", _calibration(config)),
-        ("Limits", _limits(config)),
+        ("Limits", _limits(config, held)),
         ("How to load it", _loading(config)),
     ]
     title = f"# {escaped(config.method['label'])}: {plural(len(config.class_names), 'class')} of images"
@@ -105,10 +122,12 @@ def _use(config: ModelConfig) -> Iterator[str]:
     yield "Evaluate it on labelled images of your site before you rely on it (see the end of this page)."
 
 
-def _training(config: ModelConfig) -> Iterator[str]:
+def _training(config: ModelConfig, held: str) -> Iterator[str]:
     method, encoder, images = config.method, config.encoder, config.results.get("images")
     is_text = config.prompts is not None and config.step == 0 and "alpha" not in method.get("hparams", {})
     head = "class head from class embeddings, not trained" if is_text else "trained class head"
+    if held:
+        head = f"a class head that {escaped(held)}"
     if isinstance(encoder.trained, bool):
         what = "encoder and head trained end to end" if encoder.trained else f"frozen encoder, {head}"
     else:
@@ -120,8 +139,9 @@ def _training(config: ModelConfig) -> Iterator[str]:
         total = sum(images.values())
         yield f"* Data: {plural(total, 'image')} of {plural(len(images), 'domain')}: {counts}. None is held out."
     else:
-        yield f"* Data: the domains {', '.join(map(escaped, method['train_domains']))};"
-        yield f"  {', '.join(map(escaped, method['test_domains']))} held out for testing."
+        lacks = ", ".join(map(escaped, method["test_domains"]))
+        yield f"* Data: the domains {', '.join(map(escaped, method['train_domains']))}."
+        yield f"* **It lacks {lacks}**: no image of it trained this model, as it was held out for testing."
     yield f"* Protocol: {escaped(config.protocol['description'])}."
     yield f"* How this model was chosen: {escaped(config.chosen)}."
 
@@ -207,13 +227,15 @@ def _calibration(config: ModelConfig) -> Iterator[str]:
     yield "Probabilities are less reliable at a new site than on images like those of the training data."
 
 
-def _limits(config: ModelConfig) -> Iterator[str]:
+def _limits(config: ModelConfig, held: str) -> Iterator[str]:
     expected = config.expected
     if expected is not None:
         domains = sum(len(one.domains) for one in expected.held_out)
         yield f"* Few domains: {plural(domains, 'domain')} tested. Another kind of site can be worse than any of them."
         yield from (f"* {escaped(note[0].upper() + note[1:])}." for note in expected.notes)
     yield "* The classes are closed: an image of anything else gets one of them too, often with a high probability."
+    if held:
+        yield f"* Privacy: the head {escaped(held)}. Share it only as you may share these images."
     yield "* Domains are unseen in fine-tuning, but possibly seen in the encoder's pre-training."
     yield "* Not for decisions on health, safety or rights of people without an evaluation for that purpose."
 

@@ -108,6 +108,7 @@ class ModelConfig(Block):
     method: dict[str, Any]  # label, domains, seed, trial, steps, hparams
     prompts: list[str] | None = None  # templates of the class embeddings that the head started from
     protocol: dict[str, Any]
+    few_images: dict[str, int] = {}  # class → number of training images below ten, if the head holds class means
     step: int
     results: dict[str, Any]  # metrics of this model, or how a final fit was chosen and its estimate
     chosen: str  # one line: which model of the run this is, and why

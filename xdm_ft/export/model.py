@@ -159,7 +159,7 @@ def load(
         parts = read_parts(read_run(folder), choice)
         logger.info("%s: %s", folder, parts.config.chosen)
     elif choice != Choice():
-        raise UserError(f"{folder}: is no run directory, so method, test domain, seed and trial can not be chosen")
+        raise UserError(f"{folder}: is no run directory, so method, held-out domain, seed and trial can not be chosen")
     elif not (folder / CONFIG).exists():
         raise UserError(f"{folder}: holds neither a model (config.json) nor a run (results.json)")
     else:

@@ -36,6 +36,12 @@ class Parts:
     reference: Reference | None = None  # of the encoder's features of training images; None: distances are not known
     trained_names: tuple[str, ...] = ()  # names of the encoder's tensors that were trained
 
+    @property
+    def training_features(self) -> int:
+        """The number of training images whose features the heads hold."""
+        names = ((head, head.training_features) for head in self.heads.values() if head.training_features)
+        return max((len(head.get_buffer(name)) for head, name in names), default=0)
+
 
 class Classifier(nn.Module):
     """Preprocessed pixels [B,3,H,W] → logits float32 [B,C], as one plain module in eval mode.

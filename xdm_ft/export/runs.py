@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from xdm_ft.encoders._trainable import Trainable
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.evaluation.feature_distance import Reference
 from xdm_ft.evaluation.records import Record
-from xdm_ft.evaluation.trials import best, picked_model, picked_trials, selection_values
+from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.final_fit import median
 from xdm_ft.export.config import EncoderConfig, HeadConfig, ModelConfig, PartConfig
 from xdm_ft.export.directory import check_encoder
@@ -39,101 +40,109 @@ from xdm_ft.version import __version__
 
 @dataclass(frozen=True)
 class Choice:
-    """Which model of a run: None leaves it to the protocol. All None: the final fit if there is one."""
+    """Which model of a run: by default the final fit of the method that validation prefers."""
 
     method: str | None = None
-    test_domains: tuple[str, ...] | None = None
-    seed: int | None = None
-    trial: int | None = None
-
-    def fits(self, record: Record) -> bool:
-        wanted = (self.method, _joined(self.test_domains), self.seed, self.trial)
-        own = (record.method, _joined(record.test_domains), record.seed, record.trial)
-        return all(part is None or part == of_record for part, of_record in zip(wanted, own, strict=True))
-
-
-def _joined(domains: Sequence[str] | None) -> str | None:
-    """Domains as the command line has them, so that a domain whose name holds a comma can be named."""
-    return None if domains is None else ",".join(domains)
+    held_out: tuple[str, ...] | None = None  # a model that was trained without these domains, instead of a final fit
+    seed: int | None = None  # of the model with `held_out`; None: the first
+    trial: int | None = None  # of the model with `held_out`; None: the one that validation picked
 
 
 @dataclass(frozen=True)
 class Chosen:
     """The weights of a model (one per seed of an ensemble), and how it was chosen."""
 
+    method: str
     files: Mapping[int, str]  # {seed: address of the weights}
     how: str
+    final_fit: Mapping[str, Any] | None  # its entry in results.json; None: a model that was trained for the estimate
+
+
+def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
+    """Returns the method and why it is this one. Raises `UserError` if the run has no such method, or no choice."""
+    methods = list(dict.fromkeys(record.method for record in run.records))
+    if not methods:
+        raise UserError(f"{run.path}: the run has no trained model; run its recipe first")
+    if choice.method is not None:
+        if choice.method not in methods:
+            hint = did_you_mean(choice.method, methods)
+            raise UserError(f"{run.path}: --method: no model {choice.method}{hint}; there are {', '.join(methods)}")
+        return choice.method, f"{choice.method} was named"
+    if run.choice is not None:
+        return run.choice.method, str(run.choice)
+    if len(methods) == 1:
+        return methods[0], f"{methods[0]} is the only method"
+    why = "its selection rule is oracle, which reads labels of the held-out domains"
+    if run.rule != ORACLE:
+        why = f"no method has a value of {run.rule} in all of its runs"
+    raise UserError(f"{run.path}: {why}, so no method can be chosen honestly; name one: --method")
 
 
 def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
-    """Returns which model of the run `choice` means: the final fit, or the protocol's choice among those that fit.
+    """Returns the model that `choice` means.
 
-    The protocol's choice is the method with the best mean selection value, and of its models the one with the best
-    value. No test result is read. Raises `UserError` if the run has no such model.
+    With `held_out` it is a model of the estimate; else the final fit of the method, and on an official split without
+    one the method's first seed. No test result is read. Raises `UserError` if the run has no such model.
     """
-    final = run.results.get("final_fit")
-    if choice == Choice() and final is not None and final["status"] == "ok":
+    if choice.held_out is None and (choice.seed is not None or choice.trial is not None):
+        option = "--seed" if choice.seed is not None else "--trial"
+        raise UserError(f"{run.path}: {option} names a model that was trained without a domain; add {_held_out(run)}")
+    method, why = chosen_method(run, choice)
+    final = run.final_fits.get(method)
+    if choice.held_out is None and final is not None and final["status"] == "ok":
         seeds = final.get("seeds") or {str(final["seed"]): final["weights"]}
         files = {int(seed): file for seed, file in seeds.items()} if ensemble else {final["seed"]: final["weights"]}
-        return Chosen(files, f"final fit: {final['how']}")
-    record, how = _best_record(run, choice)
-    if not ensemble:
-        return Chosen({record.seed: record.selected[run.rule].weights}, how)
-    same = [one for one in picked_trials(run.records, run.rule, run.metric) if one.key[:2] == record.key[:2]]
-    files = {one.seed: one.selected[run.rule].weights for one in same if run.rule in one.selected}
-    return Chosen(files, f"the heads of {len(files)} seeds; {how}")
-
-
-def _best_record(run: Run, choice: Choice) -> tuple[Record, str]:
-    rule, metric = run.rule, run.metric
-    fitting = [record for record in run.records if choice.fits(record) and rule in record.selected]
-    if not fitting:
-        raise UserError(_no_such_model(run, choice))
-    if rule == ORACLE and len(fitting) > 1:
+        return Chosen(method, files, f"final fit: {final['how']}", final)
+    if choice.held_out is None and run.results["recipe"]["protocol"]["name"] != "official":
         raise UserError(
-            f"{run.path}: its selection rule is oracle, which reads labels of the held-out domains, so no model can be "
-            "chosen honestly; name one: --method, --test-domain, --seed"
+            f"{run.path}: has no final fit of {method}, on all labelled images; "
+            f"`xdm-ft export {run.path} DIR --method {method}` trains it. A model without a domain: {_held_out(run)}"
         )
-    values, label = {}, choice.method
-    if label is None:
-        values = selection_values(run.records, [row for row in run.rows if row.selection == rule], rule, metric)
-        known = {method: value for method, value in values.items() if any(one.method == method for one in fitting)}
-        label = best(known, metric) if known else fitting[0].method
-    trials = [one for one in fitting if one.method == label]
-    if choice.trial is None:
-        trials = picked_trials(trials, rule, metric)
-    record = picked_model(trials, rule, metric) or trials[0]
-    return record, _how(run, record, len(trials), len(values))
+    models = [one for one in _models(run, method, choice) if run.rule in one.selected]
+    if not models:
+        raise UserError(_no_such_model(run, method, choice))
+    first, files = models[0], {one.seed: one.selected[run.rule].weights for one in models}
+    lacks = ", ".join(first.test_domains)
+    how = f"trained without {lacks} (held out), seed {first.seed}, trial {first.trial}; {why}"
+    if ensemble:
+        return Chosen(method, files, f"the heads of {len(files)} seeds; {how}", None)
+    return Chosen(method, {first.seed: files[first.seed]}, how, None)
 
 
-def _how(run: Run, record: Record, models: int, methods: int) -> str:
-    held_out, rule, metric = ", ".join(record.test_domains), run.rule, run.metric
-    parts = [f"{record.method}, {held_out} held out, seed {record.seed}, trial {record.trial}"]
-    if methods > 1:
-        parts.append(f"of {methods} methods the one with the best {metric} by {rule}, the mean over its models")
-    if models > 1:
-        parts.append(f"of its {models} models the one with the best {metric} by {rule}")
-    if methods > 1 or models > 1:
-        parts.append("no test result was read for this choice")
-    return "; ".join(parts)
+def _models(run: Run, method: str, choice: Choice) -> list[Record]:
+    """Returns the models of a method without these domains, one per seed, in the order of the recipe's seeds."""
+    wanted = None if choice.held_out is None else ",".join(choice.held_out)  # a domain's name may hold a comma
+    fitting = [
+        record
+        for record in run.records
+        if record.method == method
+        and wanted in (None, ",".join(record.test_domains))
+        and choice.seed in (None, record.seed)
+        and choice.trial in (None, record.trial)
+    ]
+    order = {seed: place for place, seed in enumerate(run.results["recipe"]["protocol"]["seeds"])}
+    return sorted(picked_trials(fitting, run.rule, run.metric), key=lambda one: order.get(one.seed, len(order)))
 
 
-def _no_such_model(run: Run, choice: Choice) -> str:
-    if not run.records:
-        return f"{run.path}: the run has no trained model; run its recipe first"
+def _held_out(run: Run) -> str:
+    sets = dict.fromkeys(",".join(record.test_domains) for record in run.records)
+    return " or ".join(f"--held-out {shlex.quote(name)}" for name in sets)
+
+
+def _no_such_model(run: Run, method: str, choice: Choice) -> str:
+    of_method = [record for record in run.records if record.method == method]
     known = {
-        "--method": (choice.method, [record.method for record in run.records]),
-        "--test-domain": (
-            _joined(choice.test_domains),
-            [",".join(record.test_domains) for record in run.records],
+        "--held-out": (
+            None if choice.held_out is None else ",".join(choice.held_out),
+            [",".join(record.test_domains) for record in of_method],
         ),
-        "--seed": (choice.seed, [str(record.seed) for record in run.records]),
-        "--trial": (choice.trial, [str(record.trial) for record in run.records]),
+        "--seed": (choice.seed, [str(record.seed) for record in of_method]),
+        "--trial": (choice.trial, [str(record.trial) for record in of_method]),
     }
     for option, (wanted, names) in known.items():
         if wanted is not None and str(wanted) not in names:
             return f"{run.path}: {option}: no model {wanted}{did_you_mean(str(wanted), list(dict.fromkeys(names)))}"
-    return f"{run.path}: no trained model fits all of the options; results.json lists the models"
+    return f"{run.path}: no trained model of {method} fits all of the options; results.json lists the models"
 
 
 def read_parts(
@@ -307,12 +316,16 @@ def _config(
         identity=described["identity"] if trained is False else None,
     )
     names = run.results["recipe"]["data"]["class_names"]
-    kept = ("class_names", "preprocessing", "normalize", "head", "method", "prompts", "protocol", "step", "results")
+    kept = ("class_names", "preprocessing", "normalize", "head", "method", "prompts", "protocol", "step")
+    final = chosen.final_fit
+    results = about["results"] if final is None else {key: final[key] for key in ("images", "chosen_by", "estimate")}
     return ModelConfig(
         xdm_ft=__version__,
         encoder=of_encoder,
         members=tuple(members),
         chosen=chosen.how,
+        results=results,
+        few_images=about.get("few_images", {}),  # earlier versions did not write it
         renamed={name: words for name, words in names.items() if name != words},
         expected=promise(run.path, run.results, run.records, run.rule, about["method"]["label"]),
         **{key: about[key] for key in kept},

@@ -39,6 +39,7 @@ class Neighbours(Head):
     source = "Wu et al. 2018, Unsupervised Feature Learning via Non-Parametric Instance Discrimination, section 3.4"
     trained = False
     normalizes = True
+    training_features = "keys"
     text_reason = "neighbours holds training features, not class embeddings; use head: linear or cosine"
 
     def __init__(self, width: int, outputs: int, seed: int, stream: int) -> None:

@@ -68,7 +68,7 @@ class Protocol(Block):
     final_fit: Annotated[
         Literal[False, True, "all_seeds"],
         Field(
-            description="true: afterwards trains the method with the best selection value on all labelled images of "
+            description="true: afterwards trains the method that validation prefers on all labelled images of "
             "all domains, up to the median selected step. This is the model to ship; its estimate is in the table. "
             "all_seeds: one such model under each of the seeds, for an ensemble"
         ),

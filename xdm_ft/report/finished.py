@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Entries, Record, SummaryRow, record_in
-from xdm_ft.evaluation.trials import best, picked_trials, selection_values
+from xdm_ft.evaluation.trials import MethodChoice, choose_method, picked_trials, selection_values
 from xdm_ft.report.pooled import Pools, pooled
 from xdm_ft.storage.addresses import images_file
 from xdm_ft.storage.checksummed import Damaged
@@ -63,10 +64,19 @@ class Run:
         return [row for row in self.rows if row.selection == self.own_rule]
 
     @cached_property
+    def choice(self) -> MethodChoice | None:
+        """The method that validation prefers under `rule`; None if no method has a value, and for oracle."""
+        rows = [row for row in self.rows if row.selection == self.rule]
+        return None if self.rule == ORACLE else choose_method(self.records, rows, self.rule, self.metric)
+
+    @property
     def chosen(self) -> str | None:
-        """The method with the best mean selection value under `rule`; None if no method has one, and for oracle."""
-        values = self.selection_values
-        return best(values, self.metric) if values and self.rule != ORACLE else None
+        return None if self.choice is None else self.choice.method
+
+    @property
+    def final_fits(self) -> dict[str, dict[str, Any]]:
+        """{method: its final fit}, failed ones too."""
+        return final_fits_of(self.results)
 
     @cached_property
     def selection_values(self) -> dict[str, float]:
@@ -131,6 +141,13 @@ class Run:
         except Damaged as error:
             path = self.path / ANALYSIS
             raise UserError(f"{path}: is damaged ({error}); run `xdm-ft analyse` again") from error
+
+
+def final_fits_of(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns {method: its final fit} of results.json; earlier versions have the one of the chosen method alone."""
+    first = results.get("final_fit")
+    found: dict[str, dict[str, Any]] = results.get("final_fits", {} if first is None else {first["method"]: first})
+    return found
 
 
 def is_run(path: Path) -> bool:

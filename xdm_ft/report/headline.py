@@ -15,9 +15,8 @@ from xdm_ft.errors import plural, printable
 from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import SummaryRow
-from xdm_ft.evaluation.trials import best, selection_values
 from xdm_ft.report.encoders import split_row
-from xdm_ft.report.finished import ORACLE, Run
+from xdm_ft.report.finished import ORACLE, Run, final_fits_of
 from xdm_ft.report.sentence import sentence
 from xdm_ft.report.table_rows import EMPTY, each_once, in_unit, number, scaled, with_spread
 from xdm_ft.report.tables import encoded
@@ -182,18 +181,16 @@ def _verdict(row: SummaryRow) -> str:
 def _most_important(run: Run, lines: int) -> list[SummaryRow]:
     """The rows that fit in so many lines, in the recipe's order.
 
-    First come the method that selection prefers, the references, and methods with a verdict; then the others.
+    First come the method that validation prefers, the references, and methods with a verdict; then the others.
     """
     rows = run.own_rows
     if len(rows) <= lines:
         return rows
     fitting = max(FEWEST_METHODS, lines - 1)  # one line says how many there are besides
-    values = selection_values(run.records, rows, run.own_rule, run.metric)
-    chosen = best(values, run.metric) if values else None
 
     def rank(row: SummaryRow) -> int:
         decided = row.versus_erm is not None and row.versus_erm["verdict"] not in (EQUAL, NO_VERDICT)
-        return 0 if row.method == chosen else 1 if row.versus_erm is None and row.mean is not None else 2 - decided
+        return 0 if row.method == run.chosen else 1 if row.versus_erm is None and row.mean is not None else 2 - decided
 
     kept = {row.method for row in sorted(rows, key=rank)[:fitting]}
     return [row for row in rows if row.method in kept]
@@ -203,9 +200,8 @@ def _notes(run: Run, most: int | None) -> list[str]:
     """What went wrong: methods with failed, skipped or missing models, each reason once; at most `most` lines."""
     reasons = each_once((row.method, row.reason or "") for row in run.own_rows)
     notes = [f"{methods}: {reason}" for methods, reason in reasons]
-    final = run.results.get("final_fit")
-    if final is not None and final["status"] == "failed":
-        notes.append(f"final_fit: {final['reason']}")
+    fits = final_fits_of(run.results).items()
+    notes += [f"final fit of {method}: {fit['reason']}" for method, fit in fits if fit["status"] == "failed"]
     if most is not None:
         notes = [_cut(" ".join(note.split()), 2 * 78) for note in notes]
         if len(notes) > most:
@@ -225,7 +221,7 @@ def _files(run: Run) -> list[tuple[str, str]]:
     failed = any(entry["status"] == "failed" for entry in run.results["runs"])
     if failed:
         lines += [("next", "repair the cause and run the same command: only failed models train")]
-    if run.records and run.rule != ORACLE:
+    if run.records and run.own_rule != ORACLE:
         lines += [("export" if failed else "next", f"xdm-ft export {shlex.quote(str(run.path))} DIR")]
     return lines
 

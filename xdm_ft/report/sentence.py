@@ -13,7 +13,7 @@ from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.new_site import Bounds, new_site, seeds_by_set, within_bounds
 from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.evaluation.runs import Held, Runs
-from xdm_ft.evaluation.trials import best, picked_trials, selection_values
+from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.report.encoders import Against, against, pairs_of, split_row
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.references import reference_of
@@ -24,10 +24,10 @@ NAMED = 3  # methods, or encoders, at most, that the sentence names
 
 
 def sentence(run: Run) -> str:
-    """Returns what to expect on new data of the method that the selection rule prefers, and how it compares with ERM.
+    """Returns what to expect on new data of the method that validation prefers, and how it compares with ERM.
 
-    It is one line of plain text, with escapes for control characters in names. The method is the one with the best
-    selection value; test results choose nothing. The number is its mean over the held-out domains.
+    It is one line of plain text, with escapes for control characters in names. `choose_method` says which method; test
+    results choose nothing. The number is its mean over the held-out domains.
     """
     if not run.records:
         tried = Counter(entry["status"] for entry in run.results["runs"])
@@ -38,13 +38,13 @@ def sentence(run: Run) -> str:
             "on new data."
         )
     rows = [row for row in run.rows if row.selection == run.rule]
-    values = selection_values(run.records, rows, run.rule, run.metric)
-    if not values:
+    if run.choice is None:
         return (
             "There is no number to expect on new data: no method has both a selection value and a test result for "
             "every one of its models."
         )
-    chosen = next(row for row in rows if row.method == best(values, run.metric))
+    values = run.choice.values
+    chosen = next(row for row in rows if row.method == run.chosen)
     compared = [row for row in rows if row.versus_erm is not None and row.method in values]
     expected, versus = _expected(run, chosen, len(values)), _versus(run, chosen, compared)
     return expected + versus + _between_encoders(run, chosen) + _left_out(rows, values.keys()) + "."

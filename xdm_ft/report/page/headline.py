@@ -47,6 +47,7 @@ class Headline:
     sentence: str
     numbers: Sequence[Number]
     protocols: Sequence[str]
+    choice: str  # why the numbers are of this method; "": there is no choice
     models: str  # where the models are
     next: Sequence[Step]
 
@@ -58,6 +59,7 @@ def headline(run: Run) -> Headline:
         sentence=sentence(run),
         numbers=list(_numbers(run)),
         protocols=protocols,
+        choice=str(run.choice) if run.choice is not None and len(run.choice.values) > 1 else "",
         models=f"{plural(len(run.records), 'trained model')} in {named(run.path) / 'models'}, one folder each."
         if trained
         else "",
