@@ -61,6 +61,20 @@ def test_only_methods_with_a_value_in_every_run_can_be_chosen() -> None:
     assert selection_values(runs, troubled, "train_val", "accuracy") == {}
 
 
+def test_of_tied_trials_oracle_takes_the_one_that_the_other_rule_picks() -> None:
+    def trial(number: int, val: float | None, oracle: float | None) -> Record:
+        values = {"train_val": val, "oracle": oracle}
+        picks = {rule: Pick(step=1, weights="", metrics={}, value=value) for rule, value in values.items()}
+        return Record("erm", ("a",), 0, number, {}, "ok", selected=picks)
+
+    trials = [trial(0, 0.5, 0.9), trial(1, 0.7, 0.9), trial(2, 0.8, 0.6), trial(3, 0.6, None)]
+    assert picked_trials(trials[:2], "oracle", "accuracy") == [trials[1]], "both are equal for oracle"
+    assert picked_trials(trials, "oracle", "accuracy") == [trials[0]], "trial 2, which train_val picks, is no tie"
+    assert picked_trials(trials, "train_val", "accuracy") == [trials[2]]
+    alone = [replace(one, selected={"oracle": one.selected["oracle"]}) for one in trials]
+    assert picked_trials(alone, "oracle", "accuracy") == [alone[0]], "without another rule the first"
+
+
 def test_the_trial_of_the_best_value_or_the_first() -> None:
     trials = [record("erm", 0, None), record("erm", 0, 0.6, trial=1), record("erm", 0, 0.8, trial=2)]
     assert picked_trials(trials, "train_val", "accuracy") == [trials[2]]

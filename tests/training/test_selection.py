@@ -57,6 +57,40 @@ def test_rules_select_apart_and_a_state_is_made_only_where_needed() -> None:
     assert selector.nothing_selected() is None
 
 
+def test_of_tied_steps_oracle_takes_the_one_that_the_other_rule_picks() -> None:
+    values = [(0.5, 0.6), (0.4, 0.9), (0.7, 0.9), (0.6, 0.9), (0.8, 0.8), (0.7, 0.9)]
+
+    def steps(rules: tuple[str, ...], upto: int, metric: str = "accuracy") -> dict[str, int]:
+        sign = -1 if metric == "nll" else 1
+        selector = Selector(Criteria(rules, metric))
+        for step, (val, oracle) in enumerate(values[:upto], start=1):
+            offered = {"train_val": sign * val, "oracle": sign * oracle}
+            selector.offer(step, {rule: offered[rule] for rule in rules}, lambda step=step: state_of(step))
+        assert all(int(picked.state["step"]) == picked.step for picked in selector.selected.values())
+        return {rule: picked.step for rule, picked in selector.selected.items()}
+
+    for rules in (("train_val", "oracle"), ("oracle", "train_val")):
+        for metric in ("accuracy", "nll"):
+            assert steps(rules, 4, metric) == {"train_val": 3, "oracle": 3}, "steps 2, 3 and 4 are equal for oracle"
+        assert steps(rules, 6) == {"train_val": 5, "oracle": 3}, "step 5 is no tie: oracle stays"
+    assert steps(("oracle",), 6) == {"oracle": 2}, "without another rule the first"
+
+
+def test_a_tie_that_oracle_follows_resets_no_patience() -> None:
+    selector = Selector(Criteria(("oracle", "train_val"), "accuracy"), patience=2)
+    for step, val in ((1, 0.5), (2, 0.6), (3, 0.7)):
+        selector.offer(step, {"oracle": 0.9, "train_val": val}, lambda step=step: state_of(step))
+    assert selector.selected["oracle"].step == 3 and selector.stopped_at == 3
+
+
+def test_a_resumed_oracle_follows_too() -> None:
+    first, second = (Selector(Criteria(("train_val", "oracle"), "accuracy")) for _ in range(2))
+    first.offer(1, {"train_val": 0.5, "oracle": 0.9}, lambda: state_of(1))
+    second.load_state(first.state())
+    second.offer(2, {"train_val": 0.6, "oracle": 0.9}, lambda: state_of(2))
+    assert second.selected["oracle"].step == 2
+
+
 def test_nothing_selected_says_which_rule_and_why() -> None:
     selector = Selector(Criteria(("train_val", "oracle"), "auroc"), first_selectable_step=5)
     selector.offer(5, {"train_val": math.nan, "oracle": 0.5}, lambda: state_of(5))

@@ -13,6 +13,17 @@ from typing import Any
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import Record, SummaryRow
 
+ORACLE = "oracle"  # the selection rule that reads labels of the held-out domain
+
+
+def honest_rule(rules: Iterable[str]) -> str | None:
+    """Returns the first rule that reads no label of the held-out domain; None if there is none.
+
+    Of steps, trials and candidates that are equally good for `oracle`, it takes the one that this rule picks, so that
+    a difference between both is never one of two ties.
+    """
+    return next((rule for rule in rules if rule != ORACLE), None)
+
 
 def selection_value(record: Record, rule: str) -> float | None:
     """The selection metric of the step that the rule picked; None if it picked none or the metric is not defined."""
@@ -23,7 +34,8 @@ def selection_value(record: Record, rule: str) -> float | None:
 def picked_trials(records: Iterable[Record], rule: str, metric: str) -> list[Record]:
     """Returns one record per method, held-out domains and seed: the trial with the best selection value.
 
-    Of equal values the first trial is returned; if no trial has a value, the first trial too.
+    Of equal values the first trial is returned, by `oracle` the one that the `honest_rule` picks if it is among them.
+    If no trial has a value, the first trial is returned.
     """
     groups: dict[tuple[str, tuple[str, ...], int], list[Record]] = {}
     for record in records:
@@ -32,11 +44,20 @@ def picked_trials(records: Iterable[Record], rule: str, metric: str) -> list[Rec
 
 
 def _best_record(records: Sequence[Record], rule: str, metric: str) -> Record | None:
-    """Returns the record with the best selection value, the first one of several; None if none has a value."""
+    """Returns the record with the best selection value, the first one of several; None if none has a value.
+
+    Of several, `oracle` returns the one that the `honest_rule` picks, if it is among them.
+    """
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
     values = {place: selection_value(record, rule) for place, record in enumerate(records)}
     known = {place: value for place, value in values.items() if value is not None}
-    return records[max(known, key=lambda place: sign * known[place])] if known else None
+    if not known:
+        return None
+    best_value = max(known.values(), key=lambda value: sign * value)
+    tied = [records[place] for place, value in known.items() if value == best_value]
+    followed = honest_rule(name for record in records for name in record.selected) if rule == ORACLE else None
+    picked = None if followed is None else _best_record(records, followed, metric)
+    return next((record for record in tied if record is picked), tied[0])
 
 
 def selection_values(records: Sequence[Record], rows: Sequence[SummaryRow], rule: str, metric: str) -> dict[str, float]:

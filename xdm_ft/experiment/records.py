@@ -174,7 +174,7 @@ def _finished(plan: Plan, planned: PlannedModel, model: Model) -> Trained:
 
     picked = {}
     for rule, selected in trained.selected.items():
-        best = best_finish(selected, algorithm.finish(start, selected.state), metric, split_of(rule), measured)
+        best = best_finish(selected, algorithm.finish(start, selected.state), rule, plan.criteria, measured)
         if best is not None:
             picked[rule] = best
         elif rule == plan.rules[0]:

@@ -12,15 +12,20 @@ from typing import Any
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Entries, Record, SummaryRow, record_in
-from xdm_ft.evaluation.trials import MethodChoice, choose_method, picked_trials, selection_values
+from xdm_ft.evaluation.trials import (
+    ORACLE,
+    MethodChoice,
+    choose_method,
+    honest_rule,
+    picked_trials,
+    selection_values,
+)
 from xdm_ft.report.pooled import Pools, pooled
 from xdm_ft.storage.addresses import images_file
 from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.events import Scalars, read_scalars
 from xdm_ft.storage.results_file import read_results
 from xdm_ft.storage.run_directory import ANALYSIS, RunDirectory
-
-ORACLE = "oracle"  # the selection rule that reads labels of the held-out domain
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,8 @@ class Run:
     @property
     def rule(self) -> str:
         """The selection rule that may choose a model: the recipe's; if that reads test labels, the first other one."""
-        others = [name for record in self.records for name in record.selected if name != ORACLE]
-        return others[0] if self.own_rule == ORACLE and others else self.own_rule
+        honest = honest_rule(name for record in self.records for name in record.selected)
+        return honest if self.own_rule == ORACLE and honest else self.own_rule
 
     @property
     def metric(self) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from xdm_ft.algorithms import Finish
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.evaluation.trials import ORACLE, honest_rule
 from xdm_ft.protocol.splits import SELECTION_SPLIT
 from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job, RuleValues, Selected
@@ -65,6 +66,9 @@ def known_values(job: Job, step: int) -> dict[str, float]:
 class Selector:
     """Keeps the best state of one model so far, for each rule. The first of equally good steps wins.
 
+    `oracle` goes on to an equally good step that the `honest_rule` picks: if that rule's last pick is among the steps
+    that are best for `oracle`, both have the same step.
+
     The first rule is the recipe's own: if it selects nothing, the training has failed. Other rules may select nothing.
     """
 
@@ -73,6 +77,7 @@ class Selector:
         self.rules, self.metric = criteria.rules, criteria.metric
         self.first_selectable_step = first_selectable_step
         self.selected: dict[str, Selected] = {}
+        self.followed = honest_rule(criteria.rules)  # by `oracle`
         self.course: RuleValues = {rule: {} for rule in self.rules}
         self.patience, self.waited = patience, 0
         self.stopped_at: int | None = None  # number of steps after which patience ended
@@ -87,20 +92,27 @@ class Selector:
         """Selects the state after `step` steps for each rule that it improves, given the metric's value for each rule.
 
         `state` returns the weights; it is called once, and only if a rule selects this step. Returns these rules.
+        Patience counts steps that improve the first rule's value, not equal ones that `oracle` follows.
         """
         for rule in self.rules:
             self.course[rule][step] = values[rule]
         if step < self.first_selectable_step:
             return []
         better = [rule for rule in self.rules if self._improves(rule, values[rule])]
-        if better:
+        picking = [rule for rule in self.rules if rule in better or self._follows(rule, values[rule], better)]
+        if picking:
             weights = state()  # one copy for all rules that pick this step
-            for rule in better:
+            for rule in picking:
                 self.selected[rule] = Selected(step, weights, dict(hparams or {}), value=values[rule])
         self.waited = 0 if self.rules[0] in better else self.waited + 1
         if self.patience is not None and self.waited >= self.patience:
             self.stopped_at = step
-        return better
+        return picking
+
+    def _follows(self, rule: str, value: float, better: Sequence[str]) -> bool:
+        return (
+            rule == ORACLE and self.followed in better and rule in self.selected and value == self.selected[rule].value
+        )
 
     def _improves(self, rule: str, value: float) -> bool:
         if math.isnan(value):
@@ -145,16 +157,17 @@ class Selector:
 def best_finish(
     selected: Selected,
     offered: Iterable[Finish],
-    metric: str,
-    split: str,
+    rule: str,
+    criteria: Criteria,
     measure: Callable[[Selected], Mapping[str, float]],
 ) -> Selected | None:
-    """Returns `selected` with the best of the weights that its method offers (`Algorithm.finish`), measured on `split`.
+    """Returns `selected` with the best of the weights that its method offers (`Algorithm.finish`), by `rule`.
 
-    `measure` returns the metric on every split. `Selected.curve` has the values of all offered weights, None for an
-    undefined metric. Returns None if the metric is undefined on `split` for all weights that can be picked.
+    `criteria` has all rules of the run. `measure` returns the metric on every split. `Selected.curve` has the values of
+    all offered weights, None for an undefined metric. Returns None if the metric is undefined on the rule's split for
+    all weights that can be picked.
     """
-    selector = Selector(Criteria((split,), metric), first_selectable_step=0)
+    selector = Selector(criteria, first_selectable_step=0)
     curve: list[dict[str, float | None]] = []
     for one in offered:
         here = dataclasses.replace(selected, state=one.state, hparams=selected.hparams | one.varied)
@@ -162,6 +175,7 @@ def best_finish(
         point = {name: value if math.isfinite(value) else None for name, value in values.items()}
         curve.append({**one.varied, **point})
         if one.selectable:
-            selector.offer(here.step, {split: values[split]}, lambda here=here: here.state, here.hparams)  # type: ignore[misc]
-    picked = selector.selected.get(split)
+            of_rules = {one: values[split_of(one)] for one in criteria.rules}
+            selector.offer(here.step, of_rules, lambda here=here: here.state, here.hparams)  # type: ignore[misc]
+    picked = selector.selected.get(rule)
     return None if picked is None else dataclasses.replace(picked, curve=curve)

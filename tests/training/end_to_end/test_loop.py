@@ -41,6 +41,7 @@ from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches, split
 from xdm_ft.training.end_to_end.inputs import Images
 from xdm_ft.training.end_to_end.model import EndToEnd
 from xdm_ft.training.end_to_end.train import predict
+from xdm_ft.training.end_to_end.validation import EndToEndValidation
 from xdm_ft.training.schedule import learning_rate_factor
 
 COSINE = Schedule(name="cosine", warmup_steps=2)
@@ -183,6 +184,21 @@ def test_learns_and_records(accelerator: Accelerator) -> None:
     logits = predict(job, SmallCNN(seed=9), selected.state, digits(), rows, accelerator, batch_size=32)
     accuracy = (logits.argmax(1) == torch.from_numpy(digits().labels)[rows]).float().mean().item()
     assert accuracy == pytest.approx(recorded[selected.step]["train_val/accuracy"])
+
+
+def test_oracle_follows_where_its_steps_are_tied(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = EndToEndValidation.evaluate
+
+    def tied(self: EndToEndValidation, inner: EndToEnd) -> dict[str, float] | None:
+        values = measured(self, inner)
+        return values and values | {"oracle": 1.0}
+
+    monkeypatch.setattr(EndToEndValidation, "evaluate", tied)
+    training, rules = Training(batch_size=16, encoder_lr=0.01, evaluate_every=5), ("train_val", "oracle")
+    trained = train(make_job(steps=15), SmallCNN(), training, accelerator, rules=rules, metric="nll")
+    own, oracle = trained.selected["train_val"], trained.selected["oracle"]
+    assert own.step > 5, "the loss falls"
+    assert oracle.step == own.step and oracle.state is own.state
 
 
 def test_same_seed_same_bits(accelerator: Accelerator) -> None:
