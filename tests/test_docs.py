@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from xdm_ft.algorithms import Solver
 from xdm_ft.cli import parser
+from xdm_ft.recipe.components import find, names
 from xdm_ft.recipe.read import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,6 +57,15 @@ def test_links_and_scripts_are_there(page: Path) -> None:
         assert not anchor or anchor in slugs(linked), target
     for script in re.findall(r"python (\S+\.py)", text):
         assert (ROOT / script).is_file(), script
+
+
+def test_the_methods_that_are_said_to_have_one_seed_have_one() -> None:
+    """Those whose head the prompts alone make, as `make_plan` plans them."""
+    text = (ROOT / "docs" / "protocols.md").read_text(encoding="utf-8")
+    [named] = re.findall(r"method with one seed \(([^)]*)\)", text)
+    known = {name: find("algorithms", name) for name in names("algorithms")}
+    planned = {name for name, cls in known.items() if issubclass(cls, Solver) and cls.needs_text}
+    assert set(re.findall(r"`(\w+)`", named)) == planned and len(known) > 10
 
 
 def test_contributing_names_files_that_there_are() -> None:

@@ -147,6 +147,10 @@ def test_validate_prints_a_recipe_that_resolves_to_itself(recipe, tmp_path):
     first = xdm_ft("validate", recipe, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     assert "# learning rate of heads" in first.stdout and "gradient evaluations: 60" in first.stdout
+    assert "#   data: 1797 images, 10 classes\n#   domains:" in first.stdout
+    for text in (first.stdout, first.stderr):  # a reader of both as one finds whole lines
+        assert text.endswith("\n") and not text.startswith("\n")
+    assert [line for line in first.stderr.splitlines() if line.startswith("encoder: timm test_vit, ")]
     assert not (tmp_path / "out").exists()
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(first.stdout)

@@ -56,9 +56,8 @@ def test_the_difference_is_first_less_second() -> None:
     ]  # fmt: skip
     assert all(pair["difference"] == pytest.approx(-0.1) for pair in pairs)
     assert [row.versus_erm is None for row in rows] == [True, False, True, False]
-    notes = [row.versus_erm["note"] for row in rows if row.versus_erm]
-    assert [note.partition(";")[0] for note in notes] == ["compared with erm @ small", "compared with erm @ large"]
-    assert not [pair for pair in pairs if "compared with" in pair["note"]]
+    assert [row.versus_erm["reference"] for row in rows if row.versus_erm] == ["erm @ small", "erm @ large"]
+    assert not [pair for pair in pairs if "reference" in pair]
     assert json.loads(json.dumps(pairs, allow_nan=False)) == pairs
 
 

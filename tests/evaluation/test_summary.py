@@ -273,14 +273,13 @@ def test_a_labelled_reference() -> None:
     assert erm["versus_erm"]["difference"] < 0
 
 
-def test_a_note_names_the_reference_where_there_are_several() -> None:
+def test_each_row_names_its_reference() -> None:
     runs = [record(*r) for r in grid()]
     runs += [replace(one, method="deep") for one in runs if one.method == "sam"]
     rows = summary(runs, [], methods=["erm", "sam", "deep"], references={"sam": "deep", "deep": "erm"})
-    notes = [row["versus_erm"] and row["versus_erm"]["note"].split("; ")[0] for row in rows]
-    assert notes == [None, "compared with deep", "compared with erm"]
+    assert [row["versus_erm"] and row["versus_erm"]["reference"] for row in rows] == [None, "deep", "erm"]
     alone = summary(runs, [], methods=["erm", "sam", "deep"])
-    assert not any("compared with" in row["versus_erm"]["note"] for row in alone[1:])
+    assert [row["versus_erm"]["reference"] for row in alone[1:]] == ["erm", "erm"]
 
 
 def test_every_rule_has_rows_of_its_own() -> None:

@@ -38,9 +38,9 @@ def test_two_encoders_at_two_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = json.loads(Path("output/small/results.json").read_text())
     jsonschema.Draft202012Validator(SCHEMA).validate(found)
     own = [row for row in found["summary"] if row["selection"] == "train_val"]
-    references = {row["method"]: (row["versus_erm"] or {}).get("note", "").partition(";")[0] for row in own}
+    references = {row["method"]: (row["versus_erm"] or {}).get("reference") for row in own}
     assert references == {
-        f"{method} @ {encoder}": f"compared with {erm} @ {encoder}" if erm else ""
+        f"{method} @ {encoder}": f"{erm} @ {encoder}" if erm else None
         for encoder in ("vit", "test_resnet")
         for method, erm in (("erm", ""), ("last", "erm"), ("sam", "last"))
     }

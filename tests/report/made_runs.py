@@ -63,7 +63,7 @@ def run(
         reason = f"1 of {len(own)} runs failed: the loss was not finite" if method in failed else None
         difference = mean - float(np.mean([*values[reference].values()]))
         versus = {"difference": difference, "domains": None, "seeds_and_images": None, "p": None, "p_holm": None}
-        about = f"compared with {reference}; {note}" if encoders else note
+        versus |= {"reference": reference, "note": note}
         verdict = (verdicts or {}).get(method, "not distinguishable")
         rows.append(
             SummaryRow(
@@ -71,7 +71,7 @@ def run(
                 mean=None if reason else mean, std=0.01, stderr=None if seeds == 1 else 0.004, n=seeds,
                 spread_as_published=None,
                 per_test_domain={name: {"mean": value, "std": None} for name, value in by_domain.items()},
-                versus_erm=None if method == reference else {**versus, "verdict": verdict, "note": about},
+                versus_erm=None if method == reference else versus | {"verdict": verdict},
                 protocol="p", budget={"draws": 1, "gradient_evaluations": None},
                 failed=1 if reason else None, reason=reason,
             )

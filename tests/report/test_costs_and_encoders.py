@@ -105,7 +105,23 @@ def test_the_tables_of_two_encoders() -> None:
     assert small == ("small", "timm vit_small", "small corpus", "64", "5.7 million", "12.3", "2.6 MB")
     text = markdown(run_of(results))
     assert text.count("vit_small") == 1, "the table has it, and the line on the environment does not repeat it"
-    assert "- **first − second**: " in text and "compared with erm @ large" in text
+    assert "- **first − second**: " in text and "| versus erm |" in text
+
+
+def test_the_selection_values_are_those_of_the_rule_that_is_named() -> None:
+    results = results_of(costly(two_sets()))
+    results["recipe"]["protocol"]["selection"] = "oracle"
+    for run in results["runs"]:
+        run["selected"] = {"oracle": run["selected"]["train_val"] | {"value": 0.9}, **run["selected"]}
+    results["summary"] = [row | {"selection": rule} for rule in ("oracle", "train_val") for row in results["summary"]]
+    honest = table(results, "Cost")
+    assert "by which train_val picked; test images are not in it" in dict(honest.about)["Selection value"]
+    for run in results["runs"]:
+        del run["selected"]["train_val"]
+    results["summary"] = [row for row in results["summary"] if row["selection"] == "oracle"]
+    cheating = table(results, "Cost")
+    assert "by which oracle picked; they are a part of the test images" in dict(cheating.about)["Selection value"]
+    assert [row[1] for row in cheating.rows] == ["90.0"] * 2 and [row[1] for row in honest.rows] != ["90.0"] * 2
 
 
 def test_what_is_not_known_of_an_encoder() -> None:

@@ -163,7 +163,9 @@ class SummaryRow:
         for domain, values in self.per_test_domain.items():
             row |= {f"{name}:{domain}": value for name, value in values.items()}
         versus = self.versus_erm or {}
-        row |= {f"versus_erm:{name}": versus.get(name) for name in ("difference", "p", "p_holm", "verdict")}
+        row |= {
+            f"versus_erm:{name}": versus.get(name) for name in ("reference", "difference", "p", "p_holm", "verdict")
+        }
         return row | {"draws": self.budget["draws"], "flags": "; ".join(self.flags or ())}
 
 

@@ -108,7 +108,9 @@ def summarise(
     found = Summary([], [])
     for rule, runs_of in runs_by_rule.items():
         compared = versus(comparisons[rule], without)
-        _name_references(compared, references)
+        for method, reference in references.items():
+            if method in compared:
+                compared[method]["reference"] = reference
         between = {pair: compared[pair] for pair in pairs if pair in compared}
         found.encoder_pairs.extend({"selection": rule, **pair._asdict(), **of} for pair, of in between.items())
         for runs in runs_of.values():
@@ -135,15 +137,6 @@ def _comparisons(
     with_erm = {m: references[m] for m in runs_of if references.get(m, m) in runs_of.keys() - {m}}
     found: dict[str | EncoderPair, tuple[Runs, Runs]] = {m: (runs_of[m], runs_of[r]) for m, r in with_erm.items()}
     return found | {pair: (runs_of[pair.rows[0]], runs_of[pair.rows[1]]) for pair in pairs}
-
-
-def _name_references(compared: Mapping[str | EncoderPair, dict[str, Any]], references: Mapping[str, str]) -> None:
-    """Names each row's reference in its note, if the table has several."""
-    named = {method: references[method] for method in compared if isinstance(method, str)}
-    if len(set(named.values())) > 1:
-        for method, reference in named.items():
-            note = compared[method]["note"]
-            compared[method]["note"] = "; ".join(filter(None, (f"compared with {reference}", note)))
 
 
 def _refuse_duplicates(records: Sequence[Record]) -> None:

@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from xdm_ft.evaluation.records import Record
-from xdm_ft.report.finished import Run
+from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.table_rows import EMPTY, ResultTable, Summary, in_unit, number
 
 COLUMNS = ("trained parameters", "seconds", "peak memory")
@@ -49,9 +49,10 @@ def cost_table(rows: Sequence[Summary], run: Run) -> ResultTable | None:
     shown = {row["method"]: found[row["method"]] for row in rows if row["method"] in found}
     if not shown:
         return None
+    where = "they are a part of the test images" if run.rule == ORACLE else "test images are not in it"
     about = (
         ("Means", "of one model, over held-out sets, seeds and draws; features are computed once and not in it"),
-        ("Selection value", f"mean {in_unit(run.metric)} by which {run.own_rule} picked; test images are not in it"),
+        ("Selection value", f"mean {in_unit(run.metric)} on the images by which {run.rule} picked; {where}"),
     )
     cells = tuple((method, number(values.get(method), run.metric), *cost.texts()) for method, cost in shown.items())
     return ResultTable("Cost", about, ("method", "selection value", *COLUMNS), cells, shared_memory(shown), level=3)

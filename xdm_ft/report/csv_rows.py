@@ -16,7 +16,7 @@ from xdm_ft.report.costs import Cost, costs
 from xdm_ft.report.encoders import Pair, encoder_block, trainable_of, trained_words
 from xdm_ft.report.finished import Run
 from xdm_ft.report.measures import MEASURES, Picked
-from xdm_ft.report.references import reference_of
+from xdm_ft.report.table_rows import reference_of
 
 Row = dict[str, Any]
 BEFORE_A_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # a spreadsheet computes a cell that begins so
@@ -30,7 +30,7 @@ COLUMNS = (
 )  # fmt: skip
 """`of` is `mean` (over held-out sets), `held_out` (one of these sets), `domain` (of a set of several, accuracy alone)
 or `encoders` (a method under two encoders). Metrics are fractions; `std` and `stderr` are over seeds. `difference` and
-what follows compare the mean with the row `compared_with`: ERM, or the same method under another encoder. Costs are
+what follows compare the mean with the row `compared_with`: an ERM, or the same method under another encoder. Costs are
 means over models."""
 
 
@@ -62,7 +62,7 @@ def csv_rows(run: Run) -> Iterator[Row]:
         models, start = picked[row.selection], properties(run, row.method) | _of_method(row) | spent
         values = {measure.name: models.mean(row.method, measure) for measure in MEASURES}
         spread = Spread(row.mean, row.std, row.stderr, row.n)
-        compared = {"compared_with": reference_of(run, row)} | _comparison(row.versus_erm or {})
+        compared = {"compared_with": reference_of(row.to_json(), run.results)} | _comparison(row.versus_erm or {})
         yield start | {"of": "mean"} | _numbers(spread, values) | compared | _missing(row)
         for held in models.held_out:
             yield from _of_set(models, row, held, start)

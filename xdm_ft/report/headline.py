@@ -18,7 +18,16 @@ from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.report.encoders import split_row
 from xdm_ft.report.finished import ORACLE, Run, final_fits_of
 from xdm_ft.report.sentence import sentence
-from xdm_ft.report.table_rows import EMPTY, each_once, in_unit, number, scaled, with_spread
+from xdm_ft.report.table_rows import (
+    EMPTY,
+    difference_text,
+    each_once,
+    in_unit,
+    number,
+    reference_names,
+    versus_columns,
+    with_spread,
+)
 from xdm_ft.report.tables import encoded
 from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, PAGE
 from xdm_ft.terminal import write
@@ -104,7 +113,7 @@ def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text
     name, *more = _names(run, rows, width is None)
     rest = [Column(f"mean{mark}", [with_spread(row.to_json(), row.stderr) for row in rows])]
     if any(row.versus_erm for row in run.own_rows):
-        rest += [Column("vs erm", [_difference(run, row) for row in rows])]
+        rest += _versus(run, rows, width is None)
         rest += [Column("verdict", [_verdict(row) for row in rows], left=True)]
     room = None if width is None else width - sum(column.needed for column in (name, *more, *rest))
     columns = [name, *more, *_domains(run, rows, room), *rest]
@@ -127,6 +136,17 @@ def _names(run: Run, rows: Sequence[SummaryRow], whole: bool) -> list[Column]:
         Column("method", list(methods) if whole else _cut_apart(methods, LONGEST_NAME // 2), gap=0, left=True),
         Column("encoder", [one or EMPTY for one in encoders] if whole else _cut_apart(encoders, LONGEST_NAME // 2)),
     ]
+
+
+def _versus(run: Run, rows: Sequence[SummaryRow], whole: bool) -> list[Column]:
+    """The differences, and what they are to: in the header, or in a column where rows differ in it."""
+    shown = [row.to_json() for row in rows]
+    names = reference_names(shown, run.results)
+    if not whole:
+        short = _cut_apart(names, LONGEST_NAME // 2)
+        names = [name and cut for name, cut in zip(names, short, strict=True)]
+    columns = versus_columns(names, [difference_text(row) for row in shown], "vs").items()
+    return [Column(head, list(cells), left=place > 0) for place, (head, cells) in enumerate(columns)]
 
 
 def _cut_apart(names: Sequence[str | None], width: int) -> list[str]:
@@ -168,10 +188,6 @@ def _worst(run: Run, row: SummaryRow) -> str:
         return EMPTY
     name = min(known, key=lambda name: known[name])
     return f"{_cut(name, 12)} {number(means[name], run.metric)}"
-
-
-def _difference(run: Run, row: SummaryRow) -> str:
-    return EMPTY if row.versus_erm is None else scaled(row.versus_erm["difference"], run.metric, signed=True)
 
 
 def _verdict(row: SummaryRow) -> str:

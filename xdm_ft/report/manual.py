@@ -8,8 +8,9 @@ MANUAL: dict[str, dict[str, str]] = {
     "table": {
         "protocol": "The line above a table: data, split, whether the test domains are unseen, groups, encoder, "
         "selection and metric. Numbers of two tables with different lines can not be compared.",
-        "a domain's column": "The metric on the test images of this domain, for models that never trained on it, mean "
-        "over seeds. On a narrow terminal names are cut, or only the worst domain is shown; results.md has all.",
+        "a domain's column": "The metric on the test images of this domain, mean over seeds; the protocol line says "
+        "whether training saw other images of it. On a narrow terminal names are cut, or only the worst domain is "
+        "shown; results.md has all.",
         "mean ±": "Held-out domains are averaged within a seed, then over seeds. ± is the standard error over seeds: "
         "standard deviation (ddof 1) / √n. DomainBed prints it with ddof 0, which is √(1 − 1/n) times as large; WILDS "
         "prints the standard deviation, √n times as large. ± says how much training varies, not how much domains do.",
@@ -20,10 +21,11 @@ MANUAL: dict[str, dict[str, str]] = {
         "mixed steps": "The number of steps that trained on augmented features: XDomainMix begins after its warm-up.",
     },
     "comparison": {
-        "versus erm": "The difference to ERM with the same class head (of ERM with another head: to ERM with a linear "
-        "one), paired by held-out domain and seed. It is the ERM under the same encoder that trains as much of it; a "
-        "method without such an ERM is compared with the recipe's first ERM, and ERM itself with the one that trains a "
-        "head alone, or else with the first.",
+        "versus": "The difference to the ERM that the head of the column names, paired by held-out domain and seed; "
+        "where rows are compared with different ones, the column “versus” names each, and “difference” has the number. "
+        "It is the ERM with the same class head (of ERM with another head: with a linear one) under the same encoder "
+        "that trains as much of it; a method without such an ERM is compared with the recipe's first ERM of its head, "
+        "and ERM itself with the one that trains a head alone, or else with the first.",
         "95% over domains": "Where the difference may lie on other domains like these: a t interval of the held-out "
         "domains' differences.",
         "95% over seeds and images": "Where it may lie with other seeds and other images of the same domains. Images "
@@ -47,8 +49,11 @@ MANUAL: dict[str, dict[str, str]] = {
         "train_val": "By validation images of the training domains, the mean over these.",
         "val_domain": "By an official validation domain.",
         "cross_domain": "By extra models, each trained with one more domain held out and measured on it.",
-        "oracle": "By images of the test domain. That is CHEATING: its table shows what better selection could gain at "
-        "most, and is no result.",
+        "oracle": "By labelled images of the held-out domain: a part of the test images themselves "
+        "(the validation part that comes with the data, or else protocol.val_fraction). That is CHEATING, and no "
+        "result. Nor is it an upper bound: what is best on this part need not be best on all test images, so another "
+        "rule may test higher. Of steps and trials that are equal on this part it takes the one that the first other "
+        "rule picks.",
     },
     "metrics": {
         "AUROC": "Area under the ROC curve; of more than two classes, the mean of each class against the rest. 50% is "
@@ -81,10 +86,10 @@ MANUAL: dict[str, dict[str, str]] = {
         "grew by. Models that train together have none of their own.",
     },
     "encoders": {
-        "METHOD @ ENCODER": "A row of a run of several encoders. “versus erm” compares it with ERM under the same "
+        "METHOD @ ENCODER": "A row of a run of several encoders. “versus” compares it with the ERM under its own "
         "encoder.",
         "first − second": "The difference between two encoders under the same method, paired by held-out domain and "
-        "seed, over the same images. Its intervals, p and verdict are those of “versus erm”, and p (Holm) is corrected "
+        "seed, over the same images. Its intervals, p and verdict are those of “versus”, and p (Holm) is corrected "
         "for both kinds of comparison together: each encoder more makes all verdicts harder to reach.",
         "ms per image": "Milliseconds to encode one image on the machine of the run.",
         "features on disk": "The size of the cached features of all images.",

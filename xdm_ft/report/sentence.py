@@ -16,8 +16,7 @@ from xdm_ft.evaluation.runs import Held, Runs
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.report.encoders import Against, against, pairs_of, split_row
 from xdm_ft.report.finished import ORACLE, Run
-from xdm_ft.report.references import reference_of
-from xdm_ft.report.table_rows import IN_PERCENT, metric_words, scaled, with_unit
+from xdm_ft.report.table_rows import IN_PERCENT, metric_words, reference_of, scaled, with_unit
 
 UNSEEN = "domains never trained on"  # `tested_on` of a run whose test domains train no model
 NAMED = 3  # methods, or encoders, at most, that the sentence names
@@ -105,7 +104,7 @@ def _versus(run: Run, chosen: SummaryRow, compared: Sequence[SummaryRow]) -> str
 def _belongs(run: Run, row: SummaryRow, chosen: SummaryRow) -> bool:
     """Whether a sentence on the chosen method may count the row: it was compared with it, or under its encoder."""
     if chosen.versus_erm is None:
-        return reference_of(run, row) == chosen.method
+        return reference_of(row.to_json(), run.results) == chosen.method
     return split_row(row.method, run.results)[1] == split_row(chosen.method, run.results)[1]
 
 
@@ -113,7 +112,9 @@ def _about(run: Run, row: SummaryRow, name: str) -> str:
     """The difference of one method and its verdict, with the reason if there is none."""
     versus = row.versus_erm
     assert versus is not None
-    seen = Against(reference_of(run, row) or "erm", versus["difference"], versus["verdict"], versus["note"])
+    seen = Against(
+        reference_of(row.to_json(), run.results) or "erm", versus["difference"], versus["verdict"], versus["note"]
+    )
     return f"{name} is {_difference(run, seen)}"
 
 

@@ -18,11 +18,13 @@ from xdm_ft.report.table_rows import (
     EMPTY,
     ResultTable,
     budget_text,
+    difference_text,
     in_unit,
     notes_of,
     number,
     oracle_mark,
-    scaled,
+    reference_names,
+    versus_columns,
     with_spread,
 )
 
@@ -56,19 +58,14 @@ def side_by_side(runs: Sequence[Run]) -> list[ResultTable]:
     domains = list(dict.fromkeys(domain for _, _, row in rows for domain in row.per_test_domain))
     mark = oracle_mark(rule)
     start = ("run", f"method{mark}", "encoder", "encoder is", "augmentation")
-    header = (
-        *start,
-        *domains,
-        f"mean ± stderr{mark}",
-        "seeds",
-        "draws × gradients",
-        "versus erm of its run",
-        "verdict",
-    )
+    references = [name for run in runs for name in reference_names(_summary(run), run.results)]
+    differences = [difference_text(row.to_json()) for _, _, row in rows]
+    versus = {f"{head} of its run": cells for head, cells in versus_columns(references, differences).items()}
+    header = (*start, *domains, f"mean ± stderr{mark}", "seeds", "draws × gradients", *versus, "verdict")
     notes = [
         (f"{names[run.path]}, {methods}", note)
         for run in runs
-        for methods, note in notes_of([row.to_json() for row in run.own_rows])
+        for methods, note in notes_of(_summary(run), run.results)
     ]
     lines: dict[str, list[str]] = {}  # protocol line → names of runs
     for run in runs:
@@ -78,7 +75,15 @@ def side_by_side(runs: Sequence[Run]) -> list[ResultTable]:
         f"{len(runs)} runs side by side, selection: {rule}, {in_unit(metric)}",
         (("Compared", "a verdict is about methods of one run; runs are not paired with each other"), *protocols),
         header,
-        tuple((*_start(run, name, row), *_numbers(row, domains)) for run, name, row in rows),
+        tuple(
+            (
+                *_start(run, name, row),
+                *_numbers(row, domains),
+                *(cells[place] for cells in versus.values()),
+                _verdict(row),
+            )
+            for place, (run, name, row) in enumerate(rows)
+        ),
         tuple(notes),
         labels=2,
     )
@@ -91,17 +96,23 @@ def run_names(runs: Sequence[Run]) -> dict[Path, str]:
     return {run.path: str(run.path) if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)}
 
 
+def _summary(run: Run) -> list[dict[str, Any]]:
+    return [row.to_json() for row in run.own_rows]
+
+
 def _start(run: Run, name: str, row: SummaryRow) -> tuple[str, ...]:
     own = properties(run, row.method)
     return name, row.method, own["encoder"], own["encoder_trained"], own["augmentation"]
 
 
 def _numbers(row: SummaryRow, domains: Sequence[str]) -> tuple[str, ...]:
-    shown, versus = row.to_json(), row.versus_erm
+    shown = row.to_json()
     of_domains = [number(row.per_test_domain.get(domain, {}).get("mean"), row.metric) for domain in domains]
-    difference = EMPTY if versus is None else scaled(versus["difference"], row.metric, signed=True)
-    verdict = EMPTY if versus is None else str(versus["verdict"])
-    return *of_domains, with_spread(shown, row.stderr), str(row.n), budget_text(shown), difference, verdict
+    return *of_domains, with_spread(shown, row.stderr), str(row.n), budget_text(shown)
+
+
+def _verdict(row: SummaryRow) -> str:
+    return EMPTY if row.versus_erm is None else str(row.versus_erm["verdict"])
 
 
 def _metrics(runs: Sequence[Run], names: dict[Path, str]) -> ResultTable:

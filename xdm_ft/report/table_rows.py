@@ -19,7 +19,7 @@ EMPTY = "–"
 COMPARISON = (
     "95% over domains (unadjusted)", "95% over seeds and images (unadjusted)", "p", "p (Holm)", "verdict"
 )  # fmt: skip
-VERSUS = ["versus erm", *COMPARISON]
+COMPARED = "compared with "  # began the note that named the reference, in results of earlier versions
 IN_PERCENT = (
     "accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "worst_class_recall", "ece",
 )  # fmt: skip
@@ -66,19 +66,22 @@ def result_table(rows: Sequence[Summary], results: Results) -> ResultTable:
     mark = oracle_mark(rows[0]["selection"])
     header = [f"method{mark}", *domains, f"mean ± stderr{mark}", "seeds"]
     header += ["draws × gradients"] if budgeted else []
-    header += VERSUS if compared else []
+    versus = versus_columns(reference_names(rows, results), [difference_text(row) for row in rows]) if compared else {}
+    header += [*versus, *COMPARISON] if compared else []
     header += ["mixed steps"] if mixing else []
     cells = []
-    for row in rows:
+    for place, row in enumerate(rows):
         metric, per_domain = row["metric"], row["per_test_domain"]
         line = [row["method"], *(number(per_domain.get(d, {}).get("mean"), metric) for d in domains)]
         line += [with_spread(row, row["stderr"]), str(row["n"])]
         line += [budget_text(row)] if budgeted else []
-        line += _versus(row) if compared else []
+        line += [*(cells[place] for cells in versus.values()), *_tested(row)] if compared else []
         line += [mixed.get(row["method"], EMPTY)] if mixing else []
         cells.append(tuple(line))
     about = (("Protocol", rows[0]["protocol"]),)
-    return ResultTable(_heading(rows[0]["selection"], results), about, tuple(header), tuple(cells), notes_of(rows))
+    return ResultTable(
+        _heading(rows[0]["selection"], results), about, tuple(header), tuple(cells), notes_of(rows, results)
+    )
 
 
 def oracle_mark(rule: str) -> str:
@@ -167,9 +170,52 @@ def with_spread(row: Summary, spread: float | None) -> str:
     return scaled(row["mean"], row["metric"]) + ("" if spread is None else f" ± {scaled(spread, row['metric'])}")
 
 
-def _versus(row: Summary) -> list[str]:
+def reference_of(row: Summary, results: Results) -> str | None:
+    """Returns the label of the ERM that a row was compared with; None if it was compared with none."""
     versus = row["versus_erm"]
-    return [EMPTY] * len(VERSUS) if versus is None else comparison_cells(versus, row["metric"])
+    if versus is None:
+        return None
+    if "reference" in versus:
+        return str(versus["reference"])
+    # earlier versions named it in the note alone, and only where a table had several
+    notes = str(versus["note"]).split("; ")
+    named = [note.removeprefix(COMPARED) for note in notes if note.startswith(COMPARED)]
+    uncompared = [one["method"] for one in results["summary"] if one["versus_erm"] is None]
+    plain = [label for label in uncompared if items(results).get(label, {}).get("name") == "erm"]
+    encoders = several_encoders(results)
+    own = split_label(row["method"], encoders)[1]
+    return next(iter([*named, *(one for one in plain if split_label(one, encoders)[1] == own)]), "erm")
+
+
+def reference_names(rows: Iterable[Summary], results: Results) -> list[str | None]:
+    """Returns what each row was compared with, without the encoder, which is the row's own; None: with nothing."""
+    encoders = several_encoders(results)
+    references = [reference_of(row, results) for row in rows]
+    return [None if one is None else split_label(one, encoders)[0] for one in references]
+
+
+def versus_columns(
+    names: Sequence[str | None], differences: Sequence[str], word: str = "versus"
+) -> dict[str, Sequence[str]]:
+    """Returns {head: cells} of the differences to `names`, a cell per row; None: the row is compared with nothing.
+
+    The head names what all are compared with; if rows differ in that, a second column names it.
+    """
+    distinct = {name for name in names if name is not None}
+    if len(distinct) == 1:
+        return {f"{word} {distinct.pop()}": differences}
+    return {"difference": differences, word: [name or EMPTY for name in names]}
+
+
+def difference_text(row: Summary) -> str:
+    versus = row["versus_erm"]
+    return EMPTY if versus is None else scaled(versus["difference"], row["metric"], signed=True)
+
+
+def _tested(row: Summary) -> list[str]:
+    """Returns a cell for each of `COMPARISON`."""
+    versus = row["versus_erm"]
+    return [EMPTY] * len(COMPARISON) if versus is None else comparison_cells(versus, row["metric"])[1:]
 
 
 def comparison_cells(versus: Mapping[str, Any], metric: str) -> list[str]:
@@ -188,14 +234,14 @@ def p_value(p: float | None) -> str:
     return f"{p:.3f}" if p >= 0.0005 else "<0.001"
 
 
-def notes_of(rows: Iterable[Summary]) -> tuple[tuple[str, str], ...]:
+def notes_of(rows: Sequence[Summary], results: Results) -> tuple[tuple[str, str], ...]:
     """Each note on the rows once, with all methods that have it."""
 
     def found() -> Iterator[tuple[str, str]]:
-        for row in rows:
+        for row, name in zip(rows, reference_names(rows, results), strict=True):
             notes = [row["reason"]] if "reason" in row else []
             versus = row["versus_erm"]
-            compared = [f"versus erm: {versus['note']}"] if versus and versus["note"] else []
+            compared = [f"versus {name}: {versus['note']}"] if versus and versus["note"] else []
             yield from ((row["method"], note) for note in (*notes, *row.get("flags", ()), *compared))
 
     return (*each_once(found()), *_unequal_budgets(rows))

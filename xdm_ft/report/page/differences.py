@@ -9,7 +9,7 @@ from xdm_ft.report.finished import Run
 from xdm_ft.report.page import numbers
 from xdm_ft.report.page.forest import HEADER, cells, forest
 from xdm_ft.report.page.panel import Cell, Panel, Table
-from xdm_ft.report.table_rows import metric_words
+from xdm_ft.report.table_rows import metric_words, reference_names
 
 WITH_ENCODERS = " and all pairs of encoders"
 
@@ -18,19 +18,25 @@ def panel(run: Run) -> Panel | None:
     shown = {row.method: row.versus_erm for row in run.own_rows if row.versus_erm}
     if not shown:
         return None
+    names = reference_names([row.to_json() for row in run.own_rows if row.versus_erm], run.results)
+    several = len(set(names)) > 1
+    reference = "the reference" if several else names[0]
     family = WITH_ENCODERS if pairs_of(run.results, run.own_rule) else ""
     return Panel(
         id="differences",
         title="Differences to ERM",
-        about=f"Test {metric_words(run.metric)} of each method less that of erm, paired by held-out domain and "
+        about=f"Test {metric_words(run.metric)} of each method less that of {reference}, paired by held-out domain and "
         f"seed. {_better(run)} of the zero line is better. Holm's p is corrected for all methods of the table{family}; "
         f"below {ALPHA} the verdict is better or worse. The intervals are not corrected.",
-        figures=[forest("differences", "difference to erm", run.metric, shown)],
+        figures=[forest("differences", f"difference to {reference}", run.metric, shown)],
         tables=[
             Table(
-                f"Differences to erm in {numbers.points(run.metric)}.",
-                ["method", *HEADER],
-                [[Cell(method), *cells(run.metric, one)] for method, one in shown.items()],
+                f"Differences to {reference} in {numbers.points(run.metric)}.",
+                ["method", *(["versus"] if several else []), *HEADER],
+                [
+                    [Cell(method), *([Cell(str(name))] if several else []), *cells(run.metric, one)]
+                    for (method, one), name in zip(shown.items(), names, strict=True)
+                ],
             )
         ],
         notes=numbers.noted((method, one["note"]) for method, one in shown.items()),

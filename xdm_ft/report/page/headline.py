@@ -22,7 +22,7 @@ from xdm_ft.report.page.numbers import (
 )
 from xdm_ft.report.page.places import named
 from xdm_ft.report.sentence import sentence
-from xdm_ft.report.table_rows import metric_words, scaled, with_unit
+from xdm_ft.report.table_rows import metric_words, reference_of, scaled, with_unit
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,10 @@ def _of_method(run: Run, row: SummaryRow) -> Iterator[Number]:
     versus = row.versus_erm
     if versus is not None:
         p = f", Holm's p {versus['p_holm']:.2g}" if versus["p_holm"] is not None else ""
-        yield Number(f"difference to erm in {words}", scaled(versus["difference"], metric, True), versus["verdict"] + p)
+        reference = reference_of(row.to_json(), run.results)
+        yield Number(
+            f"difference to {reference} in {words}", scaled(versus["difference"], metric, True), versus["verdict"] + p
+        )
     known = {name: point["mean"] for name, point in row.per_test_domain.items() if point["mean"] is not None}
     if len(known) > 1:
         worst = (min if HIGHER_IS_BETTER[metric] else max)(known, key=lambda name: known[name])
