@@ -6,20 +6,25 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import miniature
 import pytest
+from example_runs import results_of
+from test_more_tables import two_sets
 
 import xdm_ft
 from xdm_ft.recipe.read import check, load
 from xdm_ft.recipe.text import recipe_of
+from xdm_ft.storage.run_directory import RunDirectory
 
 QUICK = {"data": {"name": "digits"}, "encoder": {"name": "timm", "model": "test_vit", "kwargs": {"img_size": 32}}}
 QUICK |= {"report": {"page": False}}
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    code = "import sys, xdm_ft; xdm_ft.run, xdm_ft.UserError; print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
+    code = "import sys, xdm_ft; xdm_ft.run, xdm_ft.open, xdm_ft.UserError; "
+    code += "print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
@@ -56,6 +61,52 @@ def test_faults_name_what_was_given() -> None:
         xdm_ft.run("demo", **{"methods.erm": 1})
 
 
+def written(path: Path, **changes: Any) -> Path:
+    """A run directory of two methods under two rules."""
+    results = results_of(two_sets())
+    results["summary"] += [row | {"selection": "oracle", "mean": 0.99} for row in results["summary"]]
+    RunDirectory(path).write_results(results | changes)
+    return path
+
+
+def test_a_finished_run_is_opened_without_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(written(tmp_path / "run").parent)
+    for path in ("run", Path("run")):
+        found = xdm_ft.open(path)
+        assert found.path == Path("run") and not found.failed and found.final_fit is None
+        assert [record.method for record in found.records] == ["erm"] * 4 + ["xdomainmix"] * 4
+        own, oracle = found.table(), found.table(selection="oracle")
+        assert found.table("train_val") == own and len(found.rows) == 4
+        assert [(row["method"], row["selection"], row["mean"]) for row in own] == [
+            ("erm", "train_val", pytest.approx(0.55)), ("xdomainmix", "train_val", pytest.approx(0.65))
+        ]  # fmt: skip
+        assert own[1]["versus_erm:reference"] == "erm" and own[0]["versus_erm:reference"] is None
+        assert [(row["selection"], row["mean"]) for row in oracle] == [("oracle", 0.99)] * 2
+        with pytest.raises(xdm_ft.UserError, match=r'^run: selection: .*"orcale"; did you mean "oracle"\?$'):
+            found.table("orcale")
+        with pytest.raises(xdm_ft.UserError, match=r'no rule "val_domain"; known: train_val, oracle$'):
+            found.table("val_domain")
+    assert "open" not in xdm_ft.__all__, "`from xdm_ft import *` must leave Python's own"
+
+
+def test_what_is_no_finished_run_is_one_clear_line(tmp_path: Path) -> None:
+    written(tmp_path / "unfinished", summary=[])
+    recipe = results_of(two_sets())["recipe"]
+    asked = recipe | {"protocol": recipe["protocol"] | {"final_fit": True}}
+    written(tmp_path / "without_fit", recipe=asked)
+    written(tmp_path / "damaged")
+    (tmp_path / "damaged" / "results.json").write_text("{")
+    for name, said in (
+        ("none", "none/results.json: can not be read as the results of a run (it is no file); name a run directory"),
+        ("unfinished", "unfinished: has no table, as its run is not finished; run the same command to finish it"),
+        ("without_fit", "without_fit: has no final fit, as its run is not finished; run the same command to finish it"),
+        ("damaged", "damaged/results.json: can not be read as the results of a run"),
+    ):
+        with pytest.raises(xdm_ft.UserError) as error:
+            xdm_ft.open(tmp_path / name)
+        assert said in str(error.value) and "\n" not in str(error.value)
+
+
 @pytest.mark.slow
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -70,9 +121,12 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert document["summary"] == [row.to_json() for row in results.rows]
     assert json.loads(json.dumps(results.document)) | {"checksum": document["checksum"]} == document
     table = results.table()
-    assert len(table) == len(results.rows) == 4
+    assert len(table) == len(results.table("oracle")) == 2 and len(results.rows) == 4
     assert table[0]["method"] == "erm" and table[0]["mean"] == results.rows[0].mean == table[0]["mean:ink"]
 
+    opened = xdm_ft.open(results.path)
+    assert opened.table() == table and opened.table("oracle") == results.table("oracle")
+    assert json.dumps(opened.document) == json.dumps(results.document)
     again = xdm_ft.run(recipe, training={"steps": 6})
     assert again.records == results.records and again.rows == results.rows, "a finished run trains nothing again"
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from xdm_ft.experiment.results import Results
     from xdm_ft.export.model import Model
 
-__all__ = ["UserError", "__version__", "load", "run"]
+__all__ = ["UserError", "__version__", "load", "run"]  # not `open`: `import *` would replace Python's own
 
 
 def run(recipe: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) -> Results:
@@ -22,7 +22,7 @@ def run(recipe: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) ->
     `recipe` is a file, the name of a packaged recipe, or nested dicts. Overrides change it:
     `run("demo", training={"steps": 10})` merges a block key by key, and `run("demo", **{"training.steps": 10})`
     replaces the value of a dotted key; `**{"xdomainmix.warmup_steps": 300}` sets a key of methods, as on the command
-    line. `run("demo").table()` returns a list of flat dicts for `pandas.DataFrame`.
+    line. `run("demo").table()` returns a list of flat dicts for `pandas.DataFrame`, by the recipe's selection rule.
     Progress is logged to the logger "xdm_ft", or shown on standard error.
 
     The run directory is `<output.dir>/<name>/`, as on the command line. An interrupted run resumes there; a finished
@@ -37,6 +37,18 @@ def run(recipe: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) ->
     from xdm_ft.recipe.read import check
 
     return run_recipe(check(text))
+
+
+def open(run_dir: str | os.PathLike[str]) -> Results:
+    """Returns the results of a finished run, as `run` returned them. Needs no recipe, data or weights.
+
+    `open("output/demo").table()` has the rows of the recipe's own selection rule, `table(selection="oracle")` those of
+    another one. Raises `UserError` if the directory holds no run, a damaged one, or one that is not finished.
+    """
+    from xdm_ft.experiment.results import read_results  # this imports torch
+    from xdm_ft.storage.user_paths import expanded
+
+    return read_results(expanded(os.fspath(run_dir), "run_dir"))
 
 
 def load(

@@ -81,6 +81,37 @@ def test_each_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path("out.txt").read_text() in printed["text"]  # without the sentence above the tables
 
 
+@pytest.mark.usefixtures("pages")
+def test_what_oracle_selects_is_in_latex_and_csv_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*arguments: str) -> str:
+        assert main(["report", *arguments, "--quiet"]) == 0
+        return capsys.readouterr().out
+
+    for name, own in (("both", "train_val"), ("cheating", "oracle")):
+        results = results_of(two_sets(), name=name)
+        results["recipe"]["protocol"]["selection"] = own
+        for run in results["runs"]:
+            run["selected"]["oracle"] = run["selected"]["train_val"]
+        results["summary"] += [row | {"selection": "oracle"} for row in results["summary"]]
+        RunDirectory(Path(name)).write_results(results)
+    assert printed("one", "--format", "latex") == printed("one", "--format", "latex", "--oracle"), "it has no oracle"
+    for name in ("text", "markdown"):
+        assert "CHEATING" in printed("both", "--format", name)
+    tex, asked = printed("both", "--format", "latex"), printed("both", "--format", "latex", "--oracle")
+    assert "CHEATING" not in tex and "oracle" not in tex and asked.startswith(tex) and "CHEATING" in asked
+    table, asked = (
+        csv.DictReader(printed("both", "--format", "csv", *more).splitlines()) for more in ([], ["--oracle"])
+    )
+    assert [row["selection"] for row in table] == ["train_val"] * 6
+    assert [row["selection"] for row in asked] == ["train_val"] * 6 + ["oracle"] * 6
+    with Path("both/results.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 12, "results.csv has the rows of all rules"
+    assert len(list(csv.DictReader(printed("both", "one", "--format", "csv").splitlines()))) == 12
+    assert len(json.loads(printed("both", "--json"))["rows"]) == 12
+    for name in ("latex", "csv"):
+        assert "oracle" in printed("cheating", "--format", name), "the recipe's own rule is always there"
+
+
 def test_several_runs(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(Path().rglob("*"))
     assert main(["report", "one", "two"]) == 0

@@ -15,7 +15,7 @@ from xdm_ft.commands.answer import Answer
 from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.report.csv_rows import COLUMNS, Row, csv_rows, csv_text
 from xdm_ft.report.encoders import encoders_of
-from xdm_ft.report.finished import Run, read_run
+from xdm_ft.report.finished import ORACLE, Run, read_run
 from xdm_ft.report.latex import latex
 from xdm_ft.report.markdown import markdown, markdown_table, tables_of
 from xdm_ft.report.sentence import sentence
@@ -40,15 +40,23 @@ class Reported(Answer):
     out: Path | None  # where the tables were written; None: they are printed
     written: list[Path]  # the reports that were written again
     rows: list[Row]  # those of results.csv
+    oracle: bool  # LaTeX and CSV too have what oracle selects, if that is not the recipe's own rule
+
+    @property
+    def _shown(self) -> set[str]:
+        """The selection rules of the document."""
+        rules = {row.selection for run in self.runs for row in run.rows}
+        whole = self.oracle or self.format in ("text", "markdown") or self.runs[0].own_rule == ORACLE
+        return rules if whole else rules - {ORACLE}
 
     @property
     def tables(self) -> list[ResultTable]:
-        return list(tables_of(self.runs[0])) if len(self.runs) == 1 else side_by_side(self.runs)
+        return list(tables_of(self.runs[0], self._shown)) if len(self.runs) == 1 else side_by_side(self.runs)
 
     def text(self) -> str:
         """Returns the document in its format; as text, without colours and as wide as necessary."""
         if self.format == "csv":
-            return csv_text(self.rows)
+            return csv_text(row for row in self.rows if row["selection"] in self._shown)
         if self.format == "latex":
             return latex(self.tables)
         if self.format == "text":
@@ -76,12 +84,17 @@ class Reported(Answer):
 
 
 def report(
-    run_dirs: Sequence[str], format_: Format | None = None, out: str | None = None, images: bool = False
+    run_dirs: Sequence[str],
+    format_: Format | None = None,
+    out: str | None = None,
+    images: bool = False,
+    oracle: bool = False,
 ) -> Reported:
     """Makes the tables of one run or of several runs of one protocol.
 
     Of one run it also writes results.md, results.csv, report.html and plots/ again. `format_`: by default that of the
-    name of `out`, or text. `images`: report.html shows the most confident mistakes as small images.
+    name of `out`, or text. `images`: report.html shows the most confident mistakes as small images. `oracle`: LaTeX and
+    CSV too have what the rule oracle selects.
 
     Raises `UserError` for a run that is damaged or not finished, for runs of several protocols, and if a file can not
     be written.
@@ -91,7 +104,7 @@ def report(
     runs = [read_run(path) for path in _paths(run_dirs)]
     for run in runs:
         if not run.rows:
-            raise UserError(f"{run.path}: has no table, as its run is not finished; run the same command to finish it")
+            run.refuse_unfinished()
     if len(runs) > 1 and images:
         raise UserError("--images: is about the page of one run; name one run directory")
     check_same_protocol(runs)
@@ -99,7 +112,7 @@ def report(
     found = [row | {"run": names[run.path]} for run in runs for row in csv_rows(run)]
     rows = [{name: row.get(name) for name in COLUMNS} for row in found]
     written = _written(runs[0], images) if len(runs) == 1 else []
-    answer = Reported(runs, wanted, file, written, rows)
+    answer = Reported(runs, wanted, file, written, rows, oracle)
     if file is not None:
         replace_text(file, answer.text())
     return answer

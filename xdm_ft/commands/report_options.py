@@ -15,6 +15,8 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--format", choices=formats, help=about)
     sub.add_argument("--out", metavar="FILE", help="write the tables to FILE.txt, .md, .tex or .csv, not to the screen")
     mistakes = "show the most confident mistakes as small images in report.html"
+    oracle = "in LaTeX and CSV too, show what the rule oracle selects, which reads test labels"
+    sub.add_argument("--oracle", action="store_true", help=oracle)
     sub.add_argument("--images", action="store_true", help=mistakes)
 
 
@@ -22,4 +24,4 @@ def called(arguments: argparse.Namespace) -> Answer:
     """Performs the verb. Raises `UserError`."""
     from xdm_ft.commands.report import report
 
-    return report(arguments.run_dirs, arguments.format, arguments.out, arguments.images)
+    return report(arguments.run_dirs, arguments.format, arguments.out, arguments.images, arguments.oracle)

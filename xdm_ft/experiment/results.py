@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xdm_ft.data import ImageDataset
 from xdm_ft.encoders._trainable import LastBlocks, LowRank
+from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.evaluation.records import Entries, Identity, Record, SummaryRow
 from xdm_ft.evaluation.summary import Summary
 from xdm_ft.evaluation.trials import MethodChoice, choose_method
@@ -26,7 +27,7 @@ from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.experiment.resume import Earlier
 from xdm_ft.recipe.checked import Recipe
-from xdm_ft.report.finished import Run
+from xdm_ft.report.finished import Run, read_run
 from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory
@@ -69,9 +70,27 @@ class Results:
         """These results as reports read them from the run directory."""
         return Run(self.path, self.streamed, self.records, self.rows)
 
-    def table(self) -> list[dict[str, Any]]:
-        """Returns the rows as flat dicts: `pandas.DataFrame(results.table())`."""
-        return [row.flat() for row in self.rows]
+    def table(self, selection: str | None = None) -> list[dict[str, Any]]:
+        """Returns the rows of one selection rule as flat dicts: `pandas.DataFrame(results.table())`.
+
+        `selection`: by default the recipe's own rule; "oracle", which reads test labels, and the run's other rules on
+        request. Raises `UserError` for a rule that the run does not have.
+        """
+        own = self.as_read.own_rule
+        known = list(dict.fromkeys([own, *(row.selection for row in self.rows)]))
+        if selection is not None and selection not in known:
+            raise UserError(
+                f'{self.path}: selection: the run has no rule "{selection}"{did_you_mean(selection, known)}'
+            )
+        return [row.flat() for row in self.rows if row.selection == (own if selection is None else selection)]
+
+
+def read_results(path: Path) -> Results:
+    """Returns the results of a finished run. Raises `UserError` if the folder holds none, or damaged ones."""
+    run = read_run(path)
+    run.refuse_unfinished()
+    document = {key: value for key, value in run.results.items() if key != "checksum"}
+    return Results(run.path, run.every, run.rows, document.get("final_fit"), document)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,13 @@ class Run:
         """Of the models that were trained."""
         return [record for record in self.every if record.status == "ok"]
 
+    def refuse_unfinished(self) -> None:
+        """Raises `UserError` if the run has no table yet, or not the final fit that its recipe asks for."""
+        fit_is_missing = self.results["recipe"]["protocol"].get("final_fit") and "final_fit" not in self.results
+        lacks = "no table" if not self.rows else "no final fit" if fit_is_missing else None
+        if lacks is not None:
+            raise UserError(f"{self.path}: has {lacks}, as its run is not finished; run the same command to finish it")
+
     @property
     def own_rule(self) -> str:
         """The selection rule of the recipe."""

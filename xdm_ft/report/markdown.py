@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from xdm_ft.report.averaged_seeds import averaged_table
@@ -31,15 +31,19 @@ def markdown(run: Run) -> str:
     return "\n".join([*lines, f"*Environment: {escape(environment)}*", ""])
 
 
-def tables_of(run: Run) -> Iterator[ResultTable]:
+def tables_of(run: Run, rules: Container[str] | None = None) -> Iterator[ResultTable]:
     """Yields the tables of each selection rule: the first one, encoders, other metrics, a search, published numbers.
 
     What oracle selects has its first table alone, unless it is the recipe's own rule. Costs do not depend on the rule:
     they are below the tables of the recipe's own, and so are seeds averaged, if the recipe asks for them.
+
+    `rules`: only these have tables; None: all.
     """
     asked = run.results["recipe"].get("report", {}).get("seeds_averaged")
     for place, rows in enumerate(groups(run.results)):
         rule = rows[0]["selection"]
+        if rules is not None and rule not in rules:
+            continue
         yield result_table(rows, run.results)
         if rule != ORACLE or rule == own_rule(run.results):
             yield from _more_of(run, rows)
