@@ -24,6 +24,16 @@ def test_a_method_has_the_erm_at_its_cut_and_erm_the_first_one() -> None:
     assert erm_of_each(rows) == {"zero_shot": "erm", "erm 2": "erm", "mix": "erm", "mix 2": "erm 2", "mix 4": "erm"}
 
 
+def test_without_an_erm_at_its_cut_a_method_has_the_one_of_its_augmentation() -> None:
+    crops = [one._replace(augmentation="crops") for one in (row("erm all", True), row("mix 4", 4))]
+    rows = [crops[0], row("erm"), row("erm 2", 2), crops[1], row("mix 3", 3), row("probe")]
+    assert erm_of_each(rows) == {
+        "erm all": "erm", "erm 2": "erm", "mix 4": "erm all", "mix 3": "erm", "probe": "erm",
+    }  # fmt: skip
+    viewed = row("erm")._replace(augmentation="crops")
+    assert erm_of_each([row("erm 2", 2), viewed, row("probe")]) == {"erm 2": "erm", "probe": "erm"}, "the cut is first"
+
+
 def test_erm_is_compared_with_the_one_on_the_frozen_encoder_wherever_it_stands() -> None:
     rows = [row("erm all", True), row("erm 2", 2), row("erm"), row("mix 4", 4)]
     assert erm_of_each(rows) == {"erm all": "erm", "erm 2": "erm", "mix 4": "erm all"}

@@ -1,5 +1,6 @@
 """Augmentation, class-balanced batches and class weights from the recipe to the results."""
 
+import csv
 import json
 
 import miniature
@@ -14,6 +15,7 @@ from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.recipe import components
 from xdm_ft.recipe.read import check
 from xdm_ft.recipe.text import parse
+from xdm_ft.storage.run_directory import RunDirectory
 
 RECIPE = """\
 name: small
@@ -30,6 +32,7 @@ methods: [erm]
 training: {steps: 2, batch_size: 4}
 report: {page: false}
 """
+TABLE = "output/small/results.csv"
 FIVE = {"pacs", "vlcs", "officehome", "terraincognita", "domainnet"}
 
 
@@ -80,7 +83,8 @@ def test_every_data_set_has_the_augmentation_that_is_usual_with_it():
 )
 def test_null_is_resolved_and_shown(changes, expected):
     checked = recipe(*changes)
-    assert checked.train_augmentation == expected
+    [item] = checked.methods
+    assert checked.augmentation_of(item) == expected
     assert checked.resolved()["data"]["train_augmentation"] == expected
     assert f"  train_augmentation: {expected} " in resolved_with_meanings(checked)
 
@@ -93,6 +97,104 @@ def test_augmentation_reaches_the_training_and_the_protocol_line(tmp_path):
     assert "; no augmentation; " in plain["summary"][0]["protocol"]
     one, other = (weights(tmp_path, found)["head.weight"] for found in (augmented, plain))
     assert not torch.equal(one, other)
+
+
+MIXED = ("[erm]", "[linear_probe, {name: erm, label: head, trainable: false}, erm]")
+CUT = ("[erm]", "[{name: erm, label: cut, trainable: {blocks: 1}}, erm]")
+WHY = "; images of rows without one are encoded once, features.views caches augmented ones"
+GIVEN = ("counts: any", "counts: any, train_augmentation: domainbed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "line"),
+    [
+        ([MIXED], {"linear_probe": "none", "head": "none", "erm": "domainbed"},
+         f"none of linear_probe / head and domainbed of erm{WHY}"),
+        ([CUT], {"cut": "none", "erm": "domainbed"},
+         f"none of cut and domainbed of erm{WHY}"),
+        ([CUT, ("workers: 0", "workers: 0, cut: compute")], {"cut": "domainbed", "erm": "domainbed"}, "domainbed"),
+        ([CUT, GIVEN], {"cut": "domainbed", "erm": "domainbed"}, "domainbed"),
+        ([MIXED, GIVEN], {"linear_probe": "none", "head": "none", "erm": "domainbed"},
+         f"none of linear_probe / head and domainbed of erm{WHY}"),
+        ([MIXED, ("counts: any", "counts: any, train_augmentation: none")],
+         {"linear_probe": "none", "head": "none", "erm": "none"}, "none"),
+        ([MIXED, ("workers: 0", "workers: 0, views: 2")],
+         {"linear_probe": "none", "head": "domainbed", "erm": "domainbed"},
+         "none of linear_probe and domainbed, 2 cached views per image of head and domainbed of erm"),
+        ([("[erm]", "[erm, linear_probe]")], {"erm": "domainbed", "linear_probe": "none"},
+         "domainbed of what trains on images"),
+    ],
+)  # fmt: skip
+def test_the_default_follows_each_row(changes, expected, line):
+    checked = recipe(*changes)
+    for one in (checked, check(parse(checked.as_yaml(), "written.yaml"))):
+        assert {item.label: one.augmentation_of(item) for item in one.methods} == expected
+        assert f"augmentation: {line}" in describe(make_plan(one, read_data(one))).splitlines()
+
+
+@pytest.mark.slow
+def test_a_row_trains_beside_others_as_it_does_alone(tmp_path, caplog):
+    caplog.set_level("INFO", "xdm_ft")
+    mixed = results(tmp_path, MIXED)
+    said = [line for line in caplog.messages if line.startswith("augmentation: ")]
+    assert said == [f"augmentation: none of linear_probe / head and domainbed of erm{WHY}"]
+    rows = {row["method"]: row for row in mixed["summary"]}
+    assert {name: row["augmentation"] for name, row in rows.items()} == {
+        "linear_probe": "none", "head": "none", "erm": "domainbed",
+    }  # fmt: skip
+    assert all(
+        "; augmentation none of linear_probe / head and domainbed of erm; " in r["protocol"] for r in rows.values()
+    )
+    listed = {row["method"]: row["augmentation"] for row in csv.DictReader((tmp_path / TABLE).read_text().splitlines())}
+    assert listed == {"linear_probe": "none", "head": "none", "erm": "domainbed"}
+    alone = results(tmp_path, ("name: small", "name: alone"))
+    assert alone["recipe"]["data"]["train_augmentation"] == "domainbed"
+    frozen = results(tmp_path, FROZEN, ("name: small", "name: frozen"), ("[erm]", "[{name: erm, label: head}]"))
+    assert frozen["recipe"]["data"]["train_augmentation"] == "none"
+    for found in (alone, frozen):
+        [one] = found["runs"]
+        [same] = [run for run in mixed["runs"] if run["method"] == one["method"]]
+        assert [same["selected"][rule]["metrics"] for rule in one["selected"]] == [
+            pick["metrics"] for pick in one["selected"].values()
+        ]
+
+
+@pytest.mark.slow
+def test_a_run_of_a_version_without_augmentation_beside_cached_features_resumes_and_grows(tmp_path, caplog):
+    """Its results.json says none for all rows, as that of a recipe that sets none does."""
+    caplog.set_level("INFO", "xdm_ft")
+    before = results(tmp_path, MIXED, ("counts: any", "counts: any, train_augmentation: none"))
+    assert before["recipe"]["data"]["train_augmentation"] == "none"
+    again = results(tmp_path, MIXED)
+    assert again["runs"] == before["runs"] and again["summary"] == before["summary"]
+    assert "data.train_augmentation: none for all methods, as when this run started" in caplog.messages
+    grown = results(tmp_path, (MIXED[0], MIXED[1].replace("erm]", "erm, rsc]")))
+    assert grown["runs"][:-1] == before["runs"] and grown["summary"][-1]["augmentation"] == "none"
+    with pytest.raises(UserError, match=r"data\.train_augmentation"):
+        run(recipe(MIXED, GIVEN))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["[erm]", "[{name: erm, label: head, trainable: false}]"])
+def test_a_run_grows_by_rows_that_have_another_default(first, tmp_path, monkeypatch):
+    checkpoints, checkpoint = {}, RunDirectory.checkpoint
+
+    def watched(directory, name, about, *rest):
+        checkpoints.setdefault(name, []).append(about["recipe"])
+        return checkpoint(directory, name, about, *rest)
+
+    monkeypatch.setattr(RunDirectory, "checkpoint", watched)
+    before = results(tmp_path, ("[erm]", first))
+    [trained] = (tmp_path / "output" / "small" / "models").rglob("train_val.safetensors")
+    trained.unlink()  # it is trained again, and its checkpoint, if it had one, would be read
+    grown = results(tmp_path, MIXED)
+    assert grown["recipe"]["data"]["train_augmentation"] is None
+    rows = {row["method"]: row["augmentation"] for row in grown["summary"]}
+    assert rows == {"linear_probe": "none", "head": "none", "erm": "domainbed"}
+    old = before["summary"][0]
+    assert old["mean"] in [row["mean"] for row in grown["summary"] if row["method"] == old["method"]]
+    twice = [recipes for recipes in checkpoints.values() if len(recipes) > 1]
+    assert all(one == other for one, other in twice) and bool(twice) == (first == "[erm]"), "heads train in forks"
 
 
 @pytest.mark.slow

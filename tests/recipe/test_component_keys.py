@@ -254,7 +254,7 @@ def test_what_rows_are_compared_with() -> None:
     items = ["erm", "irm", {"name": "erm", "label": "erm cosine", **cosine}]
     items += [{"name": name, "label": f"{name} cosine", **cosine} for name in ("irm", "sam")]
     items += [{"name": "irm", "label": "irm mlp", "head": "mlp"}]
-    assert references(recipe_with(*items).methods) == {
+    assert references(recipe_with(*items)) == {
         "irm": "erm",
         "erm cosine": "erm",
         "irm cosine": "erm cosine",

@@ -129,7 +129,8 @@ class SummaryRow:
     Held-out domains are averaged within a seed first.
     """
 
-    _OPTIONAL: ClassVar = {"spread_as_published", "failed", "skipped", "reason", "flags"}  # not written if None
+    # not written if None
+    _OPTIONAL: ClassVar = {"spread_as_published", "failed", "skipped", "reason", "flags", "augmentation"}
 
     method: str
     selection: str
@@ -148,6 +149,7 @@ class SummaryRow:
     skipped: int | None = None  # number of skipped models
     reason: str | None = None  # why models failed, were skipped or are missing
     flags: list[str] | None = None  # reasons to doubt its picks
+    augmentation: str | None = None  # of the images that its models train on; None: an earlier version wrote it
 
     def to_json(self) -> dict[str, Any]:
         row = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}

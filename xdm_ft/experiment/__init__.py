@@ -34,18 +34,18 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.growing import growth
     from xdm_ft.experiment.heartbeat import from_main, heartbeat, wait_for_everyone
     from xdm_ft.experiment.machine import as_launched, launched
-    from xdm_ft.experiment.plan import make_plan, read_data
+    from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
     from xdm_ft.experiment.prepared import build_encoders, check_low_rank, image_hashes, prepare
     from xdm_ft.experiment.records import train_models
     from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
-    from xdm_ft.experiment.resume import earlier, keeping_final_fit, opened, recorded
+    from xdm_ft.experiment.resume import earlier, keeping_choices, opened, recorded
     from xdm_ft.experiment.sessions import write_sessions
     from xdm_ft.experiment.summary import summary_of
     from xdm_ft.experiment.trackers import installed_trackers, log_results
     from xdm_ft.progress import pulse
     from xdm_ft.report.written import refresh_reports
 
-    recipe = keeping_final_fit(as_launched(recipe))
+    recipe = keeping_choices(as_launched(recipe))
     with launched(recipe, installed_trackers(recipe)) as accelerator, heartbeat(accelerator):
         main = accelerator.is_main_process
         if recipe.cluster.name is not None:
@@ -59,6 +59,8 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             before = earlier(directory, recipe, accelerator)
             if main:
                 logger.info("%s", first_line(plan, encoders, accelerator, before.records.keys()))
+                if len({recipe.augmentation_of(item) for item in recipe.methods}) > 1:
+                    logger.info("%s", augmentation_line(recipe))
             if before.recipe is not None and (added := growth(before.recipe, plan)):
                 logger.info("%s: %s", directory.path, added)
             hashes = image_hashes(recipe, dataset, accelerator)

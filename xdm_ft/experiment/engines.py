@@ -236,7 +236,7 @@ class Engines:
                 record=partial(write_curves, plan, [job], directory=self.directory),
                 bar=bar,
                 unfreeze_at=common.unfreeze_at,
-                augmentation=plan.recipe.train_augmentation,
+                augmentation=plan.recipe.augmentation_of(item),
                 checkpoint=checkpoint,
                 part=part,
             )
@@ -276,7 +276,10 @@ class Engines:
         """Returns the checkpoint of jobs that train together."""
         import torch
 
-        recipe = self.plan.recipe.resolved()
+        whole = self.plan.recipe
+        item = next(item for item in whole.methods if item.label == jobs[0].method)
+        # its own augmentation, as the recipe's becomes null when it gains methods that have another default
+        recipe = whole.with_augmentation(whole.augmentation_of(item)).resolved()
         about = {
             # what the final fit trains follows from all results; other trainings stay valid in a recipe that grows
             "recipe": comparable(recipe) if FINAL_FIT in rules else of_method(recipe, jobs[0].method),

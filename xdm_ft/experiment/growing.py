@@ -142,7 +142,13 @@ def _final_fit(before: Any, now: Any) -> list[str]:
     return [] if known and FINAL_FITS.index(before) < FINAL_FITS.index(now) else ["protocol.final_fit"]
 
 
+def _augmentation(before: Any, now: Any) -> list[str]:
+    """Null: each method has its default, which is that of the run's methods (`resume.keeping_choices`)."""
+    return [] if now is None else ["data.train_augmentation"]
+
+
 _GROWING = {
+    "data.train_augmentation": _augmentation,
     "methods": _methods,
     "protocol.seeds": _seeds,
     "search.trials": _trials,

@@ -295,6 +295,7 @@ def describe(plan: Plan) -> str:
         + (f", {cost.skipped_models} of them skipped" if cost.skipped_models else ""),
         *([extra_models(plan)] if plan.extra else []),
         f"steps: {cost.steps}, gradient evaluations: {cost.gradient_evaluations}",
+        augmentation_line(plan.recipe),
     ]
     if cost.feature_passes:
         views = plan.recipe.features.views
@@ -305,6 +306,36 @@ def describe(plan: Plan) -> str:
     if cost.trained_images:
         lines.append(f"encoder: {cost.trained_images} images forward and backward, without evaluations")
     return "\n".join(lines)
+
+
+def augmentation(recipe: Recipe, item: MethodItem) -> str:
+    """Returns the augmentation of the images that a method trains on, in words."""
+    views, words = recipe.features.views, str(recipe.augmentation_of(item))
+    if words == "none" or not views or recipe.trains_on_images(item):
+        return words
+    return f"{words}, {views} cached view{'s' if views > 1 else ''} per image"
+
+
+def augmentations(recipe: Recipe) -> str:
+    """Returns the augmentation, and which methods have it, if not all. Solvers always read the plain images."""
+    trained = [item for item in recipe.methods if not item.is_solver]
+    found = dict.fromkeys(augmentation(recipe, item) for item in trained) or {"none": None}
+    if len(found) == 1:
+        [words] = found
+        plain = words != "none" and len(trained) < len(recipe.methods)
+        how = "by gradient steps" if recipe.features.views else "on images"
+        return words + (f" of what trains {how}" if plain else "")
+    rows = dict[str, list[str]]()
+    for item in recipe.methods:
+        rows.setdefault(augmentation(recipe, item), []).append(item.label)
+    return " and ".join(f"{words} of {' / '.join(labels)}" for words, labels in rows.items())
+
+
+def augmentation_line(recipe: Recipe) -> str:
+    """Returns the line of the plan on augmentation; it says why some methods have none if others have one."""
+    found = {recipe.augmentation_of(item) for item in recipe.methods if not item.is_solver}
+    why = "images of rows without one are encoded once, features.views caches augmented ones"
+    return f"augmentation: {augmentations(recipe)}" + (f"; {why}" if len(found) > 1 else "")
 
 
 def extra_models(plan: Plan) -> str:

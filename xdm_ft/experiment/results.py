@@ -90,7 +90,7 @@ def read_results(path: Path) -> Results:
     run = read_run(path)
     run.refuse_unfinished()
     document = {key: value for key, value in run.results.items() if key != "checksum"}
-    return Results(run.path, run.every, run.rows, document.get("final_fit"), document)
+    return Results(run.path, run.every, run.rows, document.get("final_fit"), run.final_fits, document)
 
 
 @dataclass(frozen=True)

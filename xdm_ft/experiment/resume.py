@@ -7,6 +7,7 @@ is written after recipe.yaml, so that after a kill between the two the next star
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.records import Identity, Record, record_in
-from xdm_ft.experiment.growing import FINAL_FITS, Generation, comparable, grown_from, refused_changes
+from xdm_ft.experiment.growing import FINAL_FITS, Generation, comparable, grown_from, labels_of, refused_changes
 from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.progress import progress
 from xdm_ft.recipe.checked import Recipe
@@ -30,6 +31,7 @@ from xdm_ft.storage.run_directory import RunDirectory
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+logger = logging.getLogger("xdm_ft")
 NEW_DIRECTORY = "set name or output.dir, or delete the directory"
 RECORDS = "records"  # kind of the lines that hold records of models
 INPUT_WORDS = {
@@ -58,15 +60,25 @@ def opened(recipe: Recipe, accelerator: Accelerator) -> Iterator[RunDirectory]:
         yield directory
 
 
-def keeping_final_fit(recipe: Recipe) -> Recipe:
-    """Returns the recipe with the final fit that the run in its directory has: `xdm-ft export` may have added it."""
+def keeping_choices(recipe: Recipe) -> Recipe:
+    """Returns the recipe with the final fit and, if it sets none, the augmentation of the run in its directory.
+
+    `xdm-ft export` may have added the final fit. An earlier version trained all methods without augmentation if one
+    read what is cached.
+    """
     try:
-        results = unverified_facts(Path(recipe.output.dir) / recipe.name / "results.json")
-        before = results["recipe"]["protocol"]["final_fit"]
-        more = FINAL_FITS.index(before) > FINAL_FITS.index(recipe.protocol.final_fit)
-    except (Damaged, KeyError, TypeError, ValueError):  # `opened` reports what is wrong with it
+        before = unverified_facts(Path(recipe.output.dir) / recipe.name / "results.json")["recipe"]
+        final_fit, augmentation = before["protocol"]["final_fit"], before["data"].get("train_augmentation")
+        more = FINAL_FITS.index(final_fit) > FINAL_FITS.index(recipe.protocol.final_fit)
+        labels = labels_of(before)
+        kept = recipe.with_augmentation(augmentation) if recipe.data_common.train_augmentation is None else recipe
+    except (Damaged, KeyError, TypeError, ValueError, AttributeError):  # `opened` reports what is wrong with it
         return recipe
-    protocol = recipe.protocol.model_copy(update={"final_fit": before})
+    begun = [item for item in recipe.methods if item.label in labels]
+    if any(kept.augmentation_of(item) != recipe.augmentation_of(item) for item in begun):
+        logger.info("data.train_augmentation: %s for all methods, as when this run started", augmentation)
+        recipe = kept
+    protocol = recipe.protocol.model_copy(update={"final_fit": final_fit})
     return dataclasses.replace(recipe, protocol=protocol) if more else recipe
 
 

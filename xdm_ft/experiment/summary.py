@@ -13,7 +13,7 @@ from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.references import Compared, erm_of_each
 from xdm_ft.evaluation.summary import Summary, protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
-from xdm_ft.experiment.plan import Plan
+from xdm_ft.experiment.plan import Plan, augmentation, augmentations
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import MethodItem
@@ -35,6 +35,7 @@ def summary_of(plan: Plan, prepared: Prepared, records: Sequence[Record], direct
         split.test_domains: HeldOutImages.of(plan.dataset, directory.test_images(split.test_domains)["rows"])
         for split in plan.splits
     }
+    augmented = {item.label: augmentation(plan.recipe, item) for item in methods}
     found = Summary([], [])
     for rule in plan.rules:
         picked = picked_trials(records, rule, metric)
@@ -54,7 +55,7 @@ def summary_of(plan: Plan, prepared: Prepared, records: Sequence[Record], direct
             rules=[rule],
             metric=metric,
             protocol_line=lambda rule: protocol_of(plan, prepared, rule),
-            references=references(methods),
+            references=references(plan.recipe),
             encoders=encoders,
             convention=BENCHMARKS[benchmark].convention if benchmark else None,
         )
@@ -62,19 +63,21 @@ def summary_of(plan: Plan, prepared: Prepared, records: Sequence[Record], direct
         for row in of_rule.rows:
             draws = len({record.trial for record in records if record.method == row.method})
             flags = _flags(records, picked, row.method, rule) or None
-            found.rows.append(dataclasses.replace(row, budget=row.budget | {"draws": draws}, flags=flags))
+            budget, own = row.budget | {"draws": draws}, augmented[row.method]
+            found.rows.append(dataclasses.replace(row, budget=budget, flags=flags, augmentation=own))
     return found
 
 
-def references(methods: Sequence[MethodItem]) -> dict[str, str]:
+def references(recipe: Recipe) -> dict[str, str]:
     """Returns {label of a method: label of the ERM that it is compared with}, as `erm_of_each` has it."""
 
     def compared(item: MethodItem) -> Compared:
         # a solver is compared with ERM's linear head, whatever its own is
         head = ("linear",) if item.is_solver else (item.head.name, *item.head.settings().items())
-        return Compared(item.label, item.is_plain_erm, item.encoder_label, head, item.trainable)
+        own = item.trainable, recipe.augmentation_of(item)
+        return Compared(item.label, item.is_plain_erm, item.encoder_label, head, *own)
 
-    return erm_of_each([compared(item) for item in methods])
+    return erm_of_each([compared(item) for item in recipe.methods])
 
 
 def _flags(records: Sequence[Record], picked: Sequence[Record], method: str, rule: str) -> list[str]:
@@ -87,19 +90,6 @@ def _flags(records: Sequence[Record], picked: Sequence[Record], method: str, rul
     if failed:
         flags.append(f"{len(failed)} of {len(trials)} drawn trials failed, the first: {failed[0]}")
     return flags
-
-
-def _augmentation(recipe: Recipe) -> str:
-    """Returns the augmentation, and which methods have it, if not all. Solvers always read the plain view."""
-    words, views = str(recipe.train_augmentation), recipe.features.views
-    if words == "none":
-        return words
-    if views:
-        words += f", {views} cached view{'s' if views > 1 else ''} per image"
-        plain = any(item.is_solver for item in recipe.methods)
-    else:
-        plain = not all(recipe.trains_on_images(item) for item in recipe.methods)
-    return words + (f" of what trains {'by gradient steps' if views else 'on images'}" if plain else "")
 
 
 def _encoders(recipe: Recipe, prepared: Prepared) -> Iterator[str]:
@@ -139,6 +129,6 @@ def protocol_of(plan: Plan, prepared: Prepared, rule: str) -> str:
         notes=notes,
         selection=rule,
         metric=recipe.protocol.metric,
-        augmentation=_augmentation(recipe),
+        augmentation=augmentations(recipe),
         draws=recipe.search.trials,
     )

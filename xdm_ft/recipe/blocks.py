@@ -33,8 +33,9 @@ class DataCommon(Block):
     train_augmentation: Annotated[
         Augmentation | None,
         Field(
-            description="augmentation of training images, end to end or in features.views: none, or domainbed (crop, "
-            "flip, colours, grey); null: domainbed for DomainBed's five, else none (WILDS' examples use none)"
+            description="augmentation of training images: none, or domainbed (crop, flip, colours, grey); null: of "
+            "methods that train on images, or with features.views of all, domainbed for DomainBed's five and else none "
+            "(WILDS' examples use none); of other methods, which read what is cached, none"
         ),
     ] = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xdm_ft.data import Augmentation
@@ -58,14 +58,18 @@ class Recipe:
 
     @property
     def train_augmentation(self) -> Augmentation:
-        """The recipe's augmentation. If it sets none: the data set's own, or "none" if a method reads what is cached.
-
-        All methods of a table train on the same kind of images.
-        """
-        trained = [item for item in self.methods if not item.is_solver]
-        on_images = bool(trained) and all(self.trains_on_images(item) for item in trained)
-        own: Augmentation = self.data.cls.train_augmentation if on_images or self.features.views else "none"
+        """The augmentation of the methods that have one: the recipe's, or the data set's own if it sets none."""
+        own: Augmentation = self.data.cls.train_augmentation
         return self.data_common.train_augmentation or own
+
+    def augmentation_of(self, item: MethodItem) -> Augmentation:
+        """Returns the augmentation that a method trains with. What is cached has one in `features.views` alone."""
+        augmented = self.trains_on_images(item) or (self.features.views > 0 and not item.is_solver)
+        return self.train_augmentation if augmented else "none"
+
+    def with_augmentation(self, augmentation: Augmentation | None) -> Recipe:
+        block = self.data.block.model_copy(update={"train_augmentation": augmentation})
+        return replace(self, data=replace(self.data, block=block))
 
     def needs_features(self, encoder: Component | None = None) -> bool:
         """Whether a method reads cached features of an encoder (None: of any) before training."""

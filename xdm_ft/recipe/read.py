@@ -85,9 +85,11 @@ def check(text: RecipeText) -> Recipe:
     recipe = Recipe(name=str(name), encoders=encoders, methods=methods, **found)
     check_together(faults, recipe)
     faults.raise_if_any()
-    # resolved here, so that recipe.yaml and results.json contain it
-    augmented = recipe.data.block.model_copy(update={"train_augmentation": recipe.train_augmentation})
-    return replace(recipe, data=replace(recipe.data, block=augmented))
+    if recipe.data_common.train_augmentation is None:
+        found = {recipe.augmentation_of(item) for item in methods if not item.is_solver} or {"none"}
+        # resolved here, so that recipe.yaml and results.json contain it; null where the methods differ
+        recipe = recipe.with_augmentation(found.pop() if len(found) == 1 else None)
+    return recipe
 
 
 def _name_problem(name: Any) -> str:

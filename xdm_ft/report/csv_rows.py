@@ -84,12 +84,13 @@ def properties(run: Run, method: str) -> Row:
     named = encoder.get("model", encoder.get("name", "unknown encoder"))
     weights = encoder.get("weights")
     views = features.get("views") or 0
-    augmentation = recipe.get("data", {}).get("train_augmentation") or "none"
+    given = recipe.get("data", {}).get("train_augmentation") or "none"  # that of all rows, in older runs
+    augmentation = f"{given}, {views} cached views" if views else str(given)
     return {
         "run": str(recipe["name"]),
         "encoder": f"{named} ({Path(weights).name})" if isinstance(weights, str) else str(named),
         "encoder_trained": trained_words(trainable_of(method, run.results)),
-        "augmentation": f"{augmentation}, {views} cached views" if views else str(augmentation),
+        "augmentation": next((row.augmentation for row in run.rows if row.method == method), None) or augmentation,
     }
 
 
