@@ -291,7 +291,7 @@ def _answered(arguments: argparse.Namespace) -> int:
     if _is_main_process():
         if arguments.json:
             write(as_json(document))
-        elif fault is None:
+        elif fault is None or answer.shown_with_error:
             answer.show()
         if fault is not None:
             complain(f"xdm-ft: {fault}")

@@ -21,7 +21,7 @@ from PIL import Image
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
 from xdm_ft.experiment.data_faults import faults
-from xdm_ft.experiment.plan import Plan, make_plan, read_data
+from xdm_ft.experiment.plan import Plan, describe, make_plan, read_data
 from xdm_ft.experiment.results import about
 from xdm_ft.features import file_hashes
 from xdm_ft.recipe.read import load
@@ -159,6 +159,39 @@ def test_a_class_that_a_domain_lacks(images):
     assert line.startswith('classes: no image of "eel" in c →')
 
 
+NO_TEXT = "needs an encoder with a text side"
+
+
+def test_methods_that_need_text_are_skipped_without_it(images):
+    rows = "methods=[zero_shot, linear_probe, {name: erm, head_init: zero_shot}, {name: rsc, head_init: zero_shot}]"
+    assert describe(planned(rows)).splitlines()[2:5] == [
+        "models: 12 = methods × held-out domains × seeds, 9 of them skipped",
+        f"skipped: zero_shot: {NO_TEXT}",
+        f"skipped: erm, rsc: with head_init: zero_shot {NO_TEXT}",
+    ]
+    assert found(rows) == [
+        f"methods: zero_shot is skipped ({NO_TEXT}) → remove these methods from the recipe, or use an encoder with a "
+        "text side",
+        f"methods: erm, rsc are skipped (with head_init: zero_shot {NO_TEXT}) → remove these methods from the recipe, "
+        "or set head_init: random",
+    ]
+
+
+@pytest.mark.slow
+def test_a_run_without_text_completes_with_the_other_methods(images, told):
+    text, others = "zero_shot, {name: erm, head_init: zero_shot}", "{name: erm, label: plain}, linear_probe"
+    findings, results = told(f"methods=[{text}, {others}]", "protocol.final_fit=true", "protocol.seeds=3")
+    assert [line.split(" (")[0] for line in findings] == ["methods: zero_shot is skipped", "methods: erm is skipped"]
+    rows = {row["method"]: row for row in results["summary"]}
+    for name in ("zero_shot", "erm"):
+        assert rows[name]["mean"] is None and rows[name]["versus_erm"] is None and NO_TEXT in rows[name]["reason"]
+    assert rows["plain"]["versus_erm"] is None and rows["linear_probe"]["versus_erm"]["difference"] is not None
+    assert results["final_fit"]["status"] == "ok"
+    listed = csv.DictReader(Path("output/small/results.csv").read_text().splitlines())
+    own = next(row for row in listed if row["method"] == "linear_probe")
+    assert own["compared_with"] == "plain", "erm, which has no models, is no reference"
+
+
 def test_methods_that_are_skipped(images):
     shutil.rmtree(images / "c")
     assert found("methods=[erm, xdomainmix, groupdro, sam]") == [
@@ -250,3 +283,22 @@ def test_of_several_processes_one_reports(images):
     done = subprocess.run([*launch, str(ROOT / "xdm_ft" / "run.py"), "small.yaml"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("finding: images: 1 is in more than one domain") == 1
+
+
+def test_without_the_weights_validate_checks_the_data_and_prints_the_plan(images, capsys, monkeypatch, tmp_path):
+    """Data with a fault, an encoder whose weights are not here, and no network."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    missing = tmp_path / "missing.safetensors"
+    shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
+    assert main(["validate", "small.yaml", f"encoder.weights={missing}"]) == 2
+    printed = capsys.readouterr()
+    assert "#   models: 3 = methods × held-out domains × seeds\n" in printed.out
+    assert "#   time: not measured, as an encoder can not be built\n" in printed.out
+    assert "# findings\n#   images: 1 is in more than one domain" in printed.out
+    [line] = printed.err.splitlines()
+    assert line.startswith("xdm-ft: encoder.weights: ") and str(missing) in line
+    assert main(["validate", "small.yaml", "--json", f"encoder.weights={missing}"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["error"] == line.removeprefix("xdm-ft: ") and document["plan"]["models"] == 3
+    assert document["estimate"] is None and len(document["findings"]) == 1
+    assert main(["validate", "small.yaml", "--json"]) == 0 and json.loads(capsys.readouterr().out)["error"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from exported import choice_of, exported, held_out, recorded
 
 from xdm_ft.commands.validate import validate
 from xdm_ft.errors import UserError
+from xdm_ft.experiment import run
+from xdm_ft.experiment.plan import describe
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 
@@ -60,9 +63,18 @@ def test_siglip_end_to_end_to_onnx() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_without_text_side_is_one_line_before_training() -> None:
-    made = small_runs.recipe("protocol.test_domains=[photo]", encoder("vit"), "methods=[erm, zero_shot]")
-    with pytest.raises(UserError, match=r"methods: zero_shot: class embeddings are needed, but .* has no text side"):
-        validate(made)
+def test_methods_that_need_text_are_skipped_if_the_model_has_none() -> None:
+    """Only its weights show it; a recipe of such methods alone is one line before training."""
+    why = r"class embeddings are needed, but .* has no text side"
+    alone = small_runs.recipe("protocol.test_domains=[photo]", encoder("vit"), "methods=[zero_shot]")
+    with pytest.raises(UserError, match=f"methods: zero_shot: {why}"):
+        run(alone)
+    assert validate(alone).status == 2
+    both = "protocol.test_domains=[photo]", encoder("vit"), "methods=[erm, zero_shot]"
+    plan = describe(validate(small_runs.recipe(*both)).plan)
+    assert re.search(f"(?m)^skipped: zero_shot: {why}", plan)
+    results = small_runs.results(*both)
+    assert [record["status"] for record in results["runs"]] == ["ok", "skipped"]
+    assert re.match(why, results["runs"][1]["reason"])
     found = validate(small_runs.recipe("protocol.test_domains=[photo]", encoder("vit"), "methods=[erm]"))
     assert found.prompts is None

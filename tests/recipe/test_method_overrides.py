@@ -136,7 +136,10 @@ def test_the_nearest_add_on_is_named(name: str, nearest: str) -> None:
         (["xdomainmix+sam.rho=oops"], "xdomainmix+sam.rho: input should be a valid number"),
         (["sam.rho=oops"], "sam.rho: input should be a valid number"),
         (["xdomainmix.p_discard=2"], "xdomainmix.p_discard: input should be less than or equal to 1"),
-        (["xdomainmix.head_init=zero_shot"], "xdomainmix.head_init: zero_shot needs an encoder with a text side"),
+        (
+            ["methods=[xdomainmix]", "xdomainmix.head_init=zero_shot"],
+            "xdomainmix.head_init: xdomainmix with head_init: zero_shot needs an encoder with a text side",
+        ),
         (["mixed.mixup.alpha=-1"], "mixed.mixup.alpha: input should be greater"),
         (["protocol.seeds=oops"], "protocol.seeds: must be a number of seeds or a list of them, given 'oops'"),
         (["methods=[erm, {name: irm, penalty: 1}]"], "methods.1.penalty: unknown key"),

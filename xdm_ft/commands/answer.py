@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from xdm_ft.errors import UserError
 from xdm_ft.terminal import show
@@ -19,9 +19,12 @@ class Answer:
     Values are fractions, seconds and bytes, and names are as they are in the data: only the text rounds and escapes.
     """
 
+    shown_with_error: ClassVar[bool] = False
+    """Whether the text is shown even if there is an error; what `--json` prints always is."""
+
     @property
     def error(self) -> UserError | None:
-        """A fault that leaves a result. Its lines go to standard error; the text is not shown, as `--json` is."""
+        """A fault that leaves a result. Its lines go to standard error, after the text if `shown_with_error`."""
         return None
 
     @property

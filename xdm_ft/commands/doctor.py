@@ -193,7 +193,7 @@ def ray_cluster(settings: Cluster) -> Iterator[Finding]:
 def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     """Checks the encoder's weights, the data, and the disk space that the features need."""
     from xdm_ft.commands.data_check import check_data
-    from xdm_ft.experiment.prepared import build_encoder, by_label
+    from xdm_ft.experiment.prepared import build_encoder, by_label, with_text
     from xdm_ft.features.cache_key import weights_digest
 
     encoders: dict[str | None, Encoder] = {}
@@ -209,6 +209,8 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
         about = f"{encoder.pretraining}; {number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
         yield Finding(what, f"{about}; {encoder.width} features")
         encoders[label] = encoder
+    if encoders.keys() == by_label(recipe).keys():
+        recipe = with_text(recipe, encoders)
     read = [encoder for label, encoder in encoders.items() if _reads_cache(recipe, label)]
     checked = yield from check_data(recipe, read[0].preprocessing if read else None)
     if checked is None:
@@ -218,7 +220,7 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _reads_cache(recipe: Recipe, label: str | None) -> bool:
-    return any(item.encoder_label == label and not recipe.trains_on_images(item) for item in recipe.methods)
+    return any(item.encoder_label == label and not recipe.trains_on_images(item) for item in recipe.served)
 
 
 def cache_space(
@@ -232,7 +234,7 @@ def cache_space(
     from xdm_ft.experiment.summary import trained_words
     from xdm_ft.features.cache import cached_views
 
-    items = [item for item in recipe.methods if item.encoder_label == label]
+    items = [item for item in recipe.served if item.encoder_label == label]
     images, needed = hashes.images, 0
     wanted: list[tuple[str, Encoder]] = []
     if any(item.trainable is False for item in items):

@@ -12,14 +12,14 @@ from xdm_ft.commands.answer import Answer
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.encoders._cut import describe_chain
 from xdm_ft.encoders._prompts import warn_of_class_names
-from xdm_ft.errors import printable
+from xdm_ft.errors import UserError, printable
 from xdm_ft.experiment.cut_costs import CutCost, cut_costs
 from xdm_ft.experiment.data_faults import faults
 from xdm_ft.experiment.estimate import Estimate, estimate
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import Plan, costs, describe, make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoders, check_low_rank, log_encoder
+from xdm_ft.experiment.prepared import build_encoders, check_low_rank, log_encoder, with_text
 from xdm_ft.experiment.trackers import installed_trackers
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import Dumper
@@ -37,12 +37,20 @@ class Validated(Answer):
     method_prompts: dict[str, list[str]]
     """{method that sets its own: its prompts for the first class}: up to 80, those of one class stand for all"""
     findings: list[Finding]
-    estimate: Estimate
+    estimate: Estimate | None  # None: an encoder can not be built
     cuts: list[CutCost]
     blocks: dict[str | None, list[str]]  # of each encoder that is cut, by its label: a line per block
+    problem: UserError | None = None  # why an encoder can not be built or trained
+    shown_with_error = True
+
+    @property
+    def error(self) -> UserError | None:
+        return self.problem
 
     def text(self) -> str:
-        time = f"time: {self.estimate.text()} on this machine, {self.estimate.device}"
+        time = "time: not measured, as an encoder can not be built"
+        if self.estimate is not None:
+            time = f"time: {self.estimate.text()} on this machine, {self.estimate.device}"
         parts = [("plan", [*describe(self.plan).splitlines(), time, *self.plan.notes])]
         if self.prompts is not None:
             own = [
@@ -65,21 +73,27 @@ class Validated(Answer):
             "prompts": self.prompts,
             "method_prompts": self.method_prompts,
             "plan": costs(self.plan),
-            "estimate": self.estimate.to_json(),
+            "estimate": None if self.estimate is None else self.estimate.to_json(),
             "cuts": [cost.to_json() for cost in self.cuts],
             "blocks": [{"encoder": label, "lines": lines} for label, lines in self.blocks.items()],
             "notes": self.plan.notes,
             "findings": self.findings,
+            "error": None if self.problem is None else str(self.problem),
         }
 
 
 def validate(recipe: Recipe) -> Validated:
-    """Raises `UserError` if data, weights and recipe do not fit together."""
+    """Raises `UserError` if data and recipe do not fit together; a fault of an encoder is in the answer."""
     installed_trackers(recipe)  # raises, as the run would
     dataset = read_data(recipe)
     plan = make_plan(recipe, dataset)
-    encoders = build_encoders(recipe)
-    check_low_rank(recipe, encoders)
+    try:
+        encoders = build_encoders(recipe)
+        recipe = with_text(recipe, encoders)
+        check_low_rank(recipe, encoders)
+    except UserError as error:  # the weights may come later, the data can be mended now
+        return Validated(recipe, plan, None, {}, faults(plan, show=True), None, [], {}, error)
+    plan = plan if recipe is plan.recipe else make_plan(recipe, dataset)
     prompts, own = None, {}
     for label, encoder in encoders.items():
         log_encoder(encoder)

@@ -35,7 +35,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.heartbeat import from_main, heartbeat, wait_for_everyone
     from xdm_ft.experiment.machine import as_launched, launched
     from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
-    from xdm_ft.experiment.prepared import build_encoders, check_low_rank, image_hashes, prepare
+    from xdm_ft.experiment.prepared import build_encoders, check_low_rank, image_hashes, prepare, with_text
     from xdm_ft.experiment.records import train_models
     from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
     from xdm_ft.experiment.resume import earlier, keeping_choices, opened, recorded
@@ -54,6 +54,8 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             dataset = read_data(recipe)
             plan = make_plan(recipe, dataset)  # here, so that faults of splits and methods are raised before long work
             encoders = build_encoders(recipe)
+            if (served := with_text(recipe, encoders)) is not recipe:
+                recipe, plan = served, make_plan(served, dataset)
             check_low_rank(recipe, encoders)
         with opened(recipe, accelerator) as directory:
             before = earlier(directory, recipe, accelerator)

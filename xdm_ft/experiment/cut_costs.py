@@ -80,7 +80,7 @@ def cut_costs(plan: Plan, encoders: Mapping[str | None, Encoder], accelerator: A
     count = counted_unhashed(recipe, plan.dataset, device_of(recipe.cluster, accelerator.device))
     times = ImageTimes(plan.dataset, accelerator, MEASURING_SECONDS)
     for label, encoder in encoders.items():
-        items = [item for item in recipe.methods if item.encoder_label == label]
+        items = [item for item in recipe.served if item.encoder_label == label]
         for cut in cuts_of(recipe, encoder, items, count):
             try:
                 with torch.random.fork_rng():

@@ -158,10 +158,10 @@ def _of_one_group(split: Split, part: str, groups: np.ndarray) -> list[tuple[int
 
 def skipped_methods(plan: Plan) -> Iterator[Finding]:
     """Yields the methods that can not be trained on this data, one finding per reason."""
-    methods: dict[str, dict[str, None]] = {}
-    for model in plan.models:
-        if model.skipped is not None:
-            methods.setdefault(model.skipped, {})[model.item.label] = None
-    for reason, labels in methods.items():
-        found = f"{', '.join(labels)} {'is' if len(labels) == 1 else 'are'} skipped ({reason})"
-        yield Finding("methods", found, "remove these methods from the recipe, or add a domain")
+    for reason, items in plan.skipped.items():
+        found = f"{', '.join(items)} {'is' if len(items) == 1 else 'are'} skipped ({reason})"
+        first, other = next(iter(items.values())), "add a domain"
+        if first.skipped is not None:
+            starts = not first.algorithm.cls.needs_text
+            other = "set head_init: random" if starts else "use an encoder with a text side"
+        yield Finding("methods", found, f"remove these methods from the recipe, or {other}")

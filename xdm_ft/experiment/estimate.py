@@ -173,7 +173,7 @@ class _Measured:
         """The number of features that are not in the cache. Equal images are taken for different ones."""
         recipe = self.plan.recipe
         device = device_of(recipe.cluster, self.accelerator.device)
-        if not any(item.trainable is False and item.encoder_label == self.label for item in recipe.methods):
+        if not any(item.trainable is False and item.encoder_label == self.label for item in recipe.served):
             return 0
         found = cached_images(
             self.encoder, self.plan.dataset.decoder, recipe.features, recipe.train_augmentation, device
@@ -184,7 +184,7 @@ class _Measured:
     def _cuts(self) -> list[RecipeCut]:
         recipe = self.plan.recipe
         device = device_of(recipe.cluster, self.accelerator.device)
-        items = [item for item in recipe.methods if item.encoder_label == self.label]
+        items = [item for item in recipe.served if item.encoder_label == self.label]
         return cuts_of(recipe, self.encoder, items, counted_unhashed(recipe, self.plan.dataset, device))
 
     @property

@@ -77,6 +77,15 @@ class Plan:
         return make_plan(self.recipe, self.dataset, unreadable) if unreadable else self
 
     @property
+    def skipped(self) -> dict[str, dict[str, MethodItem]]:
+        """{reason: {label: method with models that are skipped for it}}."""
+        found: dict[str, dict[str, MethodItem]] = {}
+        for model in self.models:
+            if model.skipped is not None:
+                found.setdefault(model.skipped, {})[model.item.label] = model.item
+        return found
+
+    @property
     def splits(self) -> list[Split]:
         """The splits of the first seed. Other seeds draw other validation images, but test the same ones."""
         first = self.models[0].seed
@@ -178,8 +187,8 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
     """Returns a planned model per trial of one method, split and seed, or one that is skipped."""
     crossed = recipe.protocol.selection == "cross_domain"
     needed, have = item.algorithm.cls.min_domains, len(split.train_domains) - crossed
-    skipped = None
-    if have < needed:
+    skipped = item.skipped
+    if skipped is None and have < needed:
         held_out = ", ".join(split.test_domains) + (" and one more for cross_domain" if crossed else "")
         skipped = f"needs {needed} training domains; with {held_out} held out there is {have}"
     if skipped is not None:
@@ -293,6 +302,7 @@ def describe(plan: Plan) -> str:
         f"models: {cost.models} = methods × held-out domains × seeds"
         + (f" × up to {cost.trials} trials" if cost.trials > 1 else "")
         + (f", {cost.skipped_models} of them skipped" if cost.skipped_models else ""),
+        *(f"skipped: {', '.join(labels)}: {reason}" for reason, labels in plan.skipped.items()),
         *([extra_models(plan)] if plan.extra else []),
         f"steps: {cost.steps}, gradient evaluations: {cost.gradient_evaluations}",
         augmentation_line(plan.recipe),

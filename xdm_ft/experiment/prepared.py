@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,8 +86,8 @@ def build_encoder(component: Component, seed: int) -> Encoder:
 def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
     """Builds the encoders of a recipe, by their labels in results, with the weights of the first seed.
 
-    Raises `UserError` if a method needs class embeddings and its encoder has none, or if it can not train the part of
-    its encoder that the recipe says.
+    Raises `UserError` if all methods need class embeddings that their encoders lack, or if one can not train the part
+    of its encoder that the recipe says.
     """
     seed, encoders = recipe.protocol.seeds[0], dict[str | None, Encoder]()
     for place, (label, component) in enumerate(by_label(recipe).items()):
@@ -98,13 +98,27 @@ def build_encoders(recipe: Recipe) -> dict[str | None, Encoder]:
                 raise
             lines = (line if re.match(r"encoder\b", line) else f"encoder: {line}" for line in error.args)
             raise UserError(*(line.replace("encoder", f"encoders.{place}", 1) for line in lines)) from error
-    for item in recipe.methods:
-        encoder = encoders[item.encoder_label]
-        if item.reads_text and isinstance(encoder, TextEncoder) and encoder.text_reason:
-            raise UserError(f"methods: {item.label}: class embeddings are needed, but {encoder.text_reason}")
+    for item in with_text(recipe, encoders).served:
         if item.trainable is not False:
-            _check_trained(recipe, item, encoder)
+            _check_trained(recipe, item, encoders[item.encoder_label])
     return encoders
+
+
+def with_text(recipe: Recipe, encoders: Mapping[str | None, Encoder]) -> Recipe:
+    """Returns the recipe with those methods marked as skipped that need class embeddings which their encoder lacks.
+
+    Only its weights show that of an encoder with a text side. Raises `UserError` if no method is left.
+    """
+
+    def marked(item: MethodItem) -> MethodItem:
+        encoder = encoders[item.encoder_label]
+        reason = encoder.text_reason if item.reads_text and isinstance(encoder, TextEncoder) else ""
+        return replace(item, skipped=f"class embeddings are needed, but {reason}") if reason else item
+
+    methods = tuple(map(marked, recipe.methods))
+    if all(item.skipped is not None for item in methods):
+        raise UserError(f"methods: {methods[0].label}: {methods[0].skipped}")
+    return recipe if methods == recipe.methods else replace(recipe, methods=methods)
 
 
 def check_low_rank(recipe: Recipe, encoders: Mapping[str | None, Encoder]) -> None:
@@ -112,7 +126,7 @@ def check_low_rank(recipe: Recipe, encoders: Mapping[str | None, Encoder]) -> No
 
     It needs peft, which what only reads trained models does not.
     """
-    for label, trainable in dict.fromkeys((item.encoder_label, item.trainable) for item in recipe.methods):
+    for label, trainable in dict.fromkeys((item.encoder_label, item.trainable) for item in recipe.served):
         if isinstance(trainable, LowRank):
             check_updates(encoders[label], trainable)
 
@@ -155,6 +169,7 @@ def prepare(
     index = index_folder(recipe)
     hashes = image_hashes(recipe, dataset, accelerator) if hashes is None else hashes
     found, unreadable = dict[str | None, PreparedEncoder](), dict[int, str]()
+    recipe = with_text(recipe, encoders)
     with extraction_on(recipe) as elsewhere:
         extracted = partial(
             extract,
@@ -171,7 +186,7 @@ def prepare(
             encoder = encoders[label]
             if main:
                 log_encoder(encoder)
-            items = [item for item in recipe.methods if item.encoder is component]
+            items = [item for item in recipe.served if item.encoder is component]
             features = extracted(encoder) if recipe.needs_features(component) else None
             activations = dict[Trainable, Features | None]()
             device = device_of(recipe.cluster, accelerator.device)

@@ -77,7 +77,7 @@ def references(recipe: Recipe) -> dict[str, str]:
         own = item.trainable, recipe.augmentation_of(item)
         return Compared(item.label, item.is_plain_erm, item.encoder_label, head, *own)
 
-    return erm_of_each([compared(item) for item in recipe.methods])
+    return erm_of_each([compared(item) for item in recipe.served])
 
 
 def _flags(records: Sequence[Record], picked: Sequence[Record], method: str, rule: str) -> list[str]:
@@ -95,7 +95,7 @@ def _flags(records: Sequence[Record], picked: Sequence[Record], method: str, rul
 def _encoders(recipe: Recipe, prepared: Prepared) -> Iterator[str]:
     """Yields for each encoder its pre-training, and how much of it trains."""
     for label, own in prepared.encoders.items():
-        items = [item for item in recipe.methods if item.encoder_label == label and not item.is_solver]
+        items = [item for item in recipe.served if item.encoder_label == label and not item.is_solver]
         how = dict.fromkeys(trained_words(item.trainable) for item in items) or {trained_words(False): None}
         name = "" if label is None else f"{label}: "
         yield f"encoder {name}{own.encoder.pretraining}, {' / '.join(how)}"

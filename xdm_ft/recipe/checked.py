@@ -73,8 +73,13 @@ class Recipe:
 
     def needs_features(self, encoder: Component | None = None) -> bool:
         """Whether a method reads cached features of an encoder (None: of any) before training."""
-        wanted = (item for item in self.methods if encoder is None or item.encoder is encoder)
+        wanted = (item for item in self.served if encoder is None or item.encoder is encoder)
         return any(item.trainable is False for item in wanted)
+
+    @property
+    def served(self) -> tuple[MethodItem, ...]:
+        """The methods that their encoders can serve."""
+        return tuple(item for item in self.methods if item.skipped is None)
 
     @property
     def blocks(self) -> dict[str, Block]:

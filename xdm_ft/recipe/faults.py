@@ -8,7 +8,6 @@ import sys
 from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.encoders import TextEncoder
 from xdm_ft.encoders._pooling import outside_text_space
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.recipe.checked import Recipe
@@ -245,7 +244,8 @@ def _check_method(faults: Faults, key: Key, item: MethodItem, recipe: Recipe) ->
         problem = "is for cached features, but this method trains its encoder; set encoder.normalize: true"
         faults.add((*key, "normalize"), problem, TRAINABLE)
     normalized = item.reads_normalized or getattr(item.encoder.block, "normalize", False)
-    for setting, problem in text_faults(item, issubclass(item.encoder.cls, TextEncoder), normalized):
+    only_skipped = all(other.skipped is not None for other in recipe.methods)
+    for setting, problem in text_faults(item, normalized) if item.skipped is None or only_skipped else ():
         faults.add((*key, *setting), problem, ("encoder", "name"), ("encoder", "normalize"))
     elsewhere = outside_text_space(getattr(item.encoder.block, "pooling", None))
     if item.reads_text and elsewhere:

@@ -59,6 +59,7 @@ class MethodItem:
     place: int  # of the entry in `methods`
     encoder: Component
     encoder_label: str | None = None  # None: the recipe has one encoder
+    skipped: str | None = None  # why its encoder can not serve it; its models become skipped rows
 
     @property
     def encoder_common(self) -> EncoderCommon:
@@ -152,21 +153,19 @@ def _changed(block: B, changes: Mapping[str, Value]) -> B:
     return type(block).model_validate({**block.model_dump(), **rounded})
 
 
-def text_faults(item: MethodItem, has_text: bool, normalized: bool) -> Iterator[tuple[Key, str]]:
+def text_faults(item: MethodItem, normalized: bool) -> Iterator[tuple[Key, str]]:
     """Yields the faults that concern the text side: the faulty key of the method, and the problem.
 
-    `has_text`: the encoder has a text side. `normalized`: the method trains on L2-normalised features.
+    `normalized`: the method trains on L2-normalised features.
     """
     needs_text, head = item.algorithm.cls.needs_text, item.head.cls
-    if needs_text and not has_text:
-        yield (), f"{item.label} needs an encoder with a text side; leave it out, or use encoder.name: open_clip"
+    if item.skipped is not None:
+        yield ("head_init",) * (not needs_text), f"{item.label} {item.skipped}; use encoder.name: open_clip"
     elif item.head_init == "random" and needs_text and not item.is_solver:
         yield ("head_init",), f"{item.label} starts from the class embeddings; leave head_init out"
     elif item.head_init == "zero_shot":
         if item.is_solver:
             yield ("head_init",), f"{item.label} has no initial head; leave head_init out"
-        elif not has_text:
-            yield ("head_init",), "zero_shot needs an encoder with a text side; use encoder.name: open_clip"
         elif head.text_reason:
             yield ("head",), f"{item.head.name} can not be combined with head_init: zero_shot: {head.text_reason}"
         elif not normalized and not head.normalizes:

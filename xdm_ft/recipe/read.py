@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Solver
+from xdm_ft.encoders import TextEncoder
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.features import FeatureSettings
@@ -78,7 +79,7 @@ def check(text: RecipeText) -> Recipe:
         faults.add(("analyse",), f"must be true or false, given {_shown(found['analyse'])}")
     faults.raise_if_any()  # the checks across blocks need valid blocks
     found["search"] = found["search"].for_data(found["data"].name)
-    methods = tuple(under_encoder(item, encoder) for encoder in encoders for item in written)
+    methods = tuple(_without_text(under_encoder(item, encoder)) for encoder in encoders for item in written)
     for label, count in Counter(item.label for item in methods).items():
         if count > 1:
             faults.add(("encoders",), f'two rows of results have the name "{label}"; change a label')
@@ -86,9 +87,9 @@ def check(text: RecipeText) -> Recipe:
     check_together(faults, recipe)
     faults.raise_if_any()
     if recipe.data_common.train_augmentation is None:
-        found = {recipe.augmentation_of(item) for item in methods if not item.is_solver} or {"none"}
+        defaults = {recipe.augmentation_of(item) for item in methods if not item.is_solver} or {"none"}
         # resolved here, so that recipe.yaml and results.json contain it; null where the methods differ
-        recipe = recipe.with_augmentation(found.pop() if len(found) == 1 else None)
+        recipe = recipe.with_augmentation(defaults.pop() if len(defaults) == 1 else None)
     return recipe
 
 
@@ -191,6 +192,14 @@ def under_encoder(item: MethodItem, encoder: Component) -> MethodItem:
         return item if item.encoder is encoder else replace(item, encoder=encoder)
     label = encoder_label(encoder)
     return replace(item, encoder=encoder, encoder_label=label, label=with_encoder(item.label, label))
+
+
+def _without_text(item: MethodItem) -> MethodItem:
+    """Returns the item, marked as skipped if it needs class embeddings and its kind of encoder has no text side."""
+    if not item.reads_text or issubclass(item.encoder.cls, TextEncoder):
+        return item
+    what = "" if item.algorithm.cls.needs_text else "with head_init: zero_shot "
+    return replace(item, skipped=f"{what}needs an encoder with a text side")
 
 
 def _without_stale_keys(text: RecipeText, key: Key, model: type[Block], values: dict[str, Any]) -> dict[str, Any]:

@@ -180,7 +180,8 @@ def reference_of(row: Summary, results: Results) -> str | None:
     # earlier versions named it in the note alone, and only where a table had several
     notes = str(versus["note"]).split("; ")
     named = [note.removeprefix(COMPARED) for note in notes if note.startswith(COMPARED)]
-    uncompared = [one["method"] for one in results["summary"] if one["versus_erm"] is None]
+    without = [one for one in results["summary"] if one["versus_erm"] is None and one["mean"] is not None]
+    uncompared = [one["method"] for one in without]
     plain = [label for label in uncompared if items(results).get(label, {}).get("name") == "erm"]
     encoders = several_encoders(results)
     own = split_label(row["method"], encoders)[1]
