@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from xdm_ft import interrupt
 from xdm_ft.commands import completion, evaluate_options, export_options, predict_options, report_options
 from xdm_ft.commands.answer import Answer, as_json
-from xdm_ft.errors import UserError, printable
+from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.terminal import complain, opened, set_aside, write
 from xdm_ft.version import __version__
 
@@ -148,6 +148,10 @@ class _Parser(argparse.ArgumentParser):
         except SystemExit:
             raise _Misused(message) from None
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f'no "{value}"{did_you_mean(str(value), [*action.choices])}')
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # argparse begins with the parser of all verbs, which can not do it, and calls this method of the verb's parser
         if self._options_are_first or self._subparsers is not None:
@@ -183,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     def recipe_and_overrides(sub: argparse.ArgumentParser, nargs: str | None = None) -> None:
         about = "a file, or the name of a packaged recipe"
         completed(sub.add_argument("recipe", metavar="RECIPE", nargs=nargs, help=about), completion.recipes)
-        changes = sub.add_argument("overrides", metavar="key.sub=value", nargs="*", help=CHANGES)
+        changes = sub.add_argument("overrides", metavar="key.sub=value", nargs="*", default=[], help=CHANGES)
         completed(changes, completion.overrides)
 
     recipe_verbs: list[tuple[str, Verb, str]] = [

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from warm_processes import xdm_ft
 
-from xdm_ft.cli import EXAMPLES, parser
+from xdm_ft.cli import EXAMPLES, main, parser
 from xdm_ft.recipe.read import load
 from xdm_ft.storage.results_file import COSTS, write_results
 
@@ -89,6 +89,31 @@ def test_started_as_a_module_it_is_the_same_program(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["validate"], "xdm-ft validate: error: the following arguments are required: RECIPE"),
+        (["runn", "demo"], 'xdm-ft: error: argument VERB: no "runn"; did you mean "run"?'),
+        (["run", "demo", "seeds=5"], 'xdm-ft: command line: seeds: unknown key; did you mean "protocol.seeds"?'),
+        *(
+            ([verb, "output/nothing", *rest], "xdm-ft: output/nothing: does not exist; name a ")
+            for verb, rest in (
+                ("report", []), ("analyse", []), ("export", ["out"]), ("retrain", ["erm", "ink", "0"]),
+                ("predict", ["images"]), ("evaluate", ["images"]),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_misspelt_is_named(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(arguments)
+    except SystemExit as end:
+        status = end.code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert status == 2 and last.startswith(said) and (last == said or said.endswith(" a "))
+
+
 def test_run_twice_continue_and_refuse(recipe, tmp_path):
     first = xdm_ft("run", recipe, cwd=tmp_path)
     assert first.returncode == 0, first.stderr

@@ -12,8 +12,8 @@ from typing import Union, get_args, get_origin
 
 import pytest
 
-from xdm_ft.commands.recipe_keys import COMPONENTS, component_keys, override_keys
 from xdm_ft.recipe import components, read
+from xdm_ft.recipe.override_keys import COMPONENTS, component_keys, override_keys
 from xdm_ft.settings import Block
 
 PROGRAMS = Path(sys.executable).parent

@@ -146,6 +146,17 @@ def test_faults_are_one_clear_line(tmp_path: Path) -> None:
     )
 
 
+def test_a_root_that_is_one_domain_names_the_folder_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "images", "a/cat/0.png", "b/cat/0.png", "b/dog/0.png")
+    monkeypatch.chdir(tmp_path / "images" / "a")
+    whole = tmp_path / "images"
+    for root, shown in ((whole / "a", whole), (Path("."), whole), (Path("../b"), Path(".."))):
+        end = f"it looks like one domain of {shown}; set data.root={shown}"
+        assert fault(root) == f"data.root: {root} contains no images in <domain>/<class>/ folders; {end}"
+        assert len(Folder(root=shown)) == 3
+    assert "move them into class folders" in fault(whole / "b" / "dog")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="the superuser can read every folder")
 def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
     put(tmp_path, "d/c/a.png")

@@ -150,8 +150,11 @@ def test_growing_trains_what_is_new_alone(caplog: pytest.LogCaptureFixture) -> N
     assert not [line for line in caplog.messages if "grows" in line or "models" in line]
     assert (RUN / "results.json").read_bytes() == whole
     for change, named in (("protocol.seeds=1", "protocol.seeds: new"), ("methods=[erm]", "methods: no groupdro")):
-        with pytest.raises(UserError, match=f"output/small: holds the run of another recipe .differs in {named}"):
-            run(small_runs.recipe(*GROWN, change))
+        with pytest.raises(UserError) as refused:
+            run(small_runs.recipe(*GROWN, change, "training.lr=0.01"))
+        first, *reasons = str(refused.value).splitlines()
+        assert first.startswith("output/small: holds the run of another recipe; set name or output.dir, or delete")
+        assert any(line.startswith(f"  {named}") for line in reasons) and "  training.lr" in reasons, "one per line"
     assert (RUN / "results.json").read_bytes() == whole
 
 
@@ -286,7 +289,7 @@ def test_models_end_to_end_grow_too_and_solvers_read_features_for_the_first_time
     fresh = small_runs.results(*short, "protocol.seeds=[1]", "output.dir=fresh")
     [second] = [one for one in found["runs"] if (one["method"], one["seed"]) == ("erm", 1)]
     assert without_times([second]) == without_times(fresh["runs"]), "models alone depend on no other model"
-    with pytest.raises(UserError, match="differs in methods: no linear_probe"):
+    with pytest.raises(UserError, match=r"differs in\n  methods: no linear_probe$"):
         run(small_runs.recipe(*short, "protocol.seeds=2"))
 
 

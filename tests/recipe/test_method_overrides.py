@@ -83,6 +83,19 @@ def test_python_has_the_same_overrides() -> None:
         ("xdomainmx.warmup_steps=3", 'xdomainmx: unknown key; did you mean "xdomainmix"?'),
         ("xdomainmix+smag.rho=3", 'xdomainmix+smag: unknown key; did you mean "xdomainmix+sam"?'),
         ("smag.alpha=3", 'smag: unknown key; did you mean "sagm"?'),
+        ("seeds=5", 'seeds: unknown key; did you mean "protocol.seeds"?'),
+        ("seed=5", 'seed: unknown key; did you mean "protocol.seeds"?'),
+        ("lr=0.01", 'lr: unknown key; did you mean "training.lr"?'),
+        ("steps=3", 'steps: unknown key; did you mean "training.steps"?'),
+        ("model=x", 'model: unknown key; did you mean "encoder.model"?'),
+        ("dir=x", 'dir: unknown key; did you mean "features.dir" or "output.dir"?'),
+        ("p_discard=0", 'p_discard: unknown key; did you mean "xdomainmix.p_discard"?'),
+        ("methds=erm", 'methds: unknown key; did you mean "methods"?'),
+        (
+            "qqqq.x=1",
+            "qqqq: unknown key; known: name, data, encoder, encoders, protocol, features, methods, training, search, "
+            "report, output, cluster, analyse",
+        ),
         ("trainin.steps=3", 'trainin: unknown key; did you mean "training"?'),
         ("xdomainmix+sam=3", "xdomainmix+sam: is a method, not a value; write xdomainmix+sam.KEY=VALUE"),
         ("mixed.alpha=0.3", "mixed.alpha: is a key of mixup and sagm; write mixed.mixup.alpha or mixed.sagm.alpha"),
@@ -116,6 +129,17 @@ def test_a_scalar_stands_for_a_list_of_one() -> None:
     assert fault.startswith("command line: protocol.test_domains: ")
     by_python = check(recipe_of("demo", {"protocol.test_domains": "ink", "methods": "erm"}))
     assert by_python.protocol.test_domains == ("ink",) and len(by_python.methods) == 1
+
+
+@pytest.mark.parametrize("written", ["erm,xdomainmix", "erm, xdomainmix", "[erm, xdomainmix]", "erm,xdomainmix,"])
+def test_methods_without_brackets_are_a_list(written: str) -> None:
+    one = recipe_with(f"methods={written}", "xdomainmix.p_discard=0.5")
+    assert [item.label for item in one.methods] == ["erm", "xdomainmix"]
+    assert settings(one, "p_discard") == [None, 0.5]
+    [fault] = faults("methods=erm,xdomainmx")
+    assert fault.startswith('command line: methods.1.name: no "xdomainmx" in algorithms; did you mean "xdomainmix"?')
+    [fault] = faults("methods=','")
+    assert fault.startswith("command line: methods: must be a list of at least one method")
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_another_recipe_is_refused_before_any_model_is_done(whole: tuple[Path, P
     assert json.loads((run.output / "results.json").read_text())["runs"] == []
     other = Run(recipe, tmp_path / "out", "training.lr=0.5")
     assert other.end() == 2
-    assert "holds the run of another recipe (differs in training.lr)" in other.text()
+    assert "It differs in\n  training.lr\n" in other.text()
     assert list(run.output.glob(CHECKPOINTS)), "nothing is lost by it"
 
 

@@ -27,8 +27,8 @@ def recipes(prefix: str, **_: Any) -> Iterable[str]:
 
 def overrides(parsed_args: argparse.Namespace, **_: Any) -> Iterable[str]:
     """Returns `key.sub=` for all keys of the recipe before."""
-    from xdm_ft.commands.recipe_keys import override_keys
     from xdm_ft.errors import UserError
+    from xdm_ft.recipe.override_keys import override_keys
     from xdm_ft.recipe.text import read_recipe
 
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ class Folder(ImageFiles):
         images, found = images_below(root)
         if not images:
             raise UserError(
-                f"data.root: {printable(root)} contains no images in <domain>/<class>/ folders; {_found(found)}"
+                f"data.root: {printable(root)} contains no images in <domain>/<class>/ folders; {_found(root, found)}"
             )
         self.base, self.paths, self.shown = root, PathsBelow(os.path.abspath(root), images), PathsBelow(root, images)
         folders, counts = zip(*_class_folders(images), strict=True)
@@ -60,9 +61,14 @@ def _class_folders(images: list[str]) -> Iterator[tuple[str, int]]:
         first = end
 
 
-def _found(found: list[str]) -> str:
+def _found(root: Path, found: list[str]) -> str:
     """Returns the end of the message: the files that are there instead of images in class folders."""
     higher = [path for path in found if path.count("/") < 2 and is_image(path)]
+    classes = {path.split("/")[0] for path in higher if "/" in path}
+    whole = root.parent if root.name not in ("", "..") else root.resolve().parent
+    domains = (glob.glob(os.path.join(glob.escape(str(whole)), "*", glob.escape(name), "")) for name in classes)
+    if any(len(of_class) > 1 for of_class in domains):  # another folder has a class folder of the same name
+        return f"it looks like one domain of {printable(whole)}; set data.root={printable(whole)}"
     if higher:
         count = plural(len(higher), "image")
         return f"it contains {count} in higher folders, such as {printable(higher[0])}; move them into class folders"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("xdm_ft")
 NEW_DIRECTORY = "set name or output.dir, or delete the directory"
+NAMED_CHANGES = 10  # differences, at most, that a refused recipe is told
 RECORDS = "records"  # kind of the lines that hold records of models
 INPUT_WORDS = {
     "data.content": "images",
@@ -91,9 +92,10 @@ def _grows(directory: RunDirectory, recipe: Recipe) -> bool:
     written = written_recipe(directory.path, results).values
     changed = refused_changes(written if results is None else results["recipe"], given)
     if changed:
+        more = [f"{len(changed) - NAMED_CHANGES} more"] if len(changed) > NAMED_CHANGES else []
         raise UserError(
-            f"{directory.path}: holds the run of another recipe (differs in {', '.join(changed[:5])}); "
-            "set name or output.dir, or delete the directory"
+            f"{directory.path}: holds the run of another recipe; {NEW_DIRECTORY}. It differs in",
+            *(f"  {change}" for change in [*changed[:NAMED_CHANGES], *more]),
         )
     return comparable(written) != comparable(given)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from xdm_ft.errors import did_you_mean
 from xdm_ft.recipe import components
 from xdm_ft.recipe.faults import Faults
 from xdm_ft.recipe.text import RecipeText, dotted
@@ -25,13 +24,13 @@ def with_method_overrides(faults: Faults, blocks: Collection[str]) -> dict[str, 
     """Returns the recipe's values, with every override `METHOD.KEY=VALUE` put into the items of `methods` it names.
 
     METHOD is a component (every item that uses it), the name of an item as it is written, or a label. The label wins
-    over the written name, and this one over the component. Names of `blocks` are no methods. Adds a fault for every
-    override that names none or may mean two.
+    over the written name, and this one over the component. Names of `blocks` are no methods. An override that names
+    none stays as it is, for `check` to refuse; adds a fault for every override that may mean two.
     """
     text, items = faults.text, _items(faults.text.values.get("methods"))
     assigned = sorted({str(k[0]) for k in text.overridden if k[0] not in blocks and k[:1] not in text.lines})
-    written = [name for item in items for key in ("name", "label") if (name := _text(item, key))]
-    names = list(dict.fromkeys([*components.method_parts(), *written]))
+    names = method_names(text.values.get("methods"))
+    unknown = set[str]()
     changes: list[tuple[int, int, str, str, Any]] = []  # rank, index in `items`, key of the item, override, value
     for override, value in (one for first in assigned for one in _written(text, first)):
         key, first = tuple(override.split(".")), override.partition(".")[0]
@@ -39,7 +38,7 @@ def with_method_overrides(faults: Faults, blocks: Collection[str]) -> dict[str, 
         if not named and {*first.split("+")} <= components.method_parts().keys():
             named = [first]
         if not named:
-            faults.add(key[:1], f"unknown key{did_you_mean(first, [*blocks, *names])}")
+            unknown.add(first)
         elif len(named) > 1:
             faults.add(key, f"may mean {' or '.join(named)}; choose a label without a dot")
         elif override == named[0]:
@@ -54,8 +53,14 @@ def with_method_overrides(faults: Faults, blocks: Collection[str]) -> dict[str, 
         items[i] = _with(items[i], path, value)
         text.mark_overridden(("methods", i, *path))
         text.written_as[("methods", i, *path)] = override
-    values = {key: value for key, value in text.values.items() if key not in assigned}
+    values = {key: value for key, value in text.values.items() if key in unknown or key not in assigned}
     return values | {"methods": items} if items else values
+
+
+def method_names(methods: Any) -> list[str]:
+    """Returns what METHOD may be, given the unchecked value of `methods`: components, names and labels of items."""
+    written = [name for item in _items(methods) for key in ("name", "label") if (name := _text(item, key))]
+    return list(dict.fromkeys([*components.method_parts(), *written]))
 
 
 def _written(text: RecipeText, first: str) -> Iterator[tuple[str, Any]]:
@@ -80,8 +85,10 @@ def _with(block: Any, path: tuple[str, ...], value: Any) -> dict[str, Any]:
 
 
 def _items(methods: Any) -> list[Any]:
-    """Returns the unchecked items of `methods`, names as blocks; [] if it is neither a list nor one name."""
-    listed = [methods] if isinstance(methods, str) else methods if isinstance(methods, list) else []
+    """Returns the unchecked items of `methods`, names as blocks; [] if it is neither a list nor a text of names."""
+    if isinstance(methods, str):  # methods=erm,xdomainmix
+        methods = [name.strip() for name in methods.split(",") if name.strip()]
+    listed = methods if isinstance(methods, list) else []
     return [{"name": item} if isinstance(item, str) else item for item in listed]
 
 

@@ -20,7 +20,8 @@ from xdm_ft.recipe.blocks import Cluster, DataCommon, EncoderCommon, ListedEncod
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.faults import Faults, check_together
 from xdm_ft.recipe.method_item import Component, MethodItem
-from xdm_ft.recipe.method_overrides import split_name, with_method_overrides
+from xdm_ft.recipe.method_overrides import method_names, split_name, with_method_overrides
+from xdm_ft.recipe.override_keys import keys_meant
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import Key, RecipeText, dotted, read_recipe
 from xdm_ft.report import ReportSettings
@@ -62,7 +63,8 @@ def check(text: RecipeText) -> Recipe:
     values = with_method_overrides(faults, KEYS)
     for key in values:
         if key not in KEYS:
-            faults.add((key,), f"unknown key{did_you_mean(key, KEYS)}")
+            known = method_names(text.values.get("methods"))
+            faults.add((key,), f"unknown key{keys_meant(key, text.values, KEYS, known)}")
     name = values.get("name")
     if "name" not in values:
         faults.add(("name",), "is missing; it names the run and its directory")

@@ -169,6 +169,8 @@ def is_run(path: Path) -> bool:
 def read_run(path: Path) -> Run:
     """Reads the results of a run. Raises `UserError` if the folder holds none, or damaged ones."""
     file = path / "results.json"
+    if not path.exists():
+        raise UserError(f"{path}: does not exist; name a run directory")
     try:
         results = read_results(file, record_in(file))
     except Damaged as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,26 @@ def override_keys(recipe: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{part}.{key}" for key in _block_keys(*METHOD.rsplit(".", 1)) if key != "name")
 
 
+def keys_meant(word: str, recipe: Mapping[str, Any], blocks: Sequence[str], methods: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown top-level key: all keys that end with the nearest known word.
+
+    `blocks` are the known top-level keys, `methods` what METHOD.KEY may begin with.
+    """
+    ending = {name: [name] for name in (*blocks, *methods)}
+    for key in override_keys(recipe):
+        if "." in key:
+            ending.setdefault(key.rpartition(".")[2], []).append(key)
+    close = difflib.get_close_matches(word, ending, n=1)
+    if not close:
+        return f"; known: {', '.join(blocks)}"
+    return "; did you mean " + " or ".join(f'"{key}"' for key in ending[close[0]]) + "?"
+
+
 def _parts(methods: Any) -> Iterator[str]:
     """Yields the names of the components in the unchecked value of `methods`."""
-    for item in methods if isinstance(methods, list) else [methods]:
+    for item in methods if isinstance(methods, list) else str(methods).split(","):
         found = item if isinstance(item, dict) else {"name": item}
-        yield from str(found.get("name")).split("+")
+        yield from str(found.get("name")).strip().split("+")
         yield str(found.get("head", "linear"))
 
 
