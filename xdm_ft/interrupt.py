@@ -129,9 +129,14 @@ def deferred() -> Iterator[None]:
         raise Interrupted
 
 
+def how_to_resume() -> str:
+    """Returns what the user does to go on with work that has stopped."""
+    return _received.resume or RESUME
+
+
 @contextmanager
 def resumed_by(how: str) -> Iterator[None]:
-    """Context in which finished work is kept, and the line of a signal says `how` it is resumed."""
+    """Context in which finished work is kept, and the line of a signal or a full disk says `how` it is resumed."""
     before, _received.resume = _received.resume, how
     try:
         yield

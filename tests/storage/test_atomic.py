@@ -14,8 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from xdm_ft.errors import UserError
+from xdm_ft.interrupt import resumed_by
 from xdm_ft.storage import atomic
-from xdm_ft.storage.atomic import UNFINISHED, Together, order_metadata, remove_unfinished, replace_text
+from xdm_ft.storage.atomic import UNFINISHED, Together, disk_errors, order_metadata, remove_unfinished, replace_text
 
 
 def test_what_a_killed_process_leaves_is_swept_and_nothing_else(tmp_path: Path) -> None:
@@ -85,3 +86,14 @@ def test_an_error_leaves_no_temporary_file(tmp_path: Path) -> None:
         files.add(tmp_path / "a", lambda path: path.write_text("after"))
         files.add(tmp_path / "b", broken)
     assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_text() == "before"
+
+
+def test_a_full_disk_says_how_the_work_is_resumed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="free some space and run the same command to resume$"), disk_errors(tmp_path):
+        raise OSError(errno.ENOSPC, "")
+    with (
+        pytest.raises(UserError, match="some space and add --again$"),
+        resumed_by("add --again"),
+        disk_errors(tmp_path),
+    ):
+        raise OSError(errno.ENOSPC, "")

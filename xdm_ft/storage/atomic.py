@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from xdm_ft.errors import UserError
+from xdm_ft.interrupt import how_to_resume
 
 UNFINISHED = ".unfinished"
 UNFINISHED_TENSORS = ".tmp" + 6 * "?"  # pattern of the temporary files that safetensors itself writes
@@ -98,8 +99,7 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             needed = "" if size is None else f" ({size / 1e6:,.1f} MB are needed for it)"
-            remedy = "free some space and run the same command to resume"
-            raise UserError(f"{path}: the disk is full{needed}; {remedy}") from error
+            raise UserError(f"{path}: the disk is full{needed}; free some space and {how_to_resume()}") from error
         raise UserError(f"{path}: can not be written: {error.strerror}") from error
 
 
