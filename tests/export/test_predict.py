@@ -146,6 +146,14 @@ def test_what_can_not_be_read_is_named_counted_and_skipped(small_model, images, 
     assert {json.loads(line)["path"] for line in lines} == set(found)
 
 
+def test_a_probability_does_not_depend_on_the_number_of_images(small_model, images, tmp_path):
+    options = ["--probabilities", "--format", "jsonl"]
+    of_all = predict(small_model, tmp_path, *images, *options).stdout.splitlines()
+    for some in ([0], [3], [9, 2], range(1, 8)):
+        found = predict(small_model, tmp_path, *(images[place] for place in some), *options).stdout.splitlines()
+        assert found == [of_all[place] for place in some]
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

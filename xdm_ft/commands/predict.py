@@ -118,7 +118,6 @@ def predict(
     model = load(folder, device=device, precision=precision, encoder_weights=encoder_weights, choice=choice)
     output.columns.refuse(model, output.grouped)
     size = batch_size or FeatureSettings().batch_size
-    size = size if total is None else min(size, total)  # a batch is always whole, and may cost minutes
     batches = partial(stream, model, batch_size=size, cache=cache_of(folder))
     with progress("predicting", total, "images") as bar:
         if output.out is None:

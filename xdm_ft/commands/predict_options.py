@@ -30,7 +30,8 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--encoder-weights", metavar="FILE", help="the encoder's weights, if the model lacks them")
     sub.add_argument("--device", help="as in torch; default: a GPU if there is one")
     sub.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: that of the run")
-    sub.add_argument("--batch-size", type=int, metavar="N", help="images per forward pass (default 64)")
+    size = "images per forward pass (default 64); one of fewer images takes as long"
+    sub.add_argument("--batch-size", type=int, metavar="N", help=size)
     add_choice(sub)
 
 
