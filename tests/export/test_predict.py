@@ -22,7 +22,6 @@ from warm_processes import begin, xdm_ft
 import xdm_ft as library
 from xdm_ft.export import inference
 from xdm_ft.export.predictions import Columns, GroupMeans, entropy, spread_of
-from xdm_ft.export.unfinished import Unfinished, opened, unfinished_file
 
 MANY = 60  # times the images
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +71,9 @@ def expected(small_model, images, tmp_path):
 def test_labels_and_probabilities_are_the_models(small_model, images, expected, tmp_path):
     names, p = expected
     found = rows(predict(small_model, tmp_path, "new").stdout)
-    assert [row["path"] for row in found] == images and list(found[0]) == ["path", "label", "probability"]
+    assert [row["path"] for row in found] == images and list(found[0]) == [
+        "path", "label", "probability", "error"
+    ]  # fmt: skip
     assert [row["label"] for row in found] == [names[i] for i in p.argmax(1)]
     np.testing.assert_allclose([float(row["probability"]) for row in found], p.max(1), rtol=1e-5)
     of_run = xdm_ft(
@@ -95,7 +96,7 @@ def test_all_columns_in_all_formats(small_model, images, expected, tmp_path):
     of_json = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     of_parquet = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
     assert list(of_csv[0]) == list(of_json[0]) == list(of_parquet[0])
-    assert list(of_csv[0])[-len(names) :] == [f"p:{name}" for name in names]
+    assert list(of_csv[0])[-len(names) - 1 :] == [*(f"p:{name}" for name in names), "error"]
     for one, two, three in zip(of_csv, of_json, of_parquet, strict=True):
         assert one == {
             key: "" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for key, v in two.items()
@@ -128,22 +129,89 @@ def test_groups_have_the_mean_of_their_images(small_model, images, expected, tmp
     assert sum(row["images"] for row in of_slides) == 11 and of_slides[0]["group"] == images[0][-5]
 
 
-def test_what_can_not_be_read_is_named_counted_and_skipped(small_model, images, tmp_path):
-    (tmp_path / "new" / "<img src=x onerror=alert(1)>.png").write_text("<html></html>")
+def test_every_image_has_a_row_and_other_files_are_counted(small_model, images, tmp_path):
+    broken = "new/<img src=x onerror=alert(1)>.png"
+    (tmp_path / broken).write_text("<html></html>")
     odd = tmp_path / "new" / 'a\n"b", c\r\x1b[31m.png'
     shutil.copy(tmp_path / images[0], odd)
     shutil.copy(tmp_path / images[0], os.fsencode(tmp_path / "new") + b"/\xff.png")
     (tmp_path / "new" / "z.png").mkdir()
-    done = predict(small_model, tmp_path, "new", "--out", "out.csv")
-    assert done.stderr.count("\n") == 1 and "1 image can not be read: new/<img src=x on" in done.stderr
+    for name in ("1.dcm", "2.DCM", "notes.txt", "1.2.840.5", "README", ".hidden"):
+        (tmp_path / "new" / name).touch()
+    done = predict(small_model, tmp_path, "new", "gone.png", "--out", "out.csv", "--probabilities", status=2)
+    assert "gone.png: does not exist" in done.stderr, "a path is checked at once"
+    (tmp_path / "list.csv").write_text(f"path\n{images[0]}\ngone.png\n")
+    given = ["new", "list.csv", "--probabilities", "--abstain-below", "0.1", "--entropy"]
+    done = predict(small_model, tmp_path, *given, "--out", "out.csv")
+    of_images, of_files = done.stderr.splitlines()
+    assert of_images.startswith("2 images can not be read: new/<img src=x on")
+    assert of_files == "5 other files: 2 .dcm, 2 without an extension, 1 .txt"
     with open(tmp_path / "out.csv", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        found = [row["path"] for row in csv.DictReader(file)]
-    extra = {str(odd.relative_to(tmp_path)), "new/\udcff.png"}
-    assert set(found) == {*images, *extra} and len(found) == 13
-    predict(small_model, tmp_path, "new", "--out", "out.parquet")
-    assert "new/\\xff.png" in pyarrow.parquet.read_table(tmp_path / "out.parquet")["path"].to_pylist()
-    lines = predict(small_model, tmp_path, "new", "--format", "jsonl").stdout.splitlines()
-    assert {json.loads(line)["path"] for line in lines} == set(found)
+        found = list(csv.DictReader(file))
+    paths = [row["path"] for row in found]
+    in_folder = sorted([*images, broken, str(odd.relative_to(tmp_path)), "new/\udcff.png"])
+    assert paths == [*in_folder, images[0], "gone.png"]
+    reasons = {row["path"]: row["error"] for row in found if row["error"]}
+    assert reasons == {
+        broken: "not an image in a format that Pillow reads", "gone.png": "No such file or directory"
+    }  # fmt: skip
+    for row in found:
+        cells = [cell for column, cell in row.items() if column not in ("path", "error")]
+        assert not any(cells) if row["error"] else all(cells)
+    predict(small_model, tmp_path, *given, "--out", "out.parquet")
+    of_parquet = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert "new/\\xff.png" in [row["path"] for row in of_parquet]
+    lines = predict(small_model, tmp_path, *given, "--format", "jsonl").stdout.splitlines()
+    of_json = [json.loads(line) for line in lines]
+    assert [row["path"] for row in of_json] == paths
+    for rows in (of_json, of_parquet):
+        assert [row["error"] for row in rows] == [row["error"] or None for row in found]
+        assert [list(row.values())[1:-1].count(None) for row in rows] == [
+            12 - 1 if row["error"] else 0 for row in found
+        ]
+
+
+def test_a_group_counts_its_images_without_a_prediction(small_model, images, tmp_path):
+    for name in ("patient_1-zz.png", "patient_1-zy.png", "patient_9-00.png"):
+        (tmp_path / "new" / name).write_text("no")
+    (tmp_path / "new" / "patient_9-00.dcm").touch()
+    done = predict(small_model, tmp_path, "new", "--group-by", r"patient_(\d)", "--out", "groups.csv")
+    assert done.stdout == "wrote groups.csv: predictions of 11 images in 4 groups\n"
+    assert done.stderr.splitlines()[-1] == "1 other file: 1 .dcm"
+    found = {row["group"]: row for row in rows((tmp_path / "groups.csv").read_text())}
+    why = "not an image in a format that Pillow reads"
+    assert found["1"]["images"] == "4" and found["1"]["error"] == f"2 of 6 images: new/patient_1-zy.png: {why}"
+    assert found["9"] == {
+        "group": "9", "label": "", "probability": "", "images": "0",
+        "error": f"1 of 1 images: new/patient_9-00.png: {why}",
+    }  # fmt: skip
+    assert not found["0"]["error"] and found["0"]["label"]
+
+
+def test_without_any_prediction_the_rows_say_why(small_model, tmp_path):
+    (tmp_path / "bad.png").write_text("no")
+    done = predict(small_model, tmp_path, "bad.png", status=2)
+    assert done.stderr.startswith("xdm-ft: no image was predicted: 1 image can not be read: bad.png (not an image in")
+    assert done.stdout == "path,label,probability,error\nbad.png,,,not an image in a format that Pillow reads\n"
+    predict(small_model, tmp_path, "bad.png", "--out", "out.csv", status=2)
+    assert (tmp_path / "out.csv").read_text() == done.stdout
+    (tmp_path / "list.txt").touch()
+    nothing = xdm_ft("predict", small_model.model, "-", "--out", "none.csv", cwd=tmp_path, first=read_the_list)
+    assert nothing.returncode == 2 and "no image was predicted: none is listed" in nothing.stderr
+    assert not list(tmp_path.glob("none*"))
+
+
+@pytest.mark.parametrize("extra", ["new/bad.png", "new/scan.dcm"])
+def test_strict(small_model, images, tmp_path, extra):
+    assert not predict(small_model, tmp_path, "new", "--strict").stderr
+    (tmp_path / extra).write_text("no")
+    predict(small_model, tmp_path, "new")
+    done = predict(small_model, tmp_path, "new", "--strict", "--out", "out.csv", status=2)
+    assert done.stdout == "wrote out.csv: predictions of 11 images\n"
+    line = "1 other file: 1 .dcm" if "dcm" in extra else "1 image can not be read: new/bad.png"
+    assert done.stderr.startswith(line) and done.stderr.count("\n") == 1
+    found = json.loads(predict(small_model, tmp_path, "new", "--strict", "--out", "o.csv", "--json", status=2).stdout)
+    assert found["unreadable"] + sum(found["other_files"].values()) == 1
 
 
 def test_a_probability_does_not_depend_on_the_number_of_images(small_model, images, tmp_path):
@@ -159,7 +227,7 @@ def test_a_probability_does_not_depend_on_the_number_of_images(small_model, imag
     [
         (["nowhere"], "nowhere: does not exist"),
         (["empty"], "empty: contains no image"),
-        (["bad.png"], "no image was predicted: 1 image can not be read: bad.png (not an image in"),
+        (["dicom"], "dicom: contains no image (known by its extension); 1 other file: 1 .dcm"),
         (["new", "--json"], "--json: prints a summary, so that"),
         (["new", "--format", "parquet"], "--format parquet: needs a file; add --out FILE"),
         (["new", "--resume"], "--resume: needs a file; add --out FILE"),
@@ -175,6 +243,8 @@ def test_a_probability_does_not_depend_on_the_number_of_images(small_model, imag
 )
 def test_what_is_refused(small_model, images, tmp_path, arguments, line):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "dicom").mkdir()
+    (tmp_path / "dicom" / "1.dcm").touch()
     (tmp_path / "bad.png").write_text("no")
     (tmp_path / "taken.csv").write_text("mine")
     before = sorted(tmp_path.iterdir())
@@ -186,10 +256,12 @@ def test_what_is_refused(small_model, images, tmp_path, arguments, line):
 def test_a_summary_as_json(small_model, images, tmp_path):
     shutil.copy(sorted(small_model.data.rglob("*/photo/*/*"))[0], tmp_path / "known.png")
     (tmp_path / "bad.png").write_text("no")
+    (tmp_path / "new" / "notes.txt").touch()
     done = predict(small_model, tmp_path, "new", "known.png", "bad.png", "--out", "o.csv", "--json")
     found = json.loads(done.stdout)
     assert found.pop("unreadable_images") == {"bad.png": "not an image in a format that Pillow reads"}
-    assert found == {"out": "o.csv", "predicted": 12, "groups": None, "unreadable": 1, "computed": 12, "resumed": 0}
+    counts = {"predicted": 12, "unreadable": 1, "other_files": {".txt": 1}, "computed": 12, "resumed": 0}
+    assert found == {"out": "o.csv", "groups": None, "strict": False, **counts}
     fold = ("predict", small_model.run, "known.png", "--held-out", "sketch", "--json", "--out")
     of_run = xdm_ft(*fold, "p.csv", cwd=small_model.folder)
     assert of_run.returncode == 2  # no such file there
@@ -204,7 +276,7 @@ def test_a_reader_that_ends_early(small_model, images, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, **piped)
-    assert process.stdout.readline() == b"path,label,probability\n"
+    assert process.stdout.readline() == b"path,label,probability,error\n"
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(60) == 141
     process.stderr.close()
@@ -263,16 +335,6 @@ def test_signals(small_model, images, tmp_path, number, status):
     assert workers and not psutil.wait_procs(workers, 5)[1]
 
 
-@pytest.mark.slow
-def test_only_one_command_writes(tmp_path):
-    with opened(tmp_path / "o.csv", {"a": 1}, resume=False) as found:
-        found.add([], {}, [])
-        with pytest.raises(library.UserError, match="another command is writing"), opened(tmp_path / "o.csv", {}, True):
-            pass
-    assert not unfinished_file(tmp_path / "o.csv").exists(), "nothing was predicted"
-    assert isinstance(found, Unfinished)
-
-
 def test_entropy_spread_and_columns():
     p = np.array([[0.5, 0.5, 0], [1, 0, 0]], np.float32)
     np.testing.assert_allclose(entropy(p), [np.log(2), 0], rtol=1e-6)
@@ -283,7 +345,7 @@ def test_entropy_spread_and_columns():
     np.testing.assert_allclose(found.numpy(), chosen.std(0, ddof=1), rtol=1e-5)
     columns = Columns(probabilities=True, spread=True, abstain_below=0.1)
     assert list(columns.types(("path", "p:x"), False)) == [
-        "path", "label", "probability", "spread", "abstained", "p:path", "p:p:x"
+        "path", "label", "probability", "spread", "abstained", "p:path", "p:p:x", "error"
     ]  # fmt: skip
     [row] = columns.rows(("a", "b"), ["x"], np.array([[0.1, 0.9]], np.float32), np.array([0.25], np.float32))
     assert row == ["x", "b", 0.9, 0.25, False, 0.1, 0.9]
@@ -294,10 +356,10 @@ def test_means_of_many_groups_are_those_of_numpy():
     p = generator.dirichlet(np.ones(3), 5000).astype(np.float32)
     groups = generator.integers(0, 2000, 5000)
     means = GroupMeans()
-    means.add_all([str(group), *map(float, own)] for group, own in zip(groups, p, strict=True))
+    means.add_all(["path", str(group), *map(float, own), None] for group, own in zip(groups, p, strict=True))
     found = {row[0]: row for row in means.rows(Columns(probabilities=True), ("a", "b", "c"))}
     assert len(found) == len(means) == len(set(groups.tolist()))
     for group in set(groups.tolist()):
         own = p[groups == group].astype(np.float64)
         np.testing.assert_allclose(found[str(group)][3:6], own.mean(0), rtol=1e-6)
-        assert found[str(group)][-1] == len(own)
+        assert found[str(group)][-2:] == [len(own), None]

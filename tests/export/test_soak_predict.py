@@ -48,7 +48,7 @@ def test_memory_is_flat(small_model, tmp_path):
             for line in file:
                 if line.endswith(b"\n"):
                     read += len(line)
-                    done = json.loads(line)["value"].get("tally", {}).get("images", 0)
+                    done = json.loads(line)["value"].get("count", 0)
         first = first if first[0] else (done, time.monotonic())
         for share in (10, 50, 99):
             if share not in reached and done >= IMAGES * share / 100:

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from xdm_ft.errors import UserError
-from xdm_ft.export.sources import Sources
+from xdm_ft.export.sources import Sources, counted
 
 
 @pytest.fixture
@@ -151,3 +151,17 @@ def test_what_is_refused(scans, given, group_by, line):
     with pytest.raises(UserError) as error:
         Sources(given, group_by).count()
     assert line in str(error.value) and "\n" not in str(error.value)
+
+
+def test_other_files_are_counted_by_extension(scans):
+    for name in ("b/1.DCM", "a/x/2.dcm", "a/IM0001", "a/1.2.840.10008", "a/.hidden.dcm"):
+        (scans / name).touch()
+    sources = Sources(["scans"])
+    sources.count()
+    assert counted(sources.others) == "5 other files: 2 .dcm, 2 without an extension, 1 .txt"
+    list(sources)
+    assert sources.others.total() == 5, "what iterating finds is not added to what counting has found"
+    sources = Sources(["scans/b/*", "scans/top.png", "scans/a/IM0001"])
+    assert sources.count() == 4 and sources.others == {".dcm": 1, ".txt": 1}
+    many = {f".{letter}": 2 for letter in "abcdefghij"}
+    assert counted(many).endswith(", 2 .h, 4 with other extensions")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,9 @@ from xdm_ft.export.inference import Batch, cache_of, stream
 from xdm_ft.export.model import Model, load
 from xdm_ft.export.predictions import Columns, GroupMeans, Row, group_rows, image_rows
 from xdm_ft.export.runs import Choice
-from xdm_ft.export.sources import Sources
+from xdm_ft.export.sources import Sources, counted
 from xdm_ft.export.tables import Format, format_of, header_of, line_of, write_table
-from xdm_ft.export.unfinished import Tally, Unfinished, opened, refuse_taken
+from xdm_ft.export.unfinished import Tally, Unfinished, open_unfinished, refuse_taken
 from xdm_ft.features import FeatureSettings
 from xdm_ft.progress import Progress, progress
 from xdm_ft.storage.digests import digest, json_digest, tensors_digest
@@ -36,23 +36,32 @@ class Predicted(Answer):
     out: Path | None  # None: the predictions were printed
     predicted: int  # number of images
     groups: int | None  # None: the rows are images
-    unreadable: int  # number of images that were skipped
-    unreadable_images: dict[str, str] = field(default_factory=dict)  # the first of them → why
-    computed: int = 0  # number of images that passed through the encoder now
-    resumed: int = 0  # number of images that an earlier command has done
+    unreadable: int  # number of images without a prediction
+    unreadable_images: dict[str, str]  # the first of them → why
+    other_files: dict[str, int]  # extension → number of the files in folders that are no images
+    computed: int  # number of images that passed through the encoder now
+    resumed: int  # number of images that an earlier command has done
+    strict: bool  # whether unreadable images and other files are faults
 
     @property
     def error(self) -> UserError | None:
         if self.predicted:
             return None
-        return UserError(f"no image was predicted: {self.skipped() if self.unreadable else 'none is listed'}")
+        first, *more = self.faults() if self.unreadable else ["none is listed", *self.faults()]
+        table = f"; {self.out} has a row of each" if self.unreadable and self.out is not None else ""
+        return UserError(f"no image was predicted: {first}{table}", *more)
 
-    def skipped(self) -> str:
+    @property
+    def status(self) -> int:
+        return 2 if self.strict and self.faults() else super().status
+
+    def faults(self) -> list[str]:
+        """Returns a line on images without a prediction, and one on other files."""
         named = [f"{printable(path)} ({reason})" for path, reason in self.unreadable_images.items()]
         more = self.unreadable - len(named)
-        return (
-            f"{plural(self.unreadable, 'image')} can not be read: {', '.join(named)}{f', {more} more' if more else ''}"
-        )
+        images = f"{plural(self.unreadable, 'image')} can not be read: {', '.join(named)}"
+        unreadable = [f"{images}{f', {more} more' if more else ''}"] if self.unreadable else []
+        return unreadable + ([counted(self.other_files)] if self.other_files else [])
 
     def text(self) -> str:
         groups = "" if self.groups is None else f" in {plural(self.groups, 'group')}"
@@ -72,6 +81,7 @@ class Output:
     out: Path | None = None  # None: standard output
     format: Format = "csv"
     resume: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         if self.out is None and (self.format == "parquet" or self.resume):
@@ -121,14 +131,13 @@ def predict(
     batches = partial(stream, model, batch_size=size, cache=cache_of(folder))
     with progress("predicting", total, "images") as bar:
         if output.out is None:
-            return _printed(_watched(batches(sources), bar), model, output)
+            return _printed(_watched(batches(sources), bar), model, output, sources.others)
         about = {"xdm_ft": __version__, "model": _digest(model), **_options(model, output), "batch_size": size}
-        with opened(output.out, about, output.resume) as unfinished, interrupt.resumed_by(WITH_RESUME):
-            items, earlier = iter(sources), unfinished.earlier()
-            if earlier is not None:
-                unfinished.tally.passed(items, earlier, unfinished.file)
-                bar.skip(unfinished.tally.images)
-            return _written(_watched(batches(items), bar), model, output, unfinished)
+        with open_unfinished(output.out, about, output.resume) as unfinished, interrupt.resumed_by(WITH_RESUME):
+            items = iter(sources)
+            unfinished.skip_done(items)
+            bar.skip(unfinished.tally.images)
+            return _written(_watched(batches(items), bar), model, output, unfinished, sources.others)
 
 
 def _digest(model: Model) -> str:
@@ -140,34 +149,29 @@ def _digest(model: Model) -> str:
 def _options(model: Model, output: Output) -> dict[str, Any]:
     """What must not change when predictions are resumed."""
     own = dataclasses.asdict(output.columns) | {"group_by": output.group_by}
+    own |= {"error": True}  # earlier versions had no such column
     return own | {"device": model.device.type, "precision": model.module.precision}
 
 
 def _watched(batches: Iterator[Batch], bar: Progress) -> Iterator[Batch]:
-    skipped = 0
+    unreadable = 0
     for batch in batches:
         yield batch
-        skipped += len(batch.unreadable)
-        bar.advance(len(batch.items), f"{skipped} unreadable" if skipped else "")
+        unreadable += len(batch.unreadable)
+        bar.advance(len(batch.items), f"{unreadable} unreadable" if unreadable else "")
 
 
 def _rows(batch: Batch, model: Model, output: Output) -> Iterator[Row]:
-    """Yields the rows of the images that were predicted; with groups, what `GroupMeans` takes."""
-    kept = [place for place in range(len(batch.items)) if place not in batch.unreadable]
-    items, logits, encoded = [batch.items[place] for place in kept], batch.logits[kept], batch.encoded[kept]
-    if output.grouped:
-        yield from group_rows(output.columns, model, [item.group for item in items], logits, encoded)
-    else:
-        members = None if batch.members is None else batch.members[:, kept]
-        yield from image_rows(output.columns, model, [item.path for item in items], logits, members, encoded)
+    """Yields a row per image: that of the table, or with groups what `GroupMeans` takes."""
+    return (group_rows if output.grouped else image_rows)(output.columns, model, batch)
 
 
-def _printed(batches: Iterator[Batch], model: Model, output: Output) -> Predicted:
+def _printed(batches: Iterator[Batch], model: Model, output: Output, others: Mapping[str, int]) -> Predicted:
     """Prints the rows of each batch, or at the end those of the groups."""
     columns = output.columns.types(model.class_names, output.grouped)
     tally, means, header, computed = Tally(), GroupMeans(), header_of(columns, output.format), 0
 
-    def show(rows: Iterator[Row]) -> None:
+    def show(rows: Iterable[Row]) -> None:
         nonlocal header
         lines = [line_of(columns, row, output.format) for row in rows]
         if lines:
@@ -175,39 +179,50 @@ def _printed(batches: Iterator[Batch], model: Model, output: Output) -> Predicte
             header = b""
 
     for batch in batches:
-        tally.add(batch.items, batch.unreadable)
+        rows = list(_rows(batch, model, output))
+        tally.add(rows)
         computed += batch.computed
-        rows = _rows(batch, model, output)
         if output.grouped:
             means.add_all(rows)
         else:
             show(rows)
     show(means.rows(output.columns, model.class_names))
-    return _answer(tally, None, len(means) if output.grouped else None, computed)
+    return _answer(output, tally, others, len(means), computed)
 
 
-def _written(batches: Iterator[Batch], model: Model, output: Output, unfinished: Unfinished) -> Predicted:
+def _written(
+    batches: Iterator[Batch], model: Model, output: Output, unfinished: Unfinished, others: Mapping[str, int]
+) -> Predicted:
     """Writes the rows to the unfinished file, and makes the table of it."""
     resumed, computed, means = unfinished.tally.images, 0, GroupMeans()
     for batch in batches:
-        unfinished.add(batch.items, batch.unreadable, _rows(batch, model, output))
+        unfinished.add(_rows(batch, model, output))
         computed += batch.computed
     unfinished.flush()
     rows = unfinished.rows()
     if output.grouped:
         means.add_all(rows)
         rows = means.rows(output.columns, model.class_names)
-    if unfinished.tally.predicted:
+    if unfinished.tally.images:
         columns = output.columns.types(model.class_names, output.grouped)
         unfinished.complete(lambda path: write_table(path, columns, rows, output.format))
-    else:
-        unfinished.remove()
-    groups = len(means) if output.grouped else None
-    return _answer(unfinished.tally, output.out, groups, computed, resumed)
+    return _answer(output, unfinished.tally, others, len(means), computed, resumed)
 
 
-def _answer(tally: Tally, out: Path | None, groups: int | None, computed: int, resumed: int = 0) -> Predicted:
-    answer = Predicted(out, tally.predicted, groups, tally.unreadable, tally.named, computed, resumed)
-    if tally.unreadable and tally.predicted:
-        logger.warning("%s", answer.skipped())
+def _answer(
+    output: Output, tally: Tally, others: Mapping[str, int], groups: int, computed: int, resumed: int = 0
+) -> Predicted:
+    answer = Predicted(
+        out=output.out,
+        predicted=tally.images - tally.unreadable,
+        groups=groups if output.grouped else None,
+        unreadable=tally.unreadable,
+        unreadable_images=tally.named,
+        other_files=dict(others),
+        computed=computed,
+        resumed=resumed,
+        strict=output.strict,
+    )
+    for line in answer.faults() if answer.predicted else ():
+        logger.warning("%s", line)
     return answer

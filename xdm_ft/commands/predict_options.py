@@ -27,11 +27,17 @@ def add(sub: argparse.ArgumentParser) -> None:
     group = "a row per group, with the mean of its images' probabilities: a column of the tables, or an expression"
     sub.add_argument("--group-by", metavar="REGEX|COLUMN", help=f"{group} that matches it in the paths")
     sub.add_argument("--resume", action="store_true", help="continue the unfinished predictions of --out, if any")
+    strict = "exit status 2 if an image can not be read, or a folder holds other files"
+    sub.add_argument("--strict", action="store_true", help=strict)
     sub.add_argument("--encoder-weights", metavar="FILE", help="the encoder's weights, if the model lacks them")
     sub.add_argument("--device", help="as in torch; default: a GPU if there is one")
     sub.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: that of the run")
-    size = "images per forward pass (default 64); one of fewer images takes as long"
-    sub.add_argument("--batch-size", type=int, metavar="N", help=size)
+    sub.add_argument(
+        "--batch-size",
+        type=int,
+        metavar="N",
+        help="images per forward pass (default 64), which takes as long for fewer",
+    )
     add_choice(sub)
 
 
@@ -45,6 +51,7 @@ def called(arguments: argparse.Namespace) -> Answer:
         "columns": Columns(*flags, arguments.top_k, arguments.distance, arguments.abstain_below),
         "group_by": arguments.group_by,
         "resume": arguments.resume,
+        "strict": arguments.strict,
     }
     return predict(
         arguments.dir,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from xdm_ft.errors import UserError
+from xdm_ft.export.inference import Batch
 from xdm_ft.export.model import Model
 from xdm_ft.export.parts import probabilities
 
@@ -56,7 +58,7 @@ class Columns:
         found |= {"distance": float, "distance_percentile": float} if self.distance else {}
         found |= {"abstained": bool} if self.abstain_below is not None else {}
         found |= {f"{OF_CLASS}{name}": float for name in class_names} if self.probabilities else {}
-        return found | ({"images": int} if grouped else {})
+        return found | ({"images": int} if grouped else {}) | {"error": str}
 
     def rows(
         self,
@@ -66,7 +68,7 @@ class Columns:
         spread: np.ndarray | None = None,
         distances: np.ndarray | None = None,
     ) -> Iterator[Row]:
-        """Yields a row per name, without the number of images of a group.
+        """Yields a row per name, without the number of images of a group, and without the error.
 
         `p`: float32 [n,C]; `spread`: [n]; `distances`: [n,2], with their percentiles.
         """
@@ -109,49 +111,70 @@ class GroupMeans:
 
     def __init__(self) -> None:
         self._sums: dict[str, np.ndarray] = {}  # float64 [C], or [C + 2] with the distance and its percentile
-        self._images: dict[str, int] = {}
+        self._images: dict[str, int] = {}  # that were predicted; in the order in which the groups came
+        self._errors: dict[str, tuple[int, str]] = {}  # number of the others, the first of them and why
 
     def __len__(self) -> int:
-        return len(self._sums)
+        return len(self._images)
 
     def add_all(self, rows: Iterable[Row]) -> None:
         """Adds images, as `group_rows` yields them."""
-        for group, *values in rows:
-            name, wide = str(group), np.asarray(values, np.float32).astype(np.float64)
-            self._sums[name] = self._sums[name] + wide if name in self._sums else wide
-            self._images[name] = self._images.get(name, 0) + 1
+        for path, group, *values, reason in rows:
+            name = str(group)
+            self._images.setdefault(name, 0)
+            if reason is None:
+                wide = np.asarray(values, np.float32).astype(np.float64)
+                self._sums[name] = self._sums[name] + wide if name in self._sums else wide
+                self._images[name] += 1
+            else:
+                count, first = self._errors.get(name, (0, f"{path}: {reason}"))
+                self._errors[name] = count + 1, first
 
     def rows(self, columns: Columns, class_names: Sequence[str], at_once: int = 1024) -> Iterator[Row]:
         """Yields a row per group, in the order in which the groups came."""
-        groups = list(self._sums)
-        for first in range(0, len(groups), at_once):
-            some = groups[first : first + at_once]
-            means = np.stack([self._sums[group] / self._images[group] for group in some]).astype(np.float32)
+        groups = iter(self._images)
+        while some := list(islice(groups, at_once)):
+            rows = self._predicted([group for group in some if self._images[group]], columns, class_names)
+            for group in some:
+                images, (errors, first) = self._images[group], self._errors.get(group, (0, ""))
+                row = next(rows) if images else [group, *_empty(columns, class_names, grouped=True)]
+                yield [*row, images, f"{errors} of {images + errors} images: {first}" if errors else None]
+
+    def _predicted(self, groups: list[str], columns: Columns, class_names: Sequence[str]) -> Iterator[Row]:
+        if groups:
+            means = np.stack([self._sums[group] / self._images[group] for group in groups]).astype(np.float32)
             p, distances = np.split(means, [len(class_names)], axis=1)
-            rows = columns.rows(class_names, some, p, distances=distances if columns.distance else None)
-            for group, row in zip(some, rows, strict=True):
-                yield [*row, self._images[group]]
+            yield from columns.rows(class_names, groups, p, distances=distances if columns.distance else None)
 
 
-def image_rows(
-    columns: Columns, model: Model, names: Sequence[str], logits: Tensor, members: Tensor | None, encoded: Tensor
-) -> Iterator[Row]:
-    """Returns the rows of images with these logits [n,C], logits [S,n,C] of an ensemble's heads, and features [n,K] of
-    the encoder."""
-    p = probabilities(logits)
-    spread = None
-    if columns.spread and members is not None:
-        spread = spread_of(members, p, model.config.temperature).numpy()
-    return columns.rows(model.class_names, names, p.numpy(), spread, _distances(columns, model, encoded))
+def _empty(columns: Columns, class_names: Sequence[str], grouped: bool) -> Row:
+    """Returns the cells of `Columns.rows` behind the name, where nothing was predicted."""
+    return [None] * (len(columns.types(class_names, grouped)) - (3 if grouped else 2))
 
 
-def group_rows(columns: Columns, model: Model, names: Sequence[str], logits: Tensor, encoded: Tensor) -> Iterator[Row]:
-    """Returns what `GroupMeans.add_all` takes of images: the group, every probability, and the distance and its
-    percentile if they are wanted."""
-    values, distances = probabilities(logits).numpy(), _distances(columns, model, encoded)
-    if distances is not None:
-        values = np.concatenate([values, distances], 1)
-    return ([name, *own] for name, own in zip(names, _decimals(values), strict=True))
+def image_rows(columns: Columns, model: Model, batch: Batch) -> Iterator[Row]:
+    """Yields the rows of images. Of an image without a prediction all cells but the path and the error are empty."""
+    kept = [place for place in range(len(batch.items)) if place not in batch.unreadable]
+    p, spread = probabilities(batch.logits[kept]), None
+    if columns.spread and batch.members is not None:
+        spread = spread_of(batch.members[:, kept], p, model.config.temperature).numpy()
+    names, distances = [batch.items[place].path for place in kept], _distances(columns, model, batch.encoded[kept])
+    rows = columns.rows(model.class_names, names, p.numpy(), spread, distances)
+    empty = _empty(columns, model.class_names, grouped=False)
+    for place, item in enumerate(batch.items):
+        reason = batch.unreadable.get(place)
+        yield [*next(rows), None] if reason is None else [item.path, *empty, reason]
+
+
+def group_rows(columns: Columns, model: Model, batch: Batch) -> Iterator[Row]:
+    """Yields what `GroupMeans.add_all` takes of each image: path, group, every probability, the distance and its
+    percentile if they are wanted, and None; or path, group, and why it has no prediction."""
+    kept = [place for place in range(len(batch.items)) if place not in batch.unreadable]
+    values, distances = probabilities(batch.logits[kept]).numpy(), _distances(columns, model, batch.encoded[kept])
+    rows = iter(_decimals(values if distances is None else np.concatenate([values, distances], 1)))
+    for place, item in enumerate(batch.items):
+        reason = batch.unreadable.get(place)
+        yield [item.path, item.group, *(next(rows) if reason is None else []), reason]
 
 
 def _distances(columns: Columns, model: Model, encoded: Tensor) -> np.ndarray | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -15,12 +16,13 @@ from xdm_ft.data._files import group_of
 from xdm_ft.data._table_rows import csv_rows
 from xdm_ft.data._trees import is_image, visible_entries
 from xdm_ft.data.table import path_in
-from xdm_ft.errors import UserError, printable
+from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.progress import pulse
 from xdm_ft.storage.user_paths import expanded
 
 STDIN = "-"
 TABLES = (".csv", ".parquet")
+NAMED = 8  # extensions in a message; it counts the others
 ROWS_AT_ONCE = 1024  # of a Parquet table
 Cells = tuple[int, object, object]  # row number, path, group
 
@@ -39,15 +41,19 @@ class Sources:
     A path is a file, a folder (images in it at any depth, by their extension, without hidden ones), a glob, a CSV or
     Parquet file with the column path (relative to the table's folder), or `-`: paths on standard input, one per line.
     `group_by` is a column of the tables or a regular expression for the paths, as `data.group`.
+
+    `others`: {extension: number} of the files that are no images, which folders hold and globs match. `count` and
+    iterating fill it.
     """
 
     def __init__(self, paths: Iterable[str], group_by: str | None = None) -> None:
         """Raises `UserError` for a path that does not exist."""
         self.paths = tuple(paths)
         self.group_by = group_by
+        self.others = Counter[str]()
         if self.paths.count(STDIN) > 1:
             raise UserError("PATH: - (standard input) is given twice; give it once")
-        self._sources = [_source(path) for path in self.paths]
+        self._sources = [_source(path, self.others) for path in self.paths]
         try:
             self._expression = re.compile(group_by or "")
         except re.error as error:
@@ -55,6 +61,7 @@ class Sources:
 
     def __iter__(self) -> Iterator[Item]:
         """Raises `UserError` for a folder or table that can not be read, and for an image without a group."""
+        self.others.clear()
         for path, source in zip(self.paths, self._sources, strict=True):
             yield from self._items(path, source)
 
@@ -64,6 +71,7 @@ class Sources:
         Raises `UserError` as iterating does, and for a folder, glob or table without images. Standard input is not
         read.
         """
+        self.others.clear()
         total = 0
         for path, source in zip(self.paths, self._sources, strict=True):
             if path != STDIN:
@@ -72,7 +80,8 @@ class Sources:
                     pulse.beat()
                     total += 1
                 if total == before:
-                    raise UserError(f"{printable(path)}: {_no_images(path)}")
+                    others = f"; {counted(self.others)}" if self.others else ""
+                    raise UserError(f"{printable(path)}: {_no_images(path)}{others}")
         return None if STDIN in self.paths else total
 
     def _items(self, path: str, source: Callable[[str | None], Iterator[Item]]) -> Iterator[Item]:
@@ -90,19 +99,19 @@ class Sources:
             yield item._replace(group=group.replace("\0", "/"))
 
 
-def _source(path: str) -> Callable[[str | None], Iterator[Item]]:
+def _source(path: str, others: Counter[str]) -> Callable[[str | None], Iterator[Item]]:
     """Returns the function that yields the images of a path, with their groups if they are a column of a table."""
     if path == STDIN:
         return lambda _: _listed()
     if _is_table(path):
         return lambda group: _of_table(Path(path), group)
     if os.path.isdir(path):
-        return lambda _: (Item(found, found) for found in _walk(path, ["**"], frozenset([0]), set()))
+        return lambda _: _images(_files(path, (), ["**"], set()), others)
     if os.path.lexists(path):
         return lambda _: iter([Item(path, path)])
     if not any(sign in path for sign in "*?["):
         raise UserError(f"{printable(path)}: does not exist; name a file, a folder, a table or a quoted glob")
-    return lambda _: (Item(found, found) for found in _matches(str(expanded(path, "PATH"))))
+    return lambda _: _images(_matches(str(expanded(path, "PATH"))), others)
 
 
 def _is_table(path: str) -> bool:
@@ -122,52 +131,66 @@ def _listed() -> Iterator[Item]:
             yield Item(path, path)
 
 
+def _images(files: Iterable[str], others: Counter[str]) -> Iterator[Item]:
+    """Yields the images among the files, and counts the others by their extension."""
+    for file in files:
+        if is_image(file):
+            yield Item(file, file)
+        else:
+            extension = os.path.splitext(file)[1].lower()
+            others["" if extension[1:].isdigit() else extension] += 1  # DICOM's names may be numbers with dots
+
+
+def counted(others: Mapping[str, int]) -> str:
+    """Returns "12 other files: 10 .dcm, 2 .txt"."""
+    ranked = sorted(others.items(), key=lambda item: (-item[1], not item[0], item[0]))
+    named = [f"{number} {printable(extension) or 'without an extension'}" for extension, number in ranked[:NAMED]]
+    more = sum(number for _, number in ranked[NAMED:])
+    named += [f"{more} with other extensions"] if more else []
+    return f"{plural(sum(others.values()), 'other file')}: {', '.join(named)}"
+
+
 def _matches(pattern: str) -> Iterator[str]:
-    """Yields the images that a glob matches. `**` is any number of folders; hidden files match nothing."""
+    """Yields the files that a glob matches. `**` is any number of folders; hidden files match nothing."""
     parts = pattern.split("/")
     fixed = next(place for place, part in enumerate(parts) if any(sign in part for sign in "*?["))
     root = "/".join(parts[:fixed]) or ("/" if fixed else "")
     if os.path.isdir(root or "."):
-        rest = [part for part in parts[fixed:] if part]
-        yield from _walk(root, rest, _reached(frozenset([0]), rest), set())
+        yield from _files(root, (), [part for part in parts[fixed:] if part], set())
 
 
-def _walk(folder: str, parts: list[str], states: frozenset[int], visited: set[tuple[int, int]]) -> Iterator[str]:
-    """Yields the images below a folder ("": the current one) whose path fits, and descends where one may fit.
+def _files(folder: str, below: tuple[str, ...], parts: list[str], visited: set[tuple[int, int]]) -> Iterator[str]:
+    """Yields the files in a folder ("": the current one) whose names below the pattern's root match its `parts`.
 
-    `states`: numbers of the parts of the pattern that the next name may fit. Links are followed, each folder once.
+    They are in the order of their names. Links are followed, each folder once; `glob.iglob` would follow a link to a
+    folder above 40 times, and pass over a folder that can not be read. Raises `UserError` for such a folder.
     """
     status, names, folders = visible_entries(folder or ".", "PATH")
     if (identity := (status.st_dev, status.st_ino)) in visited:
         return
     visited.add(identity)
     for name in names:
-        after = _fitted(states, name, parts)
-        if name in folders and after - {len(parts)}:
-            yield from _walk(os.path.join(folder, name), parts, after, visited)
-        elif name not in folders and len(parts) in after and is_image(name):
-            yield os.path.join(folder, name)
+        path, reached = os.path.join(folder, name), (*below, name)
+        if name not in folders:
+            if _match(reached, parts):
+                yield path
+        elif _may_hold(reached, parts):
+            yield from _files(path, reached, parts, visited)
 
 
-def _fitted(states: frozenset[int], name: str, parts: list[str]) -> frozenset[int]:
-    """Returns the states after a name: `**` stays, another part that fits is passed."""
-    found = set()
-    for state in _reached(states, parts):
-        if state < len(parts) and parts[state] == "**":
-            found.add(state)
-        elif state < len(parts) and fnmatchcase(name, parts[state]):
-            found.add(state + 1)
-    return _reached(frozenset(found), parts)
+def _match(names: tuple[str, ...], parts: list[str]) -> bool:
+    if not parts or not names:
+        return not names and all(part == "**" for part in parts)
+    if parts[0] == "**":
+        return _match(names, parts[1:]) or _match(names[1:], parts)
+    return fnmatchcase(names[0], parts[0]) and _match(names[1:], parts[1:])
 
 
-def _reached(states: frozenset[int], parts: list[str]) -> frozenset[int]:
-    """Returns the states and those behind a `**`, which may also match no folder."""
-    found = set(states)
-    for state in sorted(states):
-        while state < len(parts) and parts[state] == "**":
-            state += 1
-            found.add(state)
-    return frozenset(found)
+def _may_hold(names: tuple[str, ...], parts: list[str]) -> bool:
+    """Whether files in a folder of these names may match."""
+    start = parts.index("**") if "**" in parts else len(parts)
+    fit = all(fnmatchcase(name, part) for name, part in zip(names, parts[:start], strict=False))
+    return fit and (len(names) < len(parts) or start < len(parts))
 
 
 def _of_table(file: Path, group: str | None) -> Iterator[Item]:

@@ -1,140 +1,169 @@
 """Predictions that are not complete yet, in a file beside the one that they become.
 
-`<out>.unfinished` is a file of JSON lines with checksums. The first says what the predictions are of; each other line
-holds the rows of some images, and is on the disk before the next images are done.
+`<out>.unfinished` is a file of JSON lines with checksums that is only appended to. The first line says what the
+predictions are of; each other one holds the rows of some images and the number of images so far, and is on the disk
+before the next images are done.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-import xxhash
+from typing import Any, BinaryIO
 
 from xdm_ft.data._images import NAMED_AT_MOST
 from xdm_ft.errors import UserError, printable
 from xdm_ft.export.predictions import Row
 from xdm_ft.export.sources import Item
 from xdm_ft.progress import pulse
-from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_file
-from xdm_ft.storage.checksummed import Damaged, append_lines, read_lines
+from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_file, sync
+from xdm_ft.storage.checksummed import Damaged, checked_line, checked_lines, end_of_last_line
 
 SECONDS = 1.0  # between two writes: what a kill loses
-LOCK_SECONDS = 3.0  # the decoding processes of a killed command end a moment after it
+LOCK_SECONDS = 3.0  # a killed command ends a moment later
 
 
 class Tally:
-    """What was done so far."""
+    """Counts rows, whose first cell is the image's path and whose last one is why it has no prediction, or None."""
 
     def __init__(self) -> None:
-        self.images = self.predicted = self.unreadable = 0
+        self.images = self.unreadable = 0
         self.named: dict[str, str] = {}  # the first unreadable images → why
-        self._names = xxhash.xxh3_64()  # of all images, in order
 
-    def add(self, items: Iterable[Item], unreadable: Mapping[int, str]) -> None:
-        for place, item in enumerate(items):
+    def add(self, rows: Iterable[Row]) -> None:
+        for path, *_, reason in rows:
             self.images += 1
-            self._names.update(os.fsencode(item.path) + b"\0")
-            if place in unreadable:
+            if reason is not None:
                 self.unreadable += 1
                 if len(self.named) < NAMED_AT_MOST:
-                    self.named[item.path] = unreadable[place]
-            else:
-                self.predicted += 1
-
-    def to_json(self) -> dict[str, Any]:
-        counts = {"images": self.images, "predicted": self.predicted, "unreadable": self.unreadable}
-        return counts | {"named": self.named, "names": self._names.hexdigest()}
-
-    def passed(self, items: Iterator[Item], earlier: Mapping[str, Any], file: Path) -> None:
-        """Passes the images of an earlier command. Raises `UserError` if they are not the first of these ones."""
-        for item in islice(items, earlier["images"]):
-            self._names.update(os.fsencode(item.path) + b"\0")
-            self.images += 1
-        if self.to_json()["names"] != earlier["names"]:
-            raise UserError(
-                f"{file}: is of other images, or the images have changed since: its {earlier['images']} are not the "
-                "first of the ones that are named now; name the same ones, or delete it to begin anew"
-            )
-        self.predicted, self.unreadable = earlier["predicted"], earlier["unreadable"]
-        self.named = dict(earlier["named"])
+                    self.named[str(path)] = str(reason)
 
 
 class Unfinished:
-    """The rows so far, on the disk."""
+    """The rows so far, in a file that `open_unfinished` has locked. It is read and written through its handle alone."""
 
-    def __init__(self, out: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, out: Path, about: Mapping[str, Any], handle: int) -> None:
         self.out, self.file, self.about = out, unfinished_file(out), dict(about)
         self.tally = Tally()
+        self.is_begun = False  # whether the disk holds rows
+        self._handle = handle
         self._rows: list[Row] = []
         self._due = time.monotonic() + SECONDS
 
-    def is_begun(self) -> bool:
-        """Whether it holds rows. Raises `UserError` if it is damaged."""
-        return len(list(islice(self._lines(), 2))) == 2
+    def read_begun(self) -> None:
+        """Finds out whether the file holds rows. Raises `UserError` if it is damaged, or another program's."""
+        lines = len(list(islice(self._lines(), 2)))
+        if not lines and os.fstat(self._handle).st_size:
+            raise UserError(f"{self.file}: is damaged (no line is complete); delete it to begin anew")
+        self.is_begun = lines == 2
 
     def begin(self) -> None:
         with disk_errors(self.file):
-            os.truncate(self.file, 0)
-        append_lines(self.file, [self.about])
+            os.ftruncate(self._handle, 0)
+            self._append(self.about)
+            sync(self.file.parent)  # or a crash could lose the name of the new file
 
-    def earlier(self) -> dict[str, Any] | None:
-        """Returns what an earlier command has done; None if nothing. Raises `UserError` if it was another one."""
-        lines = self._lines()
-        about, last = next(lines, None), None
-        for line in lines:
-            last = line["tally"]
-            pulse.beat()
-        if last is None:
-            return None
+    def skip_done(self, items: Iterator[Item]) -> None:
+        """Counts the rows of an earlier command, if any, and skips their images.
+
+        Raises `UserError` if that had other options, or if its images are not the first of these.
+        """
+        about = next(self._lines())
         if about != self.about:
-            differing = [key for key in self.about if (about or {}).get(key) != self.about[key]]
-            was, now = ((one or {}).get(differing[0]) if differing else "?" for one in (about, self.about))
+            [key, *_] = [key for key in {**self.about, **about} if about.get(key) != self.about.get(key)]
             raise UserError(
-                f"{self.file}: {differing[0] if differing else 'its format'} was {was} and is {now} now; use the same "
-                "model and options, or delete it to begin anew"
+                f"{self.file}: {key} was {about.get(key)} and is {self.about.get(key)} now; use the same model and "
+                "options, or delete it to begin anew"
             )
-        return dict(last)
+        for row in self.rows():
+            item = next(items, None)
+            if item is None or item.path != row[0]:
+                raise UserError(
+                    f"{self.file}: is of other images, or the images have changed since: its image "
+                    f"{self.tally.images + 1} is {row[0]}, now it is {'missing' if item is None else item.path}; name "
+                    "the same ones, or delete it to begin anew"
+                )
+            self.tally.add([row])
+            pulse.beat()
+        with disk_errors(self.file), self._reader() as file:
+            os.ftruncate(self._handle, end_of_last_line(file))
 
-    def add(self, items: list[Item], unreadable: Mapping[int, str], rows: Iterable[Row]) -> None:
-        """Adds the rows of images. They are on the disk a second later, or after `flush`."""
-        self.tally.add(items, unreadable)
+    def add(self, rows: Iterable[Row]) -> None:
+        """Adds a row per image. They are on the disk a second later, or after `flush`."""
+        rows = list(rows)
+        self.tally.add(rows)
         self._rows += rows
         if time.monotonic() >= self._due:
             self.flush()
 
     def flush(self) -> None:
-        append_lines(self.file, [{"tally": self.tally.to_json(), "rows": self._rows}])
+        if self._rows:
+            self._append({"count": self.tally.images, "rows": self._rows})
+            self.is_begun = True
         self._rows, self._due = [], time.monotonic() + SECONDS
 
     def rows(self) -> Iterator[Row]:
-        """Yields all rows. Raises `UserError` if the file is damaged."""
+        """Yields the rows on the disk. Raises `UserError` if some are missing, at the latest after the last one."""
+        count = 0
         for line in islice(self._lines(), 1, None):
             yield from line["rows"]
-
-    def _lines(self) -> Iterator[Any]:
-        try:
-            yield from read_lines(self.file)
-        except Damaged as error:
-            raise UserError(f"{self.file}: is damaged ({error}); delete it to begin anew") from error
+            count += len(line["rows"])
+            if count != line["count"]:
+                raise UserError(
+                    f"{self.file}: is damaged ({count} rows of {line['count']} are there); delete it to begin anew"
+                )
+        if count != self.tally.images:
+            raise UserError(
+                f"{self.file}: has {count} rows of {self.tally.images} images, since another program has changed it; "
+                "delete it to begin anew"
+            )
 
     def complete(self, write: Callable[[Path], None]) -> None:
         """Makes the file of predictions by `write(path)`, and removes this one."""
-        for left in self.out.parent.glob(f".{glob.escape(self.out.name)}.*{UNFINISHED}"):
-            left.unlink(missing_ok=True)  # of a command that was killed here
+        self._refuse_lost()
+        # of a command that was killed here: mkstemp's names have eight characters
+        for left in self.out.parent.glob(f".{glob.escape(self.out.name)}.{8 * '?'}{UNFINISHED}"):
+            left.unlink(missing_ok=True)
         replace_file(self.out, write)
         self.remove()
 
     def remove(self) -> None:
         with disk_errors(self.file):
-            self.file.unlink(missing_ok=True)
+            if _is_named(self.file, self._handle):
+                self.file.unlink()
+
+    def _append(self, value: Any) -> None:
+        self._refuse_lost()
+        line = memoryview(checked_line(value))
+        with disk_errors(self.file):
+            while line:
+                line = line[os.write(self._handle, line) :]
+            os.fsync(self._handle)
+
+    def _refuse_lost(self) -> None:
+        if not _is_named(self.file, self._handle):
+            raise UserError(
+                f"{self.file}: was deleted or replaced while predictions were written to it; run the same command again"
+            )
+
+    def _reader(self) -> BinaryIO:
+        return open(self._handle, "rb", closefd=False)
+
+    def _lines(self) -> Iterator[Any]:
+        try:
+            with self._reader() as file:
+                file.seek(0)
+                yield from checked_lines(file)
+        except Damaged as error:
+            raise UserError(f"{self.file}: is damaged ({error}); delete it to begin anew") from error
 
 
 def unfinished_file(out: Path) -> Path:
@@ -142,51 +171,77 @@ def unfinished_file(out: Path) -> Path:
 
 
 def refuse_taken(out: Path, resume: bool) -> None:
-    """Raises `UserError` if there is such a file already, or predictions that are not to be resumed."""
-    file = unfinished_file(out)
+    """Raises `UserError` if there is such a file already, without unfinished predictions that are to be resumed."""
     with disk_errors(out):
-        if out.exists() and not (resume and file.exists()):
+        if out.exists() and not (resume and unfinished_file(out).exists()):
             raise UserError(f"{printable(out)}: exists already; name another file, or delete it")
 
 
 @contextmanager
-def opened(out: Path, about: Mapping[str, Any], resume: bool) -> Iterator[Unfinished]:
+def open_unfinished(out: Path, about: Mapping[str, Any], resume: bool) -> Iterator[Unfinished]:
     """Yields the unfinished file of `out`, which no other process writes to. Without rows it is removed at the end.
 
     Raises `UserError` if `out` exists, if it can not be written, or if there are earlier rows and not `resume`.
     """
-    found = Unfinished(out, about)
     refuse_taken(out, resume)
-    with disk_errors(found.file):
-        found.file.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(found.file, os.O_RDWR | os.O_CREAT, 0o666)
-    is_begun = False
+    handle = _lock(unfinished_file(out))
     try:
-        _lock(handle, found.file)
-        is_begun = found.is_begun()
-        if is_begun and not resume:
+        found = Unfinished(out, about, handle)
+        found.read_begun()
+        if found.is_begun and not resume:
             raise UserError(
                 f"{found.file}: unfinished predictions of an earlier command; add --resume to continue them, or "
                 "delete it"
             )
-        if not is_begun:
-            found.begin()
-        yield found
+        try:
+            if not found.is_begun:
+                refuse_taken(out, resume=False)  # the command that held the lock may have completed it
+                found.begin()
+            yield found
+        finally:
+            if not found.is_begun:
+                found.remove()
     finally:
-        if not is_begun and not found.tally.images:
-            found.remove()
         os.close(handle)
 
 
-def _lock(handle: int, file: Path) -> None:
+def _lock(file: Path) -> int:
+    """Returns a handle of the file, which is made if there is none, and locked until it is closed.
+
+    Raises `UserError` for a link or what is no file, and if another process keeps the lock.
+    """
     until = time.monotonic() + LOCK_SECONDS
     while True:
+        handle = _open(file)
+        with disk_errors(file), suppress(BlockingIOError):
+            # a lock of this process, not `flock`: those that decode images inherit the handle and outlive a kill
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_named(file, handle):  # not if the command that held the lock has removed its file
+                return handle
+        os.close(handle)
+        if time.monotonic() > until:
+            raise UserError(f"{file}: another command is writing to it; wait for it, or name another file")
+        time.sleep(0.05)
+
+
+def _open(file: Path) -> int:
+    remedy = "delete it, or name another file"
+    with disk_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() > until:
-                raise UserError(
-                    f"{file}: another command is writing to it; wait for it, or name another file"
-                ) from error
-            time.sleep(0.05)
+            handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise UserError(f"{file}: is a symbolic link; {remedy}") from error
+            raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        raise UserError(f"{file}: is no regular file; {remedy}")
+    return handle
+
+
+def _is_named(file: Path, handle: int) -> bool:
+    """Whether the path names the open file, and not another one or none."""
+    try:
+        return os.path.samestat(os.lstat(file), os.fstat(handle))
+    except FileNotFoundError:
+        return False
