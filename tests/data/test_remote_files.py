@@ -294,7 +294,7 @@ def test_faults_of_tars(tmp_path: Path) -> None:
     assert "1.tar: a.json: can not be read" in line(lambda: WebDataset(file=path))
     with tarfile.open(path, "w:gz") as file:
         file.addfile(tarfile.TarInfo("a.png"))
-    assert "1.tar: can not be read as a tar" in line(lambda: WebDataset(file=path))
+    assert "1.tar: byte 0: can not be read as a tar" in line(lambda: WebDataset(file=path))
     assert "does not exist; name a .tar file" in line(lambda: WebDataset(file=tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     assert "contains no .tar files" in line(lambda: WebDataset(file=tmp_path / "empty"))

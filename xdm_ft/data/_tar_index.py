@@ -158,18 +158,42 @@ def _with(sample: _Sample, extension: str, content: bytes, place: str) -> _Sampl
 
 
 def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
-    """Yields the regular files in a tar, and the tar. A remote one is read once, from front to back."""
+    """Yields the regular files in a tar, and the tar. A remote one is read once, from front to back.
+
+    Raises `UserError` where the tar is damaged or cut.
+    """
+    offset, after = 0, ""
     try:
         reader = io.BufferedReader(_Blocks(address, state), BLOCK)
         # mode "r:" refuses a compressed tar, of which no range can be read
         with tarfile.open(fileobj=reader, mode="r:") as file:
             for member in file:
+                offset, after = min(file.offset, state.size), f", after the member {printable(member.name)}"
                 if member.isreg() and not member.issparse():
                     yield member, file
                 file.members = []  # type: ignore[attr-defined]  # else it keeps all of them
+            # tarfile takes a header that it can not read, and the end of the file, for the end of the tar
+            problem = _fault_of_end(reader, offset := file.offset)
     except (tarfile.TarError, EOFError) as error:
-        problem = f"can not be read as a tar ({printable(error)}); write it again, without compression, or remove it"
-        raise UserError(f"{printable(address)}: {problem}") from error
+        problem = f"can not be read as a tar ({printable(error)})"
+    if problem is not None:
+        remedy = "copy the file again, or write it again as one tar without compression"
+        raise UserError(f"{printable(address)}: byte {offset}{after}: {problem}; {remedy}")
+
+
+def _fault_of_end(reader: io.BufferedReader, offset: int) -> str | None:
+    """Returns what is wrong if the tar does not end at `offset`, with two blocks of zeros and zeros behind them."""
+    reader.seek(offset)
+    end = reader.read(2 * BLOCK)
+    if end[:BLOCK].strip(b"\0"):
+        return "damaged: here is neither a member nor the end of the tar"
+    if len(end) < 2 * BLOCK:
+        return "cut: the file ends without the two blocks of zeros that end a tar"
+    while end:
+        if end.strip(b"\0"):
+            return "the tar ends here, but other data follow"
+        end = reader.read(1 << 20)
+    return None
 
 
 class _Blocks(FileInParts):

@@ -135,7 +135,7 @@ def _tars(file: str) -> list[str]:
 
 
 def _index(address: str, state: FileState, keys: dict[str, str | None]) -> TarIndex:
-    key = repr(["tar", 1, address, state, keys])
+    key = repr(["tar", 2, address, state, keys])  # 1: versions that took any damage for the end of a tar
     return TarIndex.read(remembered(key, lambda: read_tar(address, state, keys).arrays()))
 
 
