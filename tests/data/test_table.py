@@ -66,6 +66,16 @@ def test_optional_columns_in_any_order_blanks_and_other_columns(folder: Path) ->
     assert dataset.splits.tolist() == ["train", "val", "test"]
 
 
+def test_names_that_were_quoted_for_spreadsheets(folder: Path) -> None:
+    for name, sign in (("a.png", "="), ("b.png", "@")):
+        (folder / name).rename(folder / f"{sign}{name}")
+    text = "path,label,domain,group\n./=a.png,'=1+1,'-1,'+49\n./@b.png,''=1+1,photo,'@home\n./c d.png,'a',-1,x\n"
+    dataset = Table(file=write(folder, text))
+    assert [os.path.relpath(path, folder) for path in dataset.paths] == ["=a.png", "@b.png", "c d.png"]
+    assert set(dataset.class_names) == {"=1+1", "'=1+1", "'a'"} and set(dataset.domain_names) == {"-1", "photo"}
+    assert dataset.domains[0] == dataset.domains[2], "an unquoted one is read as before"
+
+
 def test_parquet_equals_csv(folder: Path) -> None:
     frame = pandas.read_csv(write(folder, CSV)).assign(domain=[3, 3, 5, 5], group=["x", "x", "y", "z"])
     frame.to_parquet(folder / "t.parquet")

@@ -11,6 +11,7 @@ import pytest
 
 from xdm_ft.errors import UserError
 from xdm_ft.export.sources import Sources, counted
+from xdm_ft.export.tables import write_table
 
 
 @pytest.fixture
@@ -85,6 +86,21 @@ def test_a_glob_reads_no_folder_that_it_can_not_match(scans, monkeypatch):
     monkeypatch.setattr(os, "scandir", lambda folder: (read.append(os.path.normpath(folder)), scandir(folder))[1])
     assert paths("scans/b/*.png") == ["scans/b/2.png"]
     assert set(read) == {"scans/b"}
+
+
+def test_a_table_of_predictions_names_the_same_images_and_groups(scans):
+    """`predict` writes what a spreadsheet would compute with ./ or an apostrophe."""
+    names = ["=1.png", "-2.png", "./@3.png", "+4/5.png", "'=6.png"]
+    for name in names:
+        (scans / name).parent.mkdir(exist_ok=True)
+        (scans / name).touch()
+    rows = [[name, group, 0.5] for name, group in zip(names, ("=a", "'=a", "-1", "+", "b"), strict=True)]
+    write_table(scans / "t.csv", {"path": str, "site": str, "probability": float}, iter(rows), "csv")
+    text = (scans / "t.csv").read_text()
+    assert not [line for line in text.splitlines() if line.startswith(("=", "+", "-", "@"))]
+    found = list(Sources([str(scans / "t.csv")], "site"))
+    assert [[item.path, item.group, 0.5] for item in found] == rows
+    assert all(os.path.lexists(item.content) for item in found)
 
 
 def test_tables(scans):

@@ -11,6 +11,7 @@ from example_runs import model, results_of, run_of
 from test_more_tables import two_sets
 
 from xdm_ft.report.csv_rows import COLUMNS, csv_rows, csv_text, properties
+from xdm_ft.storage.csv_cells import read_cell
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, str]]:
@@ -77,6 +78,7 @@ def test_no_name_is_a_formula(sign: str) -> None:
     assert len(rows) == 2
     for row in rows:
         assert row["run"] == row["method"] == row["protocol"] == f"'{name}"
+        assert read_cell("method", row["method"]) == name
         assert all(not cell.startswith(("=", "+", "@", "\t", "\r", "\n")) for cell in row.values() if cell)
         assert row["std"] == rows[0]["std"] and float(row["mean"]) == pytest.approx(-0.1)  # numbers stay numbers
     assert rows[1]["held_out"] == f"'{name}" and rows[0]["flags"] == f"'{name}"

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from xdm_ft.errors import UserError, printable
+from xdm_ft.storage.csv_cells import read_cell
 
 
 def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
     """Yields (number, cells) of each row of a CSV file that is UTF-8 with commas. The first is the header, number 1.
 
     Blank lines are skipped, and counted. Every row has as many cells as the header, whose names have no blanks around
-    them. Raises `UserError`.
+    them. Cells are as they were before `storage.csv_cells` quoted formulas. Raises `UserError`.
     """
     number = 1
     try:
@@ -28,7 +29,7 @@ def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
                         f"{len(header)}; quote cells that contain commas"
                     )
                 if row:
-                    yield number, row
+                    yield number, [read_cell(column, cell) for column, cell in zip(header, row, strict=True)]
     except UnicodeDecodeError as error:
         raise UserError(
             f"{printable(file)}: the text is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 from xdm_ft.errors import UserError
 from xdm_ft.export.predictions import Row
+from xdm_ft.storage.csv_cells import csv_line
 
 Format = Literal["csv", "jsonl", "parquet"]
 ROWS_AT_ONCE = 4096
@@ -28,22 +27,15 @@ def format_of(out: Path | None) -> Format:
     return formats[suffix]
 
 
-def header_of(columns: Iterable[str], format_: Format) -> bytes:
-    return _csv_line(list(columns)) if format_ == "csv" else b""
+def header_of(columns: Collection[str], format_: Format) -> bytes:
+    return line_of(columns, list(columns), "csv") if format_ == "csv" else b""
 
 
 def line_of(columns: Iterable[str], row: Row, format_: Format) -> bytes:
     """Returns a row as a line. A name that is not UTF-8 has its own bytes in CSV, and escapes (\\udc80) in JSON."""
     if format_ == "csv":
-        return _csv_line(row)
+        return csv_line(columns, row).encode("utf-8", "surrogateescape")
     return f"{json.dumps(dict(zip(columns, row, strict=True)), allow_nan=False)}\n".encode()
-
-
-def _csv_line(row: Iterable[object]) -> bytes:
-    # with "\r\n" as its end of a row, the writer quotes both characters in cells
-    text = io.StringIO()
-    csv.writer(text).writerow(str(cell).lower() if isinstance(cell, bool) else cell for cell in row)
-    return text.getvalue().removesuffix("\r\n").encode("utf-8", "surrogateescape") + b"\n"
 
 
 def write_table(path: Path, columns: Mapping[str, type], rows: Iterable[Row], format_: Format) -> None:

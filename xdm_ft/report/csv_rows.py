@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,9 @@ from xdm_ft.report.encoders import Pair, encoder_block, trainable_of, trained_wo
 from xdm_ft.report.finished import Run
 from xdm_ft.report.measures import MEASURES, Picked
 from xdm_ft.report.table_rows import reference_of
+from xdm_ft.storage.csv_cells import csv_line
 
 Row = dict[str, Any]
-BEFORE_A_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # a spreadsheet computes a cell that begins so
 COLUMNS = (
     "run", "encoder", "encoder_trained", "augmentation", "method", "selection", "of", "held_out", "seeds", "images",
     "metric", "mean", "std", "stderr",
@@ -35,22 +33,10 @@ means over models."""
 
 
 def csv_text(rows: Iterable[Row]) -> str:
-    """Returns rows as the text of a CSV file that a spreadsheet can open.
-
-    Texts that it would compute as formulas begin with an apostrophe; spreadsheets show such a cell as text.
-    """
-    return "".join(_line(cells) for cells in (COLUMNS, *([row.get(name) for name in COLUMNS] for row in rows)))
-
-
-def _line(cells: Iterable[object]) -> str:
-    # with "\r\n" as its end of a row, the writer quotes both characters in cells
-    text = io.StringIO()
-    csv.writer(text).writerow(_safe(cell) for cell in cells)
-    return text.getvalue().removesuffix("\r\n") + "\n"
-
-
-def _safe(cell: object) -> object:
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(BEFORE_A_FORMULA) else cell
+    """Returns rows as the text of a CSV file that a spreadsheet can open."""
+    return "".join(
+        csv_line(COLUMNS, cells) for cells in (COLUMNS, *([row.get(name) for name in COLUMNS] for row in rows))
+    )
 
 
 def csv_rows(run: Run) -> Iterator[Row]:
