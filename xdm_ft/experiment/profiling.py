@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,15 +22,19 @@ def profiled(bar: Progress, file: Path | None) -> Iterator[Progress]:
     """Context of a training that yields its progress bar; every advance of it is a step.
 
     Steps 6 to 10 are traced, and the trace is written to `file`, for chrome://tracing or ui.perfetto.dev. A training of
-    fewer steps leaves none. `file` None: nothing is traced.
+    fewer steps leaves none. The trace does not name the machine. `file` None: nothing is traced.
     """
     if file is None:
         yield bar
         return
     from torch.profiler import profile, schedule
 
+    def export(traced: profile, path: Path) -> None:
+        traced.export_chrome_trace(str(path))
+        path.write_bytes(re.sub(rb'("host_name": )"[^"]*"', rb'\1""', path.read_bytes(), count=1))
+
     def write(traced: profile) -> None:
-        replace_file(file, lambda path: traced.export_chrome_trace(str(path)))
+        replace_file(file, lambda path: export(traced, path))
 
     steps = schedule(wait=WAIT, warmup=WARM_UP, active=RECORDED, repeat=1)
     with profile(schedule=steps, on_trace_ready=write) as tracer:

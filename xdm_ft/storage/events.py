@@ -28,7 +28,6 @@ A metric that is undefined has no point. Older runs have one sub-run, `events/` 
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,7 +103,7 @@ class EventFile:
     def __init__(self, folder: Path, process: str) -> None:
         # TensorBoard reads the files of a sub-run in the order of their names
         seconds, fraction = divmod(time.time_ns(), 10**9)
-        begin = f"{BEGINNING}{seconds:010d}.{fraction:09d}.{socket.gethostname()}.{os.getpid()}"
+        begin = f"{BEGINNING}{seconds:010d}.{fraction:09d}.{os.getpid()}"
         self.path = folder / f"{begin}.{process}"
         self._last = -1  # step
 
