@@ -206,6 +206,15 @@ def test_faults_of_parquet_files(tmp_path: Path) -> None:
     assert "whole.parquet, row group 0: can not be read" in line(lambda: Parquet(file=whole).content(0))
 
 
+def test_a_parquet_file_that_was_cut_is_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", range(60), 20)
+    whole, footer = path.read_bytes(), pyarrow.parquet.read_metadata(path)
+    groups = [footer.row_group(number).column(0).file_offset for number in range(1, 3)]
+    for size in (*groups, len(whole) - 8 - footer.serialized_size, len(whole) - 8, len(whole) - 1, 4, 0):
+        path.write_bytes(whole[:size])
+        assert "a.parquet: can not be read (" in line(lambda: Parquet(file=path)), size
+
+
 def test_memory_for_row_groups_is_bounded() -> None:
     loaded: list[int] = []
 
@@ -326,7 +335,9 @@ def test_braces() -> None:
     assert list(expanded_braces("plain")) == ["plain"]
 
 
-@pytest.mark.parametrize("damage", [lambda kept: kept[:99], lambda kept: kept[:70] + bytes(30) + kept[100:]])
+@pytest.mark.parametrize(
+    "damage", [lambda kept: kept[:99], lambda kept: kept[:-1], lambda kept: kept[:70] + bytes(30) + kept[100:]]
+)
 def test_a_damaged_memory_of_an_index_is_made_again(
     damage: Any, server: Served, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
