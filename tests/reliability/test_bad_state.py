@@ -84,6 +84,12 @@ def flip_a_digit(path: Path) -> None:
     path.write_bytes(data)
 
 
+def drop_a_line(path: Path) -> None:
+    """Cut between two lines: every line that is left is whole."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]))
+
+
 def folder_instead(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -113,8 +119,8 @@ FILES = {
         "models/erm/**/predictions.safetensors": TENSORS,
         "models/erm/**/cross_domain.safetensors": [truncate, remove],
         "test_images/*.safetensors": [flip_a_digit, remove],
-        "state/records/*.jsonl": [garbage, *TEXTS],
-        "state/cross_domain/*.jsonl": [garbage, *TEXTS],
+        "state/records/*.jsonl": [garbage, drop_a_line, *TEXTS],
+        "state/cross_domain/*.jsonl": [garbage, drop_a_line, *TEXTS],
     },
 }
 CASES = [(where, file, damage) for where, files in FILES.items() for file, some in files.items() for damage in some]
@@ -188,6 +194,20 @@ def test_damaged_files_that_models_share_are_told_and_written_again(
         assert f"{path}: is damaged (its checksum differs); it will be written again" in caplog.text
     assert "models" not in [record.getMessage().split()[-1] for record in caplog.records], "nothing trains again"
     assert [path.read_bytes() for path in (*images, *references)] == whole and numbers(run) == want
+
+
+def test_damaged_reports_are_restored(damaged: Callable[[str], Path]) -> None:
+    folder = damaged("finished")
+    run = folder / "out/small"
+    reports = [run / "results.md", run / "results.csv", *run.glob("events/**/*.hparams")]
+    assert len(reports) == 4
+    whole = [path.read_bytes() for path in reports[:2]]
+    sizes = [path.stat().st_size for path in reports]
+    for path, damage in zip(reports, (flip_a_digit, truncate, truncate, empty), strict=True):
+        damage(path)
+    assert main(["run", str(folder / "small.yaml")]) == 0
+    assert [path.read_bytes() for path in reports[:2]] == whole
+    assert [path.stat().st_size for path in reports] == sizes
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_settings_of_several_kinds_are_json() -> None:
 
 
 def test_a_large_run_has_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written, "write_page", lambda run: None)
+    monkeypatch.setattr(written, "write_page", lambda run: (run.path / "report.html").write_text("page"))
     with RunDirectory(tmp_path / "run", "0", main=True) as directory:
         directory.begin()
         directory.write_results(results_of(two_sets()))

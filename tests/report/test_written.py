@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def draw(run: Run) -> None:
         assert all((run.path / name).exists() for name in TABLES), "the tables do not wait for the page"
-        (run.path / "report.html").write_text("page")
+        (run.path / "plots").mkdir(exist_ok=True)
+        for name in ("report.html", "plots/a.svg", "plots/b.svg"):
+            (run.path / name).write_text(f"page {name}")
         drawn.append(run.path)
 
     monkeypatch.setattr(written, "write_page", draw)
@@ -41,10 +44,11 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 def refresh(directory: RunDirectory) -> set[str]:
-    """The reports that a refresh wrote."""
+    """The reports that a refresh wrote, besides their checksums."""
     before = {path.name: path.lstat().st_mtime_ns for path in directory.path.iterdir()}
     refresh_reports(directory, read_run(directory.path))
-    return {path.name for path in directory.path.iterdir() if before.get(path.name) != path.lstat().st_mtime_ns}
+    now = {path.name: path.lstat().st_mtime_ns for path in directory.path.iterdir()}
+    return {name for name, time in now.items() if before.get(name) != time} - {"reports.json", "plots"}
 
 
 def age(path: Path) -> None:
@@ -64,6 +68,51 @@ def test_what_is_missing_or_old_is_written_and_nothing_else(directory: RunDirect
     assert refresh(directory) == {"report.html"}
     age(directory.path / "report.html")
     assert refresh(directory) == {"report.html"} and len(pages) == 3
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lengthen, Path.unlink])
+@pytest.mark.parametrize(
+    "name", ["results.md", "results.csv", "models.parquet", "report.html", "plots/a.svg", "plots/b.svg"]
+)
+def test_a_damaged_report_is_restored(
+    name: str,
+    damage: Callable[[Path], None],
+    directory: RunDirectory,
+    pages: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(written, "LARGE", 1)
+    refresh(directory)
+    paths = [path for path in directory.path.rglob("*") if path.is_file()]
+    whole = {path: path.read_bytes() for path in paths}
+    damage(directory.path / name)
+    refresh(directory)
+    assert {path: path.read_bytes() for path in paths} == whole and refresh(directory) == set()
+    assert len(pages) == (1 if name in (*TABLES, "models.parquet") else 2)
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def test_reports_without_checksums_are_written_once(
+    damage: Callable[[Path], None], directory: RunDirectory, pages: list[Path]
+) -> None:
+    """Whether they are damaged is unknown; an earlier version wrote no checksums."""
+    refresh(directory)
+    damage(directory.path / "reports.json")
+    assert refresh(directory) == {*TABLES, "report.html"} and refresh(directory) == set()
 
 
 def test_equal_results_leave_the_file_and_others_replace_it(directory: RunDirectory, pages: list[Path]) -> None:

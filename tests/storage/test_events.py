@@ -99,3 +99,16 @@ def test_a_session_is_written_once_and_replaced_when_it_changes(tmp_path: Path) 
     assert read_scalars(tmp_path)["s"]["test/accuracy"] == [(40, 0.75)] == shown(tmp_path / "s")["test/accuracy"]
     write_session(tmp_path / "s", Session("erm/a/trial0", {}, 40, {"test/accuracy": 0.5}))
     assert not file.exists() and read_scalars(tmp_path)["s"]["test/accuracy"] == [(40, 0.5)]
+
+
+@pytest.mark.parametrize("place", [0, 9, 13, 100, -50, -1])
+def test_a_damaged_session_is_written_again(place: int, tmp_path: Path) -> None:
+    session = Session("erm/a/trial0", {"lr": 0.1, "p": True, "head": "mlp"}, 40, {"test/accuracy": 0.75})
+    write_session(tmp_path, session)
+    [file] = tmp_path.iterdir()
+    whole = file.read_bytes()
+    for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place:][1:]):
+        file.write_bytes(damaged)
+        write_session(tmp_path, session)
+        assert file.stat().st_size == len(whole), "equal but for the time"
+        assert read_scalars(tmp_path)[""]["test/accuracy"] == [(40, 0.75)]

@@ -1,20 +1,29 @@
-"""The reports in a run directory: results.md, results.csv, models.parquet, and report.html with plots/."""
+"""The reports in a run directory: results.md, results.csv, models.parquet, and report.html with plots/.
+
+reports.json holds the checksum of each one as it was written: a damaged one is written again.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+
+import numpy as np
 
 from xdm_ft.errors import UserError
 from xdm_ft.report.csv_rows import csv_rows, csv_text
 from xdm_ft.report.finished import Run
 from xdm_ft.report.markdown import markdown
 from xdm_ft.report.model_table import LARGE, parquet_of
-from xdm_ft.report.page import write_page
-from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, MODELS, PAGE, RESULTS, TABLE, RunDirectory
+from xdm_ft.report.page import PLOTS, write_page
+from xdm_ft.storage.checksummed import Damaged, read_object
+from xdm_ft.storage.digests import digest
+from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
 
-MADE_FROM = (RESULTS, ANALYSIS)
+TABLES, MADE_FROM = (MARKDOWN, TABLE, MODELS), (RESULTS, ANALYSIS)
+Digests = dict[str, str]  # {report, relative to the run directory: checksum of its bytes}
 logger = logging.getLogger("xdm_ft")
 
 
@@ -23,25 +32,27 @@ def write_reports(directory: RunDirectory, run: Run) -> list[Path]:
 
     Raises `UserError`.
     """
-    _write_tables(directory, run)
-    write_page(run)
-    made = [run.path / name for name in (MARKDOWN, TABLE, MODELS, PAGE, "plots")]
+    _keep(directory, _write_tables(directory, run) | _write_page(run))
+    made = [run.path / name for name in (*TABLES, PAGE, PLOTS)]
     return [path for path in made if path.exists()]  # a page without a plot makes no plots/
 
 
 def refresh_reports(directory: RunDirectory, run: Run) -> None:
-    """Writes the reports that are missing or older than what they are made from; the page only if the recipe wants it.
+    """Writes the reports that are missing, older than what they are made from, or not as they were written.
 
-    A fault of ours in the page is logged with its traceback: the results of a run do not depend on it. Raises
-    `UserError` for faults of the disk.
+    The page only if the recipe wants it. A fault of ours in the page is logged with its traceback: the results of a run
+    do not depend on it. Raises `UserError` for faults of the disk.
     """
-    if any(_is_old(run.path / name, (RESULTS,), run.path) for name in (MARKDOWN, TABLE)):
-        _write_tables(directory, run)
+    kept = _kept(run.path)
+    tables, page = ({name: kept[name] for name in kept if (name in TABLES) == of_tables} for of_tables in (True, False))
+    if not _are_whole(run.path, tables, _tables_of(run), (RESULTS,)):
+        tables = _write_tables(directory, run)
+        _keep(directory, tables | page)
     wanted = run.results["recipe"].get("report", {}).get("page", False)
-    if not wanted or not _is_old(run.path / PAGE, MADE_FROM, run.path):
+    if not wanted or _are_whole(run.path, page, (PAGE,), MADE_FROM):
         return
     try:
-        write_page(run)
+        _keep(directory, tables | _write_page(run))
     except UserError:
         raise
     except Exception:
@@ -49,14 +60,45 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
         logger.exception("%s: can not be drawn, because of a fault in xdm_ft; %s", run.path / PAGE, remedy)
 
 
-def _write_tables(directory: RunDirectory, run: Run) -> None:
+def _write_tables(directory: RunDirectory, run: Run) -> Digests:
     directory.write_text(MARKDOWN, markdown(run))
     directory.write_text(TABLE, csv_text(csv_rows(run)))
-    if len(run.records) >= LARGE:
+    if MODELS in _tables_of(run):
         directory.write_bytes(MODELS, parquet_of(run.records))
+    return _digests(run.path, _tables_of(run))
 
 
-def _is_old(report: Path, sources: Iterable[str], folder: Path) -> bool:
-    """Returns whether a report is missing, or older than one of the files that it is made from."""
-    changed = [(folder / name).stat().st_mtime_ns for name in sources if (folder / name).exists()]
-    return not report.is_file() or any(report.stat().st_mtime_ns < one for one in changed)
+def _tables_of(run: Run) -> tuple[str, ...]:
+    return TABLES if len(run.records) >= LARGE else (MARKDOWN, TABLE)
+
+
+def _write_page(run: Run) -> Digests:
+    write_page(run)
+    plots = sorted((run.path / PLOTS).glob("*.svg"))
+    return _digests(run.path, (PAGE, *(f"{PLOTS}/{path.name}" for path in plots)))
+
+
+def _digests(folder: Path, names: Iterable[str]) -> Digests:
+    return {name: digest(np.fromfile(folder / name, np.uint8)) for name in names}
+
+
+def _keep(directory: RunDirectory, digests: Digests) -> None:
+    directory.write_text(REPORTS, json.dumps(digests, indent=1) + "\n")
+
+
+def _kept(folder: Path) -> Digests:
+    """Returns the checksums of the reports as they were written; none known if that file is missing or damaged."""
+    try:
+        return read_object(folder / REPORTS)
+    except Damaged:
+        return {}
+
+
+def _are_whole(folder: Path, kept: Digests, names: Iterable[str], sources: Iterable[str]) -> bool:
+    """Returns whether these reports, and all others in `kept`, are as they were written, and no source is younger."""
+    try:
+        times = [(folder / name).stat().st_mtime_ns for name in kept]
+        changed = [(folder / name).stat().st_mtime_ns for name in sources if (folder / name).exists()]
+        return {*names} <= {*kept} and _digests(folder, kept) == kept and max(changed) <= min(times)
+    except OSError:  # one is missing, or a folder
+        return False

@@ -32,17 +32,28 @@ class Session:
 
 
 def write_session(folder: Path, session: Session) -> None:
-    """Writes the session of the sub-run in `folder`, unless it is there already, and removes an earlier one.
+    """Writes the session of the sub-run in `folder`, unless it is there, undamaged, and removes an earlier one.
 
     Raises `UserError` if it can not be written.
     """
     name = f"{BEGINNING}{LAST}.{digest(json.dumps(asdict(session)), bits=128)}{ENDING}"
-    if not (folder / name).exists():
+    if not _is_whole(folder / name):
         replace_file(folder / name, lambda temporary: _write(temporary, session))
     with disk_errors(folder):
         for other in folder.glob(f"{BEGINNING}{LAST}.*{ENDING}"):
             if other.name != name:
                 other.unlink()
+
+
+def _is_whole(path: Path) -> bool:
+    """Returns whether the file has the three records of `_write`. Each has a checksum; reading ends at a damaged one."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    try:
+        return path.is_file() and len([*LegacyEventFileLoader(str(path)).Load()]) == 3
+    except DecodeError:
+        return False
 
 
 def _write(path: Path, session: Session) -> None:
