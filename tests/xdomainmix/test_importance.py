@@ -52,6 +52,23 @@ def test_any_head(example) -> None:
         torch.testing.assert_close(scores[row], (gradient * features).detach(), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("of_z", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_head", [torch.float64, torch.float32, torch.bfloat16])
+def test_heads_of_any_precision(example, of_head: torch.dtype, of_z: torch.dtype) -> None:
+    """The derivative of a linear head is a row of its weight in any precision, so both are equal in all bits."""
+    z, head, target = example
+    z, head = z.to(of_z), head.to(of_head)
+    scores = autograd_scores(z, head, target)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, linear_scores(z, head.weight, target))
+    if of_z == of_head:
+        assert torch.equal(autograd_scores(z, lambda features: head(features), target), scores)
+    two_layers = nn.Sequential(nn.Linear(24, 8), nn.Tanh(), nn.Linear(8, 5))
+    expected = autograd_scores(z.float(), two_layers, target)
+    tolerance = {"atol": 0.03, "rtol": 0.05} if of_head == torch.bfloat16 else {"atol": 1e-6, "rtol": 1e-5}
+    torch.testing.assert_close(autograd_scores(z, two_layers.to(of_head), target), expected, **tolerance)
+
+
 def test_no_gradient_and_float32(example) -> None:
     z, head, target = example
     z = z.requires_grad_()

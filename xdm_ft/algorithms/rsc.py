@@ -69,7 +69,7 @@ class RSC(Algorithm):
         part = self.drops[0]
         if isinstance(self.head, Linear):  # g = W[y]: one row serves all samples of its class
             return specific_mask(-self.head.weight, part)[y]
-        return specific_mask(-target_gradient(z, self.logits, y), part)
+        return specific_mask(-target_gradient(z, self.head, y), part)
 
     def both_logits(self, z: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Returns c(z) and c(z ⊙ m), [B,C] each."""

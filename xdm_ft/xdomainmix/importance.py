@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def linear_scores(z: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -35,14 +35,14 @@ def autograd_scores(z: Tensor, head: Callable[[Tensor], Tensor], target: Tensor)
 
     Args:
         z: features, [B,K] or [B,K,h,w].
-        head: z → logits [B,C]; samples must not affect each other (no batch statistics).
+        head: z → logits [B,C]; samples must not affect each other (no batch statistics). A module is called with z in
+            the dtype of its parameters, another function with z as it is.
         target: the true class or the true domain, int64 [B].
 
     Returns:
         float32 [B,K], without gradient. For maps the score of a channel is the mean over its positions.
     """
-    z = z.detach().float()
-    score = target_gradient(z, head, target) * z  # like z
+    score = target_gradient(z, head, target) * z.detach().float()  # like z
     return score.flatten(2).mean(-1) if score.ndim > 2 else score
 
 
@@ -53,7 +53,8 @@ def target_gradient(z: Tensor, head: Callable[[Tensor], Tensor], target: Tensor)
         # samples are independent, so the gradient of the sum holds the gradient of each sample
         return head(features).gather(1, target[:, None]).sum()
 
-    z = z.detach().float()
+    parameter = next(head.parameters(), None) if isinstance(head, nn.Module) else None
+    z = z.detach() if parameter is None else z.detach().to(parameter.dtype)
     with torch.no_grad(), torch.autocast(z.device.type, enabled=False):  # func.grad differentiates by z all the same
         gradient: Tensor = torch.func.grad(target_logits)(z)
-    return gradient
+    return gradient.float()
