@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,11 +13,16 @@ from xdm_ft.algorithms import Setup, xdomainmix
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import Augmented, XDomainMix, mixed_domains
 from xdm_ft.errors import UserError
+from xdm_ft.heads.cosine import Cosine
+from xdm_ft.heads.linear import Linear
+from xdm_ft.heads.mlp import MLP
+from xdm_ft.randomness import Stream
 from xdm_ft.tensors import Batch, Parts, Task
 from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, mix, specific_mask
 
 WIDTH = 40
 TASK = Task(tuple("abcd"), tuple("xyz"))
+HEADS = {"linear": Linear, "cosine": partial(Cosine, scale=5.0), "mlp": partial(MLP, hidden_width=9, activation="relu")}
 
 
 def setup(steps: int = 100, seed: int = 0, **more) -> Setup:
@@ -42,10 +49,11 @@ def plain_parts(algorithm: XDomainMix, given: Batch, quantile: float):
     return decompose(given.x, class_mask, domain_mask)
 
 
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("step, quantile", [(57, 0.9), (59, 0.8), (61, 0.7), (63, 0.6), (66, 0.5), (67, 0.9)])
-def test_loss_is_that_of_the_pure_functions(step: int, quantile: float) -> None:
+def test_loss_is_that_of_the_pure_functions(step: int, quantile: float, head: str) -> None:
     """Equation (8) value and gradients, written out with scores by autograd."""
-    algorithm, given = XDomainMix(setup(), warmup_steps=57, quantile_steps=2), batch()
+    algorithm, given = XDomainMix(setup(head=HEADS[head]), warmup_steps=57, quantile_steps=2), batch()
     z = given.x.clone().requires_grad_()
     losses = algorithm(z, given._replace(x=z), step)
 
@@ -64,6 +72,32 @@ def test_loss_is_that_of_the_pure_functions(step: int, quantile: float) -> None:
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
     by_domain = F.cross_entropy(algorithm.domain_head(given.x), given.domain, reduction="none")
     torch.testing.assert_close(losses.auxiliary, algorithm.average(by_domain, given))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_domain_head_is_of_the_class_heads_kind(head: str) -> None:
+    """The paper's d "has an identical architecture as the class classifier c", for domains."""
+    algorithm = XDomainMix(setup(head=HEADS[head], seed=5))
+    twin = HEADS[head](WIDTH, 3, 5, Stream.DOMAIN_INIT)
+    assert type(algorithm.domain_head) is type(algorithm.head) is type(twin)
+    assert algorithm.domain_head(batch().x).shape == (60, 3)
+    state = algorithm.domain_head.state_dict()
+    assert state.keys() == twin.state_dict().keys()
+    assert all(torch.equal(state[name], value) for name, value in twin.state_dict().items())
+
+    before = XDomainMix(setup(head=HEADS[head], seed=5), domain_head="linear")
+    assert type(before.head) is type(twin) and type(before.domain_head) is Linear
+    assert torch.equal(before.domain_head.weight, Linear(WIDTH, 3, 5, Stream.DOMAIN_INIT).weight)
+
+
+@pytest.mark.parametrize("head", ["linear", "cosine"])
+def test_a_domain_head_starts_at_random_where_the_class_head_starts_from_the_class_embeddings(head: str) -> None:
+    text = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
+    from_text, random = (
+        XDomainMix(setup(head=HEADS[head], head_init=init, text_weight=text)) for init in ("zero_shot", "random")
+    )
+    assert not torch.equal(from_text.head.weight, random.head.weight)
+    assert torch.equal(from_text.domain_head.weight, random.domain_head.weight)
 
 
 def test_warm_up_is_erm_with_a_domain_head() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.errors import UserError
+from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
 from xdm_ft.randomness import Stream, uniform
 from xdm_ft.tensors import Batch, Losses
@@ -62,9 +63,11 @@ class Augmented(NamedTuple):
 class XDomainMix(Algorithm):
     """loss = ½ [ℓ(c(z), y) + ℓ(c(z̃), y)] after a warm-up of plain ERM; z̃ is `xdm_ft.xdomainmix.mix`. (8)
 
-    A domain head d learns the domain from detached z at every step; its loss is the auxiliary loss. Masks come from the
-    scores of both heads: τ_c is the 50% quantile, τ_d cycles (`domain_quantile`). p_discard = 0.2 is the paper's; the
-    defaults of the step counts have the proportions of its DomainBed runs (3000 of 5000 steps of warm-up, n = 100).
+    A domain head d learns the domain from detached z at every step; its loss is the auxiliary loss. It is a class head's
+    twin with one output per training domain: the same kind and settings, but random initial weights, as class embeddings
+    (`head_init: zero_shot`) describe no domains. Masks come from the scores of both heads: τ_c is the 50% quantile, τ_d
+    cycles (`quantile_cycle`). p_discard = 0.2 is the paper's; the defaults of the step counts have the proportions of
+    its DomainBed runs (3000 of 5000 steps of warm-up, n = 100).
     """
 
     source = "Liu et al. 2024, Cross-Domain Feature Augmentation for Domain Generalization (IJCAI), eq. (1)-(8)"
@@ -99,6 +102,12 @@ class XDomainMix(Algorithm):
             Literal["local", "global"],
             Field(description="global: x_i, x_j from the whole batch; local: from one process's or micro-batch's part"),
         ] = "global",
+        domain_head: Annotated[
+            Literal["linear"] | None,
+            Field(
+                description="kind of the domain head d; null: that of the class head, with its settings (the paper's)"
+            ),
+        ] = None,
         domain_head_augmented: Annotated[
             bool, Field(description="train d on z̃ too, with λ-weighted soft domain labels and binary cross-entropy")
         ] = False,
@@ -118,7 +127,8 @@ class XDomainMix(Algorithm):
         self.other_partner, self.domain_head_augmented = other_partner, domain_head_augmented
         self.loss_over = "batch" if partners == "global" else "part"
         self.first_selectable_step = self.warmup_steps + 1
-        self.domain_head = Linear(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
+        make = setup.head if domain_head is None else Linear
+        self.domain_head = make(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
         # tensors on the device, which a step reads without a copy from Python
         self.class_rank: Tensor  # of τ_c among K scores, int64 []
         self.register_buffer("class_rank", torch.tensor(rank_of(CLASS_QUANTILE, setup.width)), persistent=False)
@@ -164,11 +174,7 @@ class XDomainMix(Algorithm):
 
     def masks(self, z: Tensor, batch: Batch, step: int | Tensor) -> dict[str, Tensor]:
         """Returns M_c and M_d, bool [B,K]: `class_mask` and `domain_mask`."""
-        if isinstance(self.head, Linear):
-            by_class = linear_scores(z, self.head.weight, batch.y)  # (1)
-        else:
-            by_class = autograd_scores(z, self.logits, batch.y)  # (1)
-        by_domain = linear_scores(z, self.domain_head.weight, batch.domain)  # (2)
+        by_class, by_domain = scores(self.head, z, batch.y), scores(self.domain_head, z, batch.domain)  # (1)(2)
         stage = quantile_stage(step - self.warmup_steps, self.quantile_steps, len(self.domain_ranks))
         # indexing by a tensor [] would read its value from the device
         rank = self.domain_ranks[stage] if isinstance(stage, int) else self.domain_ranks.index_select(0, stage[None])[0]
@@ -219,6 +225,13 @@ class XDomainMix(Algorithm):
         plain, weight = self.normalised_sample_weight(batch, None, class_losses.dtype), self.sample_weight(batch)
         of_class = plain if weight is None else self.normalised_sample_weight(batch, weight, class_losses.dtype)
         return class_losses @ of_class, domain_losses @ plain
+
+
+def scores(head: Head, z: Tensor, target: Tensor) -> Tensor:
+    """Returns the importance of every dimension of z for the logit of `target` int64 [B], float32 [B,K]. (1)(2)"""
+    if isinstance(head, Linear):
+        return linear_scores(z, head.weight, target)
+    return autograd_scores(z, head, target)
 
 
 def mixed_domains(batch: Batch, augmented: Augmented, num_domains: int) -> Tensor:

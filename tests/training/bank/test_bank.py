@@ -18,6 +18,10 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.evaluation.metrics import metric
+from xdm_ft.heads import Head
+from xdm_ft.heads.cosine import Cosine
+from xdm_ft.heads.linear import Linear
+from xdm_ft.heads.mlp import MLP
 from xdm_ft.protocol.samplers import PerDomainSampler, PooledSampler
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch, Losses
@@ -58,9 +62,12 @@ def trajectory(jobs: list[Job], training: Training, steps: int) -> tuple[Bank, l
 
 
 @pytest.mark.parametrize("sam", [False, True], ids=["", "sam"])
-@pytest.mark.parametrize("method", [ERM, XDomainMix])
-def test_a_head_among_24_equals_itself_alone_step_by_step(method: type[Algorithm], sam: bool) -> None:
+@pytest.mark.parametrize(
+    ("method", "head"), [(ERM, Linear), (XDomainMix, Linear), (XDomainMix, Cosine), (XDomainMix, MLP)]
+)
+def test_a_head_among_24_equals_itself_alone_step_by_step(method: type[Algorithm], head: type[Head], sam: bool) -> None:
     settings = {"warmup_steps": 3, "quantile_steps": 2} if method is XDomainMix else {}
+    settings["setup"] = {"head": head}
     training = Training(
         batch_size=8, optimizer="adamw", clip_norm=0.5, schedule=Schedule(name="cosine", warmup_steps=4)
     )  # fmt: skip

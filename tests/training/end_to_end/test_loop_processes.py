@@ -19,6 +19,7 @@ from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.heads import Head
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
+from xdm_ft.heads.mlp import MLP
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Training
@@ -100,11 +101,11 @@ MIXING = partial(XDomainMix, warmup_steps=1, quantile_steps=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["per_domain", "pooled"])
-def test_global_partners_are_those_of_one_process(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "head"), [("per_domain", MLP), ("pooled", Linear)])
+def test_global_partners_are_those_of_one_process(tmp_path: Path, kind: str, head: type[Head]) -> None:
     # 5 images per domain, and 15 in all, do not divide by 2 processes
     training = Training(batch_size=5 if kind == "per_domain" else 15, sampler=kind, clip_norm=0.5, encoder_lr=0.003)
-    case = Case(training, SAM(rho=0.1), method=MIXING)
+    case = Case(training, SAM(rho=0.1), method=MIXING, head=head)
     assert_two_processes_equal_one(tmp_path, case, case)
 
 

@@ -28,6 +28,10 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.heads import Head
+from xdm_ft.heads.cosine import Cosine
+from xdm_ft.heads.linear import Linear
+from xdm_ft.heads.mlp import MLP
 from xdm_ft.recipe.components import find, names
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Batch
@@ -45,12 +49,16 @@ BATCH = {"per_domain": 7, "pooled": 22}  # neither divides by 4
 
 
 def with_setup(
-    cls: Callable[..., Algorithm], loss_average: Literal["domain", "sample"] = "domain", class_weights: bool = False
+    cls: Callable[..., Algorithm],
+    loss_average: Literal["domain", "sample"] = "domain",
+    class_weights: bool = False,
+    head: type[Head] = Linear,
 ) -> Callable[[Setup], Algorithm]:
     def make(setup: Setup) -> Algorithm:
         weight = torch.linspace(0.5, 2, setup.task.num_classes) if class_weights else None
         text = torch.randn(setup.task.num_classes, setup.width, generator=torch.Generator().manual_seed(1))
-        return cls(Setup(setup.task, setup.width, 10, setup.seed, loss_average, text_weight=text, class_weight=weight))
+        common = (setup.task, setup.width, 10, setup.seed, loss_average)
+        return cls(Setup(*common, text_weight=text, class_weight=weight, head=head))
 
     return make
 
@@ -66,6 +74,8 @@ def cases() -> dict[str, tuple[Callable[[Setup], Algorithm], str, SAM | None]]:
         if not cls.pooled_reason:
             found[f"{name}{behind} weighted"] = with_setup(cls, class_weights=True), "pooled", sharpness
             found[f"{name}{behind} by sample"] = with_setup(cls, "sample"), "pooled", sharpness
+    for head, sharpness in ((MLP, SAM(rho=0.1)), (Cosine, None)):  # scores of both heads by autograd
+        found[f"xdomainmix {head.__name__}"] = with_setup(XDomainMix, head=head), "per_domain", sharpness
     for cls in (LISA, Mixup):
         found[f"{cls.__name__} all"] = with_setup(partial(cls, partners="all")), "per_domain", None
     return found
