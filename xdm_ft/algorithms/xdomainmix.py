@@ -63,11 +63,11 @@ class Augmented(NamedTuple):
 class XDomainMix(Algorithm):
     """loss = ½ [ℓ(c(z), y) + ℓ(c(z̃), y)] after a warm-up of plain ERM; z̃ is `xdm_ft.xdomainmix.mix`. (8)
 
-    A domain head d learns the domain from detached z at every step; its loss is the auxiliary loss. It is a class head's
-    twin with one output per training domain: the same kind and settings, but random initial weights, as class embeddings
-    (`head_init: zero_shot`) describe no domains. Masks come from the scores of both heads: τ_c is the 50% quantile, τ_d
-    cycles (`quantile_cycle`). p_discard = 0.2 is the paper's; the defaults of the step counts have the proportions of
-    its DomainBed runs (3000 of 5000 steps of warm-up, n = 100).
+    A domain head d learns the domain from detached z at every step; its loss is the auxiliary loss. It has the class
+    head's kind and settings, one output per training domain, and random initial weights even with `head_init:
+    zero_shot`, as class embeddings describe no domains. Masks come from the scores of both heads: τ_c is the 50%
+    quantile, τ_d cycles (`quantile_cycle`). p_discard = 0.2 is the paper's; the defaults of the step counts have the
+    proportions of its DomainBed runs (3000 of 5000 steps of warm-up, n = 100).
     """
 
     source = "Liu et al. 2024, Cross-Domain Feature Augmentation for Domain Generalization (IJCAI), eq. (1)-(8)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 def runs_kernel(tensor: Tensor, kind: Literal["cpu", "cuda"]) -> bool:
     """Returns whether the kernel of this kind of device computes the tensor: float32, and not inside `torch.compile`.
 
-    A compiler fuses plain torch itself, and can not see into a kernel of numba.
+    A compiler fuses plain torch itself, and can not see into a kernel of numba. `XDM_FT_KERNELS=0` in the environment
+    turns all kernels off: an edit of plain torch can be tried before its kernel is written.
     """
-    return tensor.dtype == torch.float32 and tensor.device.type == kind and not torch.compiler.is_compiling()
+    fits = tensor.dtype == torch.float32 and tensor.device.type == kind
+    return fits and not torch.compiler.is_compiling() and os.environ.get("XDM_FT_KERNELS") != "0"
 
 
 def stacked(info: Any, in_dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
