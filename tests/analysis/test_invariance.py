@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from xdm_ft.analysis.invariance import Invariance, covariance_distance, risk_variance
+from xdm_ft.analysis.invariance import Invariance, covariance_distance, covariance_noise, risk_variance
 
 
 def golden(file: str) -> dict[str, Tensor]:
@@ -128,6 +129,49 @@ def test_the_noise_is_what_equal_distributions_have(sizes: tuple[int, ...], off:
         found.append(covariance_distance(z, torch.zeros_like(domain), domain, 1, len(sizes)))
     paper, published, _, _, *noise = (sum(column) / len(found) for column in zip(*found, strict=True))
     assert noise == [pytest.approx(paper, rel=off), pytest.approx(published, rel=off)]
+
+
+@pytest.mark.parametrize("n", [3, 4, 6, 20])
+def test_the_noise_of_a_covariance_of_normal_features_has_no_bias(n: int) -> None:
+    """Against (tr² Σ + ‖Σ‖²) / (n − 1), which is exact, within 4 standard errors of 20,000 draws."""
+    source = torch.Generator().manual_seed(n)
+    mixing = torch.tensor([[1.0, 0.5], [0.0, 2.0]], dtype=torch.float64)
+    sigma = mixing.T @ mixing
+    z = torch.randn(20_000, n, 2, generator=source, dtype=torch.float64) @ mixing + 3
+    x = (z - z.mean(1, keepdim=True)) * (n / (n - 1)) ** 0.5
+    covariances = x.mT @ x / n
+    found = torch.tensor([covariance_noise(*both) for both in zip(x, covariances, strict=True)])
+    exact = float((sigma.trace() ** 2 + sigma.square().sum()) / (n - 1))
+    assert abs(float(found.mean()) - exact) < 4 * float(found.std()) / len(found) ** 0.5
+    empirical = (covariances - sigma).square().sum((1, 2))
+    assert abs(float(empirical.mean()) - exact) < 4 * float(empirical.std()) / len(found) ** 0.5
+    uncorrected = float(found.mean()) * (n - 2) / (n - 1)
+    assert abs(uncorrected - exact) > (4 * float(found.std()) / len(found) ** 0.5 if n < 20 else 0)
+
+
+def test_the_noise_of_other_features_is_what_the_derivation_says() -> None:
+    """Every draw of three of two values is enumerated: the bias is −κ / (n(n−1)), κ the fourth cumulant."""
+    values, n = torch.tensor([[0.0, 0.0], [1.0, 2.0]], dtype=torch.float64), 3
+    found = []
+    for draw in itertools.product(range(2), repeat=n):
+        x = values[list(draw)]
+        x = (x - x.mean(0)) * (n / (n - 1)) ** 0.5
+        found.append(covariance_noise(x, x.T @ x / n))
+    u = values - values.mean(0)
+    sigma = u.T @ u / 2
+    t, q = float(sigma.trace()), float(sigma.square().sum())
+    kappa = float(u.square().sum(1).square().mean()) - t**2 - 2 * q
+    assert kappa != 0
+    exact = kappa / n + (t**2 + q) / (n - 1)
+    assert sum(found) / len(found) == pytest.approx(exact - kappa / (n * (n - 1)))
+
+
+@pytest.mark.parametrize("small", [2, 3])
+def test_the_noise_is_unknown_where_a_domain_has_two_images(small: int) -> None:
+    z = torch.randn(20 + small, 4, generator=torch.Generator().manual_seed(0))
+    found = covariance_distance(z, torch.zeros(len(z)), (torch.arange(len(z)) >= 20).long(), 1, 2)
+    assert found.paper is not None and found.published_code is not None
+    assert (found.paper_noise is None) == (found.published_code_noise is None) == (small == 2)
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,9 @@ class Invariance(NamedTuple):
     published_code: float | None
     classes: int  # classes that count: with at least two images in each of at least two domains
     domains: int  # domains that count in at least one of these classes
-    paper_noise: float | None  # about what `paper` is if the domains' distributions are equal, as images are finite
+    # about what `paper` is if the domains' distributions are equal, as images are finite; None: not known, as a class
+    # that counts has a domain with two images
+    paper_noise: float | None
     published_code_noise: float | None
 
 
@@ -41,9 +44,8 @@ def covariance_distance(z: Tensor, y: Tensor, domain: Tensor, num_classes: int, 
     its own number of domains that are left, and a class with fewer than two of them does not count in |Y|.
 
     Neither is 0 if the distributions are equal: covariances of few images differ by chance. The `noise` of both is that
-    part, E‖C^i − Σ^i‖² + E‖C^i' − Σ^i'‖² in place of ‖C^i − C^i'‖²; subtract it. E‖C − Σ‖² is estimated as in Ledoit &
-    Wolf 2004 (lemma 3.4) by (Σ_j ‖x_j‖⁴ / n − ‖C‖²) / (n − 1) with x_j = √(n/(n−1)) (z_j − μ), and E‖μ̂ − μ‖² by
-    tr C / n. With fewer than 10 images it is too low.
+    part, E‖C^i − Σ^i‖² + E‖C^i' − Σ^i'‖² in place of ‖C^i − C^i'‖²; subtract it. E‖C − Σ‖² is estimated by
+    `covariance_noise`, and E‖μ̂ − μ‖² by tr C / n. Both noises are None if a cell that counts has two images only.
 
     The covariances of a class are visited one by one: with C̄ their mean over D domains,
     Σ_{i,i'} ‖C^i − C^i'‖² = 2D Σ_i ‖C^i − C̄‖², and mean and sum are updated as in Welford 1962, which does not cancel.
@@ -67,14 +69,36 @@ def covariance_distance(z: Tensor, y: Tensor, domain: Tensor, num_classes: int, 
             seen.update(cells)
     if not rows:
         return Invariance(None, None, 0, 0, None, None)
-    paper, published, paper_noise, published_noise = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    paper, published, *noises = (sum(column) / len(rows) for column in zip(*rows, strict=True))
+    paper_noise, published_noise = (None if math.isnan(noise) else noise for noise in noises)
     return Invariance(paper, published, len(rows), len(seen), paper_noise, published_noise)
+
+
+def covariance_noise(x: Tensor, covariance: Tensor) -> float:
+    """Returns an estimate of E‖C − Σ‖²_F, the chance part of a covariance C of n images; NaN for n = 2: not known.
+
+    Ledoit & Wolf 2004 (lemma 3.4) estimate it by V̂ = (Σ_j ‖x_j‖⁴ / n − ‖C‖²) / (n − 1), with x_j = √(n/(n−1)) (z_j − z̄)
+    and C = Σ_j x_j x_jᵀ / n. Returned is V̂ (n−1)/(n−2), as x_j are deviations from an estimated mean, which make V̂ too
+    low. It has no bias for normal features.
+
+    Args:
+        x: float64 [n,K].
+        covariance: C, float64 [K,K].
+    """
+    # With t = tr Σ, q = ‖Σ‖² and the fourth cumulant κ = E‖z − μ‖⁴ − t² − 2q (0 for normal features):
+    #   V = E‖C − Σ‖² = κ/n + (t² + q)/(n−1),  E‖C‖² = q + V,
+    #   E‖x_j‖⁴ = t² + 2q + ακ with α = (n² − 3n + 3)/(n(n−1)), as x_j weighs z_j − μ by √((n−1)/n), the others by
+    #   −1/√(n(n−1));
+    # so (n−1) E V̂ = (t² + q)(n−2)/(n−1) + κ(α − 1/n), and α − 1/n = (n−2)²/(n(n−1)):
+    #   E V̂ (n−1)/(n−2) = (t² + q)/(n−1) + κ/n · (n−2)/(n−1) = V − κ/(n(n−1)).
+    n = len(x)
+    return float(x.square().sum(1).square().mean() - covariance.square().sum()) / (n - 2) if n > 2 else math.nan
 
 
 def _of_class(cells: list[Tensor]) -> tuple[float, float, float, float]:
     """Returns the terms of one class in `paper` and `published_code`, and in the noise of both."""
     count, width, means, covariances = len(cells), cells[0].shape[1], _Spread(), _Spread()
-    mean_noise = covariance_noise = 0.0  # summed over domains
+    of_means = of_covariances = 0.0  # noise, summed over domains
     for cell in cells:
         n, x = len(cell), cell.double()  # [n,K]
         mean = x.mean(0)
@@ -82,14 +106,13 @@ def _of_class(cells: list[Tensor]) -> tuple[float, float, float, float]:
         covariance = x.T @ x / n  # [K,K]
         means.add(mean)
         covariances.add(covariance)
-        lengths = x.square().sum(1)  # ‖x_j‖², their mean is tr C
-        mean_noise += float(lengths.mean()) / n
-        covariance_noise += float(lengths.square().mean() - covariance.square().sum()) / (n - 1)
+        of_means += float(covariance.trace()) / n
+        of_covariances += covariance_noise(x, covariance)
     # Σ over ordered pairs is 2D times the spread, and the mean over the D(D−1)/2 unordered pairs 2/(D−1) times
     paper, published = 2 * covariances.sum, 2 / (count - 1) * (means.sum / width + covariances.sum / width**2)
     # each domain is in 2(D−1) ordered pairs, and in a share of 2/D of the unordered ones
-    paper_noise = 2 * (count - 1) / count * covariance_noise
-    return paper, published, paper_noise, 2 / count * (mean_noise / width + covariance_noise / width**2)
+    paper_noise = 2 * (count - 1) / count * of_covariances
+    return paper, published, paper_noise, 2 / count * (of_means / width + of_covariances / width**2)
 
 
 class _Spread:
