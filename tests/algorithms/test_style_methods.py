@@ -14,7 +14,7 @@ from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.dsu import DSU, redraw, spread
 from xdm_ft.algorithms.mixstyle import MixStyle, mix_style, moments
 from xdm_ft.errors import UserError
-from xdm_ft.randomness import beta, beta_quantiles
+from xdm_ft.randomness import Stream, beta, beta_quantiles, uniform
 from xdm_ft.tensors import Batch, Task
 
 SETUP = Setup(Task(tuple("ab"), tuple("xy")), width=4, steps=10, seed=3)
@@ -74,6 +74,55 @@ def test_gradients() -> None:
     zero = torch.zeros(16, 4)
     (gradient,) = torch.autograd.grad(redraw(x, zero, zero, 1e-6), x, upstream)
     torch.testing.assert_close(gradient, upstream, atol=1e-5, rtol=1e-4)  # without noise it is the identity
+
+
+@pytest.mark.parametrize("step", range(4))
+@pytest.mark.parametrize("stages", [(1, 2), (1, 2, 3), (3,), (2, 1)])
+@pytest.mark.parametrize("partners", ["random", "other_domain"])
+def test_mixstyle_is_a_naive_loop(partners: str, stages: tuple[int, ...], step: int) -> None:
+    """Sample by sample, in the encoder's order; each stage with its own draws, whatever the others are."""
+    x, batch = maps()
+    batch = batch._replace(domain=torch.arange(16) % 3)
+    batch = batch._replace(domain=torch.where(batch.place % 2 == 0, batch.domain, 0))  # of unequal size
+    made = MixStyle(SETUP, p=1.0, stages=stages, partners=partners).stage_modules(encoder())
+    names = ("one", "two", "three")
+    assert {*made} == {names[stage - 1] for stage in stages}
+    for stage in sorted(stages):
+        key = batch.place + ((stage - 1) << 48)
+        u = uniform(3, step, Stream.STYLE_PARTNERS, key)
+        lam = beta(uniform(3, step, Stream.STYLE_LAMBDA, key), beta_quantiles(0.1))
+        rows = []
+        for i in range(16):
+            if partners == "random":
+                j = int(u.argsort(stable=True)[i])
+            else:
+                others = [k for k in range(16) if batch.domain[k] != batch.domain[i]]
+                j = others[int(u[i] * len(others))]
+            channels = []
+            for c in range(4):
+                mean, std = (
+                    [float(f(x[k, c])) for k in (i, j)] for f in (torch.mean, lambda m: (m.var() + 1e-6).sqrt())
+                )
+                mixed = [float(lam[i]) * own + (1 - float(lam[i])) * other for own, other in (mean, std)]
+                channels.append((x[i, c] - mean[0]) / std[0] * mixed[1] + mixed[0])
+            rows.append(torch.stack(channels))
+        x_mixed = made[names[stage - 1]](x, batch, step)
+        torch.testing.assert_close(x_mixed, torch.stack(rows), atol=1e-5, rtol=1e-5)
+        x = x_mixed
+
+
+def test_mixstyle_s_partners_of_other_domains() -> None:
+    """All are of another domain, and uniform over them; a sample without one keeps its style."""
+    x, batch = maps()
+    module = MixStyle(SETUP, p=1.0, partners="other_domain").stage_modules(encoder())["one"]
+    alone = batch._replace(domain=torch.zeros_like(batch.domain))
+    torch.testing.assert_close(module(x, alone, 0), x, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match="partners: other_domain needs two training domains"):
+        MixStyle(Setup(Task(tuple("ab"), ("x",)), width=4, steps=10, seed=3), partners="other_domain")
+    with pytest.raises(UserError, match=r"stages \[2, 2\] has one twice"):
+        MixStyle(SETUP, stages=(2, 2))
+    with pytest.raises(UserError, match=r"stages \[1, 4\]: the encoder has 3 named stages; name lower ones"):
+        MixStyle(SETUP, stages=(1, 4)).stage_modules(encoder())
 
 
 def test_places() -> None:

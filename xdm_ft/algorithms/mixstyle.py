@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -14,17 +14,20 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError, plural
 from xdm_ft.randomness import Stream, beta, beta_quantiles, uniform
 from xdm_ft.tensors import Batch
+from xdm_ft.xdomainmix.partners import pick
 
-STAGES = 2  # as in the paper, and in XDomainMix's experiments
+PartnerKind = Literal["random", "other_domain"]
 
 
 class MixStyle(ERM):
-    """ERM, with x ← σ_mix (x − μ(x)) / σ(x) + μ_mix after the encoder's first two stages, while training.
+    """ERM, with x ← σ_mix (x − μ(x)) / σ(x) + μ_mix after some stages of the encoder, while training.
 
     μ_mix = λ μ(x) + (1−λ) μ(x_j), σ_mix likewise. μ and σ are mean and standard deviation over the positions of each
-    channel of a map, without gradient. x_j comes from a random permutation of the batch, λ ~ Beta(α, α) for every
-    sample. Each of the two stages mixes in a step with probability p. p = 0.5, α = 0.1 and ε = 1e-6 (σ² is the unbiased
-    variance + ε) are the paper's.
+    channel of a map, without gradient. x_j comes from a random permutation of the batch (the authors' default), or is
+    drawn uniformly from the batch's samples of other domains (theirs is so for two domains, whose halves of the batch
+    are swapped); a sample without one is not mixed. λ ~ Beta(α, α) for every sample. Each stage mixes in a step with
+    probability p. p = 0.5, α = 0.1 and ε = 1e-6 (σ² is the unbiased variance + ε) are the paper's. Its stages differ
+    between data sets: [1, 2, 3] on PACS, [1, 2] on OfficeHome; the benchmarks of XDomainMix have the first two.
     """
 
     source = "Zhou et al. 2021, Domain Generalization with MixStyle (ICLR)"
@@ -43,37 +46,52 @@ class MixStyle(ERM):
         p: Annotated[float, Field(ge=0, le=1, description="probability that a stage mixes in a step")] = 0.5,
         alpha: Annotated[float, Field(gt=0, description="α of Beta(α, α); the smaller, the less is mixed")] = 0.1,
         eps: Annotated[float, Field(gt=0, description="ε added to variances")] = 1e-6,
+        stages: Annotated[
+            tuple[Annotated[int, Field(ge=1)], ...],
+            Field(min_length=1, description="stages of the encoder to mix after, counted from 1"),
+        ] = (1, 2),
+        partners: Annotated[
+            PartnerKind, Field(description="x_j of any domain, by a random permutation; or of another domain than x")
+        ] = "random",
     ) -> None:
         super().__init__(setup)
-        self.p, self.alpha, self.eps = p, alpha, eps
+        if len({*stages}) < len(stages):
+            raise UserError(f"mixstyle: stages {[*stages]} has one twice; name each stage once")
+        if partners == "other_domain" and setup.task.num_domains < 2:
+            raise UserError("mixstyle: partners: other_domain needs two training domains, and here is one; use random")
+        self.p, self.alpha, self.eps, self.stages, self.partners = p, alpha, eps, stages, partners
 
     def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:
-        if len(encoder.stage_names) < STAGES:
+        count = len(encoder.stage_names)
+        if max(self.stages) > count:
             raise UserError(
-                f"mixstyle: the encoder has {plural(len(encoder.stage_names), 'named stage')}, and {STAGES} are needed "
-                "to mix after; use a convolutional encoder"
+                f"mixstyle: stages {[*self.stages]}: the encoder has {plural(count, 'named stage')}; "
+                + ("name lower ones" if count else "use a convolutional encoder")
             )
-        return {
-            name: _MixStyleAt(number, int(self.seed), self.p, self.alpha, self.eps)
-            for number, name in enumerate(encoder.stage_names[:STAGES])
-        }
+        settings = int(self.seed), self.p, self.alpha, self.eps, self.partners
+        return {encoder.stage_names[stage - 1]: _MixStyleAt(stage - 1, *settings) for stage in self.stages}
 
 
 class _MixStyleAt(nn.Module):
-    """`mix_style` after the `number`-th stage. Each stage has its own random draws."""
+    """`mix_style` after the `number`-th stage, counted from 0. Each stage has its own random draws."""
 
-    def __init__(self, number: int, seed: int, p: float, alpha: float, eps: float) -> None:
+    def __init__(self, number: int, seed: int, p: float, alpha: float, eps: float, partners: PartnerKind) -> None:
         super().__init__()
         self.number, self.seed, self.p, self.alpha, self.eps = number, seed, p, alpha, eps
+        self.partners = partners
 
     def forward(self, x: Tensor, batch: Batch, step: int) -> Tensor:
         if uniform(self.seed, step, Stream.STYLE, self.number) >= self.p:
             return x
         key = keys_at(self.number, batch.place)
-        permutation = torch.argsort(uniform(self.seed, step, Stream.STYLE_PARTNERS, key), stable=True)
+        u = uniform(self.seed, step, Stream.STYLE_PARTNERS, key)
+        if self.partners == "random":
+            partner = torch.argsort(u, stable=True)
+        else:
+            partner, _ = pick(batch.domain[:, None] != batch.domain, u)  # x itself if there is none
         quantiles = beta_quantiles(self.alpha, key.device)
         lam = beta(uniform(self.seed, step, Stream.STYLE_LAMBDA, key), quantiles)
-        return mix_style(x, permutation, lam, self.eps)
+        return mix_style(x, partner, lam, self.eps)
 
 
 def keys_at(number: int, key: Tensor) -> Tensor:

@@ -18,9 +18,10 @@ class SWAD(Averaging):
 
     E_k is the loss at the k-th evaluation: the cross-entropy on validation images, averaged over the training domains.
     N_s = n_converge, N_e = n_tolerance, r = 1 + tolerance_ratio. Evaluation k stands for the steps after evaluation
-    k − 1 up to its own. The defaults of the three are the paper's (on VLCS its code has r = 1.2), but not the number of
-    evaluations: a training has 20 here, where the authors' commands evaluate every 100 of 5,000 steps (VLCS 50, DomainNet
-    500 of 15,000), so that N_s and N_e span more steps here. `training.evaluate_every: 100` is theirs.
+    k − 1 up to its own. The defaults of the three are the paper's (its commands have r = 1.2 on VLCS). How often to
+    evaluate is not: a training has 20 evaluations here, and the authors' commands evaluate every 100 of 5,000 steps (on
+    VLCS 50, on DomainNet 500 of 15,000), so that N_s and N_e span more steps here. `training.evaluate_every: 100` is
+    theirs.
 
     *Start*: s is the first k with E_k = min(E_k … E_{k+N_s−1}). The threshold is l = r mean(E_s … E_{s+N_s−1}). If
     N_e > N_s, the average starts up to N_e − N_s − 1 evaluations before s: it moves back as long as the evaluation it
