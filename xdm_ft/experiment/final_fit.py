@@ -265,7 +265,7 @@ def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] 
         averaged_from = median(one.hparams["averaged_from"] for one in selected)
     names = getattr(item.algorithm.cls, "varied_by_finish", ())  # solvers lack this attribute
     varied = {name: median(one.hparams[name] for one in selected) for name in names}
-    training = drawn_training(recipe.training, drawn)
+    training = drawn_training(recipe.training, item, drawn)
     if not item.is_solver:
         # engines keep and average weights only at evaluations, so these must include the steps chosen above
         every = step if averaged_from is None else math.gcd(averaged_from - 1, step)

@@ -195,8 +195,8 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
         return [PlannedModel(item, recipe.training, split, seed, 0, _steps(recipe.training, split), skipped)]
     models, checked = [], dict[int, MethodItem]()  # items that were checked, by their number of steps
     for trial in range(trials_of(recipe, item)):
-        drawn = recipe.search.drawn(trial)
-        training = drawn_training(recipe.training, drawn)
+        drawn = recipe.search_of(item).drawn(trial)
+        training = drawn_training(recipe.training, item, drawn)
         model = PlannedModel(drawn_item(item, drawn), training, split, seed, trial, _steps(training, split), None)
         if not item.is_solver and checked.get(model.steps) is not model.item:  # a draw may leave it as it is
             _check_settings(recipe, model.item, split, dataset, model.steps)
@@ -218,7 +218,9 @@ def trials_of(recipe: Recipe, item: MethodItem) -> int:
 
 def searched(recipe: Recipe, item: MethodItem) -> Iterator[tuple[str, Distribution]]:
     """Yields the searched keys that apply to a method of the recipe, including those of `training`."""
-    for key, distribution in recipe.search.distributions.items():
+    for key, distribution in recipe.search_of(item).distributions.items():
+        if key == "encoder_lr" and item.block.encoder_lr is not None:
+            continue
         # drawn_item returns the item itself if the key is not one of its settings; the value does not matter
         if "." not in key or drawn_item(item, {key: distribution.at(0.5)}) is not item:
             yield key, distribution

@@ -263,7 +263,7 @@ def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
     values = hparams(plan.recipe, planned.item, planned.training)
     item = next(item for item in plan.recipe.methods if item.label == planned.item.label)
     for key, _ in searched(plan.recipe, item):
-        if at_the_edge(plan.recipe.search, key, drawn_value(values, key)):
+        if at_the_edge(plan.recipe.search_of(item), key, drawn_value(values, key)):
             found.append(f"{key} at the edge of its range")
     return found
 

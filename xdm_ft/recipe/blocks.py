@@ -101,6 +101,14 @@ class MethodCommon(Block):
     trainable: Annotated[
         Trainable | None, Field(description="like encoder.trainable, for this method only; null: encoder.trainable")
     ] = None
+    encoder_lr: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="like training.encoder_lr, for this method only (usual with lora: 1e-4 to 1e-3); null: "
+            "training.encoder_lr",
+        ),
+    ] = None
 
 
 class Cluster(Block):

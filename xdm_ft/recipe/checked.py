@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xdm_ft.data import Augmentation
+from xdm_ft.encoders._trainable import LowRank
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import Protocol
 from xdm_ft.recipe.blocks import Cluster, DataCommon, ListedEncoder, Output
@@ -70,6 +71,10 @@ class Recipe:
     def with_augmentation(self, augmentation: Augmentation | None) -> Recipe:
         block = self.data.block.model_copy(update={"train_augmentation": augmentation})
         return replace(self, data=replace(self.data, block=block))
+
+    def search_of(self, item: MethodItem) -> Search:
+        """Returns the search of one method's settings."""
+        return self.search.for_low_rank() if isinstance(item.trainable, LowRank) else self.search
 
     def needs_features(self, encoder: Component | None = None) -> bool:
         """Whether a method reads cached features of an encoder (None: of any) before training."""

@@ -120,6 +120,10 @@ def _check_encoders(faults: Faults, recipe: Recipe) -> None:
         if item.is_solver and item.block.trainable not in (None, False):
             problem = f"{item.label} computes a head from features of the frozen encoder; leave it out"
             faults.add(("methods", item.place, "trainable"), problem)
+        under_each = [other for other in recipe.methods if other.place == item.place]
+        if item.block.encoder_lr is not None and all(other.trainable is False for other in under_each):
+            problem = f"{item.label} trains no encoder; leave it out, or set it for a row with trainable, by its label"
+            faults.add(("methods", item.place, "encoder_lr"), problem, TRAINABLE)
 
 
 def _check_views(faults: Faults, recipe: Recipe) -> None:
@@ -177,8 +181,10 @@ def _check_search(faults: Faults, recipe: Recipe) -> None:
         faults.add(("search", "trials"), f"{problem}; {remedy}", ("search", "preset"), SPACE)
     for trial in range(search.trials):
         try:
-            drawn_training(recipe.training, search.drawn(trial))
-            drawn = [drawn_item(item, search.drawn(trial)) for item in items]
+            draws = [recipe.search_of(item).drawn(trial) for item in items]
+            for item, values in zip(items, draws, strict=True):
+                drawn_training(recipe.training, item, values)
+            drawn = [drawn_item(item, values) for item, values in zip(items, draws, strict=True)]
         except ValidationError as error:
             fault = error.errors()[0]
             problem = f"trial {trial} draws {'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}"

@@ -139,9 +139,14 @@ def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
     )
 
 
-def drawn_training(training: Training, drawn: Mapping[str, Value]) -> Training:
-    """Returns the block with its drawn keys. Raises pydantic's `ValidationError` as `drawn_item` does."""
+def drawn_training(training: Training, item: MethodItem, drawn: Mapping[str, Value]) -> Training:
+    """Returns the block for an item: with its drawn keys, and with the item's own `encoder_lr`, which is not drawn.
+
+    Raises pydantic's `ValidationError` as `drawn_item` does.
+    """
     own = {key: value for key, value in drawn.items() if key in TRAINING_KEYS}
+    if item.block.encoder_lr is not None:
+        own["encoder_lr"] = item.block.encoder_lr
     return _changed(training, own) if own else training
 
 

@@ -102,6 +102,9 @@ def preset_ranges(preset: str) -> dict[str, Distribution]:
     return {**_TRAINING_RANGES[preset], **of_components}
 
 
+LOW_RANK_RANGES = {"domainbed": {"encoder_lr": _powers(-4, -2.5)}}
+"""{preset: ranges that replace those of the preset for low-rank updates}, which start at 0 and need higher rates."""
+
 DATA_RANGES: dict[tuple[str, str], dict[str, Distribution]] = {
     ("domainbed", "domainnet"): {"batch_size": Distribution(log_uniform=(2**3, 2**5))}
 }
@@ -146,6 +149,11 @@ class Search(Block):
     def for_data(self, name: str) -> Search:
         """Returns a copy whose `space` also holds the preset's ranges for the data set `name`."""
         own = DATA_RANGES.get((self.preset, name), {}) if self.trials > 1 else {}
+        return self.model_copy(update={"space": {**own, **self.space}})
+
+    def for_low_rank(self) -> Search:
+        """Returns a copy whose `space` also holds the preset's ranges for low-rank updates of the encoder."""
+        own = LOW_RANK_RANGES.get(self.preset, {}) if self.trials > 1 else {}
         return self.model_copy(update={"space": {**own, **self.space}})
 
     def quantile(self, key: str, trial: int) -> float:
