@@ -53,7 +53,9 @@ def fault_of(*items: Any, overrides: tuple[str, ...] = ()) -> str:
 
 def another(field: FieldInfo, number: int) -> Any:
     """A value that the setting takes and that is not its default: numbers differ with `number`, below 100."""
-    candidates = [0.21 + number / 256, 7 + number, True, False, *getattr(field.annotation, "__args__", ())]
+    arguments = getattr(field.annotation, "__args__", ())
+    choices = [choice for one in arguments for choice in getattr(one, "__args__", (one,))]  # also of Literal | None
+    candidates = [0.21 + number / 256, 7 + number, True, False, (7 + number,), *choices]
     for value in candidates:
         try:
             taken = TypeAdapter(field.rebuild_annotation()).validate_python(value, strict=True)

@@ -1,5 +1,7 @@
 """Strict recipes: every fault at once, each with its place."""
 
+import re
+
 import pytest
 import yaml
 
@@ -231,6 +233,25 @@ def test_amsgrad_is_adams():
     assert check(parse(GOOD.replace("steps: 10", "steps: 10, amsgrad: true"), "r.yaml")).training.amsgrad
     [fault] = faults(GOOD.replace("steps: 10", "steps: 10, amsgrad: true, optimizer: sgd"))
     assert "training.amsgrad: is only for adam and adamw" in fault
+
+
+@pytest.mark.parametrize(
+    ("written", "decay"),
+    [
+        ("", 0.0),
+        (", optimizer: sgd", 0.0),
+        (", optimizer: adamw", 0.01),
+        (", optimizer: adamw, weight_decay: null", 0.01),
+        (", optimizer: adamw, weight_decay: 0", 0.0),
+        (", optimizer: adam, weight_decay: 0.1", 0.1),
+    ],
+)
+def test_adamw_decays_weights_by_default(written: str, decay: float):
+    recipe = check(parse(GOOD.replace("steps: 10", f"steps: 10{written}"), "r.yaml"))
+    assert recipe.training.weight_decay == recipe.resolved()["training"]["weight_decay"] == decay
+    printed = resolved_with_meanings(recipe)
+    assert re.search(rf"^  weight_decay: {decay} +# sgd, adam: L2 penalty", printed, re.MULTILINE)
+    assert check(parse(recipe.as_yaml(), "again.yaml")).training == recipe.training
 
 
 def test_another_component_from_the_command_line_drops_the_keys_of_the_former():

@@ -31,6 +31,7 @@ from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.features.cache import Features
 from xdm_ft.heads import Head
+from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
 from xdm_ft.protocol.samplers import PerDomainSampler
 from xdm_ft.recipe.components import find, names
@@ -41,6 +42,7 @@ from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.training.bank.train import train_chunk
 from xdm_ft.training.end_to_end.gradients import StepGradients
 from xdm_ft.training.end_to_end.model import EndToEnd
+from xdm_ft.training.end_to_end.optimizer import optimizer_of
 
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
 ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}
@@ -224,6 +226,55 @@ def test_both_engines_honour_amsgrad(engine: str, accelerator: Accelerator) -> N
     without = trained_by_hand(job, torch.optim.Adam, reset_at=None)
     error, difference = ((found - by_hand).abs().max() for found in (state["head.weight"], without))
     assert error < difference / 10
+
+
+def decayed_by_hand(job: Job, groups: list[dict[str, object]], cls: type[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The parameters after plain ERM on the cached features with one of torch's optimizers."""
+    algorithm = ERM(job.setup)
+    own = dict(algorithm.named_parameters())
+    by_name = [group | {"params": [own[name] for name in group["params"]]} for group in groups]
+    optimizer = cls(by_name, lr=job.training.lr)
+    for number in range(job.setup.steps):
+        rows = PerDomainSampler(job.split.train, 8, job.seed).indices(number, number + 1)[0]
+        optimizer.zero_grad()
+        F.cross_entropy(algorithm.head(table()[rows]), torch.from_numpy(digits().labels)[rows]).backward()
+        optimizer.step()
+    return {name: value.detach() for name, value in own.items()}
+
+
+@pytest.mark.parametrize("engine", ["bank", "loop"])
+@pytest.mark.parametrize(("head", "others"), [(Linear, "head.bias"), (Cosine, "head.log_scale")])
+def test_adamw_decays_weights_alone_in_both_engines(
+    head: type[Head], others: str, engine: str, accelerator: Accelerator
+) -> None:
+    """Neither biases nor the temperature; adam's L2 penalty is of all of them, as before."""
+    job = make_job(ERM, steps=8, width=Pixels.width, weight_decay=2.0, lr=0.02, head=head)
+    weights = {"params": ["head.weight"], "weight_decay": 2.0}
+    for name, cls, rest in (("adamw", torch.optim.AdamW, 0.0), ("adam", torch.optim.Adam, 2.0)):
+        training = Training(batch_size=8, optimizer=name)
+        state = bank_state(job, training) if engine == "bank" else loop_state(job, training, accelerator)
+        groups = [weights, {"params": [others], "weight_decay": rest}]
+        by_hand = decayed_by_hand(job, groups, cls)
+        otherwise = decayed_by_hand(job, [weights, {"params": [others], "weight_decay": 2.0 - rest}], cls)
+        for key, value in by_hand.items():
+            torch.testing.assert_close(state[key], value, atol=1e-5, rtol=1e-4)
+        assert (by_hand[others] - otherwise[others]).abs().max() > 1e-3
+
+
+def test_what_adamw_decays_of_an_encoder() -> None:
+    """Convolutions and matrices of heads; not batch norm, biases and temperatures. Other optimizers decay all."""
+    for optimizer in ("adamw", "adam", "sgd"):
+        job = make_job(ALGORITHMS["xdomainmix"], steps=9, head=Cosine)
+        inner = EndToEnd(SmallCNN(), job.make(job.setup), "train")
+        groups = optimizer_of(inner, Training(optimizer=optimizer, weight_decay=0.5)).param_groups
+        decay = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+        found = {name: decay[id(parameter)] for name, parameter in inner.roles().main.items()}
+        found |= {name: decay[id(parameter)] for name, parameter in inner.roles().auxiliary.items()}
+        names = {"head.weight", "domain_head.weight", "encoder.layers.0.weight", "encoder.layers.3.weight"}
+        if optimizer == "adamw":
+            assert {name for name, value in found.items() if value == 0.5} == names
+            assert {"head.log_scale", "domain_head.log_scale", "encoder.layers.1.weight"} <= found.keys() - names
+        assert set(found.values()) == ({0.5, 0.0} if optimizer == "adamw" else {0.5})
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
@@ -28,6 +28,15 @@ class Schedule(Block):
         Literal["constant", "cosine"], Field(description="factor after the warm-up; cosine: falls from 1 to 0")
     ] = "constant"
     warmup_steps: Annotated[int, Field(ge=0, description="first steps, in which the factor rises linearly")] = 0
+
+
+ADAMW_DECAY = 0.01
+"""`weight_decay` of torch.optim.AdamW: without a decay it is Adam."""
+
+
+def _default_decay(value: float | None, info: ValidationInfo) -> float:
+    by_optimizer = ADAMW_DECAY if info.data.get("optimizer") == "adamw" else 0.0
+    return by_optimizer if value is None else value
 
 
 class Training(Block):
@@ -55,7 +64,13 @@ class Training(Block):
             description="factor of encoder_lr per block of the encoder, counted from the end (ELECTRA, BEiT); 1: none",
         ),
     ] = 1.0
-    weight_decay: Annotated[float, Field(ge=0, description="L2 penalty (sgd, adam) or decoupled decay (adamw)")] = 0.0
+    weight_decay: Annotated[float, BeforeValidator(_default_decay)] = Field(
+        default=None,
+        validate_default=True,
+        ge=0,
+        description="sgd, adam: L2 penalty of all parameters (as in DomainBed); adamw: decoupled decay of weights "
+        f"alone, not of biases, norms and temperatures; null: {ADAMW_DECAY} for adamw, else 0",
+    )
     momentum: Annotated[float, Field(ge=0, lt=1, description="sgd: momentum")] = 0.9
     beta1: Annotated[float, Field(ge=0, lt=1, description="adam and adamw: decay of the mean gradient")] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1, description="adam and adamw: decay of the mean square")] = 0.999
@@ -110,6 +125,14 @@ class Training(Block):
             "training images, and means are Σ w ℓ / Σ w"
         ),
     ] = "none"
+
+    def decays(self, axes: int) -> bool:
+        """Returns whether `weight_decay` acts on a parameter with this number of axes.
+
+        AdamW's acts on weights alone, which have two axes or more: matrices, convolutions, embeddings. Biases, scales
+        of norms and temperatures have fewer.
+        """
+        return axes >= 2 or self.optimizer != "adamw"
 
     def images_per_step(self, domains: int) -> int:
         """Returns the size of a step's batch, given the number of training domains."""

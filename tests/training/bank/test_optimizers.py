@@ -19,11 +19,17 @@ def stacked(generator: torch.Generator) -> dict[str, torch.Tensor]:
 def torch_optimizer(
     name: str, parameters: list[torch.Tensor], head: int, weight_decay: float, amsgrad: bool
 ) -> torch.optim.Optimizer:
+    """Of all parameters; AdamW decays those of two axes or more alone."""
     lr = float(LR[head])
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay, momentum=float(MOMENTUM[head]))
-    cls = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name]
-    return cls(parameters, lr=lr, weight_decay=weight_decay, betas=BETAS, amsgrad=amsgrad)
+    if name == "adam":
+        return torch.optim.Adam(parameters, lr=lr, weight_decay=weight_decay, betas=BETAS, amsgrad=amsgrad)
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=BETAS, amsgrad=amsgrad)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,8 @@ def test_every_head_steps_as_under_torch_optim(name: str, amsgrad: bool, decays:
             gradients = {key: value / 10 for key, value in gradients.items()}
         ours.step(parameters, gradients, torch.tensor([factor]))
         for h, optimizer in enumerate(theirs):
-            optimizer.param_groups[0]["lr"] = float(LR[h]) * factor
+            for group in optimizer.param_groups:
+                group["lr"] = float(LR[h]) * factor
             for key, value in alone[h].items():
                 value.grad = gradients[key][h].clone()
             optimizer.step()

@@ -139,10 +139,14 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Loshchilov & Hutter 2019: weight decay subtracts lr × wd × θ from θ and does not enter the moments."""
+    """Loshchilov & Hutter 2019: weight decay subtracts lr × wd × θ from θ and does not enter the moments.
+
+    It acts on weights alone (`Training.decays`), which have two axes or more beside that of the heads.
+    """
 
     def _decay(self, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> Tensor:
-        parameter.mul_(1 - lr * weight_decay)
+        if parameter.ndim > 2:
+            parameter.mul_(1 - lr * weight_decay)
         return gradient
 
 

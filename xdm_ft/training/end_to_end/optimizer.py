@@ -14,7 +14,8 @@ def optimizer_of(inner: EndToEnd, training: Training) -> Optimizer:
     """Returns the optimizer: class head and auxiliary modules have the learning rate `lr`, the encoder `encoder_lr`.
 
     With `layer_decay` γ, what lies d blocks from the end of the encoder has `encoder_lr` γ^d (ELECTRA, Clark et al.
-    2020, appendix B); d is 0 for a final norm and projection, and 1 for the last block.
+    2020, appendix B); d is 0 for a final norm and projection, and 1 for the last block. `weight_decay` acts on the
+    parameters that `Training.decays` names.
     """
     encoder, head, auxiliary = inner.roles()
     by_rate: dict[float, list[nn.Parameter]] = {}
@@ -23,9 +24,10 @@ def optimizer_of(inner: EndToEnd, training: Training) -> Optimizer:
         by_rate.setdefault(training.encoder_lr * training.layer_decay**depth, []).append(parameter)
     rates = [*by_rate.items(), (training.lr, [*head.values()]), (training.lr, [*auxiliary.values()])]
     groups = [
-        {"params": parameters, "lr": lr, "initial_lr": lr, "weight_decay": training.weight_decay}
+        {"params": some, "lr": lr, "initial_lr": lr, "weight_decay": training.weight_decay if decays else 0.0}
         for lr, parameters in rates
-        if parameters
+        for decays in (True, False)
+        if (some := [parameter for parameter in parameters if training.decays(parameter.ndim) == decays])
     ]
     if training.optimizer == "sgd":
         return SGD(groups, momentum=training.momentum)
