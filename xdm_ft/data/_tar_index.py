@@ -7,7 +7,7 @@ import json
 import os
 import tarfile
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -181,7 +181,7 @@ def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, 
         raise UserError(f"{printable(address)}: byte {offset}{after}: {problem}; {remedy}")
 
 
-def _fault_of_end(reader: io.BufferedReader, offset: int) -> str | None:
+def _fault_of_end(reader: BinaryIO, offset: int) -> str | None:
     """Returns what is wrong if the tar does not end at `offset`, with two blocks of zeros and zeros behind them."""
     reader.seek(offset)
     end = reader.read(2 * BLOCK)
