@@ -7,7 +7,7 @@ to be fast.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ class Portable(NamedTuple):
 
     settings: dict[str, Any]  # constructor keywords, without `weights`, `preprocessing` and `normalize`
     state: dict[str, Tensor]  # for the weights file, under the names that the library gives them
-    architecture: dict[str, Any] | None = None  # for a file that `settings["model"]` names; None: the library knows it
+    files: Mapping[str, dict[str, Any]] = {}  # JSON files: one that `settings["model"]` names, and those that it names
 
 
 class Encoder(nn.Module, ABC):

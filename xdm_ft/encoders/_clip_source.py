@@ -10,12 +10,14 @@ from typing import Any
 from xdm_ft.encoders import _quickgelu as quickgelu
 from xdm_ft.encoders._arguments import check_hub_weights, unknown_model
 from xdm_ft.encoders._corpora import pretraining_of, pretraining_of_file
-from xdm_ft.encoders._downloads import download_failed, network_error
+from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import is_file_name
+from xdm_ft.encoders._foreign import check_sizes
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.storage.user_paths import expanded
 
 DEMO = Path(__file__).resolve().parent / "demo"  # the tiny CLIP that comes with the package
+TEXT_CONFIG = "text_config.json"  # beside a config file that names it: of a text side that transformers builds
 _HUB = ("hf-hub:", "local-dir:")
 
 
@@ -29,6 +31,7 @@ class ClipSource:
     preprocess: dict[str, Any]  # differences from open_clip's default preprocessing
     repository: str  # where the weights can be downloaded, for a message
     pretraining: str
+    folder: Path | None = None  # of a config file
 
 
 def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
@@ -39,10 +42,12 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
     """
     import open_clip
 
+    check_sizes(kwargs, "encoder.kwargs")
     if "demo" in (model, weights):
         return _demo(model, weights)
     if model.startswith(_HUB):
         check_hub_weights(model, weights)
+        check_sizes(_config_of(model), f'encoder.model: the config of "{model}"')
         return ClipSource(model, None, None, {}, model, pretraining_of(model))
     if model.endswith(".json"):
         return _from_config_file(expanded(model, "encoder.model"), weights, kwargs)
@@ -79,7 +84,7 @@ def _from_config_file(config: Path, weights: str, kwargs: dict[str, Any]) -> Cli
     path = expanded(weights, "encoder.weights")
     name = _register(config)
     quickgelu.check_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
-    return ClipSource(name, str(path), path, {}, "", pretraining_of_file(path))
+    return ClipSource(name, str(path), path, {}, "", pretraining_of_file(path), config.parent)
 
 
 def _register(config: Path) -> str:
@@ -100,6 +105,7 @@ def _register(config: Path) -> str:
     missing = {"embed_dim", "vision_cfg", "text_cfg"} - set(content if isinstance(content, dict) else ())
     if missing:
         raise UserError(f"encoder.model: {config} is not an open_clip config: it lacks {', '.join(sorted(missing))}")
+    check_sizes(content, f"encoder.model: {config}")
     # add_model_config would replace a model of the library without a message
     if is_built_in(config.stem) and json.loads(_built_in(config.stem).read_text(encoding="utf-8")) != content:
         raise UserError(f'encoder.model: {config} would replace open_clip\'s own "{config.stem}"; rename the file')
@@ -147,10 +153,7 @@ def _check_architecture(name: str, repository: str) -> None:
     """Raises `UserError` if the hub repository has another architecture than `encoder.model`."""
     import open_clip
 
-    try:
-        hub_config = open_clip.get_model_config(repository)
-    except (OSError, RuntimeError) as error:
-        raise download_failed(repository, repository, network_error(error) or error) from error
+    hub_config = _config_of(repository)
     config = open_clip.get_model_config(name)
     differing = [key for key in ("embed_dim", "vision_cfg", "text_cfg") if hub_config.get(key) != config[key]]
     if differing:
@@ -158,6 +161,23 @@ def _check_architecture(name: str, repository: str) -> None:
             f'encoder.weights: {repository} is not a "{name}" ({", ".join(differing)} differ); '
             f"write model: {repository}, weights: pretrained"
         )
+
+
+def _config_of(model: str) -> dict[str, Any]:
+    """Returns the config of a hub repository or folder. Raises `UserError` if it can not be read."""
+    import open_clip
+
+    try:
+        check_hub_cache()
+        config = open_clip.get_model_config(model)
+    except (OSError, RuntimeError) as error:
+        raise download_failed(model, model, network_error(error) or error) from error
+    except (ValueError, RecursionError, AttributeError) as error:  # JSON or UTF-8; AttributeError: no object
+        raise UserError(f"encoder.model: the config of {model} can not be read ({type(error).__name__})") from error
+    missing = {"vision_cfg", "text_cfg"} - {key for key, value in config.items() if isinstance(value, dict)}
+    if missing:
+        raise UserError(f"encoder.model: {model} is no model of open_clip: it lacks {', '.join(sorted(missing))}")
+    return dict(config)
 
 
 def _preprocessing_shared_by_tags(name: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from xdm_ft.encoders._arguments import check_hub_weights, refuse_reserved, wrong
 from xdm_ft.encoders._corpora import pretraining_of, pretraining_of_file
 from xdm_ft.encoders._downloads import check_hub_cache, download_failed
 from xdm_ft.encoders._files import is_file_name, read_weights
+from xdm_ft.encoders._foreign import asks_for_code, check_sizes, no_remote_code
 from xdm_ft.encoders._processor import BY_HAND
 from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.storage.user_paths import expanded
@@ -68,6 +69,7 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> Source:
     """
     library()
     refuse_reserved(kwargs, RESERVED)
+    check_sizes(kwargs, "encoder.kwargs")
     file = expanded(weights, "encoder.weights") if is_file_name(weights) else None
     if model.endswith(".json"):
         if file is None:
@@ -101,10 +103,14 @@ def _place(model: str) -> str:
 def _from_place(place: str, model: str) -> Any:
     try:
         with quiet():
+            content, _ = library().PreTrainedConfig.get_config_dict(place)
+            check_sizes(content, f'encoder.model: the config of "{model}"')
             return library().AutoConfig.from_pretrained(place, trust_remote_code=False)
     except OSError as error:
         raise not_read(model, place, error) from error
-    except (ValueError, KeyError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # each config checks its values in its own way
         raise _unknown(model, error) from error
 
 
@@ -115,15 +121,17 @@ def _from_file(path: Path) -> Any:
         raise UserError(f"encoder.model: {path} can not be read as a config ({type(error).__name__})") from error
     if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
         raise UserError(f"encoder.model: {path} is no config of transformers: it has no model_type")
+    check_sizes(content, f"encoder.model: {path}")
     try:
-        return library().AutoConfig.for_model(**content)
-    except (ValueError, TypeError) as error:
+        with quiet():
+            return library().AutoConfig.for_model(**content)
+    except Exception as error:  # each config checks its values in its own way
         raise _unknown(str(path), error) from error
 
 
 def _unknown(model: str, error: Exception) -> UserError:
     text = " ".join(str(error).split())
-    if "trust_remote_code" in text or "custom code" in text:
+    if asks_for_code(error):
         return UserError(
             f'encoder.model: "{model}" needs code from its repository, which is never run; choose a model that the '
             "library itself knows, or use encoder.name: timm or open_clip"
@@ -208,7 +216,7 @@ def create(source: Source, kwargs: dict[str, Any]) -> Any:
             )
     except OSError as error:
         raise not_read(source.name, str(source.place), error) from error
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+    except Exception as error:  # a config may have any value
         if kwargs:
             raise wrong_kwargs(source.name, kwargs, error) from error
         text = " ".join(str(error).split())[:200]
@@ -261,14 +269,15 @@ def tokenizer(source: Source) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without the library's progress bars and reports: what is wrong with a model is raised here instead."""
+    """Context without the library's questions, progress bars and reports: what is wrong with a model is raised here."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
-        yield
+        with no_remote_code():
+            yield
     finally:
         logging.set_verbosity(level)
         if bars:

@@ -17,12 +17,14 @@ from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder, Portable, TextEncoder
 from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
 from xdm_ft.encoders._blocks import clip_blocks
-from xdm_ft.encoders._clip_source import ClipSource, is_built_in, resolve
+from xdm_ft.encoders._clip_source import TEXT_CONFIG, ClipSource, is_built_in, resolve
 from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import mismatch, read_weights
+from xdm_ft.encoders._foreign import asks_for_code, no_remote_code
 from xdm_ft.encoders._pooling import PoolingChoice, clip_pooled, clip_reason, outside_text_space, pooling_part, refused
 from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, expand_templates, fill, in_words
 from xdm_ft.encoders._stage_names import StageNames, timm_stage_names
+from xdm_ft.encoders._transformers_source import architecture
 from xdm_ft.encoders._versions import versions
 from xdm_ft.encoders._width import measure_width
 from xdm_ft.errors import UserError
@@ -90,7 +92,7 @@ class OpenClip(Encoder, TextEncoder):
         if pooling is not None and (reason := clip_reason(self.model.visual, pooling)):
             raise refused(model, pooling, reason)
         self.normalize, self.kwargs = normalize, kwargs
-        self.pooling, self.text_reason = pooling, outside_text_space(pooling)
+        self.pooling, self.text_reason = pooling, outside_text_space(pooling) or self._no_tokenizer(model)
         self.pretraining = self.source.pretraining
         self.preprocessing = preprocessing.applied_to(_own_preprocessing(self.model))
         self.stem_names, self.stage_names, self.transition_names = _stage_names_of(self.model.visual)
@@ -125,7 +127,19 @@ class OpenClip(Encoder, TextEncoder):
         settings, state = {"model": name, "kwargs": kwargs}, dict(self.model.state_dict())
         if is_built_in(name):
             return Portable(settings, state)
-        return Portable({**settings, "model": f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.json"}, state, config)
+        model, text, files = f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.json", dict(config["text_cfg"]), {}
+        if text.get("hf_model_name"):
+            text["hf_model_name"], files[TEXT_CONFIG] = TEXT_CONFIG, architecture(self.model.text.config)
+        if text.get("hf_tokenizer_name"):
+            text["hf_tokenizer_name"] = ""  # of another repository, and only texts need it
+        files[model] = {**config, "text_cfg": text}
+        return Portable({**settings, "model": model}, state, files)
+
+    def _no_tokenizer(self, model: str) -> str:
+        """Why there is no tokenizer, if `portable` has left it out."""
+        if self._config["text_cfg"].get("hf_tokenizer_name") != "":
+            return ""
+        return f'encoder.model: "{model}" is of a model directory, which has no tokenizer; give the model\'s own name'
 
     def block_candidates(self) -> Sequence[Sequence[str]]:
         return clip_blocks(self.model.visual, "model.visual")
@@ -134,8 +148,14 @@ class OpenClip(Encoder, TextEncoder):
         """Not kept: copies of the encoder would take its dictionary along, which takes longer than the weights."""
         import open_clip
 
+        # of the config's arguments for transformers' tokenizer, this one is replaced
+        own = {"trust_remote_code": False} if self._config["text_cfg"].get("hf_tokenizer_name") else {}
         try:
-            return open_clip.get_tokenizer(self.source.name)
+            with no_remote_code():
+                return open_clip.get_tokenizer(self.source.name, **own)
+        except ValueError as error:
+            text = " ".join(str(error).split())[:160]
+            raise UserError(f'encoder.model: the tokenizer of "{self.source.name}" can not be used ({text})') from error
         except ImportError as error:
             raise UserError(
                 f'encoder.model: the tokenizer of "{self.source.name}" needs {error.name}; pip install {error.name}'
@@ -177,24 +197,35 @@ def _create(source: ClipSource, kwargs: dict[str, Any]) -> Any:
         read_weights(source.file, partial(load_state_dict, weights_only=True))
     else:
         check_hub_cache()
+    own, text = dict[str, Any](), open_clip.get_model_config(source.name)["text_cfg"]
+    if source.folder is not None and text.get("hf_model_name") == TEXT_CONFIG:
+        text |= {"hf_model_name": str(source.folder / TEXT_CONFIG), "hf_model_pretrained": False}
+        own = {"text_cfg": text}
     try:
-        with _root_logger_silenced():
+        with _root_logger_silenced(), no_remote_code():
             return open_clip.create_model(
                 source.name,
                 pretrained=source.pretrained,
                 require_pretrained=True,
                 force_preprocess_cfg=source.preprocess,
                 weights_only=True,
-                **kwargs,
+                **{**own, **kwargs},
             )
     except Exception as error:
+        if asks_for_code(error):
+            raise UserError(
+                f'encoder.model: "{source.name}" needs code of a repository, which is never run; choose another model'
+            ) from error
         if kwargs and isinstance(error, TypeError | ValueError):
             raise wrong_kwargs(source.name, kwargs, error) from error
         if source.file is not None:
             raise mismatch(source.file, source.name, error) from error
         fault = network_error(error)
-        if fault is None:
+        if fault is None and is_built_in(source.name):
             raise
+        if fault is None:
+            reason = " ".join(str(error).split())[:160]
+            raise UserError(f'encoder.model: open_clip can not build "{source.name}" ({reason})') from error
         what = f"{source.name} {source.pretrained}" if source.pretrained else source.name
         raise download_failed(what, source.repository, fault) from error
 

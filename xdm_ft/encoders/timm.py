@@ -22,6 +22,7 @@ from xdm_ft.encoders._blocks import timm_blocks
 from xdm_ft.encoders._corpora import corpora_in
 from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import is_file_name, mismatch, read_weights
+from xdm_ft.encoders._foreign import check_sizes
 from xdm_ft.encoders._pooling import PoolingChoice, pooling_part, refused, timm_pooled, timm_reason
 from xdm_ft.encoders._stage_names import timm_stage_names
 from xdm_ft.encoders._versions import versions
@@ -70,6 +71,7 @@ class Timm(Encoder):
     ) -> None:
         super().__init__()
         refuse_reserved(kwargs, RESERVED)
+        check_sizes(kwargs, "encoder.kwargs")
         source = _resolve(model, weights)
         self.model: Any = _create(source, kwargs)
         self.eval()
@@ -190,11 +192,17 @@ def _create(source: _Source, kwargs: dict[str, Any]) -> Any:
     if source.file is not None:
         return _create_from_file(source, source.file, kwargs)
     import timm
+    from timm.models import load_model_config_from_hf
 
     if source.pretrained:
         check_hub_cache()
     try:
+        if source.name.startswith("hf-hub:"):
+            _, _, own = load_model_config_from_hf(source.name.removeprefix("hf-hub:"))
+            check_sizes(own, f'encoder.model: the config of "{source.name}"')
         model: Any = timm.create_model(source.name, pretrained=source.pretrained, num_classes=0, **kwargs)
+    except UserError:
+        raise
     except Exception as error:
         fault = network_error(error) if source.pretrained else None
         if fault is not None:

@@ -129,9 +129,8 @@ class Transformers(Encoder, TextEncoder):
 
     def portable(self) -> Portable:
         name = f"{re.sub(r'[^A-Za-z0-9_-]', '_', str(self.source.config.model_type))}.json"
-        return Portable(
-            {"model": name, "kwargs": {}}, dict(self.model.state_dict()), hub.architecture(self.source.config)
-        )
+        files = {name: hub.architecture(self.source.config)}
+        return Portable({"model": name, "kwargs": {}}, dict(self.model.state_dict()), files)
 
     def block_candidates(self) -> Sequence[Sequence[str]]:
         return [[f"{self._root}.{name}" for name in names] for names in image_side.block_candidates(self._vision)]

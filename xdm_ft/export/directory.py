@@ -16,7 +16,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from xdm_ft.encoders import Encoder
+from xdm_ft.encoders._clip_source import TEXT_CONFIG
 from xdm_ft.encoders._files import is_file_name
+from xdm_ft.encoders._foreign import check_sizes, refuse_sources
 from xdm_ft.errors import UserError
 from xdm_ft.export import reference
 from xdm_ft.export.config import FORMAT, EncoderConfig, ModelConfig, PartConfig
@@ -47,8 +49,8 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
     settings, with_encoder = config.encoder.settings, not is_public if with_encoder is None else with_encoder
     if with_encoder or not is_public:
         settings = {**{key: value for key, value in settings.items() if key != "weights"}, **portable.settings}
-        if portable.architecture is not None:
-            replace_text(folder / settings["model"], json.dumps(portable.architecture, indent=1) + "\n")
+        for name, content in portable.files.items():
+            replace_text(folder / name, json.dumps(content, indent=1) + "\n")
     if with_encoder:
         write_tensors(folder / ENCODER, _unshared(portable.state), {"format": "pt"})
     part = None if with_encoder else config.encoder.part
@@ -133,14 +135,32 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
         )
     elif isinstance(settings["weights"], str) and is_file_name(settings["weights"]):
         raise UserError(f"{folder / CONFIG}: encoder.settings.weights: a file outside of this directory; export again")
+    _check_architecture(folder, config)
     try:
         encoder = build_encoder(about.name, settings, config.preprocessing, about.seed)
     except UserError as error:
         raise UserError(*(f"{folder}: {line}" for line in error.args)) from error
+    except Exception as error:  # of the encoder's library, for settings that no model has
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"{folder}: its encoder can not be built ({reason}); export the model again") from error
     check_encoder(encoder, about.named_xxh3, settings.get("weights"), folder)
     if about.part is not None:
         _read_part(folder, about, about.part, encoder)
     return encoder
+
+
+def _check_architecture(folder: Path, config: ModelConfig) -> None:
+    """Raises `UserError` if the description of the encoder in this directory asks for code or names another source."""
+    settings = config.encoder.settings
+    refuse_sources(settings.get("kwargs", {}), f"{folder / CONFIG}: encoder.settings.kwargs")
+    for path in (folder / str(settings["model"]), folder / TEXT_CONFIG):
+        if path.suffix == ".json" and path.is_file():
+            try:
+                document = json_object(path.read_bytes())
+            except (Damaged, OSError) as error:
+                raise UserError(f"{path}: can not be read ({error}); export the model again") from error
+            refuse_sources(document, str(path))
+            check_sizes(document, str(path))
 
 
 def _read_part(folder: Path, about: EncoderConfig, part: PartConfig, encoder: Encoder) -> None:

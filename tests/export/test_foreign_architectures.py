@@ -1,0 +1,354 @@
+"""Architectures that others wrote: no question, no code, no other source and no endless building comes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import small_models
+import torch
+import transformers
+from safetensors.torch import save_file
+from small_models import parts, photographs
+
+import xdm_ft
+from xdm_ft.encoders._foreign import check_sizes, no_remote_code
+from xdm_ft.encoders._transformers_source import architecture
+from xdm_ft.encoders.open_clip import OpenClip
+from xdm_ft.encoders.timm import Timm
+from xdm_ft.encoders.transformers import Transformers
+from xdm_ft.errors import UserError
+from xdm_ft.export.export import export
+from xdm_ft.export.hub import push
+from xdm_ft.storage.digests import json_digest
+
+MARKER = "code_of_others_has_run"
+CODE = f"""
+import os, pathlib
+pathlib.Path(os.environ["MARKED"]).write_text("x")
+from transformers import BertConfig, BertModel, BertTokenizer
+class EvilConfig(BertConfig):
+    model_type = "evil"
+class EvilModel(BertModel):
+    config_class = EvilConfig
+class {MARKER}(BertTokenizer):
+    pass
+"""
+TEXT = {
+    "model_type": "evil", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+    "auto_map": {"AutoConfig": "evil.EvilConfig", "AutoModel": "evil.EvilModel"},
+}  # fmt: skip
+CLIP = {
+    "embed_dim": 24,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    encoder, settings = small_models.demo_clip()
+    export(parts(encoder, settings, "cosine", name="open_clip", normalize=True), folder, with_encoder=True)
+    return folder
+
+
+@pytest.fixture
+def model(exported, tmp_path):
+    return Path(shutil.copytree(exported, tmp_path / "model"))
+
+
+def add_to_hub(cache: Path, repository: str, folder: Path) -> None:
+    """Puts a folder into a hub cache, as a download would."""
+    place = cache / f"models--{repository.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(folder, place / "snapshots" / ("0" * 40))
+
+
+@pytest.fixture
+def home(tmp_path):
+    """HF_HOME with the repository attacker/text, whose code writes a file, and attacker/clip, which needs it."""
+    cache = tmp_path / "home" / "hub"
+    (text := tmp_path / "text").mkdir()
+    (text / "config.json").write_text(json.dumps(TEXT))
+    (text / "evil.py").write_text(CODE)
+    (text / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": MARKER, "auto_map": {"AutoTokenizer": [f"evil.{MARKER}", None]}})
+    )
+    add_to_hub(cache, "attacker/text", text)
+    (clip := tmp_path / "clip").mkdir()
+    config = {**CLIP, "text_cfg": {"hf_model_name": "attacker/text"}}
+    (clip / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
+    save_file({"logit_scale": torch.zeros(1)}, clip / "open_clip_model.safetensors")
+    add_to_hub(cache, "attacker/clip", clip)
+    return cache.parent
+
+
+def edit(model: Path, **encoder: Any) -> None:
+    """Changes the encoder in config.json, with a valid checksum."""
+    path = model / "config.json"
+    document = {key: value for key, value in json.loads(path.read_text()).items() if key != "checksum"}
+    document["encoder"] |= encoder
+    path.write_text(json.dumps({**document, "checksum": json_digest(document)}))
+
+
+def edit_architecture(model: Path, **text: Any) -> None:
+    """Changes the text side in the architecture; slashes are written as escapes."""
+    path = model / "demo_clip.json"
+    document = json.loads(path.read_text())
+    document["text_cfg"] |= text
+    path.write_text(json.dumps(document).replace("/", "\\u002f").replace("trust", "\\u0074rust"))
+
+
+def answered_with_yes(arguments: list[str], home: Path) -> tuple[int, str]:
+    """Runs xdm-ft on a terminal on which someone answers "y" to everything; returns status and what was shown."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "MARKED": str(home / MARKER)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xdm_ft", *arguments], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+    )
+    os.close(theirs)
+    os.write(ours, b"y\n" * 20)
+    shown = bytearray()
+
+    def read() -> None:
+        try:
+            while part := os.read(ours, 4096):
+                shown.extend(part)
+        except OSError:  # the process has closed its side
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    status = process.wait(timeout=120)
+    reader.join(timeout=20)
+    os.close(ours)
+    return status, shown.decode().replace("y\r\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["directory", "hub", "encoder of the hub", "encoder of a recipe"])
+def test_no_question_is_asked_and_no_code_runs_on_a_terminal(model, home, tmp_path, case):
+    [image] = photographs(tmp_path, 1)
+    arguments = ["predict", str(model), image, "--out", str(tmp_path / "out.csv")]
+    if case.startswith("encoder"):
+        edit(model, settings={"model": "hf-hub:attacker/clip", "weights": "pretrained", "kwargs": {}}, file=None)
+        (model / "encoder.safetensors").unlink()
+    else:
+        edit_architecture(model, hf_model_name="attacker/text")
+    if case == "hub":
+        add_to_hub(home / "hub", "org/name", model)
+        arguments[1] = "hf-hub:org/name"
+    if case == "encoder of a recipe":
+        arguments = ["features", "demo", "encoder.model=hf-hub:attacker/clip", "encoder.weights=pretrained"]
+        arguments += [f"output.dir={tmp_path}", f"features.dir={tmp_path}"]
+    status, shown = answered_with_yes(arguments, home)
+    assert not (home / MARKER).exists(), "the code has run"
+    assert status == 2 and "[y/N]" not in shown and "Traceback" not in shown, shown
+    lines = [line for line in shown.splitlines() if line.startswith("xdm-ft: ")]
+    assert len(lines) == 1, shown
+    assert "names another source" in lines[0] or "needs code of a repository, which is never run" in lines[0]
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_the_tokenizer_of_a_repository_runs_no_code(home, tmp_path, monkeypatch):
+    """Its arguments are those of a config, and may ask for it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setenv("MARKED", str(home / MARKER))
+    (clip := tmp_path / "whole").mkdir()
+    text = {**CLIP["text_cfg"], "hf_tokenizer_name": "attacker/text", "tokenizer_kwargs": {"trust_remote_code": True}}
+    config = clip / "open_clip_config.json"
+    config.write_text(json.dumps({"model_cfg": {**CLIP, "text_cfg": text}, "preprocess_cfg": {}}))
+    (tmp_path / "whole_clip.json").write_text(json.dumps(CLIP))
+    open_clip.add_model_config(tmp_path / "whole_clip.json")
+    state = open_clip.create_model("whole_clip").state_dict()
+    save_file({name: value.contiguous() for name, value in state.items()}, clip / "open_clip_model.safetensors")
+    add_to_hub(home / "hub", "attacker/whole", clip)
+    encoder = OpenClip(model="hf-hub:attacker/whole", weights="pretrained")
+    with pytest.raises(UserError) as found:
+        encoder.text_embeddings(("dog", "cat"))
+    assert len(str(found.value).splitlines()) == 1 and not (home / MARKER).exists()
+
+
+@pytest.mark.parametrize("name", ["attacker/text", "hf-hub:attacker", "local-dir:x", "..", "~x", r"a\b", "https:x"])
+@pytest.mark.parametrize("key", ["hf_model_name", "hf_tokenizer_name", "timm_model_name"])
+def test_an_architecture_names_no_other_source(model, key, name):
+    edit_architecture(model, **{key: name})
+    with pytest.raises(UserError, match=rf"demo_clip\.json: text_cfg\.{key}: .* names another source") as found:
+        xdm_ft.load(model)
+    assert len(str(found.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"text_cfg": {"hf_model_name": "attacker/text"}}, r"text_cfg\.hf_model_name: .* names another source"),
+        ({"vision_cfg": [{"x": [{"timm_model_name": "hf-hub:a/b"}]}]}, r"timm_model_name: .* names another source"),
+        ({"text_cfg": {"tokenizer_kwargs": {"trust_remote_code": True}}}, "asks for code of a repository"),
+        ({"auto_map": {"AutoModel": "evil.Evil"}}, "asks for code of a repository"),
+    ],
+)
+def test_arguments_name_no_other_source(model, kwargs, message):
+    document = json.loads((model / "config.json").read_text())
+    edit(model, settings=document["encoder"]["settings"] | {"kwargs": kwargs})
+    with pytest.raises(UserError, match=rf"config\.json: encoder\.settings\.kwargs: .*{message}"):
+        xdm_ft.load(model)
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    """A model directory whose encoder is of transformers."""
+    folder = tmp_path_factory.mktemp("vit")
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = transformers.ViTConfig(**size, image_size=32, patch_size=8)
+    transformers.ViTModel(config).save_pretrained(folder / "saved")
+    settings = {"model": f"local-dir:{folder}/saved", "weights": "pretrained", "kwargs": {}}
+    encoder = Transformers(**settings, preprocessing=small_models.SMALL.model_copy(update={
+        "interpolation": "bicubic", "resize": "squash"
+    }))  # fmt: skip
+    export(parts(encoder, settings, name="transformers"), folder / "model", with_encoder=True)
+    return folder / "model"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backbone": "attacker/repo"}, "backbone: .* names another source"),
+        ({"attn_implementation": "attacker/kernel"}, "attn_implementation: .* names another source"),
+        ({"auto_map": {"AutoModel": "evil.Evil"}}, "auto_map.AutoModel asks for code"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000, more than any model has; it may be 1,000 at"),
+        ({"num_hidden_layers": "two"}, "can not read the config of"),
+        ({"hidden_size": [32]}, "can not read the config of|can not be loaded"),
+        ({"image_size": None}, "vit.json"),
+        ({"num_attention_heads": 0}, "."),
+        ({"patch_size": 0}, "."),
+        ({"model_type": "timm_wrapper"}, "."),
+        ({"model_type": 3}, "has no model_type"),
+    ],
+)
+def test_a_config_of_transformers_with_wrong_values_is_one_line(vit, tmp_path, changes, message):
+    shutil.copytree(vit, tmp_path / "model")
+    path = tmp_path / "model" / "vit.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=message) as found:
+        xdm_ft.load(tmp_path / "model")
+    assert len(str(found.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("encoder", "arguments", "message"),
+    [
+        (Timm, {"model": "vit_tiny_patch16_224", "kwargs": {"depth": 10**7}}, "encoder.kwargs: depth is 10000000"),
+        (Timm, {"model": "convnext_atto", "kwargs": {"depths": [900, 900]}}, r"depths is \[900, 900\]"),
+        (Timm, {"model": "test_vit", "kwargs": {"reg_tokens": 10**9}}, "reg_tokens is 1000000000"),
+        (Timm, {"model": "test_vit", "kwargs": {"embed_dim": 65_536, "depth": 999}}, "has about 4e.12 weights"),
+        (OpenClip, {"kwargs": {"vision_cfg": {"layers": 10**7}}}, r"encoder\.kwargs: vision_cfg\.layers is"),
+    ],
+)
+def test_an_endless_model_is_refused_before_it_is_built(encoder, arguments, message):
+    own = {"model": "demo", "weights": "demo"} if encoder is OpenClip else {}
+    with pytest.raises(UserError, match=message):
+        encoder(**own | arguments)
+
+
+def test_an_endless_architecture_is_refused_before_it_is_built(model, home, tmp_path, monkeypatch):
+    """In a directory, in an open_clip and a timm repository and in one of transformers."""
+    edit_architecture(model, layers=10**7)
+    with pytest.raises(UserError, match=r"demo_clip\.json: text_cfg\.layers is 10000000, more than any model has"):
+        xdm_ft.load(model)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
+    (large := tmp_path / "large").mkdir()
+    (large / "open_clip_config.json").write_text(
+        json.dumps({"model_cfg": {**CLIP, "vision_cfg": CLIP["vision_cfg"] | {"layers": 10**7}}})
+    )
+    configs = (
+        (OpenClip, "vision_cfg.layers", {}),
+        (Timm, "depth", {"architecture": "vit_tiny_patch16_224", "model_args": {"depth": 10**7}, "pretrained_cfg": {}}),
+        (Transformers, "num_hidden_layers", {"model_type": "vit", "num_hidden_layers": 10**7}),
+    )
+    for number, (encoder, key, config) in enumerate(configs):
+        (large / "config.json").write_text(json.dumps(config))
+        add_to_hub(home / "hub", f"org/large{number}", large)
+        with pytest.raises(UserError, match=rf"hf-hub:org/large{number}.*: {key} is 10000000, more than any model"):
+            encoder(model=f"hf-hub:org/large{number}", weights="pretrained")
+
+
+PUBLIC = {
+    "EVA-E": {"vision_cfg": {"layers": 64, "width": 1792, "mlp_ratio": 8.571428571428571, "image_size": 224}},
+    "DINOv2-g": {"num_hidden_layers": 40, "hidden_size": 1536, "mlp_ratio": 4, "image_size": 518},
+    "DINOv3 7B": {"num_hidden_layers": 40, "hidden_size": 4096, "intermediate_size": 8192, "num_attention_heads": 32},
+    "InternViT-6B": {"num_hidden_layers": 48, "hidden_size": 3200, "intermediate_size": 12800, "image_size": 448},
+    "EVA-CLIP-18B": {"num_hidden_layers": 48, "hidden_size": 5120, "intermediate_size": 25600, "vocab_size": 49408},
+    "ConvNeXt-XXL": {"depths": [3, 4, 30, 3], "dims": [384, 768, 1536, 3072]},
+    "ResNet-1202": {"layers": [200, 200, 200]},
+}
+
+
+def test_public_models_are_within_the_limits():
+    models = open_clip.list_models()
+    assert len(models) > 100 and "ViT-bigG-14" in models and "ViT-SO400M-14-SigLIP2" in models
+    for name in models:
+        check_sizes(open_clip.get_model_config(name), name)
+    for name, config in PUBLIC.items():
+        check_sizes(config, name)
+    for kind in ("dinov2", "dinov3_vit", "siglip2", "swinv2", "convnextv2", "sam", "clip", "beit", "vit_mae"):
+        check_sizes(architecture(transformers.AutoConfig.for_model(kind)), kind)
+
+
+def test_a_text_side_of_transformers_goes_with_the_model(tmp_path, monkeypatch):
+    """Its config is in the directory, where its name was that of a repository; the tokenizer is not."""
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    transformers.BertConfig(**size, vocab_size=50, max_position_embeddings=16).save_pretrained(tmp_path / "text")
+    named = {"hf_model_name": str(tmp_path / "text"), "hf_tokenizer_name": "org/words", "hf_model_pretrained": False}
+    path = tmp_path / "bert_clip.json"
+    path.write_text(json.dumps({**CLIP, "text_cfg": named | {"hf_proj_type": "linear"}}))
+    open_clip.add_model_config(path)
+    clip = open_clip.create_model("bert_clip", pretrained_text=False)
+    weights = tmp_path / "weights.safetensors"
+    save_file({name: value.contiguous() for name, value in clip.state_dict().items()}, weights)
+    settings = {"model": str(path), "weights": str(weights), "kwargs": {}}
+    encoder = OpenClip(**settings)
+    assert not encoder.text_reason
+    made = parts(encoder, settings, name="open_clip", trained=True)
+    export(made, tmp_path / "model", with_encoder=True)
+    shutil.rmtree(tmp_path / "text")
+    loaded = xdm_ft.load(tmp_path / "model", device="cpu")
+    again = loaded.module.encoder
+    state = again.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in encoder.state_dict().items())
+    assert "has no tokenizer" in again.text_reason
+    assert not [file for file in (tmp_path / "model").iterdir() if str(tmp_path).encode() in file.read_bytes()]
+    export(parts(again, loaded.config.encoder.settings, name="open_clip", trained=True), tmp_path / "b", True)
+    uploaded: list[str] = []
+
+    class Api:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **how: (
+                uploaded.extend(how.get("allow_patterns", ()))
+                or type("Answer", (), {"private": True, "commit_url": "u"})
+            )
+
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda **_: Api())
+    for folder in ("model", "b"):
+        uploaded.clear()
+        push(tmp_path / folder, "org/name", private=True)
+        assert "text_config.json" in uploaded and "bert_clip.json" in uploaded
+
+
+def test_the_prompt_is_as_before_afterwards():
+    from transformers import dynamic_module_utils
+
+    before = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    with no_remote_code(), pytest.raises(ValueError, match="trust_remote_code"):
+        dynamic_module_utils.resolve_trust_remote_code(None, "attacker/text", False, True)
+    assert dynamic_module_utils.TIME_OUT_REMOTE_CODE == before > 0
