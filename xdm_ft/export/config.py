@@ -1,24 +1,95 @@
-"""config.json of a model directory: all that loading needs besides the tensors, and how the model was made."""
+"""config.json of a model directory: all that loading needs besides the tensors, and how the model was made.
+
+It may come from anyone: what the rest of the code reads has its type and range here. Parts that a run writes with
+further keys are dicts with typed ones.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.encoders._trainable import Trainable
 from xdm_ft.evaluation.calibration import HIGHEST, LOWEST
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.settings import Block
 
 FORMAT: Literal[1] = 1  # of config.json; raise it when an earlier version could misread the file
 ModelPrecision = Literal["fp32", "bf16", "fp16"]
+MAX_SIDE = 4096  # pixels of an image that an encoder reads
+MAX_NLL = 1e9  # far above that of any model, and its square is finite
+Count = Annotated[int, Field(ge=0)]
+Temperature = Annotated[float, Field(ge=LOWEST, le=HIGHEST)]
+_OPEN = ConfigDict(extra="allow", allow_inf_nan=False)  # other keys are kept
 
 
 def _different(names: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise ValueError("two classes have the same name")
     return names
+
+
+def _readable(preprocessing: Preprocessing) -> Preprocessing:
+    if not 1 <= preprocessing.size <= MAX_SIDE:
+        raise ValueError(f"size {preprocessing.size} is not in 1…{MAX_SIDE} pixels")
+    return preprocessing
+
+
+def _metric(name: str) -> str:
+    if name not in HIGHER_IS_BETTER:
+        raise ValueError(f"no metric {name}")
+    return name
+
+
+Metric = Annotated[str, AfterValidator(_metric)]
+
+
+class EncoderSettings(TypedDict):
+    """Constructor keywords of an encoder, without preprocessing."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    model: str
+    weights: NotRequired[str | None]  # only if a name says where they are
+    kwargs: NotRequired[dict[str, Any]]
+
+
+class EncoderIdentity(TypedDict):
+    """`Encoder.identity` in the run."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    component: str
+    model: str
+    versions: dict[str, str]  # of libraries
+
+
+class MethodConfig(TypedDict):
+    """The model in its run."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    label: str
+    train_domains: list[str]
+    test_domains: list[str]
+    seed: Count
+    trial: NotRequired[Count]
+    steps: NotRequired[Count]
+    hparams: NotRequired[dict[str, Any]]
+
+
+class ProtocolConfig(TypedDict):
+    """The block `protocol` of the recipe, and its description in one line."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    description: str
+
+
+class ResultsConfig(TypedDict):
+    """Metrics of this model, or how a final fit was chosen and its estimate."""
+
+    __pydantic_config__ = _OPEN  # type: ignore[misc]
+    images: NotRequired[dict[str, Count]]  # of a final fit: {domain: number of training images}
 
 
 class PartConfig(Block):
@@ -32,7 +103,7 @@ class EncoderConfig(Block):
     """The encoder, and where its weights are."""
 
     name: str  # component, see `xdm-ft ls encoders`
-    settings: dict[str, Any]  # constructor keywords without preprocessing; `weights` only if a name says where they are
+    settings: EncoderSettings
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None  # random weights (weights: null) are drawn from it
     file: Literal["encoder.safetensors"] | None  # all of them, in this directory; None: they are not
     part: PartConfig | None = None  # encoder_part.safetensors in this directory; None: no part is by itself
@@ -41,7 +112,7 @@ class EncoderConfig(Block):
     trained: Trainable  # how much of it was trained
     precision: ModelPrecision  # in which the run computed features; of what was trained, in which it trained
     pretraining: str  # one line: weights and corpus
-    identity: dict[str, Any] | None  # as `Encoder.identity` in the run: the key of cached features; None: not portable
+    identity: EncoderIdentity | None  # the key of cached features; None: not portable
 
     @property
     def named_xxh3(self) -> str:
@@ -59,12 +130,12 @@ class HeadConfig(Block):
 class AtHeldOut(Block):
     """The results on one held-out set: a domain, or all test domains of an official split. Means over seeds."""
 
-    domains: tuple[str, ...]
+    domains: Annotated[tuple[str, ...], Field(min_length=1)]
     value: float  # of the metric
     interval: tuple[float, float] | None  # 95%, over seeds and groups of images; None: can not be estimated
-    seeds: int  # with one seed the interval is over images alone
-    images: int
-    groups: int | None  # number of patients, slides or sequences; None: images assumed independent
+    seeds: Count  # with one seed the interval is over images alone
+    images: Count
+    groups: Count | None  # number of patients, slides or sequences; None: images assumed independent
     accuracies: dict[str, float]  # {domain: accuracy}
 
 
@@ -75,19 +146,36 @@ class Expected(Block):
     data: str  # name of the data set in the recipe
     method: str
     selection: str  # the rule that picked steps and trials; oracle: by labels of the held-out domains
-    metric: str
+    metric: Metric
     mean: float  # over seeds, held-out sets averaged within a seed
     std: float | None  # over seeds (ddof 1)
     stderr: float | None  # std / √seeds
-    seeds: int
-    held_out: tuple[AtHeldOut, ...]
+    seeds: Count
+    held_out: Annotated[tuple[AtHeldOut, ...], Field(min_length=1)]
     worst: tuple[str, float]  # the domain with the worst value, and that value
-    others: dict[str, float]  # {metric: mean}, not divided by a temperature
-    calibrated: dict[str, float] | None  # ece and nll after each model's own fitted temperature; None: unknown
+    others: dict[Metric, float]  # {metric: mean}, not divided by a temperature
+    calibrated: dict[Metric, float] | None  # ece and nll after each model's own fitted temperature; None: unknown
     new_site: tuple[float, float] | None  # 95% prediction interval for the metric at one new site
     spread: float | None  # standard deviation behind `new_site`; None with fewer than three held-out sets
-    freedom: int | None  # degrees of freedom of its t distribution
+    freedom: Annotated[int, Field(ge=1, le=1_000_000)] | None  # degrees of freedom of its t distribution
     notes: tuple[str, ...]  # what limits these numbers
+
+    @model_validator(mode="after")
+    def _possible(self) -> Expected:
+        """Refuses values that the metrics can not have."""
+        own = {"mean": self.mean, "std": self.std, "stderr": self.stderr, "spread": self.spread, "worst": self.worst[1]}
+        own |= {", ".join(one.domains): one.value for one in self.held_out}
+        of_metric: list[tuple[str, str, float | None]] = [(self.metric, name, value) for name, value in own.items()]
+        of_metric += [(name, name, value) for name, value in [*self.others.items(), *(self.calibrated or {}).items()]]
+        for metric, name, value in of_metric:
+            most = MAX_NLL if metric == "nll" else 1.0
+            if value is not None and not -1e-6 <= value <= most + 1e-6:  # of rounding
+                raise ValueError(f"{name}: {value} is not in 0…{most:g}, as {metric} is")
+        if self.calibrated is not None and not {"nll", "ece"} <= self.calibrated.keys():
+            raise ValueError("calibrated: nll or ece is missing")
+        if (self.spread is None) != (self.freedom is None):
+            raise ValueError("of spread and freedom, one is null and the other is not")
+        return self
 
 
 class ModelConfig(Block):
@@ -95,22 +183,26 @@ class ModelConfig(Block):
 
     format: Literal[1] = FORMAT
     xdm_ft: str  # version that wrote it
-    class_names: Annotated[tuple[str, ...], AfterValidator(_different)]  # in the order of the logits
+    class_names: Annotated[
+        tuple[str, ...], Field(min_length=1), AfterValidator(_different)
+    ]  # in the order of the logits
     renamed: dict[str, str] = {}  # name of a class in the data → in `class_names`, where they differ
     encoder: EncoderConfig
-    preprocessing: Preprocessing
+    preprocessing: Annotated[Preprocessing, AfterValidator(_readable)]
     normalize: bool  # whether the head reads L2-normalised features
     head: HeadConfig
-    members: tuple[int, ...] = ()  # seeds of the heads of an ensemble; (): a single head
-    wise_ft: float | None = None  # share of the trained weights in their mean with the zero-shot ones; None: no mean
-    temperature: Annotated[float, Field(ge=LOWEST, le=HIGHEST)] = 1.0  # the logits are divided by it
-    fitted_temperature: float | None = None  # on validation parts of the training domains; None: unknown
-    method: dict[str, Any]  # label, domains, seed, trial, steps, hparams
+    members: tuple[Count, ...] = ()  # seeds of the heads of an ensemble; (): a single head
+    wise_ft: Annotated[float, Field(ge=0, le=1)] | None = (
+        None  # share of the trained weights in their mean with the zero-shot ones; None: no mean
+    )
+    temperature: Temperature = 1.0  # the logits are divided by it
+    fitted_temperature: Temperature | None = None  # on validation parts of the training domains; None: unknown
+    method: MethodConfig
     prompts: list[str] | None = None  # templates of the class embeddings that the head started from
-    protocol: dict[str, Any]
-    few_images: dict[str, int] = {}  # class → number of training images below ten, if the head holds class means
-    step: int
-    results: dict[str, Any]  # metrics of this model, or how a final fit was chosen and its estimate
+    protocol: ProtocolConfig
+    few_images: dict[str, Count] = {}  # class → number of training images below ten, if the head holds class means
+    step: Count
+    results: ResultsConfig
     chosen: str  # one line: which model of the run this is, and why
     reference_xxh3: str | None = None  # of the tensors of reference.safetensors; None: distances are not known
     expected: Expected | None = None  # at a new site; None: the run has no test result of this method

@@ -21,7 +21,7 @@ from xdm_ft.encoders._files import is_file_name
 from xdm_ft.encoders._foreign import check_sizes, refuse_sources
 from xdm_ft.errors import UserError
 from xdm_ft.export import reference
-from xdm_ft.export.config import FORMAT, EncoderConfig, ModelConfig, PartConfig
+from xdm_ft.export.config import FORMAT, EncoderConfig, EncoderIdentity, ModelConfig, PartConfig
 from xdm_ft.export.parts import Parts, build_encoder, build_head, first_fault, load_trained, part_of
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.heads import Head
@@ -46,7 +46,8 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
     is_file = named is not None and is_file_name(named)
     is_whole = config.encoder.trained is True
     is_public = not (is_file or is_whole or str(config.encoder.settings["model"]).startswith(LOCAL))
-    settings, with_encoder = config.encoder.settings, not is_public if with_encoder is None else with_encoder
+    settings: dict[str, Any] = {**config.encoder.settings}
+    with_encoder = not is_public if with_encoder is None else with_encoder
     if with_encoder or not is_public:
         settings = {**{key: value for key, value in settings.items() if key != "weights"}, **portable.settings}
         for name, content in portable.files.items():
@@ -88,8 +89,9 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
         if checksum != json_digest(document):
             raise Damaged("its checksum differs: it was edited or damaged")
         weights_xxh3 = str(document.pop("weights_xxh3"))
+        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no half of a surrogate pair
         return ModelConfig.model_validate(document), weights_xxh3
-    except (Damaged, ValidationError, OSError) as error:
+    except (Damaged, ValueError, RecursionError, OSError) as error:
         told = first_fault(error) if isinstance(error, ValidationError) else getattr(error, "strerror", None) or error
         reason = " ".join(str(told).split())[:200]
         raise UserError(f"{path}: can not be read as a model's config ({reason}); export the model again") from error
@@ -110,8 +112,10 @@ def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
         }
     except ValueError as error:
         raise UserError(f"{folder / WEIGHTS}: does not fit config.json ({error}); export the model again") from error
-    known = reference.read(folder, config)
-    return Parts(config, _read_encoder(folder, config, encoder_weights), heads, known)
+    known, encoder = reference.read(folder, config), _read_encoder(folder, config, encoder_weights)
+    if encoder.width != width:
+        raise UserError(f"{folder / CONFIG}: encoder.width: {width} is not that of the encoder, {encoder.width}")
+    return Parts(config, encoder, heads, known)
 
 
 def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encoder:
@@ -192,8 +196,8 @@ def _prefix(name: str) -> str:
     return f"{first}.{second}" if first == "members" else first
 
 
-def _is_local(identity: Mapping[str, Any] | None) -> bool:
-    return identity is None or str(identity.get("model", "")).startswith(LOCAL)
+def _is_local(identity: EncoderIdentity | None) -> bool:
+    return identity is None or identity["model"].startswith(LOCAL)
 
 
 def _without_places(config: ModelConfig, weights: str, model: str) -> ModelConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -142,7 +141,7 @@ def cached_features(model: Model, cache: Path) -> Lookup | None:
     if encoder.trained or encoder.identity is None:
         return None
     # of the libraries that are installed here: an encoder from a file would also report another name than in the run
-    identity = {**encoder.identity, "versions": {name: version(name) for name in encoder.identity["versions"]}}
+    identity = {**encoder.identity, "versions": model.module.encoder.identity()["versions"]}
     parts = key_parts_of(identity, encoder.xxh3, model.config.preprocessing, DECODER, precision, model.device)
     key = key_of(parts)
     found = Lookup(cache / key, key, encoder.width, DTYPES[precision])

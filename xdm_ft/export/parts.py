@@ -140,9 +140,16 @@ def build_head(config: HeadConfig, width: int, classes: int, state: Mapping[str,
     with torch.random.fork_rng(devices=[]):  # torch's layers draw initial weights, which are replaced at once
         make = find("heads", config.name)
         try:
+            settings_model(make).model_validate(config.settings)
+            with torch.device("meta"):  # sizes alone: those of a wrong config may be larger than the memory
+                sizes = make(width, classes, 0, 0, **config.settings).state_dict()
+            if any(name not in state or sizes[name].numel() > state[name].numel() for name in sizes):
+                raise ValueError("a head of other sizes")
             head: Head = make(width, classes, 0, 0, **config.settings)
             head.load_state_dict(dict(state))
-        except (RuntimeError, TypeError) as error:  # TypeError: settings that the head does not have
+        except ValidationError as error:
+            raise ValueError(f"head.settings: {first_fault(error)}") from error
+        except (RuntimeError, TypeError) as error:
             raise ValueError(" ".join(str(error).split())) from error
     return head
 

@@ -218,7 +218,7 @@ def _read_file(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         ) from error
 
 
-def _settings(about: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(about: Mapping[str, Any]) -> Any:
     left_out = {*ListedEncoder.model_fields, "preprocessing"}
     return {key: value for key, value in about["encoder"]["settings"].items() if key not in left_out}
 

@@ -1,0 +1,234 @@
+"""config.json of a model directory is checked as a whole: what reads works, and what does not is one line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_models
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from small_models import parts, photographs
+
+import xdm_ft
+from xdm_ft.cli import main
+from xdm_ft.errors import UserError
+from xdm_ft.export.card import card
+from xdm_ft.export.config import AtHeldOut, Expected
+from xdm_ft.export.directory import read_config
+from xdm_ft.export.export import export
+from xdm_ft.export.inference import cached_features
+from xdm_ft.storage.digests import json_digest
+
+SURROGATE = "a\ud800b"
+HUGE = 10**400
+
+
+def expected() -> Expected:
+    held_out = tuple(
+        AtHeldOut(
+            domains=(name,), value=0.8, interval=(0.7, 0.9), seeds=3, images=40, groups=None, accuracies={name: 0.8}
+        )
+        for name in "abc"
+    )
+    return Expected(
+        source="leave one domain out", data="pacs", method="erm", selection="train_val", metric="accuracy",
+        mean=0.8, std=0.01, stderr=0.006, seeds=3, held_out=held_out, worst=("b", 0.7), others={"nll": 0.5, "ece": 0.1},
+        calibrated={"nll": 0.4, "ece": 0.05}, new_site=(0.5, 1.0), spread=0.1, freedom=2, notes=("few images",),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory, with everything that config.json may hold."""
+    folder = tmp_path_factory.mktemp("intact") / "model"
+    encoder, own = small_models.timm("test_vit")
+    made = parts(encoder, own)
+    config = made.config
+    identity = {"component": "timm", "model": "test_vit", "kwargs": {}, "versions": {"torch": "2", "timm": "1"}}
+    changes = {
+        "expected": expected(),
+        "encoder": config.encoder.model_copy(update={"identity": identity}),
+        "method": {**config.method, "trial": 0, "steps": 10, "hparams": {"lr": 0.1}},
+        "results": {"images": {"a": 10, "b": 12}, "how": "of three runs"},
+        "prompts": ["a photo of a {}"],
+        "fitted_temperature": 1.5,
+        "renamed": {"0": "cat"},
+    }
+    export(type(made)(config.model_copy(update=changes), encoder, made.heads), folder, with_encoder=True)
+    return folder
+
+
+@pytest.fixture
+def model(intact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact, tmp_path / "model"))
+
+
+def document_of(model: Path) -> dict[str, Any]:
+    return {key: value for key, value in json.loads((model / "config.json").read_text()).items() if key != "checksum"}
+
+
+def write(model: Path, document: Any) -> None:
+    """Writes a config with a valid checksum."""
+    (model / "config.json").write_text(json.dumps({**document, "checksum": json_digest(document)}))
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The places of all values inside a document."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, below in inner for place in [(*at, key), *places(below, (*at, key))]]
+
+
+def changed(document: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """A copy with another value at a place."""
+    found = copy.deepcopy(document)
+    *blocks, key = place
+    reduce(getitem, blocks, found)[key] = value
+    return found
+
+
+def use(model: Path) -> None:
+    """Reads the config, writes its card, loads the model and looks for cached features."""
+    config, _ = read_config(model)
+    card(config, config.encoder.settings).encode()
+    loaded = xdm_ft.load(model, device="cpu")
+    repr(loaded)
+    cached_features(loaded, model / "no cache")
+
+
+def test_an_intact_document_reads(model: Path) -> None:
+    write(model, document_of(model))
+    use(model)
+    loaded = xdm_ft.load(model, device="cpu")
+    assert loaded.config.expected == expected() and loaded.config.encoder.identity["kwargs"] == {}
+    assert loaded.config.method["hparams"] == {"lr": 0.1} and loaded.config.results["how"] == "of three runs"
+
+
+def test_what_an_earlier_version_left_out_is_not_needed(model: Path) -> None:
+    document = document_of(model)
+    for key in ("members", "wise_ft", "renamed", "expected", "fitted_temperature", "prompts", "reference_xxh3"):
+        del document[key]
+    for key in ("trial", "steps", "hparams"):
+        del document["method"][key]
+    del document["encoder"]["part"]
+    write(model, document)
+    use(model)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("encoder", "identity"), {"component": "timm", "model": "test_vit"}),
+        (("encoder", "identity", "versions"), 3),
+        (("encoder", "identity", "versions"), {"torch": 2}),
+        (("encoder", "identity", "model"), None),
+        (("method",), {}),
+        (("method", "train_domains"), 3),
+        (("method", "label"), ["erm"]),
+        (("class_names",), [SURROGATE, "b", "c", "d"]),
+        (("class_names",), []),
+        (("renamed",), {SURROGATE: "cat"}),
+        (("encoder", "settings"), {}),
+        (("encoder", "settings", "kwargs", SURROGATE), 1),
+        (("encoder", "width"), 9),
+        (("head", "name"), "mlp"),
+        (("preprocessing", "size"), 10**6),
+        (("preprocessing", "mean"), [float("nan")] * 3),
+        (("results", "images"), {"a": "many"}),
+        (("protocol",), {}),
+        (("expected", "freedom"), 0),
+        (("expected", "freedom"), HUGE),
+        (("expected", "freedom"), None),
+        (("expected", "spread"), -0.1),
+        (("expected", "spread"), float("nan")),
+        (("expected", "spread"), 1e300),
+        (("expected", "spread"), HUGE),
+        (("expected", "mean"), 1.2),
+        (("expected", "metric"), "luck"),
+        (("expected", "others"), {"luck": 1}),
+        (("expected", "calibrated"), {"nll": 1}),
+        (("expected", "held_out"), []),
+        (("wise_ft",), 2),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_status_2(
+    model: Path, place: tuple[str, ...], value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(model, changed(document_of(model), place, value))
+    [image] = photographs(tmp_path, 1)
+    for arguments in (
+        ["predict", str(model), image, "--out", str(tmp_path / "out.csv")],
+        ["evaluate", str(model), "."],
+    ):
+        assert main(arguments) == 2
+        [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft: ")]
+        assert "model/" in line
+    assert not (tmp_path / "out.csv").exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 5_000 + "1" + "}" * 5_000, "3", '"\ud800"', "", "{"])
+def test_what_is_no_document_is_one_line(model: Path, text: str) -> None:
+    (model / "config.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(UserError, match=r"config\.json: can not be read as a model's config") as found:
+        use(model)
+    assert len(str(found.value).splitlines()) == 1
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+VALUES = st.one_of(
+    st.sampled_from(
+        [
+            None, True, False, 0, -1, 3, 2**63, HUGE, -HUGE, 0.0, -0.5, 1e300, float("nan"), float("inf"), "",
+            SURROGATE, "a\nb", "\x1b[31m", "../x", "/etc", "hf-hub:a/b", "local-dir:/etc", "x.json", "x.safetensors",
+            "nan", "1e999", [], {}, [None], [SURROGATE], {"": 1}, {SURROGATE: 1}, {"a": {"b": []}}, nested(300),
+            nested(900),
+        ]
+    ),
+    st.text(max_size=5),
+    st.integers(),
+    st.floats(),
+)  # fmt: skip
+
+
+@settings(
+    max_examples=400,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+@pytest.mark.slow
+def test_a_mutated_document_works_or_is_one_line(model: Path, data: st.DataObject) -> None:
+    document = document_of(model)
+    for _ in range(data.draw(st.integers(1, 2))):
+        place = data.draw(st.sampled_from(places(document)))
+        *blocks, key = place
+        how = data.draw(st.sampled_from(["delete", "replace", "replace", "replace", "add"]))
+        if how == "replace":
+            document = changed(document, place, data.draw(VALUES))
+        elif how == "delete":
+            document = copy.deepcopy(document)
+            del reduce(getitem, blocks, document)[key]
+        elif isinstance(reduce(getitem, blocks, document), dict):
+            document = changed(document, (*blocks, data.draw(st.text(max_size=3))), data.draw(VALUES))
+    before = (model / "config.json").read_text()
+    try:
+        write(model, document)
+        use(model)
+    except UserError as error:
+        assert len(error.args) == 1 and len(str(error).splitlines()) == 1, error
+        str(error).encode()
+    finally:
+        (model / "config.json").write_text(before)
