@@ -318,7 +318,9 @@ def _config(
     names = run.results["recipe"]["data"]["class_names"]
     kept = ("class_names", "preprocessing", "normalize", "head", "method", "prompts", "protocol", "step")
     final = chosen.final_fit
-    results = about["results"] if final is None else {key: final[key] for key in ("images", "chosen_by", "estimate")}
+    results: Any = (
+        about["results"] if final is None else {key: final[key] for key in ("images", "chosen_by", "estimate")}
+    )
     return ModelConfig(
         xdm_ft=__version__,
         encoder=of_encoder,
