@@ -20,7 +20,7 @@ from PIL import Image
 
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
-from xdm_ft.experiment.data_faults import faults
+from xdm_ft.experiment.data_faults import faults, roles
 from xdm_ft.experiment.plan import Plan, describe, make_plan, read_data
 from xdm_ft.experiment.results import about
 from xdm_ft.features import file_hashes
@@ -78,6 +78,7 @@ def told(capsys, caplog, tmp_path):
             assert main(["run", "small.yaml", *overrides]) == 0
         messages = [record.getMessage() for record in caplog.records]
         logged = [message.removeprefix("finding: ") for message in messages if message.startswith("finding: ")]
+        logged = [line.removesuffix(" (all: output/small/copies.csv)") for line in logged]
         trains = next(i for i, message in enumerate(messages) if message.startswith("encoder: "))
         assert not any(message.startswith("finding: ") for message in messages[trains:])
         results = json.loads((tmp_path / "output" / "small" / "results.json").read_text())
@@ -111,7 +112,7 @@ def test_every_fault_is_reported_by_all(images, told):
     (images / "b" / "cat").rename(images / "b" / "Cat ")
     shutil.rmtree(images / "c")
     findings, results = told("methods=[erm, xdomainmix, groupdro, sam]")
-    assert [line.split(": ")[0] for line in findings] == ["classes"] * 2 + ["images"] * 2 + ["methods"] * 2
+    assert [line.split(": ")[0] for line in findings] == ["classes"] * 2 + ["images"] + ["methods"] * 2
     skipped = [run for run in results["runs"] if run["status"] == "skipped"]
     assert {run["method"] for run in skipped} == {"xdomainmix", "groupdro"}
 
@@ -128,23 +129,65 @@ def test_class_names_equal_but_for_case_or_spaces(images):
 def test_the_same_image_in_two_domains(images):
     shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
     shutil.copy(images / "a" / "dog" / "3.png", images / "b" / "cat" / "twin.png")
-    (line,) = found()
-    assert line.startswith("images: 2 are in more than one domain, 2 of them in training and test, 1 of them in two cl")
-    assert "images/a/dog/2.png and images/b/dog/twin.png; images/a/dog/3.png and images/b/cat/twin.png →" in line
+    assert found("protocol.val_fraction=0.5") == [
+        "images: copies of 2 images in 4 files, 2 of them in more than one domain, 1 of them in two classes, 2 of them "
+        "in training and validation, 2 of them in training and test, 2 of them in validation and test; the first: "
+        "images/a/dog/2.png and images/b/dog/twin.png → remove one of each pair, or both where their labels differ"
+    ]
 
 
 def test_the_same_image_twice_in_one_domain(images):
-    for i in range(1, 4):
+    table(images, lambda domain, i: ["train", "train", "val", "test"][i])
+    shutil.copy(images / "a" / "dog" / "0.png", images / "a" / "dog" / "1.png")  # both train
+    (line,) = found(*OFFICIAL)
+    assert line.startswith(
+        "images: copies of 1 image in 2 files, none of them in two of training, validation, test; the first: "
+    )
+    for i in range(2, 4):
         shutil.copy(images / "a" / "dog" / "0.png", images / "a" / "dog" / f"{i}.png")
-    (line,) = found()
-    assert line.startswith("images: 1 is twice or more in one domain: images/a/dog/0.png and images/a/dog/1.png →")
+    (line,) = found(*OFFICIAL)
+    assert line.startswith(
+        "images: copies of 1 image in 4 files, 1 of them in training and validation, 1 of them in training and test, "
+        f"1 of them in validation and test; the first: {images}/a/dog/0.png and {images}/a/dog/1.png →"
+    )
 
 
-def test_pairs_are_named_up_to_a_number(images):
+def copies() -> list[list[str]]:
+    return list(csv.reader(Path("output/small/copies.csv").read_text().splitlines()))
+
+
+@pytest.mark.slow
+def test_all_copies_are_in_a_file_of_the_run_and_reported_once(images, caplog):
+    def reported() -> list[str]:
+        caplog.clear()
+        assert main(["run", "small.yaml", "protocol.test_domains=[a, b]", "protocol.val_fraction=0.5"]) == 0
+        return [line for line in caplog.messages if "copies" in line]
+
+    caplog.set_level(logging.INFO, "xdm_ft")
+    assert reported() == [] and not Path("output/small/copies.csv").exists()
+    shutil.rmtree("output")
     for i in range(4):
-        shutil.copy(images / "a" / "dog" / f"{i}.png", images / "b" / "dog" / f"twin{i}.png")
-    (line,) = found()
-    assert line.count(" and images/") == 3 and "; and 1 more →" in line
+        shutil.copy(images / "a" / "dog" / f"{i}.png", images / "b" / "cat" / f"=twin{i}.png")
+    [line] = reported()
+    assert line.startswith("finding: images: copies of 4 images in 8 files, 4 of them in more than one domain, 4 of")
+    assert line.endswith(" (all: output/small/copies.csv)") and line.count("twin") == 1
+    header, *rows = copies()
+    assert header == ["copies", "image", "domain", "class", "a held out", "b held out"]
+    assert [row[0] for row in rows] == [str(i // 2) for i in range(8)]
+    assert [row[1:4] for row in rows[:2]] == [
+        ["images/a/dog/0.png", "a", "dog"], ["images/b/cat/=twin0.png", "b", "cat"],
+    ]  # fmt: skip
+    plan = planned("protocol.test_domains=[a, b]", "protocol.val_fraction=0.5")
+    names = [plan.dataset.name(row) for row in range(len(plan.dataset))]
+    for split, role in zip(plan.splits, (4, 5), strict=True):
+        of = {names[row]: name for name, rows in roles(split).items() for row in rows.tolist()}
+        assert [row[role] for row in rows] == [of[row[1]] for row in rows] and {"training", "validation", "test"} == {
+            *of.values()
+        }
+    written = Path("output/small/copies.csv").stat().st_mtime_ns
+    assert reported() == [] and Path("output/small/copies.csv").stat().st_mtime_ns == written, "of the same run once"
+    Path("output/small/copies.csv").write_text("")
+    assert len(reported()) == 1 and len(copies()) == 9, "it is restored"
 
 
 def test_empty_files_are_no_images(images):
@@ -240,7 +283,7 @@ def test_an_official_split_that_shares_images_between_training_and_test(images):
     shutil.copy(images / "a" / "cat" / "0.png", images / "a" / "cat" / "1.png")  # both train
     table(images, lambda domain, i: ["train", "train", "val", "test"][i])
     (line,) = found(*OFFICIAL)
-    assert line.startswith("images: 2 are twice or more in one domain, 1 of them in training and test: ")
+    assert line.startswith("images: copies of 2 images in 4 files, 1 of them in training and test; the first: ")
 
 
 def test_images_in_a_parquet_file_are_compared_too(images):
@@ -252,7 +295,9 @@ def test_images_in_a_parquet_file_are_compared_too(images):
     table["image"][-1] = table["image"][0]
     pyarrow.parquet.write_table(pyarrow.table(table), "images.parquet")
     (line,) = found("data={name: parquet, file: images.parquet}")
-    assert line.startswith("images: 1 is in more than one domain, 1 of them in training and test, 1 of them in two cl")
+    assert line.startswith(
+        "images: copies of 1 image in 2 files, 1 of them in more than one domain, 1 of them in two cl"
+    )
     assert "images.parquet, row 0 and images.parquet, row 23" in line
 
 
@@ -282,7 +327,7 @@ def test_of_several_processes_one_reports(images):
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
     done = subprocess.run([*launch, str(ROOT / "xdm_ft" / "run.py"), "small.yaml"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("finding: images: 1 is in more than one domain") == 1
+    assert done.stderr.count("finding: images: copies of 1 image in 2 files") == 1
 
 
 def test_without_the_weights_validate_checks_the_data_and_prints_the_plan(images, capsys, monkeypatch, tmp_path):
@@ -294,7 +339,7 @@ def test_without_the_weights_validate_checks_the_data_and_prints_the_plan(images
     printed = capsys.readouterr()
     assert "#   models: 3 = methods × held-out domains × seeds\n" in printed.out
     assert "#   time: not measured, as an encoder can not be built\n" in printed.out
-    assert "# findings\n#   images: 1 is in more than one domain" in printed.out
+    assert "# findings\n#   images: copies of 1 image in 2 files, 1 of them in more" in printed.out
     [line] = printed.err.splitlines()
     assert line.startswith("xdm-ft: encoder.weights: ") and str(missing) in line
     assert main(["validate", "small.yaml", "--json", f"encoder.weights={missing}"]) == 2

@@ -26,7 +26,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     """
     from xdm_ft.experiment.analysing import analyse
     from xdm_ft.experiment.cluster_connection import check_cluster, environment_of
-    from xdm_ft.experiment.data_faults import faults
+    from xdm_ft.experiment.data_faults import COPIED, faults, keep_copies
     from xdm_ft.experiment.encoder_costs import encoder_costs
     from xdm_ft.experiment.engines import Engines
     from xdm_ft.experiment.estimate import first_line
@@ -44,6 +44,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.trackers import installed_trackers, log_results
     from xdm_ft.progress import pulse
     from xdm_ft.report.written import refresh_reports
+    from xdm_ft.storage.run_directory import COPIES
 
     recipe = keeping_choices(as_launched(recipe))
     with launched(recipe, installed_trackers(recipe)) as accelerator, heartbeat(accelerator):
@@ -67,8 +68,12 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
                 logger.info("%s: %s", directory.path, added)
             hashes = image_hashes(recipe, dataset, accelerator)
             findings = faults(plan, True, hashes) if main else []
+            copies = f" (all: {directory.path / COPIES})" if main and keep_copies(plan, hashes, directory) else ""
             for finding in findings:
-                logger.warning("finding: %s", finding.line)
+                if finding.what != COPIED:
+                    logger.warning("finding: %s", finding.line)
+                elif copies:  # once, not at every start
+                    logger.warning("finding: %s%s", finding.line, copies)
             prepared = prepare(recipe, dataset, encoders, accelerator, before.environment, hashes)
             plan = plan.without(prepared.unreadable)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -10,12 +13,16 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data._cells import alike
 from xdm_ft.data._images import NAMED_AT_MOST
 from xdm_ft.errors import plural
+from xdm_ft.evaluation.runs import set_name
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import index_folder
 from xdm_ft.features.file_hashes import FileHashes, hash_files
 from xdm_ft.protocol.splits import Split
+from xdm_ft.storage.run_directory import COPIES, RunDirectory
 
+COPIED = "images"  # the check that finds copies
+ROLES = ("training", "validation", "test")
 TESTED = ("test", "val_domain")
 """Evaluation splits that must share no image or group with training.
 
@@ -84,24 +91,69 @@ def _named(dataset: ImageDataset, domains: np.ndarray) -> str:
 
 
 def repeated_images(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:
-    """Yields images whose file occurs more than once, byte for byte: in several domains, or within one."""
-    across: list[list[int]] = []
-    within: list[list[int]] = []
-    for rows in hashes.duplicates():
-        (across if len(set(dataset.domains[rows].tolist())) > 1 else within).append(rows)
-    for repeated, where in ((across, "in more than one domain"), (within, "twice or more in one domain")):
-        if not repeated:
-            continue
-        copy_of = np.full(len(dataset), -1)  # [N], the number of the set of copies that an image belongs to
-        for number, rows in enumerate(repeated):
-            copy_of[rows] = number
-        counts = [f"{n} of them in training and {part}" for part, n in _shared(splits, copy_of).items()]
-        labels = sum(len(set(dataset.labels[rows].tolist())) > 1 for rows in repeated)
-        counts += [f"{labels} of them in two classes"] if labels else []
-        pairs = _pairs(dataset, [(rows[0], _partner(dataset, rows)) for rows in repeated])
-        count = "1 is" if len(repeated) == 1 else f"{len(repeated)} are"
-        remedy = "remove one of each pair, or both where their labels differ"
-        yield Finding("images", f"{', '.join([f'{count} {where}', *counts])}: {pairs}", remedy)
+    """Yields one finding if the files of some images occur more than once, byte for byte."""
+    repeated = hashes.duplicates()
+    if not repeated:
+        return
+    copy_of = np.full(len(dataset), -1)  # [N], the number of the set of copies that an image belongs to
+    for number, rows in enumerate(repeated):
+        copy_of[rows] = number
+    domains, labels = (
+        sum(len(set(values[rows].tolist())) > 1 for rows in repeated) for values in (dataset.domains, dataset.labels)
+    )
+    counts = [f"copies of {plural(len(repeated), 'image')} in {plural(sum(map(len, repeated)), 'file')}"]
+    counts += [f"{domains} of them in more than one domain"] if domains else []
+    counts += [f"{labels} of them in two classes"] if labels else []
+    in_roles = [
+        {role: set(np.unique(copy_of[rows]).tolist()) - {-1} for role, rows in roles(split).items()} for split in splits
+    ]
+    straddling = 0
+    for one, other in combinations(ROLES, 2):
+        if shared := len(set[int]().union(*(numbers[one] & numbers[other] for numbers in in_roles))):
+            counts.append(f"{shared} of them in {one} and {other}")
+            straddling += shared
+    counts += [] if straddling or not splits else [f"none of them in two of {', '.join(ROLES)}"]
+    first = repeated[0]
+    named = _pairs(dataset, [(first[0], _partner(dataset, first))])
+    remedy = "remove one of each pair, or both where their labels differ"
+    yield Finding(COPIED, f"{', '.join(counts)}; the first: {named}", remedy)
+
+
+def roles(split: Split) -> dict[str, np.ndarray]:
+    """Returns {role: rows, int64}; test images on which `oracle` selects are test images."""
+    rows = {name: of.numpy() for name, of in split.evaluation.items()}
+    test = [rows.pop(name) for name in ("test", "test_val") if name in rows]
+    validation, train = list(rows.values()), [of.numpy() for of in split.train]
+    none = np.empty(0, np.int64)
+    return {role: np.concatenate([none, *of]) for role, of in zip(ROLES, (train, validation, test), strict=True)}
+
+
+def keep_copies(plan: Plan, hashes: FileHashes, directory: RunDirectory) -> bool:
+    """Writes copies.csv: a row per file of an image that occurs more than once. Returns whether it is new or differs.
+
+    A column for each held-out set has the role of the file in the split of the first seed.
+    """
+    repeated, dataset, path = hashes.duplicates(), plan.dataset, directory.path / COPIES
+    if not repeated:
+        path.unlink(missing_ok=True)
+        return False
+    role_of = np.full((len(plan.splits), len(dataset)), "", object)
+    for number, split in enumerate(plan.splits):
+        for role, rows in roles(split).items():
+            role_of[number, rows] = role
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)  # a name may hold a line break
+    held_out = (f"{set_name(split.test_domains)} held out" for split in plan.splits)
+    table.writerow(["copies", "image", "domain", "class", *held_out])
+    for number, rows in enumerate(repeated):
+        for row in rows:
+            domain, label = dataset.domain_names[dataset.domains[row]], dataset.class_names[dataset.labels[row]]
+            table.writerow([number, dataset.name(row), domain, label, *role_of[:, row]])
+    content = text.getvalue().encode("utf-8", "surrogateescape")  # a path that is not UTF-8
+    if path.is_file() and path.read_bytes() == content:
+        return False
+    directory.write_bytes(COPIES, content)
+    return True
 
 
 def _partner(dataset: ImageDataset, rows: Sequence[int]) -> int:

@@ -51,7 +51,8 @@ ANALYSIS = "analysis.json"
 RESULTS, MARKDOWN, TABLE, PAGE = "results.json", "results.md", "results.csv", "report.html"
 MODELS = "models.parquet"  # of a run with many models
 REPORTS = "reports.json"  # checksums of the reports
-WRITTEN = ("recipe.yaml", RESULTS, MARKDOWN, TABLE, MODELS, PAGE, REPORTS)  # files that exist once per run
+COPIES = "copies.csv"  # of a run whose images have copies
+WRITTEN = ("recipe.yaml", RESULTS, MARKDOWN, TABLE, MODELS, PAGE, REPORTS, COPIES)  # files that exist once per run
 FILE_KEY = "file"  # key of the metadata of weights, predictions and other tensors: their address
 WRITING_SHARE = 0.01  # largest share of the training time for writing results.json
 
