@@ -104,7 +104,7 @@ def test_text_and_document(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_is_no_finished_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "can not be read as the results of a run" in refused(tmp_path / "nothing", capsys)
+    assert f"{tmp_path / 'nothing'}: does not exist" in refused(tmp_path / "nothing", capsys)
     assert main(["analyse", str(run), "--reconstruct", str(tmp_path / "none")]) == 2
     assert f"xdm-ft: --reconstruct: {tmp_path / 'none'} lacks vgg_normalised.pth" in capsys.readouterr().err
     assert not (run / "analysis.json").exists()  # it looks for the weights before it measures

@@ -133,7 +133,8 @@ def test_run_twice_continue_and_refuse(recipe, tmp_path):
     assert results.read_text() == before
 
     other = xdm_ft("run", recipe, "training.lr=0.5", cwd=tmp_path)
-    one_line(other, "holds the run of another recipe", "training.lr")
+    one_line(other, "holds the run of another recipe", "It differs in")
+    assert "\n  training.lr\n" in other.stderr
     assert results.read_text() == before
 
     fresh = python(ROOT / "xdm_ft" / "run.py", recipe, f"output.dir={tmp_path / 'out2'}", cwd=tmp_path)

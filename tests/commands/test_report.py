@@ -142,7 +142,7 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["none"], "none/results.json: can not be read as the results of a run"),
+        (["none"], "none: does not exist; name a run directory"),
         (["one", "seeds"], "one and seeds: their protocols differ in protocol.seeds ([0, 1] and [0, 7])"),
         (["one", "two", "./one"], "one: is named twice"),
         (["one", "two", "--images"], "--images: is about the page of one run"),

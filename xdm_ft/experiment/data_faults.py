@@ -139,8 +139,8 @@ def keep_copies(plan: Plan, hashes: FileHashes, directory: RunDirectory) -> bool
         return False
     role_of = np.full((len(plan.splits), len(dataset)), "", object)
     for number, split in enumerate(plan.splits):
-        for role, rows in roles(split).items():
-            role_of[number, rows] = role
+        for role, of_role in roles(split).items():
+            role_of[number, of_role] = role
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)  # a name may hold a line break
     held_out = (f"{set_name(split.test_domains)} held out" for split in plan.splits)
