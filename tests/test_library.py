@@ -97,7 +97,7 @@ def test_what_is_no_finished_run_is_one_clear_line(tmp_path: Path) -> None:
     written(tmp_path / "damaged")
     (tmp_path / "damaged" / "results.json").write_text("{")
     for name, said in (
-        ("none", "none/results.json: can not be read as the results of a run (it is no file); name a run directory"),
+        ("none", "none: does not exist; name a run directory"),
         ("unfinished", "unfinished: has no table, as its run is not finished; run the same command to finish it"),
         ("without_fit", "without_fit: has no final fit, as its run is not finished; run the same command to finish it"),
         ("damaged", "damaged/results.json: can not be read as the results of a run"),

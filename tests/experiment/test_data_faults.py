@@ -172,7 +172,7 @@ def test_all_copies_are_in_a_file_of_the_run_and_reported_once(images, caplog):
     assert line.startswith("finding: images: copies of 4 images in 8 files, 4 of them in more than one domain, 4 of")
     assert line.endswith(" (all: output/small/copies.csv)") and line.count("twin") == 1
     header, *rows = copies()
-    assert header == ["copies", "image", "domain", "class", "a held out", "b held out"]
+    assert header == ["copies", "path", "domain", "class", "a held out", "b held out"]
     assert [row[0] for row in rows] == [str(i // 2) for i in range(8)]
     assert [row[1:4] for row in rows[:2]] == [
         ["images/a/dog/0.png", "a", "dog"], ["images/b/cat/=twin0.png", "b", "cat"],

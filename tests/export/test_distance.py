@@ -179,7 +179,7 @@ def test_predictions_have_columns_of_distances(small_model, capsys: pytest.Captu
     for given in ([small_model.model], [small_model.run, "--held-out", "sketch"]):
         assert main(["predict", *map(str, given), *images, "--distance", "--entropy", "--abstain-below", "0.5"]) == 0
         rows = table(capsys.readouterr().out)
-        assert list(rows[0])[2:] == ["probability", "entropy", "distance", "distance_percentile", "abstained"]
+        assert list(rows[0])[2:] == ["probability", "entropy", "distance", "distance_percentile", "abstained", "error"]
         np.testing.assert_allclose([float(row["distance"]) for row in rows], distances, rtol=1e-4)
         np.testing.assert_allclose([float(row["distance_percentile"]) for row in rows], percentiles, atol=0.1)
     assert main(["predict", str(small_model.model), *images, "--distance", "--group-by", r"\w+\.png"]) == 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
@@ -19,6 +17,7 @@ from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import index_folder
 from xdm_ft.features.file_hashes import FileHashes, hash_files
 from xdm_ft.protocol.splits import Split
+from xdm_ft.storage.csv_cells import csv_line
 from xdm_ft.storage.run_directory import COPIES, RunDirectory
 
 COPIED = "images"  # the check that finds copies
@@ -141,15 +140,14 @@ def keep_copies(plan: Plan, hashes: FileHashes, directory: RunDirectory) -> bool
     for number, split in enumerate(plan.splits):
         for role, of_role in roles(split).items():
             role_of[number, of_role] = role
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)  # a name may hold a line break
     held_out = (f"{set_name(split.test_domains)} held out" for split in plan.splits)
-    table.writerow(["copies", "image", "domain", "class", *held_out])
+    columns = ["copies", "path", "domain", "class", *held_out]
+    lines = [csv_line(columns, columns)]
     for number, rows in enumerate(repeated):
         for row in rows:
             domain, label = dataset.domain_names[dataset.domains[row]], dataset.class_names[dataset.labels[row]]
-            table.writerow([number, dataset.name(row), domain, label, *role_of[:, row]])
-    content = text.getvalue().encode("utf-8", "surrogateescape")  # a path that is not UTF-8
+            lines.append(csv_line(columns, [number, dataset.name(row), domain, label, *role_of[:, row]]))
+    content = "".join(lines).encode("utf-8", "surrogateescape")  # a path that is not UTF-8
     if path.is_file() and path.read_bytes() == content:
         return False
     directory.write_bytes(COPIES, content)
