@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 logger = logging.getLogger("xdm_ft")
+LOOPBACK = "127.0.0.1"  # of the interface lo
 
 
 def cores() -> int:
@@ -62,14 +64,49 @@ def launched(recipe: Recipe, trackers: Sequence[str] = ()) -> Iterator[Accelerat
     from xdm_ft.training.end_to_end.accelerated import shut_down
 
     of_the_caller = is_initialized()
-    accelerator = start(recipe, trackers)
-    try:
-        yield accelerator
-        shut_down(accelerator)  # not after an error: it waits for all processes
-    finally:
-        if accelerator.num_processes == 1 and not of_the_caller:
-            # Accelerate keeps its state for the process, and refuses another precision
-            AcceleratorState._reset_state(reset_partial_state=True)
+    with on_loopback():
+        accelerator = start(recipe, trackers)
+        try:
+            yield accelerator
+            shut_down(accelerator)  # not after an error: it waits for all processes
+        finally:
+            if accelerator.num_processes == 1 and not of_the_caller:
+                # Accelerate keeps its state for the process, and refuses another precision
+                AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@contextmanager
+def on_loopback() -> Iterator[None]:
+    """Context in which this process listens on the loopback address alone, if all launched ones are on this machine.
+
+    Else gloo and NCCL listen on the address of the machine's name, and rank 0 serves the store of the process group on
+    all addresses, unless the launcher serves it (torchrun, accelerate launch). Nothing of it asks who connects. Raises
+    `UserError` if the port of the store is in use.
+    """
+    from torch.distributed import TCPStore, is_initialized
+
+    processes = os.environ.get("WORLD_SIZE")
+    if processes is None or os.environ.get("LOCAL_WORLD_SIZE") != processes or is_initialized():
+        yield
+        return
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    port, store = int(os.environ.get("MASTER_PORT", "0")), None
+    if port and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        os.environ["MASTER_ADDR"] = LOOPBACK
+        if os.environ.get("RANK") == "0":
+            try:
+                bound = socket.create_server((LOOPBACK, port)).detach()
+            except OSError as error:
+                raise UserError(
+                    f"MASTER_PORT: {port} can not be used ({os.strerror(error.errno or 0)}); set another port"
+                ) from error
+            # torch's own store of this port then uses the same server (multi_tenant)
+            store = TCPStore(
+                LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=bound
+            )
+    yield
+    del store
 
 
 def start(recipe: Recipe, trackers: Sequence[str] = ()) -> Accelerator:

@@ -46,7 +46,7 @@ def write_session(folder: Path, session: Session) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Returns whether the file has the three records of `_write`. Reading ends at one whose checksum differs."""
+    """Returns whether the file has the three records of `_write`: each has a checksum, and a damaged one ends it."""
     from google.protobuf.message import DecodeError
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
