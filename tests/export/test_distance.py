@@ -171,7 +171,9 @@ def table(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_predictions_have_columns_of_distances(small_model, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_predictions_have_columns_of_distances(  # type: ignore[no-untyped-def]
+    small_model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     images = sorted(str(path) for path in small_model.data.rglob("*.png"))[:7]
     model = load(small_model.model)
     distances = model.distance(images)
@@ -189,6 +191,12 @@ def test_predictions_have_columns_of_distances(small_model, capsys: pytest.Captu
     [row] = table(capsys.readouterr().out)
     assert float(row["distance"]) == pytest.approx(distances.mean(), rel=1e-4) and row["images"] == "7"
     assert float(row["distance_percentile"]) == pytest.approx(percentiles.mean(), abs=0.1)
+    broken = tmp_path / "broken.png"
+    broken.write_text("no")
+    for more in ([], ["--group-by", "broken"]):
+        assert main(["predict", str(small_model.model), str(broken), "--distance", *more]) == 2
+        [row] = table(capsys.readouterr().out)
+        assert row["error"] and not row["distance"] and not row["label"]
 
 
 def test_distances_that_are_not_known_are_refused_before_any_image(  # type: ignore[no-untyped-def]
