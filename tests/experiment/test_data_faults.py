@@ -306,8 +306,8 @@ def test_only_files_of_equal_size_are_opened(images, monkeypatch):
         path.write_bytes(path.read_bytes() + bytes(100 * number))  # decoders pass over what follows the image
     shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
     opened = []
-    original = file_hashes._hash_file
-    monkeypatch.setattr(file_hashes, "_hash_file", lambda path: opened.append(Path(path).name) or original(path))
+    original = file_hashes.hash_file
+    monkeypatch.setattr(file_hashes, "hash_file", lambda path: opened.append(Path(path).name) or original(path))
     assert len(found()) == 1 and sorted(opened) == ["2.png", "twin.png"]
     opened.clear()
     assert len(found()) == 1 and opened == [], "the index of hashes was not read"

@@ -11,6 +11,7 @@ from small_runs import recipe
 from xdm_ft.experiment import run
 from xdm_ft.export.export import export
 from xdm_ft.export.runs import Choice, read_parts
+from xdm_ft.export.training_images import with_training_images
 from xdm_ft.report.finished import read_run
 
 
@@ -33,7 +34,9 @@ def small_model(tmp_path_factory):
         )
         assert not run(made).failed
         directory = folder / made.output.dir / made.name
-        export(read_parts(read_run(directory), Choice(held_out=("sketch",))), folder / "model", with_encoder=True)
+        found = read_run(directory)
+        parts = read_parts(found, Choice(held_out=("sketch",)))
+        export(with_training_images(found, parts), folder / "model", with_encoder=True)
     finally:
         os.chdir(before)
     paths = SimpleNamespace(folder=folder, data=folder / "data", cache=folder / "cache", run=directory)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.numpy import load_file
 from scipy.stats import t
 
@@ -18,6 +19,9 @@ from xdm_ft.evaluation.new_site import new_site
 from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.export.evaluate import Labelled, at_site, judged
 from xdm_ft.export.site import has_domains, read_site
+from xdm_ft.export.sources import Item
+from xdm_ft.export.training_images import TRAINING_IMAGES, are_among, checksums, first_of_each
+from xdm_ft.storage.checksummed import write_arrays
 from xdm_ft.storage.run_directory import RunDirectory
 
 CLASSES = ("cat", "dog", "ox", "owl")
@@ -251,7 +255,8 @@ def test_a_models_own_test_images_give_its_recorded_metrics(small_model, tmp_pat
     assert all(f"`{key}`" in documented for key in (*found, *found["whole"], *found["whole"]["versus"]))
 
 
-def test_several_domains_as_text(small_model, capsys):
+def test_several_domains_as_text(small_model, capsys, monkeypatch):
+    monkeypatch.chdir(small_model.folder)  # the run's data.root is relative
     site = small_model.data / "PACS"
     chosen = ["--domain", "sketch", "photo"]
     assert main(["evaluate", str(small_model.run), str(site), "--quiet", "--held-out", "sketch", *chosen]) == 0
@@ -259,7 +264,12 @@ def test_several_domains_as_text(small_model, capsys):
     assert "56 images, images assumed independent" in told and "worst-domain accuracy" in told
     for name in ("photo", "sketch"):
         assert f"\n{name}: accuracy " in told
-    assert told.endswith("trained the model, so they are no new sites: photo\n")
+    *_, seen, last = told.splitlines()
+    assert seen.endswith("trained the model, so they are no new sites: photo")
+    assert last == (
+        "no copies; 28 of 56 images trained the model: what is measured on them does not hold for new ones"
+    ), "those of photo, also without a model directory"
+    assert "\nphoto: " in told and "can not be said (28 of these images trained the model)" in told
     assert main(["evaluate", str(small_model.model), str(site), "--batch-size", "0"]) == 2
     assert main(["evaluate", str(small_model.model), str(site), "--domain", "skech"]) == 2
     assert capsys.readouterr().err.endswith('xdm-ft: --domain: no domain skech; did you mean "sketch"?\n')
@@ -269,3 +279,70 @@ def test_the_stored_images_know_their_groups(small_model):
     (file,) = (small_model.run / "test_images").glob("*.safetensors")
     stored = load_file(file)
     assert stored["worst_of"].dtype == np.int32 and len(set(stored["worst_of"])) == 1
+
+
+def test_copies_count_once_and_training_images_are_known_again(small_model, tmp_path, capsys):
+    """Under other names, in other folders, with another label; in a folder and in a table."""
+    sketch, photo = small_model.data / "PACS" / "sketch", small_model.data / "PACS" / "photo"
+    site = shutil.copytree(sketch, tmp_path / "site")
+    assert main(["evaluate", str(small_model.model), str(site), "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert (plain["copies"], plain["copies_with_another_label"], plain["training_images"]) == (0, 0, 0)
+    first = sorted((site / "dog").iterdir())[0]
+    for number in range(30):
+        shutil.copy(first, site / "dog" / f"zz copy {number}.png")
+    shutil.copy(first, site / "horse" / "zz.png")
+    assert main(["evaluate", str(small_model.model), str(site), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["copies"], found["copies_with_another_label"], found["training_images"]) == (31, 1, 0)
+    assert found["whole"] == plain["whole"], "the copies count once"
+    for number, path in enumerate(sorted(photo.glob("dog/*"))[:2]):
+        shutil.copy(path, site / "dog" / f"seen {number}.png")
+    assert main(["evaluate", str(small_model.model), str(site)]) == 0
+    told = capsys.readouterr().out
+    images = plain["whole"]["images"] + 2
+    assert told.splitlines()[-1] == (
+        "31 copies left out, as an image counts once, 1 of them with another label; "
+        f"2 of {images} images trained the model: what is measured on them does not hold for new ones"
+    )
+    assert "can not be said (2 of these images trained the model)" in told
+    table = tmp_path / "site.csv"
+    rows = [f"{path},{path.parent.name}" for path in sorted(site.rglob("*.png"))]
+    table.write_text("\n".join(["path,label", *rows]))
+    assert main(["evaluate", str(small_model.model), str(table)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == told.splitlines()[-1]
+
+
+def test_a_model_without_checksums_says_so(small_model, tmp_path, capsys):
+    model = shutil.copytree(small_model.model, tmp_path / "model")
+    (model / TRAINING_IMAGES).unlink()  # as after --push-to-hub
+    assert main(["evaluate", str(model), str(small_model.data / "PACS" / "sketch")]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("no copies; whether any image trained the model is unknown, as there are no checksums")
+
+
+def test_unreadable_images_are_no_copies_of_each_other(tmp_path):
+    content = checksums([Item(name, str(tmp_path / name)) for name in ("a", "b", ".")] + [Item("c", b"x")] * 2)
+    rows, first = first_of_each(content)
+    assert rows.tolist() == [0, 1, 2, 3] and first.tolist() == [0, 1, 2, 3, 3]
+    assert are_among(content[3:], content[4:]).tolist() == [True, True]
+
+
+def test_the_checksums_are_those_of_the_training_images(small_model):
+    images = load_file(small_model.model / TRAINING_IMAGES)["xxh3_128"]
+    pacs = small_model.data / "PACS"
+    own = {xxhash.xxh3_128_digest(p.read_bytes()) for p in pacs.rglob("*.png") if "sketch" not in p.parts}
+    assert {bytes(row) for row in images} == own and len(images) == len(own) > 50
+    assert (np.lexsort(images.T[::-1]) == np.arange(len(images))).all(), "sorted: no order of the data set"
+
+
+@pytest.mark.parametrize("damage", ["cut", "other"])
+def test_damaged_checksums_are_one_line(small_model, tmp_path, capsys, damage):
+    model = shutil.copytree(small_model.model, tmp_path / "model")
+    if damage == "cut":
+        (model / TRAINING_IMAGES).write_bytes((model / TRAINING_IMAGES).read_bytes()[:-5])
+    else:
+        write_arrays(model / TRAINING_IMAGES, {"xxh3_128": np.zeros((1, 16), np.uint8)}, {})
+    assert main(["evaluate", str(model), str(small_model.data / "PACS" / "sketch")]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("xdm-ft: ")]
+    assert "training_images.safetensors: is damaged" in line and line.endswith("export the model again")

@@ -25,13 +25,13 @@ from xdm_ft.features.file_hashes import FileHashes, hash_files
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were opened."""
     opened: list[str] = []
-    original = file_hashes._hash_file
+    original = file_hashes.hash_file
 
     def spy(path: str) -> object:
         opened.append(Path(path).name)
         return original(path)
 
-    monkeypatch.setattr(file_hashes, "_hash_file", spy)
+    monkeypatch.setattr(file_hashes, "hash_file", spy)
     return opened
 
 
@@ -245,7 +245,7 @@ def test_a_data_set_with_an_unreadable_file_is_looked_up_each_time(images: Path,
         raise PermissionError(13, "Permission denied")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_hashes, "_hash_file", fails)
+        patch.setattr(file_hashes, "hash_file", fails)
         assert len(hashes_of(images).unreadable) == 5
     assert hashes_of(images).unreadable == {} and looked_up == [5, 5]
 

@@ -16,7 +16,9 @@ from xdm_ft.export.evaluate import AtSite, Labelled, Versus, at_site
 from xdm_ft.export.inference import cache_of, stream
 from xdm_ft.export.model import Model
 from xdm_ft.export.site import Site, read_site
+from xdm_ft.export.training_images import are_among, checksums, first_of_each, of_run
 from xdm_ft.progress import progress
+from xdm_ft.report.finished import is_run, read_run
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class Evaluation(Answer):
     unreadable: dict[str, str]  # {image: why it was left out}
     absent_classes: tuple[str, ...]  # classes of the model without images
     seen_domains: tuple[str, ...]  # those with the name of a domain that trained the model
+    copies: int  # of other images here, byte for byte; each image counts once
+    copies_with_another_label: int
+    training_images: int | None  # images here that trained the model; None: unknown
     whole: AtSite  # all images
     domains: dict[str, AtSite]  # each of several domains; empty for one
 
@@ -55,7 +60,7 @@ class Evaluation(Answer):
         lines += [_promise(name, one.versus) for name, one in sites.items() if one.versus is not None]
         if all(one.versus is None for one in sites.values()):
             lines.append("The model's card promises nothing about these images.")
-        return "\n".join([*lines, *_left_out(self)])
+        return "\n".join([*lines, *_left_out(self), _not_new(self)])
 
 
 def _metrics(at: AtSite) -> Iterator[tuple[str, ...]]:
@@ -91,6 +96,22 @@ def _left_out(found: Evaluation) -> Iterator[str]:
         yield f"{count} left out, the first: {printable(name)}: {reason}"
 
 
+def _not_new(found: Evaluation) -> str:
+    """The last line: copies, and images that trained the model."""
+    copies = "no copies"
+    if found.copies:
+        contrary = found.copies_with_another_label
+        other = f", {contrary} of them with another label" if contrary else ""
+        copies = f"{found.copies} {'copy' if found.copies == 1 else 'copies'} left out, as an image counts once{other}"
+    trained = "whether any image trained the model is unknown, as there are no checksums of its training images"
+    if found.training_images == 0:
+        trained = "none of these images trained the model"
+    elif found.training_images is not None:
+        share = f"{found.training_images} of {plural(found.whole.images, 'image')}"
+        trained = f"{share} trained the model: what is measured on them does not hold for new ones"
+    return f"{copies}; {trained}"
+
+
 def _columns(rows: list[tuple[str, ...]]) -> Iterator[str]:
     """Yields aligned lines: the first cell to the left, numbers to the right."""
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
@@ -105,7 +126,9 @@ def evaluate(
     """Returns the metrics of a model on the labelled images of a folder or table.
 
     `name` is the model's directory as the user wrote it. `group`: regular expression for the images' paths. `domains`:
-    those to evaluate; None: all. Raises `UserError` for a site that can not be read or a label that the model lacks.
+    those to evaluate; None: all. Of images with the same bytes, the first one counts. Images that trained the model
+    count, are counted, and leave no verdict. Raises `UserError` for a site that can not be read or a label that the
+    model lacks.
     """
     if batch_size < 1:
         raise UserError(f"--batch-size: {batch_size} is not positive")
@@ -113,7 +136,13 @@ def evaluate(
     site = read_site(path, config.class_names, config.renamed, group)
     if domains is not None:
         site = site.only(domains)
-    images, unreadable = _answered(model, site, batch_size, cache_of(name))
+    content = checksums(site.items)
+    rows, first = first_of_each(content)
+    known = model.training_images
+    if known is None and is_run(run := Path(name).expanduser()):
+        known = of_run(read_run(run), config)
+    trained = None if known is None else are_among(content[rows], known)
+    images, unreadable = _answered(model, site.rows(rows), trained, batch_size, cache_of(name))
     if not len(images.labels):
         image, reason = next(iter(unreadable.items()))
         raise UserError(f"{printable(path)}: no image can be read, the first: {printable(image)}: {reason}")
@@ -134,12 +163,17 @@ def evaluate(
         unreadable=unreadable,
         absent_classes=tuple(name for name, one in whole.classes.items() if not one.images),
         seen_domains=tuple(name for name in found if name in config.method["train_domains"]),
+        copies=len(content) - len(rows),
+        copies_with_another_label=int((site.labels != site.labels[first]).sum()),
+        training_images=None if images.trained is None else int(images.trained.sum()),
         whole=whole,
         domains={name: at_site(one, *measured, *promised) for name, one in found.items()} if several else {},
     )
 
 
-def _answered(model: Model, site: Site, batch_size: int, cache: Path) -> tuple[Labelled, dict[str, str]]:
+def _answered(
+    model: Model, site: Site, trained: np.ndarray | None, batch_size: int, cache: Path
+) -> tuple[Labelled, dict[str, str]]:
     """Returns the images that can be read with the model's logits, and {image: reason} of the others."""
     logits, kept, unreadable, start = [], [], dict[str, str](), 0
     size = min(batch_size, len(site.items))  # a batch is always whole
@@ -151,5 +185,5 @@ def _answered(model: Model, site: Site, batch_size: int, cache: Path) -> tuple[L
             unreadable |= {batch.items[place].path: reason for place, reason in batch.unreadable.items()}
             start += len(batch.items)
             done.advance(len(batch.items))
-    rest = site.rows(np.array(kept, np.int64))
-    return Labelled(torch.cat(logits), rest.labels, rest.domains, rest.groups), unreadable
+    rest, trained = site.rows(np.array(kept, np.int64)), None if trained is None else trained[kept]
+    return Labelled(torch.cat(logits), rest.labels, rest.domains, rest.groups, trained), unreadable

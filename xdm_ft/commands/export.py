@@ -24,6 +24,7 @@ from xdm_ft.export.export import AsOnnx, export, refuse_taken
 from xdm_ft.export.hub import Pushed, check_name, push
 from xdm_ft.export.onnx import OnnxFile, check_installed
 from xdm_ft.export.runs import Choice, chosen_method, read_parts
+from xdm_ft.export.training_images import with_training_images
 from xdm_ft.recipe.read import check
 from xdm_ft.recipe.text import apply_override
 from xdm_ft.report.costs import seconds_text
@@ -90,12 +91,14 @@ def export_model(
     push_to_hub: str | None = None,
     private: bool = False,
     allow_training_features: bool = False,
+    with_training_hashes: bool = False,
 ) -> Exported:
     """Writes the chosen model of the run into a new directory.
 
     Without `choice.held_out` it is the final fit of the method, trained now if the run has none; for an official split
     only if `best`, else without one the method's first seed. `push_to_hub`: a repository that the directory is uploaded
-    to, a head with training features only if `allow_training_features`.
+    to; a head with training features only if `allow_training_features`, the checksums of training images only if
+    `with_training_hashes`.
 
     Raises `UserError` if there is no such model, if its files are damaged, or if the directory is taken.
     """
@@ -119,6 +122,7 @@ def export_model(
     parts = read_parts(run, choice, wise_ft=wise_ft, ensemble=ensemble, temperature=temperature)
     if push_to_hub is not None and parts.training_features and not allow_training_features:
         raise UserError(f"--push-to-hub: the head {held_words(parts)}; --allow-training-features uploads them")
+    parts = with_training_images(run, parts)
     as_onnx = AsOnnx(_images(run), onnx_preprocessing) if onnx or onnx_preprocessing else None
     written = export(parts, folder, with_encoder, as_onnx)
     config, _ = read_config(folder)
@@ -132,7 +136,7 @@ def export_model(
         held_words(parts),
         config.encoder.file is None and "weights" not in config.encoder.settings,
         written,
-        None if push_to_hub is None else push(folder, push_to_hub, private),
+        None if push_to_hub is None else push(folder, push_to_hub, private, with_training_hashes),
     )
 
 

@@ -30,6 +30,8 @@ def add(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload the directory to the Hugging Face hub")
     features = "let --push-to-hub upload a head that holds features of training images"
     sub.add_argument("--allow-training-features", action="store_true", help=features)
+    hashes = "--push-to-hub uploads the checksums of the training images too (default: they stay here)"
+    sub.add_argument("--with-training-hashes", action="store_true", help=hashes)
     sub.add_argument("--private", action="store_true", help="make a new repository of --push-to-hub private")
 
 
@@ -51,4 +53,5 @@ def called(arguments: argparse.Namespace) -> Answer:
         push_to_hub=arguments.push_to_hub,
         private=arguments.private,
         allow_training_features=arguments.allow_training_features,
+        with_training_hashes=arguments.with_training_hashes,
     )

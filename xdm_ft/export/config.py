@@ -205,4 +205,5 @@ class ModelConfig(Block):
     results: ResultsConfig
     chosen: str  # one line: which model of the run this is, and why
     reference_xxh3: str | None = None  # of the tensors of reference.safetensors; None: distances are not known
+    training_images_xxh3: str | None = None  # of the tensor of training_images.safetensors, which may be left out
     expected: Expected | None = None  # at a new site; None: the run has no test result of this method

@@ -1,5 +1,6 @@
-"""A model directory: config.json, model.safetensors (the head), reference.safetensors (for distances) and, with the
-encoder, encoder.safetensors, or encoder_part.safetensors with what was trained of it.
+"""A model directory: config.json, model.safetensors (the head), reference.safetensors (for distances),
+training_images.safetensors (their checksums) and, with the encoder, encoder.safetensors, or encoder_part.safetensors
+with what was trained of it.
 
 encoder.safetensors has the names of the encoder's library, so that this library loads it too. config.json holds a
 checksum of itself and of the tensors of all files.
@@ -20,7 +21,7 @@ from xdm_ft.encoders._clip_source import TEXT_CONFIG
 from xdm_ft.encoders._files import is_file_name
 from xdm_ft.encoders._foreign import check_sizes, refuse_sources
 from xdm_ft.errors import UserError
-from xdm_ft.export import reference
+from xdm_ft.export import reference, training_images
 from xdm_ft.export.config import FORMAT, EncoderConfig, EncoderIdentity, ModelConfig, PartConfig
 from xdm_ft.export.parts import Parts, build_encoder, build_head, first_fault, load_trained, part_of
 from xdm_ft.features.cache_key import weights_digest
@@ -62,6 +63,8 @@ def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> Mo
     write_checked(folder / WEIGHTS, state, {"format": "pt"})
     if parts.reference is not None:
         reference.write(parts.reference, folder)
+    if parts.training_images is not None:
+        training_images.write(parts.training_images, folder)
     of_encoder = {"settings": settings, "file": ENCODER if with_encoder else None, "part": part}
     identity = None if _is_local(config.encoder.identity) else config.encoder.identity
     own = config.encoder.model_copy(update={**of_encoder, "identity": identity})
@@ -115,7 +118,7 @@ def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
     known, encoder = reference.read(folder, config), _read_encoder(folder, config, encoder_weights)
     if encoder.width != width:
         raise UserError(f"{folder / CONFIG}: encoder.width: {width} is not that of the encoder, {encoder.width}")
-    return Parts(config, encoder, heads, known)
+    return Parts(config, encoder, heads, known, training_images.read(folder, config))
 
 
 def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encoder:

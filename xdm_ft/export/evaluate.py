@@ -41,11 +41,13 @@ class Labelled:
     labels: np.ndarray  # int64 [n]
     domains: np.ndarray  # int64 [n]
     groups: np.ndarray | None  # int64 [n]; None: images assumed independent
+    trained: np.ndarray | None = None  # bool [n], whether the image trained the model; None: unknown
 
     def of_domain(self, number: int) -> Labelled:
         rows = np.flatnonzero(self.domains == number)
         groups = None if self.groups is None else self.groups[rows]
-        return Labelled(self.logits[torch.from_numpy(rows)], self.labels[rows], self.domains[rows], groups)
+        trained = None if self.trained is None else self.trained[rows]
+        return Labelled(self.logits[torch.from_numpy(rows)], self.labels[rows], self.domains[rows], groups, trained)
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def at_site(
     if expected is not None:
         # of a single domain the worst accuracy is its accuracy
         own = "accuracy" if expected.metric == "worst_domain_accuracy" else expected.metric
-        versus = _versus(expected, metrics.get(own), estimates.get(own), temperature)
+        trained = 0 if images.trained is None else int(images.trained.sum())
+        versus = _versus(expected, metrics.get(own), estimates.get(own), temperature, trained)
     return AtSite(
         images=found.n,
         groups=groups,
@@ -142,13 +145,15 @@ def _estimate(metric: str, value: float, images: Labelled) -> tuple[Estimate | N
 
 
 def _versus(
-    expected: Expected, measured: Measured | None, estimate: Estimate | None, temperature: float
+    expected: Expected, measured: Measured | None, estimate: Estimate | None, temperature: float, trained: int
 ) -> Versus | None:
     if measured is None:  # the metric is not defined on these images
         return None
     interval, reason = None, ""
     if expected.selection == "oracle":
         reason = "picked by labels of the held-out domains"
+    elif trained:
+        reason = f"{trained} of these images trained the model"
     elif expected.spread is None or expected.freedom is None:
         sets = len(expected.held_out)
         reason = "one held-out set" if sets == 1 else f"{sets} held-out sets"

@@ -16,13 +16,14 @@ from xdm_ft.export.directory import CONFIG, ENCODER, PART, WEIGHTS, read_config
 from xdm_ft.export.leaks import leaks_in
 from xdm_ft.export.onnx import ONNX
 from xdm_ft.export.reference import REFERENCE
+from xdm_ft.export.training_images import TRAINING_IMAGES
 from xdm_ft.version import __version__
 
 PREFIX = "hf-hub:"
 NEEDED = (CONFIG, WEIGHTS)
-FILES = (*NEEDED, REFERENCE, ENCODER, PART, TEXT_CONFIG, ONNX, "README.md", "example.py")
+FILES = (*NEEDED, REFERENCE, TRAINING_IMAGES, ENCODER, PART, TEXT_CONFIG, ONNX, "README.md", "example.py")
 """Files of a model directory, besides the architecture of an encoder that its library does not know."""
-READ = (*NEEDED, REFERENCE, ENCODER, PART, "*.json")  # *.json: the architecture
+READ = (*NEEDED, REFERENCE, TRAINING_IMAGES, ENCODER, PART, "*.json")  # *.json: the architecture
 _REPOSITORY = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>\S+))?", re.ASCII)
 LOGIN = "run `hf auth login`, or set HF_TOKEN"
 
@@ -43,16 +44,17 @@ def check_name(repository: str) -> None:
         raise UserError(f"{repository}: is no name of a repository; write ORGANISATION/NAME")
 
 
-def push(folder: Path, repository: str, private: bool) -> Pushed:
+def push(folder: Path, repository: str, private: bool, with_training_hashes: bool = False) -> Pushed:
     """Uploads a model directory in one commit, and creates the repository if there is none.
 
-    Files of an earlier model in the repository are removed. Raises `UserError`, before anything is uploaded, if the
-    folder holds other files, or files with paths of this machine or names of images; if `private` and the repository
-    is public; and for errors of the hub.
+    `with_training_hashes`: the checksums of the training images too, by which anyone who has an image can find out
+    whether it is one of them. Files of an earlier model in the repository are removed. Raises `UserError`, before
+    anything is uploaded, if the folder holds other files, or files with paths of this machine or names of images; if
+    `private` and the repository is public; and for errors of the hub.
     """
     check_name(repository)
     config, _ = read_config(folder)
-    files = _checked_files(folder, config)
+    files = tuple(name for name in _checked_files(folder, config) if with_training_hashes or name != TRAINING_IMAGES)
     from huggingface_hub import HfApi
 
     api: Any = HfApi(library_name="xdm_ft", library_version=__version__)
@@ -76,7 +78,7 @@ def push(folder: Path, repository: str, private: bool) -> Pushed:
 
 
 def _checked_files(folder: Path, config: ModelConfig) -> tuple[str, ...]:
-    """Returns the names of the files to upload. Raises `UserError` as `push` says."""
+    """Returns the names of the files. Raises `UserError` as `push` says."""
     model = str(config.encoder.settings["model"])
     architecture = {model} if model.endswith(".json") else set()
     known = {*FILES, *architecture}

@@ -46,6 +46,7 @@ class Model:
         self.device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.module = Classifier(parts, precision, self.device)
         self.reference = parts.reference
+        self.training_images = parts.training_images
         self.transform = evaluation_transform(parts.config.preprocessing)
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
@@ -34,6 +35,7 @@ class Parts:
     heads: Mapping[str, Head]
     """`head`: the class head, of an ensemble of linear heads their mean; `members.<seed>`: the heads of an ensemble."""
     reference: Reference | None = None  # of the encoder's features of training images; None: distances are not known
+    training_images: np.ndarray | None = None  # uint8 [n,16], checksums, see `export/training_images.py`; None: unknown
     trained_names: tuple[str, ...] = ()  # names of the encoder's tensors that were trained
 
     @property

@@ -194,7 +194,7 @@ def read_parts(
     if wise_ft is not None:
         mixed = f"WiSE-FT: {wise_ft:g} of the trained and {1 - wise_ft:g} of the zero-shot weights"
         update |= {"wise_ft": wise_ft, "chosen": f"{config.chosen}; {mixed}"}
-    return Parts(config.model_copy(update=update), encoder, parts, reference, tuple(trained))
+    return Parts(config.model_copy(update=update), encoder, parts, reference, trained_names=tuple(trained))
 
 
 def _reference(run: Run, about: Mapping[str, Any], chosen: Chosen) -> Reference | None:

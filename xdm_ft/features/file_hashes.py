@@ -223,7 +223,7 @@ def _hash_new_files(rows: list[int], hashes: FileHashes, cache: Path | None, sho
 
     def hashed(row: int) -> tuple[Stamp, bytes] | str:
         try:
-            return _hash_file(hashes.path(row))
+            return hash_file(hashes.path(row))
         except OSError as error:
             return reason(error)
 
@@ -244,7 +244,7 @@ def _hash_new_files(rows: list[int], hashes: FileHashes, cache: Path | None, sho
                 run_on_index(cache, partial(_insert, known=known))
 
 
-def _hash_file(path: str) -> tuple[Stamp, bytes]:
+def hash_file(path: str) -> tuple[Stamp, bytes]:
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         before = Stamp.of(os.fstat(file.fileno()))
