@@ -145,8 +145,9 @@ def _training(config: ModelConfig, held: str) -> Iterator[str]:
     yield f"* Protocol: {escaped(config.protocol['description'])}."
     yield f"* How this model was chosen: {escaped(config.chosen)}."
     if config.training_images_xxh3 is not None:
-        yield "* The file training_images.safetensors, where it is present, has a checksum (xxh3) of each training image,"
-        yield "  and no image: anyone who has an image can find out whether it trained this model, as xdm-ft evaluate does."
+        yield "* The file training_images.safetensors, where it is present, has a checksum (xxh3) of each training"
+        yield "  image, and no image. Anyone who has an image can find out whether it trained this model, as xdm-ft"
+        yield "  evaluate does."
 
 
 def _expected(config: ModelConfig) -> Iterator[str]:

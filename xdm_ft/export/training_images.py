@@ -49,7 +49,9 @@ def of_run(run: Run, config: ModelConfig) -> np.ndarray | None:
         dataset = read_data(recipe)
         held_out, seed = tuple(config.method["test_domains"]), config.method["seed"]
         found = splits(dataset, recipe.protocol, seed) if held_out else [all_domains(dataset)]  # (): a final fit
-        split = next(one for one in found if one.test_domains == held_out)
+        split = next((one for one in found if one.test_domains == held_out), None)
+        if split is None:
+            raise UserError(f"the data have no domain {', '.join(held_out)} any more")
         selecting = {"train_val", "val_domain", SELECTION_SPLIT.get(recipe.protocol.selection)}
         parts = [*split.train, *(rows for name, rows in split.evaluation.items() if name in selecting)]
         digests = hash_files(dataset, index_folder(recipe), show=True).digests
