@@ -136,7 +136,8 @@ def _final_fit(
     if all_seeds is None:
         if fit.model.seed not in fitted:
             return None
-        seeds, all_seeds = tuple(fitted), len(fitted) > 1
+        seeds = (fit.model.seed, *(seed for seed in fitted if seed != fit.model.seed))
+        all_seeds = before is not None and "seeds" in before
     else:
         # a solver is deterministic: every seed would give the same model
         every = all_seeds and not fit.model.item.is_solver

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 logger = logging.getLogger("xdm_ft")
-LOOPBACK = "127.0.0.1"  # of the interface lo
+LOOPBACK = "127.0.0.1"
 
 
 def cores() -> int:
@@ -89,8 +90,9 @@ def on_loopback() -> Iterator[None]:
     if processes is None or os.environ.get("LOCAL_WORLD_SIZE") != processes or is_initialized():
         yield
         return
+    interface = "lo0" if sys.platform == "darwin" else "lo"
     for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
     port, store = int(os.environ.get("MASTER_PORT", "0")), None
     if port and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         os.environ["MASTER_ADDR"] = LOOPBACK

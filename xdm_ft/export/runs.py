@@ -94,9 +94,12 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
         files = {int(seed): file for seed, file in seeds.items()} if ensemble else {final["seed"]: final["weights"]}
         return Chosen(method, files, f"final fit: {final['how']}", final)
     if choice.held_out is None and run.results["recipe"]["protocol"]["name"] != "official":
+        command = f"xdm-ft export {shlex.quote(str(run.path))} DIR --method {shlex.quote(method)}"
+        others = [f"--method {shlex.quote(other)}" for other, fit in run.final_fits.items() if fit["status"] == "ok"]
+        instead = " or ".join([*others, _held_out(run)])
         raise UserError(
-            f"{run.path}: has no final fit of {method}, on all labelled images; "
-            f"`xdm-ft export {run.path} DIR --method {method}` trains it. A model without a domain: {_held_out(run)}"
+            f"{run.path}: has no final fit of {method}, on all labelled images; `{command}` trains it; or name another "
+            f"model of the run: {instead}"
         )
     models = [one for one in _models(run, method, choice) if run.rule in one.selected]
     if not models:
