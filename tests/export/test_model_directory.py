@@ -162,7 +162,7 @@ class TestWhichModel:
         # the recipe goes on as before; a fit stays as long as its runs determine the same one
         again = run("methods=[erm, linear_probe]", "protocol.seeds=2")
         assert again["final_fits"] == found["final_fits"] and again["recipe"]["protocol"]["final_fit"] is False
-        grown = run("methods=[erm, linear_probe, coral]", "protocol.seeds=2")
+        grown = run("methods=[erm, linear_probe, vrex]", "protocol.seeds=2")
         assert {method: fit["weights"] for method, fit in grown["final_fits"].items()} == {
             method: fit["weights"] for method, fit in found["final_fits"].items()
         }

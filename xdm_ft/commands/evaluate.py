@@ -176,9 +176,8 @@ def _answered(
 ) -> tuple[Labelled, dict[str, str]]:
     """Returns the images that can be read with the model's logits, and {image: reason} of the others."""
     logits, kept, unreadable, start = [], [], dict[str, str](), 0
-    size = min(batch_size, len(site.items))  # a batch is always whole
     with progress("evaluate", len(site.items), "images") as done:
-        for batch in stream(model, site.items, batch_size=size, cache=cache):
+        for batch in stream(model, site.items, batch_size=batch_size, cache=cache):
             readable = [place for place in range(len(batch.items)) if place not in batch.unreadable]
             logits.append(batch.logits[readable])
             kept += [start + place for place in readable]
