@@ -106,6 +106,7 @@ def test_started_as_a_module_it_is_the_same_program(tmp_path):
 )  # fmt: skip
 def test_what_is_missing_or_misspelt_is_named(arguments, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").touch()
     try:
         status = main(arguments)
     except SystemExit as end:
