@@ -14,7 +14,7 @@ from xdm_ft.report.finished import Run
 
 RUN = Path("output/small")
 ONE = ("methods=[erm]", "protocol.test_domains=[sketch]", "report.page=true", "training.steps=2")
-REPORTS = ("results.md", "results.csv", "report.html")
+REPORTS = ("results.md", "results.csv", "report.html", "reports.json")
 
 
 def changed(before: dict[Path, int]) -> set[str]:
