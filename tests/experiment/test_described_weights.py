@@ -146,11 +146,12 @@ def test_probabilities_of_very_many_images_and_classes_are_those_of_the_predicte
 
 
 @pytest.mark.slow
-def test_the_final_fit_has_the_estimate_instead_of_metrics() -> None:
+def test_the_final_fit_has_its_images_instead_of_metrics() -> None:
     found = small_runs.results("methods=[erm]", "protocol.final_fit=true")
     path = RUN / found["final_fit"]["weights"]
     about, state = read(path)
-    assert about["results"]["estimate"] == found["final_fit"]["estimate"] and "metrics" not in about["results"]
+    assert about["results"]["images"] == found["final_fit"]["images"] and "metrics" not in about["results"]
+    assert about["results"]["how"] in found["final_fit"]["how"], "after why this method"
     assert about["method"]["test_domains"] == [] and len(about["method"]["train_domains"]) == 4
     assert encoder_of(about, state) and state["head.weight"].shape[0] == len(about["class_names"])
 
