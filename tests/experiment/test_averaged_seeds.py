@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exported import RUN, choice_of, exported, held_out, run
+from exported import RUN, exported, held_out, run
 
+from xdm_ft.export.runs import Choice
 from xdm_ft.report.averaged_seeds import averaged_log_probabilities
 from xdm_ft.report.finished import read_run
 
@@ -42,7 +43,7 @@ def test_the_row_is_the_exported_ensemble() -> None:
     assert rows.keys() == {f"{method}, seeds averaged" for method in ("erm", "knn", "mlp")}
     for method in ("erm", "knn", "mlp"):
         records = [record for record in found["runs"] if record["method"] == method]
-        model = exported(choice_of(records[0]), method, ensemble=True)
+        model = exported(Choice(method, tuple(records[0]["test_domains"])), method, ensemble=True)
         labels = [Path(path).parent.name for path in held_out()]
         right = np.mean([one == label for one, label in zip(model.predict(held_out()), labels, strict=True)])
         single = np.mean([record["selected"]["train_val"]["metrics"]["test"]["accuracy"] for record in records])

@@ -12,6 +12,7 @@ from exported import RUN, choice_of, exported, held_out, recorded, run
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
 from xdm_ft.export.model import Model, load
+from xdm_ft.export.runs import Choice
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 METHODS = "methods=[erm, {name: knn, neighbours: [1, 3]}, prototypes]"
@@ -42,7 +43,7 @@ def test_an_ensemble_is_the_mean_of_its_logits_and_retraining_gives_the_same_bit
 ) -> None:
     found = run(METHODS, "protocol.seeds=2")
     of_knn = [record for record in found["runs"] if record["method"] == "knn"]
-    together = exported(choice_of(of_knn[0]), ensemble=True)
+    together = exported(Choice("knn", ("photo",)), ensemble=True)
     logits = np.mean([np.log(recorded(record)) for record in of_knn], axis=0)
     expected = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     assert_same(together, expected)
