@@ -35,7 +35,7 @@ def exported_to(target: str) -> set[bytes]:
 def test_a_fold_has_its_own_and_a_final_fit_all_images() -> None:
     run("methods=[erm]")
     first, *_ = sorted(Path("data/PACS/photo").rglob("*.png"))
-    assert main(["export", str(RUN), "fold", "--method", "erm"]) == 0
+    assert main(["export", str(RUN), "fold", "--held-out", "photo"]) == 0
     assert exported_to("fold") == checksums_below("art_painting", "cartoon", "sketch")
     export_model(str(RUN), "fit", Choice())
     assert exported_to("fit") == checksums_below("") > exported_to("fold")
@@ -58,7 +58,7 @@ def test_without_the_runs_images_the_export_says_so_and_leaves_it_out(
         first, second, *_ = sorted(Path("data/PACS/sketch").rglob("*.png"))
         first.write_bytes(second.read_bytes())
     with caplog.at_level(logging.WARNING, "xdm_ft"):
-        export_model(str(RUN), "model", Choice(method="erm"))
+        export_model(str(RUN), "model", Choice(held_out=("photo",)))
     [line] = [message for message in caplog.messages if "checksums" in message]
     assert "no checksums of the training images, as they can not be read: " in line and "\n" not in line
     assert not (Path("model") / TRAINING_IMAGES).exists()

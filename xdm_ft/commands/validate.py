@@ -92,7 +92,11 @@ def validate(recipe: Recipe) -> Validated:
         recipe = with_text(recipe, encoders)
         check_low_rank(recipe, encoders)
     except UserError as error:  # the weights may come later, the data can be mended now
-        return Validated(recipe, plan, None, {}, faults(plan, show=True), None, [], {}, error)
+        try:
+            findings = faults(plan, show=True)
+        except UserError:  # of the cache's folder: it is the next fault, and the data are not read
+            raise error from None
+        return Validated(recipe, plan, None, {}, findings, None, [], {}, error)
     plan = plan if recipe is plan.recipe else make_plan(recipe, dataset)
     prompts, own = None, {}
     for label, encoder in encoders.items():
