@@ -64,6 +64,7 @@ def _stop(children: Sequence[tuple[BaseProcess, Connection]]) -> None:
     for process, _ in children:
         process.join(SECONDS_TO_SAVE)
         process.kill()
+        process.join()
 
 
 def _raise(child: BaseProcess, reader: Connection) -> None:
