@@ -1,11 +1,14 @@
 """What the tests of exported models share."""
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import miniature
 import pytest
+import small_models
+from small_models import parts
 from small_runs import recipe
 
 from xdm_ft.experiment import run
@@ -42,3 +45,17 @@ def small_model(tmp_path_factory):
     paths = SimpleNamespace(folder=folder, data=folder / "data", cache=folder / "cache", run=directory)
     paths.model = folder / "model"
     return paths
+
+
+@pytest.fixture(scope="session")
+def exported_clip(tmp_path_factory):
+    """A model directory with an architecture of its own; tests change copies of it (`model`)."""
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    encoder, settings = small_models.demo_clip()
+    export(parts(encoder, settings, "cosine", name="open_clip", normalize=True), folder, with_encoder=True)
+    return folder
+
+
+@pytest.fixture
+def model(exported_clip, tmp_path):
+    return Path(shutil.copytree(exported_clip, tmp_path / "model"))

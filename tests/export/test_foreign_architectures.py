@@ -54,19 +54,6 @@ CLIP = {
 }
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exported") / "model"
-    encoder, settings = small_models.demo_clip()
-    export(parts(encoder, settings, "cosine", name="open_clip", normalize=True), folder, with_encoder=True)
-    return folder
-
-
-@pytest.fixture
-def model(exported, tmp_path):
-    return Path(shutil.copytree(exported, tmp_path / "model"))
-
-
 def add_to_hub(cache: Path, repository: str, folder: Path) -> None:
     """Puts a folder into a hub cache, as a download would."""
     place = cache / f"models--{repository.replace('/', '--')}"

@@ -22,24 +22,9 @@ from small_models import parts, photographs
 import xdm_ft
 from xdm_ft.errors import UserError
 from xdm_ft.export.directory import write_directory
-from xdm_ft.export.export import export
 from xdm_ft.export.hub import push
 from xdm_ft.export.leaks import leaks_in, leaks_of
 from xdm_ft.storage.digests import json_digest
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """A model directory with an architecture of its own."""
-    folder = tmp_path_factory.mktemp("exported") / "model"
-    encoder, settings = small_models.demo_clip()
-    export(parts(encoder, settings, "cosine", name="open_clip", normalize=True), folder, with_encoder=True)
-    return folder
-
-
-@pytest.fixture
-def model(exported, tmp_path):
-    return Path(shutil.copytree(exported, tmp_path / "model"))
 
 
 class FakeApi:

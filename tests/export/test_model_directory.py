@@ -320,6 +320,8 @@ class TestCombined:
         for choice in (Choice(), Choice("linear_probe", PHOTO)):
             with pytest.raises(UserError, match="--ensemble needs models of several seeds, but there is one"):
                 exported(choice, ensemble=True)
+        with pytest.raises(UserError, match="--ensemble takes the heads of all seeds; leave --seed out"):
+            exported(Choice("linear_probe", PHOTO, seed=0), ensemble=True)
 
     @pytest.mark.slow
     def test_the_temperature_divides_the_logits(self) -> None:

@@ -64,8 +64,8 @@ def opened(recipe: Recipe, accelerator: Accelerator) -> Iterator[RunDirectory]:
 def keeping_choices(recipe: Recipe) -> Recipe:
     """Returns the recipe with the final fit and, if it sets none, the augmentation of the run in its directory.
 
-    `xdm-ft export` may have added the final fit. An earlier version trained all methods without augmentation if one
-    read what is cached.
+    An override, or an export by an earlier version, may have added the final fit. Earlier versions trained all methods
+    without augmentation if one of them read what is cached.
     """
     try:
         before = unverified_facts(Path(recipe.output.dir) / recipe.name / "results.json")["recipe"]

@@ -72,10 +72,10 @@ def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
         return run.choice.method, str(run.choice)
     if len(methods) == 1:
         return methods[0], f"{methods[0]} is the only method"
-    why = "its selection rule is oracle, which reads labels of the held-out domains"
-    if run.rule != ORACLE:
-        why = f"no method has a value of {run.rule} in all of its runs"
-    raise UserError(f"{run.path}: {why}, so no method can be chosen honestly; name one: --method")
+    if run.rule == ORACLE:
+        why = "its selection rule is oracle, which reads labels of the held-out domains"
+        raise UserError(f"{run.path}: {why}, so no method can be chosen; name a model: --method and --held-out")
+    raise UserError(f"{run.path}: no method has a value of {run.rule} in all of its runs; name one: --method")
 
 
 def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
@@ -87,6 +87,8 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
     if choice.held_out is None and (choice.seed is not None or choice.trial is not None):
         option = "--seed" if choice.seed is not None else "--trial"
         raise UserError(f"{run.path}: {option} names a model that was trained without a domain; add {_held_out(run)}")
+    if ensemble and choice.seed is not None:
+        raise UserError(f"{run.path}: --ensemble takes the heads of all seeds; leave --seed out")
     method, why = chosen_method(run, choice)
     final = run.final_fits.get(method)
     if choice.held_out is None and final is not None and final["status"] == "ok":
