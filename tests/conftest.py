@@ -12,7 +12,7 @@ import tempfile
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before huggingface_hub is imported anywhere
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is: as the command does
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import partial
 from typing import Any
 
@@ -44,8 +44,14 @@ def one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_accelerator() -> None:
-    """Accelerate keeps the precision of an earlier test for the whole process."""
+def no_accelerator() -> Iterator[None]:
+    """Accelerate keeps the precision of an earlier test for the whole process, also for what the next file prepares."""
+    _forget_accelerator()
+    yield
+    _forget_accelerator()
+
+
+def _forget_accelerator() -> None:
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 
