@@ -47,6 +47,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes, list[int]], bytes], int, str]] = {
     "cut at a member": (lambda all, at: all[: at[30]], 30, "without the two blocks"),
     "cut in a header": (lambda all, at: all[: at[30] + 100], 30, "neither a member"),
     "cut behind a header": (lambda all, at: all[: at[30] + 512], -3, "unexpected end of data"),
+    "cut in a class": (lambda all, at: all[: at[32] + 513], 32, "unexpected end of data"),
     "cut before the end": (lambda all, at: all[: at[-1]], -1, "without the two blocks"),
     "one block at the end": (lambda all, at: all[: at[-1] + 512], -1, "without the two blocks"),
     "a byte behind the end": (lambda all, at: all + b"x", -1, "other data follow"),
@@ -69,7 +70,7 @@ def test_a_damaged_tar_is_refused_and_not_remembered(name: str, tmp_path: Path) 
                     WebDataset(file=file)
                 said = str(caught.value)
                 assert "\n" not in said and said.startswith(f"{file}: byte ")
-                if name != "cut behind a header":  # there it is the end of the file
+                if problem != "unexpected end of data":  # there it is the end of the file
                     assert f": byte {at[number]}" in said
                 if number:
                     assert re.search(r", after the member a/0000\d\d\.(png|txt|cls): ", said), said
@@ -117,6 +118,17 @@ def test_intact_tars_of_the_command(option: str, tmp_path: Path) -> None:
     for files in (["a"], [f"a/{number}.{end}" for number in range(5) for end in ("png", "cls")]):
         subprocess.run(["tar", option, "--sort=name", "-cf", "0.tar", *files], cwd=tmp_path, check=True)
         assert len(WebDataset(file=tmp_path / "0.tar")) == 5
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_an_image_that_is_a_link_is_not_left_out_in_silence(kind: bytes, tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "0.tar", range(3), about=False)
+    with tarfile.open(path, "a") as file:
+        member = tarfile.TarInfo("a/000003.png")
+        member.type, member.linkname = kind, "a/000002.png"
+        file.addfile(member)
+    with pytest.raises(UserError, match=r"0\.tar: a/000003\.png is a link or sparse; write each image in full"):
+        WebDataset(file=path)
 
 
 def test_an_index_of_an_earlier_version_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

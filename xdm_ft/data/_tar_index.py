@@ -125,10 +125,8 @@ def _cell(address: str, sample: _Sample, name: str, key: str) -> Any:
 def _samples(address: str, state: FileState) -> Iterator[_Sample]:
     """Yields the keys of a tar. The members of a key follow each other, as in WebDataset."""
     sample = _Sample("", None, None, {})
-    for member, file in _members(address, state):
-        folder, base = os.path.split(member.name)
-        stem, _, extension = base.partition(".")
-        key = os.path.join(folder, stem)
+    for member, content in _members(address, state):
+        key, extension = _key_and_extension(member.name)
         if key != sample.key:
             yield sample
             sample = _Sample(key, None, None, {})
@@ -137,11 +135,16 @@ def _samples(address: str, state: FileState) -> Iterator[_Sample]:
                 first = f"{printable(sample.image.name)} and {printable(member.name)}"
                 raise UserError(f"{printable(address)}: {first} are two images of one key; give each its own key")
             sample = sample._replace(image=member)
-        elif extension in (LABEL, "json"):
-            content = file.extractfile(member)
-            assert content is not None, "it is a regular file"
-            sample = _with(sample, extension, content.read(), f"{printable(address)}: {printable(member.name)}")
+        elif content is not None:
+            sample = _with(sample, extension, content, f"{printable(address)}: {printable(member.name)}")
     yield sample
+
+
+def _key_and_extension(name: str) -> tuple[str, str]:
+    """Returns `folder/key` and `extension` of the member folder/key.extension, as WebDataset cuts it."""
+    folder, base = os.path.split(name)
+    stem, _, extension = base.partition(".")
+    return os.path.join(folder, stem), extension
 
 
 def _with(sample: _Sample, extension: str, content: bytes, place: str) -> _Sample:
@@ -157,10 +160,11 @@ def _with(sample: _Sample, extension: str, content: bytes, place: str) -> _Sampl
     return sample._replace(about=about)
 
 
-def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
-    """Yields the regular files in a tar, and the tar. A remote one is read once, from front to back.
+def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, bytes | None]]:
+    """Yields the regular files in a tar, KEY.cls and KEY.json with their bytes. A remote tar is read once, from front
+    to back.
 
-    Raises `UserError` where the tar is damaged or cut.
+    Raises `UserError` where the tar is damaged or cut, and for an image of which it holds no bytes in a row.
     """
     offset, after = 0, ""
     try:
@@ -169,8 +173,15 @@ def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, 
         with tarfile.open(fileobj=reader, mode="r:") as file:
             for member in file:
                 offset, after = min(file.offset, state.size), f", after the member {printable(member.name)}"
+                extension = _key_and_extension(member.name)[1]
                 if member.isreg() and not member.issparse():
-                    yield member, file
+                    content = file.extractfile(member) if extension in (LABEL, "json") else None
+                    yield member, None if content is None else content.read()
+                elif f".{extension.lower()}" in extensions() and not member.isdir():
+                    raise UserError(
+                        f"{printable(address)}: {printable(member.name)} is a link or sparse; write each image in full "
+                        "(GNU tar: --dereference --hard-dereference, without --sparse)"
+                    )
                 file.members = []  # type: ignore[attr-defined]  # else it keeps all of them
             # tarfile takes a header that it can not read, and the end of the file, for the end of the tar
             problem = _fault_of_end(reader, offset := file.offset)
