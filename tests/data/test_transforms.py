@@ -106,7 +106,9 @@ def test_domainbeds_augmentation_in_the_encoders_own_numbers() -> None:
     assert torch.equal(black, torch.full_like(black, -2.0))
 
 
-@pytest.mark.parametrize("values", [{"std": [0, 1, 1]}, {"std": [-1, 1, 1]}, {"std": [1, 1, 1e-50]}, {"crop": 1e-9}])
+@pytest.mark.parametrize(
+    "values", [{"std": [0, 1, 1]}, {"std": [-1, 1, 1]}, {"std": [1, 1, 1e-50]}, {"crop": 1e-9}, {"mean": [0, 1e308, 0]}]
+)
 def test_values_that_can_not_be_computed_with_are_refused(values: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         PreprocessingOverrides(**values)

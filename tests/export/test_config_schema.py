@@ -140,6 +140,7 @@ def test_what_an_earlier_version_left_out_is_not_needed(model: Path) -> None:
         (("head", "name"), "mlp"),
         (("preprocessing", "size"), 10**6),
         (("preprocessing", "mean"), [float("nan")] * 3),
+        (("preprocessing", "mean"), [0.5, 1e308, 0.5]),
         (("results", "images"), {"a": "many"}),
         (("protocol",), {}),
         (("expected", "freedom"), 0),

@@ -19,7 +19,8 @@ from xdm_ft.settings import Block
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Resize = Literal["native", "squash", "pad"]
-Colour = tuple[float, float, float]
+Channel = Annotated[float, Field(ge=-1000, le=1000)]  # for pixels in 0…1; whatever a model has, and no infinity
+Colour = tuple[Channel, Channel, Channel]
 Deviation = Annotated[float, Field(ge=1e-6)]  # pixels are divided by it
 
 
@@ -151,7 +152,7 @@ def resizing_transform(preprocessing: Preprocessing) -> Callable[[Image.Image], 
     size, name = preprocessing.size, preprocessing.interpolation
     side = resized_side(preprocessing)
     filter_ = transforms.InterpolationMode(name)
-    red, green, blue = (round(255 * channel) for channel in preprocessing.mean)
+    red, green, blue = (round(255 * min(max(channel, 0.0), 1.0)) for channel in preprocessing.mean)
     geometry: dict[str, list[Any]] = {
         "native": [transforms.Resize(side, filter_), transforms.CenterCrop(size)],
         "squash": [transforms.Resize((side, side), filter_), transforms.CenterCrop(size)],
