@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import pandas
+import pyarrow
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
@@ -178,6 +180,10 @@ def test_faults_of_the_file(folder: Path) -> None:
         folder / "n.parquet"
     )
     assert fault(folder / "n.parquet").endswith("n.parquet: row 2, column label: the cell is empty; fill it in")
+    damaged = pyarrow.array([b"\xff.png"]).view(pyarrow.string())
+    table = pyarrow.table({"path": damaged, "label": ["x"], "domain": ["d"]})
+    pyarrow.parquet.write_table(table, folder / "u.parquet")
+    assert "u.parquet: can not be read as Parquet: 'utf-8' codec can't decode byte 0xff" in fault(folder / "u.parquet")
     pandas.DataFrame({"path": ["a.png"]}).to_parquet(folder / "m.parquet")
     assert fault(folder / "m.parquet").endswith("there is no column label, domain; found: path")
 

@@ -90,11 +90,11 @@ def test_a_glob_reads_no_folder_that_it_can_not_match(scans, monkeypatch):
 
 def test_a_table_of_predictions_names_the_same_images_and_groups(scans):
     """`predict` writes what a spreadsheet would compute with ./ or an apostrophe."""
-    names = ["=1.png", "-2.png", "./@3.png", "+4/5.png", "'=6.png"]
+    names = ["=1.png", "-2.png", "./@3.png", "+4/5.png", "'=6.png", " 7.png"]
     for name in names:
         (scans / name).parent.mkdir(exist_ok=True)
         (scans / name).touch()
-    rows = [[name, group, 0.5] for name, group in zip(names, ("=a", "'=a", "-1", "+", "b"), strict=True)]
+    rows = [[name, group, 0.5] for name, group in zip(names, ("=a", "'=a", "-1", "+", "b", "c"), strict=True)]
     write_table(scans / "t.csv", {"path": str, "site": str, "probability": float}, iter(rows), "csv")
     text = (scans / "t.csv").read_text()
     assert not [line for line in text.splitlines() if line.startswith(("=", "+", "-", "@"))]
@@ -153,6 +153,7 @@ def test_a_list_on_standard_input(scans, monkeypatch):
         (["scans/cell.csv"], "patient", "row 2, column patient: the cell is empty"),
         (["scans/twice.csv"], None, "two columns have the name path"),
         (["scans/bad.parquet"], None, "can not be read as Parquet"),
+        (["scans/text.parquet"], None, "can not be read as Parquet: 'utf-8' codec can't decode byte 0xff"),
         (["scans/a\nb*.png"], None, r"scans/a\nb*.png: matches"),
     ],
 )
@@ -164,6 +165,8 @@ def test_what_is_refused(scans, given, group_by, line):
     (scans / "cell.csv").write_text("path,patient\nb/2.png,\n,1\n")
     (scans / "twice.csv").write_text("path,path\nb/2.png,\n")
     (scans / "bad.parquet").write_text("no")
+    damaged = pyarrow.array([b"\xff.png"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"path": damaged}), scans / "text.parquet")
     with pytest.raises(UserError) as error:
         Sources(given, group_by).count()
     assert line in str(error.value) and "\n" not in str(error.value)

@@ -14,7 +14,7 @@ TEXTS = [
     for before in ("", "'", "''", "a", "./", "././", " ")
     for after in ("", "1+1")
 ]
-TEXTS += ["", "'", "'a", "''", "./", "./a.png", "././a.png", "cat", "/absolute", "é=1", 'a"b,c']  # fmt: skip
+TEXTS += ["", "'", "'a", "''", "./", "./a.png", "././a.png", "cat ", "cat", "/absolute", "é=1", 'a"b,c']  # fmt: skip
 COLUMNS = ("path", "label", "probability", "abstained", "note")
 
 
@@ -30,6 +30,12 @@ def test_every_text_comes_back_and_none_is_a_formula(text: str) -> None:
     assert others == ["-1.5", "true", ""], "numbers stay numbers"
     assert not path.startswith(SIGNS) and not label.startswith(SIGNS)
     assert read_cell("path", path) == text and read_cell("label", label) == text
+
+
+@pytest.mark.parametrize("path", [" a.png", "  ", " ./a.png", "./ a.png"])
+def test_a_path_keeps_the_blank_that_readers_drop(path: str) -> None:
+    [[cell]] = csv.reader(io.StringIO(csv_line(["path"], [path])), skipinitialspace=True)
+    assert read_cell("path", cell) == path
 
 
 def test_only_what_needs_it_is_quoted() -> None:

@@ -163,7 +163,7 @@ def _read_parquet(file: Path, needed: Sequence[str]) -> tuple[dict[str, list[obj
         header = pyarrow.parquet.read_schema(file).names
         _check_header(file, header, needed)
         table = pyarrow.parquet.read_table(file, columns=[name for name in (*NEEDED, *OPTIONAL) if name in header])
-    except (pyarrow.ArrowException, OSError) as error:
+        cells = {name: table.column(name).to_pylist() for name in table.column_names}
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{printable(file)}: can not be read as Parquet: {printable(error)}") from error
-    cells = {name: table.column(name).to_pylist() for name in table.column_names}
     return cells, list(range(1, table.num_rows + 1))

@@ -230,7 +230,7 @@ def _parquet_cells(file: Path, group: str | None) -> Iterator[Cells]:
                 for path, of_row in zip(paths, groups, strict=True):
                     number += 1
                     yield number, path, "" if own is not None and of_row is None else of_row
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{printable(file)}: can not be read as Parquet: {printable(error)}") from error
 
 
