@@ -200,6 +200,22 @@ def test_a_file_of_another_program_stays(tmp_path, text):
     assert file.read_bytes() == text
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_line_that_is_not_where_it_was_written_is_damage(tmp_path, place):
+    file = tmp_path / "o.csv.unfinished"
+    with open_unfinished(tmp_path / "o.csv", ABOUT, resume=False) as found:
+        found.add(ROWS)
+        found.flush()
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([lines[place], lines[place], *lines[1:]]))
+    with (
+        pytest.raises(UserError, match=rf"is damaged \(line {2 - place}: it is not where it was written\)"),
+        open_unfinished(tmp_path / "o.csv", ABOUT, resume=True) as again,
+    ):
+        again.skip_done(iter([Item(row[0], row[0]) for row in ROWS]))
+    assert file.exists()
+
+
 @pytest.mark.parametrize("other", [None, b"mine"])
 def test_a_file_that_was_deleted_or_replaced_is_not_written(tmp_path, other):
     file = tmp_path / "o.csv.unfinished"

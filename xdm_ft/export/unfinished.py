@@ -161,7 +161,10 @@ class Unfinished:
         try:
             with self._reader() as file:
                 file.seek(0)
-                yield from checked_lines(file)
+                for number, line in enumerate(checked_lines(file), start=1):
+                    if not isinstance(line, dict) or ("rows" in line) != (number > 1):
+                        raise Damaged(f"line {number}: it is not where it was written")
+                    yield line
         except Damaged as error:
             raise UserError(f"{self.file}: is damaged ({error}); delete it to begin anew") from error
 
