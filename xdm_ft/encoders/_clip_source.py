@@ -17,7 +17,6 @@ from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.storage.user_paths import expanded
 
 DEMO = Path(__file__).resolve().parent / "demo"  # the tiny CLIP that comes with the package
-TEXT_CONFIG = "text_config.json"  # beside a config file that names it: of a text side that transformers builds
 _HUB = ("hf-hub:", "local-dir:")
 
 

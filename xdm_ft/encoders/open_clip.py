@@ -17,10 +17,10 @@ from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder, Portable, TextEncoder
 from xdm_ft.encoders._arguments import refuse_reserved, wrong_kwargs
 from xdm_ft.encoders._blocks import clip_blocks
-from xdm_ft.encoders._clip_source import TEXT_CONFIG, ClipSource, is_built_in, resolve
+from xdm_ft.encoders._clip_source import ClipSource, is_built_in, resolve
 from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
 from xdm_ft.encoders._files import mismatch, read_weights
-from xdm_ft.encoders._foreign import asks_for_code, no_remote_code
+from xdm_ft.encoders._foreign import TEXT_CONFIG, asks_for_code, no_remote_code
 from xdm_ft.encoders._pooling import PoolingChoice, clip_pooled, clip_reason, outside_text_space, pooling_part, refused
 from xdm_ft.encoders._prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, expand_templates, fill, in_words
 from xdm_ft.encoders._stage_names import StageNames, timm_stage_names

@@ -17,9 +17,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.encoders._clip_source import TEXT_CONFIG
 from xdm_ft.encoders._files import is_file_name
-from xdm_ft.encoders._foreign import check_sizes, refuse_sources
+from xdm_ft.encoders._foreign import TEXT_CONFIG, check_sizes, refuse_sources
 from xdm_ft.errors import UserError
 from xdm_ft.export import reference, training_images
 from xdm_ft.export.config import FORMAT, EncoderConfig, EncoderIdentity, ModelConfig, PartConfig
@@ -142,7 +141,9 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
         )
     elif isinstance(settings["weights"], str) and is_file_name(settings["weights"]):
         raise UserError(f"{folder / CONFIG}: encoder.settings.weights: a file outside of this directory; export again")
-    _check_architecture(folder, config)
+    weights = Path(str(settings["weights"]))
+    is_file = isinstance(settings["weights"], str) and is_file_name(settings["weights"]) and weights.is_file()
+    _check_architecture(folder, config, weights if is_file else None)
     try:
         encoder = build_encoder(about.name, settings, config.preprocessing, about.seed)
     except UserError as error:
@@ -156,10 +157,14 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
     return encoder
 
 
-def _check_architecture(folder: Path, config: ModelConfig) -> None:
-    """Raises `UserError` if the description of the encoder in this directory asks for code or names another source."""
+def _check_architecture(folder: Path, config: ModelConfig, weights: Path | None) -> None:
+    """Raises `UserError` if the description of the encoder in this directory asks for code, names another source, or is
+    far larger than the file `weights`.
+    """
     settings = config.encoder.settings
-    refuse_sources(settings.get("kwargs", {}), f"{folder / CONFIG}: encoder.settings.kwargs")
+    kwargs, where = settings.get("kwargs", {}), f"{folder / CONFIG}: encoder.settings.kwargs"
+    refuse_sources(kwargs, where)
+    check_sizes(kwargs, where, weights)
     for path in (folder / str(settings["model"]), folder / TEXT_CONFIG):
         if path.suffix == ".json" and path.is_file():
             try:
@@ -167,7 +172,7 @@ def _check_architecture(folder: Path, config: ModelConfig) -> None:
             except (Damaged, OSError) as error:
                 raise UserError(f"{path}: can not be read ({error}); export the model again") from error
             refuse_sources(document, str(path))
-            check_sizes(document, str(path))
+            check_sizes(document, str(path), weights)
 
 
 def _read_part(folder: Path, about: EncoderConfig, part: PartConfig, encoder: Encoder) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.encoders._clip_source import TEXT_CONFIG
 from xdm_ft.encoders._downloads import check_hub_cache, network_error
+from xdm_ft.encoders._foreign import TEXT_CONFIG
 from xdm_ft.errors import UserError, printable
 from xdm_ft.export.config import ModelConfig
 from xdm_ft.export.directory import CONFIG, ENCODER, PART, WEIGHTS, read_config
