@@ -105,7 +105,7 @@ def test_what_oracle_selects_is_in_latex_and_csv_on_request(capsys: pytest.Captu
     assert [row["selection"] for row in table] == ["train_val"] * 6
     assert [row["selection"] for row in asked] == ["train_val"] * 6 + ["oracle"] * 6
     with Path("both/results.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == 12, "results.csv has the rows of all rules"
+        assert [row["selection"] for row in csv.DictReader(file)] == ["train_val"] * 6
     assert len(list(csv.DictReader(printed("both", "one", "--format", "csv").splitlines()))) == 12
     assert len(json.loads(printed("both", "--json"))["rows"]) == 12
     for name in ("latex", "csv"):

@@ -15,7 +15,7 @@ from xdm_ft.commands.answer import Answer
 from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.report.csv_rows import COLUMNS, Row, csv_rows, csv_text
 from xdm_ft.report.encoders import encoders_of
-from xdm_ft.report.finished import ORACLE, Run, read_run
+from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.latex import latex
 from xdm_ft.report.markdown import markdown, markdown_table, tables_of
 from xdm_ft.report.sentence import sentence
@@ -39,15 +39,15 @@ class Reported(Answer):
     format: Format
     out: Path | None  # where the tables were written; None: they are printed
     written: list[Path]  # the reports that were written again
-    rows: list[Row]  # those of results.csv
+    rows: list[Row]  # those of results.csv, of all selection rules
     oracle: bool  # LaTeX and CSV too have what oracle selects, if that is not the recipe's own rule
 
     @property
     def _shown(self) -> set[str]:
         """The selection rules of the document."""
-        rules = {row.selection for run in self.runs for row in run.rows}
-        whole = self.oracle or self.format in ("text", "markdown") or self.runs[0].own_rule == ORACLE
-        return rules if whole else rules - {ORACLE}
+        if self.oracle or self.format in ("text", "markdown"):
+            return {row.selection for run in self.runs for row in run.rows}
+        return {rule for run in self.runs for rule in run.published_rules}
 
     @property
     def tables(self) -> list[ResultTable]:

@@ -61,6 +61,11 @@ class Run:
         return honest if self.own_rule == ORACLE and honest else self.own_rule
 
     @property
+    def published_rules(self) -> set[str]:
+        """The selection rules of its LaTeX and CSV tables: oracle only if it is the recipe's own."""
+        return {row.selection for row in self.rows if row.selection != ORACLE or self.own_rule == ORACLE}
+
+    @property
     def metric(self) -> str:
         return str(self.results["recipe"]["protocol"]["metric"])
 

@@ -62,7 +62,7 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
 
 def _write_tables(directory: RunDirectory, run: Run) -> Digests:
     directory.write_text(MARKDOWN, markdown(run))
-    directory.write_text(TABLE, csv_text(csv_rows(run)))
+    directory.write_text(TABLE, csv_text(row for row in csv_rows(run) if row["selection"] in run.published_rules))
     if MODELS in _tables_of(run):
         directory.write_bytes(MODELS, parquet_of(run.records))
     return _digests(run.path, _tables_of(run))
