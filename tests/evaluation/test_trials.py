@@ -90,12 +90,16 @@ def test_of_the_methods_within_one_standard_error_the_lowest_validation_nll() ->
     runs = models("irm", *IRM, nll=0.5) + models("erm", *ERM, nll=0.4)
     found = chosen_of(runs)
     assert (found.method, found.best, found.within_reach) == ("erm", "irm", ("irm", "erm"))
-    assert "within one standard error of the best, irm: irm; of these, erm has the lowest validation NLL" in str(found)
+    assert "within one standard error of the best, irm: erm; of these 2, erm has the lowest validation NLL" in str(
+        found
+    )
     assert "(irm 0.5, erm 0.4)" in str(found) and "irm 80.0, erm 75.0" in str(found)
     for lower, expected in ((0.0145, "erm"), (0.0146, "irm")):  # a difference of 0.0645, and of 0.0646
         lowered = models("erm", *(value - lower for value in ERM), nll=0.4)
         assert chosen_of(models("irm", *IRM, nll=0.5) + lowered).method == expected, lower
     assert chosen_of(models("irm", *IRM, nll=0.4) + models("erm", *ERM, nll=0.5)).method == "irm"
+    close = chosen_of(models("irm", *IRM, nll=0.123456) + models("erm", *ERM, nll=0.123457))
+    assert close.reason == "the lowest validation NLL (irm 0.123456, erm 0.123457)", "its digits show the difference"
 
 
 def test_one_pair_gives_no_tolerance() -> None:

@@ -195,6 +195,8 @@ class TestWhichModel:
         assert main(["predict", str(RUN), str(DATA / "photo"), "--quiet"]) == 2
         told = capsys.readouterr().err
         assert told.count("\n") == 1 and "--held-out photo" in told
+        with pytest.raises(UserError, match=r"no model other; known: erm$"):
+            xdm_ft.load(RUN, method="other")
 
     @pytest.mark.slow
     def test_a_fold_on_purpose_is_of_the_first_seed_and_says_what_it_lacks(self) -> None:
@@ -237,8 +239,30 @@ class TestWhichModel:
         run("methods=[erm]", "protocol.selection=oracle")
         with pytest.raises(UserError, match="selection: oracle has none; export a model of the estimate by --held-out"):
             export_model(str(RUN), "model", Choice())
+        with pytest.raises(UserError, match=r"has no final fit .*unbiased estimate of one; name .*: --held-out photo$"):
+            xdm_ft.load(RUN)
         told = export_model(str(RUN), "model", Choice(held_out=PHOTO)).model
         assert told.startswith("trained without photo (held out), seed 0, trial 0; ")
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("changes", "options", "message"),
+        [
+            (["methods=[erm]", "protocol.seeds=1"], {"ensemble": True}, "--ensemble needs models of several seeds"),
+            (["methods=[linear_probe]", "protocol.seeds=2"], {"ensemble": True}, "has the same head under every seed"),
+            ([*END_TO_END, "methods=[erm]", "protocol.seeds=2"], {"ensemble": True}, "an ensemble needs one encoder"),
+            (["methods=[erm]"], {"wise_ft": 0.5}, "did not start from class embeddings"),
+            (["methods=[erm]"], {"wise_ft": 2.0}, "2.0 is not in 0…1"),
+            (["methods=[knn]"], {"push_to_hub": "me/mine"}, "--allow-training-features uploads them"),
+        ],
+    )
+    def test_options_that_fit_no_model_are_refused_before_one_is_trained(
+        self, changes: list[str], options: dict[str, Any], message: str
+    ) -> None:
+        run(*changes)
+        with pytest.raises(UserError, match=message):
+            export_model(str(RUN), "model", Choice(), **options)
+        assert not (RUN / "models/final_fit").exists()
 
     @pytest.mark.slow
     def test_an_official_split_gives_its_own_model_unless_a_final_fit_is_wanted(self) -> None:
@@ -249,7 +273,11 @@ class TestWhichModel:
                 lines.append(f"{image},{image.parts[-2]},{image.parts[-3]},{part[image.parts[-3]]}")
         Path("table.csv").write_text("\n".join(lines) + "\n")
         official = "protocol={name: official, selection: val_domain, seeds: [3, 1]}"
-        small_runs.results("data={name: table, file: table.csv}", official, "methods=[erm]")
+        results = small_runs.results("data={name: table, file: table.csv}", official, "methods=[erm]")
+        picks = [record["selected"]["val_domain"] for record in results["runs"]]
+        assert all("temperature" not in pick for pick in picks), "no training domain has validation images"
+        nll = [pick["metrics"]["val_domain"]["nll"] for pick in picks]
+        assert [pick["validation_nll"] for pick in picks] == pytest.approx(nll, rel=1e-6)
         told = export_model(str(RUN), "own", Choice()).model
         assert told.startswith("trained without cartoon (held out), seed 3, trial 0; ") and xdm_ft.load(RUN)
         assert not (RUN / "models/final_fit").exists()
@@ -271,7 +299,7 @@ class TestTrainingFeatures:
         marked = f"contains the features of all {n:,} training images"
         assert marked in told.text() and marked in Path("model/README.md").read_text()
         assert marked not in export_model(str(RUN), "erm", Choice()).text()
-        with pytest.raises(UserError, match=f"--push-to-hub: the head {marked}; --allow-training-features"):
+        with pytest.raises(UserError, match=r"--push-to-hub: the head of knn contains .*; --allow-training-features"):
             export_model(str(RUN), "hub", Choice("knn"), push_to_hub="me/mine")
         assert not Path("hub").exists()
 
@@ -280,10 +308,19 @@ class TestTrainingFeatures:
         run("methods=[prototypes]")
         few = exported(Choice("prototypes", PHOTO), "fold").config.few_images
         assert few and max(few.values()) < 10
-        marked = "contains mean features of fewer than ten training images: "
+        marked = " mean features of fewer than ten training images: "
         assert marked in Path("fold/README.md").read_text()
         told = export_model(str(RUN), "whole", Choice("prototypes")).text()
-        assert (marked in told) == bool(load("whole").config.few_images)
+        assert (f"the head and reference.safetensors contain{marked}" in told) == bool(load("whole").config.few_images)
+
+    @pytest.mark.slow
+    def test_class_means_beside_any_head_are_marked(self) -> None:
+        for image in [*Path("data").rglob("*/dog/*.png")][1:]:
+            image.unlink()
+        run("methods=[erm]", "data.counts=any")
+        told = export_model(str(RUN), "whole", Choice()).text()
+        assert "reference.safetensors contains mean features of fewer than ten training images: " in told
+        assert "dog (1)" in told and "Privacy: reference.safetensors contains" in Path("whole/README.md").read_text()
 
 
 class TestCombined:

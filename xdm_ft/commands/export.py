@@ -23,6 +23,7 @@ from xdm_ft.export.directory import read_config
 from xdm_ft.export.export import AsOnnx, export, refuse_taken
 from xdm_ft.export.hub import Pushed, check_name, push
 from xdm_ft.export.onnx import OnnxFile, check_installed
+from xdm_ft.export.parts import Parts
 from xdm_ft.export.runs import Choice, chosen_method, read_parts
 from xdm_ft.export.training_images import with_training_images
 from xdm_ft.recipe.read import check
@@ -42,7 +43,7 @@ class Exported(Answer):
     temperature: float  # by which the logits are divided
     fitted_temperature: float | None
     nll: tuple[float, float] | None  # of the run's models on held-out domains, without and with their temperatures
-    holds: str  # what of the training images is in the head, for a reader; "": weights alone
+    holds: str  # what of the training images is in the model, for a reader; "": weights, and means of many images
     needs_encoder_weights: bool  # neither the directory nor a public name gives the encoder's weights
     onnx: OnnxFile | None
     pushed: Pushed | None  # to the Hugging Face hub
@@ -62,7 +63,7 @@ class Exported(Answer):
             fitted = f"a temperature of {self.fitted_temperature:.3g} was fitted (--temperature uses it)"
             lines.append(fitted + self._effect())
         if self.holds:
-            lines.append(f"the head {self.holds}: share it as you may share the images")
+            lines.append(f"{self.holds}; share the model only as you may share these images")
         if self.needs_encoder_weights:
             lines.append(
                 "the encoder's weights come from a file that is not in the directory: loading needs it "
@@ -118,10 +119,14 @@ def export_model(
         and choice == Choice(choice.method)
         and (best or not is_official or method in run.final_fits)
     ):
+        if wise_ft is not None or ensemble or temperature or push_to_hub is not None:
+            # before a training of hours: what its models on the run's own splits can not be, the final fit can not be
+            fold = next(record.test_domains for record in run.records if record.method == method)
+            alike = read_parts(run, Choice(method, fold), wise_ft=wise_ft, ensemble=ensemble, temperature=temperature)
+            _refuse_upload(alike, method, push_to_hub, allow_training_features)
         run = _with_final_fit(run, method, ensemble)
     parts = read_parts(run, choice, wise_ft=wise_ft, ensemble=ensemble, temperature=temperature)
-    if push_to_hub is not None and parts.training_features and not allow_training_features:
-        raise UserError(f"--push-to-hub: the head {held_words(parts)}; --allow-training-features uploads them")
+    _refuse_upload(parts, method, push_to_hub, allow_training_features)
     parts = with_training_images(run, parts)
     as_onnx = AsOnnx(_images(run), onnx_preprocessing) if onnx or onnx_preprocessing else None
     written = export(parts, folder, with_encoder, as_onnx)
@@ -133,11 +138,17 @@ def export_model(
         config.temperature,
         config.fitted_temperature,
         _nll(config.expected),
-        held_words(parts),
+        held_words(config, parts.training_features),
         config.encoder.file is None and "weights" not in config.encoder.settings,
         written,
         None if push_to_hub is None else push(folder, push_to_hub, private, with_training_hashes),
     )
+
+
+def _refuse_upload(parts: Parts, method: str, push_to_hub: str | None, allow_training_features: bool) -> None:
+    if push_to_hub is not None and parts.training_features and not allow_training_features:
+        held = f"the head of {method} contains the features of all its training images"
+        raise UserError(f"--push-to-hub: {held}; --allow-training-features uploads them")
 
 
 def _nll(expected: Expected | None) -> tuple[float, float] | None:
@@ -182,6 +193,11 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
     apply_override(text, f"output.dir={json.dumps(str(parent))}")
     made = check(text)
     seeds = len(made.protocol.seeds) if ensemble else 1
+    if ensemble and (seeds == 1 or next(item for item in made.methods if item.label == method).is_solver):
+        raise UserError(
+            f"{run.path}: --ensemble needs models of several seeds, and the final fit of {method} has one; leave it "
+            "out, or run the recipe with more protocol.seeds; a solver has the same head under every seed"
+        )
     logger.info(
         "%s: trains the final fit of %s on all labelled images%s: about %s, as one model of the run took %s, after the "
         "features are read or computed",

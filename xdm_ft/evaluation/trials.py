@@ -104,10 +104,10 @@ class MethodChoice:
         parts = [
             f"{self.method} is chosen of {len(self.values)} methods by {self.metric} of {self.selection}: {values}"
         ]
-        others = [method for method in self.within_reach if method != self.method]
+        others = [method for method in self.within_reach if method != self.best]
         if others:
-            reach = f"within one standard error of {'it' if self.best == self.method else f'the best, {self.best}'}"
-            parts.append(f"{reach}: {', '.join(others)}; of these, {self.method} has {self.reason}")
+            reach = f"within one standard error of the best, {self.best}: {', '.join(others)}"
+            parts.append(f"{reach}; of these {len(others) + 1}, {self.method} has {self.reason}")
         else:
             parts.append("no other one is within one standard error of it")
         if self.by_name_only:
@@ -170,7 +170,9 @@ def _preferred(records: Sequence[Record], picked: Mapping[str, Sequence[Record]]
         least = min(measured[method] for method in left)
         lowest = [method for method in left if measured[method] == least]
         if len(lowest) < len(left):
-            numbers = ", ".join(f"{method} {measured[method]:.4g}" for method in left)
+            others = [measured[method] for method in left if method not in lowest]
+            digits = next(n for n in range(4, 18) if f"{least:.{n}g}" not in {f"{one:.{n}g}" for one in others})
+            numbers = ", ".join(f"{method} {measured[method]:.{digits}g}" for method in left)
             left, reason = lowest, f"{name} ({numbers})"
     return left[0], reason
 

@@ -38,6 +38,7 @@ def weights_metadata(
         "encoder": _encoder(plan, prepared.of(item), item, selected),
         "head": {"name": item.head.name, "settings": item.head.kwargs()},
         "few_images": _few_images(plan, planned),
+        "class_means": getattr(item.algorithm.cls, "class_means", False),  # algorithms that take steps lack it
         "method": {
             "label": item.label,
             "test_domains": planned.split.test_domains,
@@ -64,9 +65,7 @@ def weights_metadata(
 
 
 def _few_images(plan: Plan, planned: PlannedModel) -> dict[str, int]:
-    """Returns {class: number of training images}, where it is below `FEW` and the head holds the class's mean."""
-    if not getattr(planned.item.algorithm.cls, "class_means", False):  # algorithms that take steps lack it
-        return {}
+    """Returns {class: number of training images}, where it is below `FEW`."""
     counts = plan.annotations.labels[torch.cat(planned.split.train)].bincount(minlength=len(plan.dataset.class_names))
     return {name: n for name, n in zip(plan.dataset.class_names, counts.tolist(), strict=True) if 0 < n < FEW}
 

@@ -30,7 +30,7 @@ from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.resume import RECORDS
 from xdm_ft.experiment.train import NOTHING, DoneModels, train
 from xdm_ft.experiment.training_features import keep_references, own_reference
-from xdm_ft.protocol.splits import Split
+from xdm_ft.protocol.splits import SELECTION_SPLIT, Split
 from xdm_ft.recipe.search import at_the_edge
 from xdm_ft.storage.addresses import address_in, folder_among_heads, images_file, method_folder, model_folder
 from xdm_ft.storage.events import sub_run
@@ -250,9 +250,14 @@ def _temperature(plan: Plan, planned: PlannedModel, logits: Mapping[str, Tensor]
 def _validation_nll(
     plan: Plan, planned: PlannedModel, logits: Mapping[str, Tensor], temperature: float | None
 ) -> float | None:
-    """Returns the NLL on the images of `_temperature`, divided by it; None without such images."""
-    rows = planned.split.evaluation.get(BY_DOMAIN)
-    return None if rows is None else validation_nll(logits[BY_DOMAIN], plan.annotations.labels[rows], temperature)
+    """Returns the NLL of logits divided by the temperature, on its images, or else on those of a validation domain.
+
+    None without such images.
+    """
+    name = next((name for name in (BY_DOMAIN, SELECTION_SPLIT["val_domain"]) if name in planned.split.evaluation), None)
+    if name is None:
+        return None
+    return validation_nll(logits[name], plan.annotations.labels[planned.split.evaluation[name]], temperature)
 
 
 def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:

@@ -16,7 +16,6 @@ import yaml
 from xdm_ft.errors import plural, printable
 from xdm_ft.experiment.summary import trained_words
 from xdm_ft.export.config import AtHeldOut, Expected, ModelConfig
-from xdm_ft.export.parts import Parts
 
 HUB = "hf-hub:"
 HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "auroc": "roc_auc"}  # ours → id on the hub
@@ -48,30 +47,37 @@ def interval(metric: str, ends: tuple[float, float] | None) -> str:
     return "unknown" if ends is None else f"{shown(metric, ends[0])} to {shown(metric, ends[1])}"
 
 
-def held_words(parts: Parts) -> str:
-    """Returns what of the training images is in the heads, after "the head"; "": their weights alone."""
-    if parts.training_features:
-        return f"contains the features of all {parts.training_features:,} training images"
-    few = parts.config.few_images
-    if not few:
+def held_words(config: ModelConfig, training_features: int) -> str:
+    """Returns what of the training images is in a model, as a clause; "": weights, and means of many images.
+
+    `training_features`: the number of images whose features the heads hold.
+    """
+    if training_features:
+        return f"the head contains the features of all {training_features:,} training images"
+    few = config.few_images
+    holding = {"the head": config.class_means, "reference.safetensors": config.reference_xxh3 is not None}
+    holders = [name for name, holds in holding.items() if holds]
+    if not few or not holders:
         return ""
     named = ", ".join(f"{name} ({count})" for name, count in list(few.items())[:NAMED])
     more = f" and {len(few) - NAMED} more classes" if len(few) > NAMED else ""
-    return f"contains mean features of fewer than ten training images: {named}{more}"
+    verb = "contains" if len(holders) == 1 else "contain"
+    return f"{' and '.join(holders)} {verb} mean features of fewer than ten training images: {named}{more}"
 
 
-def card(config: ModelConfig, encoder: Mapping[str, Any], held: str = "") -> str:
+def card(config: ModelConfig, encoder: Mapping[str, Any], training_features: int = 0) -> str:
     """Returns the model card.
 
-    `encoder`: its settings in the run, which say if it comes from a hub repository. `held`: as `held_words` returns it.
+    `encoder`: its settings in the run, which say if it comes from a hub repository. `training_features`: the number of
+    training images whose features the heads hold.
     """
     front = yaml.safe_dump(metadata(config, encoder), sort_keys=False, allow_unicode=True, width=float("inf"))
     sections = [
         ("Use", _use(config)),
-        ("Training", _training(config, held)),
+        ("Training", _training(config, training_features)),
         ("What to expect at a new site", _expected(config)),
         ("Calibration", _calibration(config)),
-        ("Limits", _limits(config, held)),
+        ("Limits", _limits(config, training_features)),
         ("How to load it", _loading(config)),
     ]
     title = f"# {escaped(config.method['label'])}: {plural(len(config.class_names), 'class')} of images"
@@ -122,12 +128,12 @@ def _use(config: ModelConfig) -> Iterator[str]:
     yield "Evaluate it on labelled images of your site before you rely on it (see the end of this page)."
 
 
-def _training(config: ModelConfig, held: str) -> Iterator[str]:
+def _training(config: ModelConfig, training_features: int) -> Iterator[str]:
     method, encoder, images = config.method, config.encoder, config.results.get("images")
     is_text = config.prompts is not None and config.step == 0 and "alpha" not in method.get("hparams", {})
     head = "class head from class embeddings, not trained" if is_text else "trained class head"
-    if held:
-        head = f"a class head that {escaped(held)}"
+    if training_features or config.class_means:
+        head = f"class head of {'training features' if training_features else 'class means'}"
     if isinstance(encoder.trained, bool):
         what = "encoder and head trained end to end" if encoder.trained else f"frozen encoder, {head}"
     else:
@@ -231,15 +237,16 @@ def _calibration(config: ModelConfig) -> Iterator[str]:
     yield "Probabilities are less reliable at a new site than on images like those of the training data."
 
 
-def _limits(config: ModelConfig, held: str) -> Iterator[str]:
+def _limits(config: ModelConfig, training_features: int) -> Iterator[str]:
     expected = config.expected
     if expected is not None:
         domains = sum(len(one.domains) for one in expected.held_out)
         yield f"* Few domains: {plural(domains, 'domain')} tested. Another kind of site can be worse than any of them."
         yield from (f"* {escaped(note[0].upper() + note[1:])}." for note in expected.notes)
     yield "* The classes are closed: an image of anything else gets one of them too, often with a high probability."
+    held = held_words(config, training_features)
     if held:
-        yield f"* Privacy: the head {escaped(held)}. Share it only as you may share these images."
+        yield f"* Privacy: {escaped(held)}. Share this model only as you may share these images."
     yield "* Domains are unseen in fine-tuning, but possibly seen in the encoder's pre-training."
     yield "* Not for decisions on health, safety or rights of people without an evaluation for that purpose."
 

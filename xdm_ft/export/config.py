@@ -200,7 +200,8 @@ class ModelConfig(Block):
     method: MethodConfig
     prompts: list[str] | None = None  # templates of the class embeddings that the head started from
     protocol: ProtocolConfig
-    few_images: dict[str, Count] = {}  # class → number of training images below ten, if the head holds class means
+    few_images: dict[str, Count] = {}  # class → number of training images, where it is below ten
+    class_means: bool = False  # whether the head holds the mean feature of each class
     step: Count
     results: ResultsConfig
     chosen: str  # one line: which model of the run this is, and why

@@ -13,7 +13,7 @@ from pathlib import Path
 from PIL import Image
 
 from xdm_ft.errors import UserError
-from xdm_ft.export.card import card, held_words
+from xdm_ft.export.card import card
 from xdm_ft.export.directory import write_directory
 from xdm_ft.export.onnx import OnnxFile, write_onnx
 from xdm_ft.export.parts import Parts
@@ -51,7 +51,7 @@ def export(parts: Parts, target: Path, with_encoder: bool | None, as_onnx: AsOnn
     with new_directory(target) as folder:
         config = write_directory(parts, folder, True if parts.config.encoder.trained is True else with_encoder)
         replace_text(folder / "example.py", EXAMPLE)
-        replace_text(folder / "README.md", card(config, parts.config.encoder.settings, held_words(parts)))
+        replace_text(folder / "README.md", card(config, parts.config.encoder.settings, parts.training_features))
         return None if as_onnx is None else write_onnx(parts, folder, as_onnx.images, as_onnx.include_preprocessing)
 
 

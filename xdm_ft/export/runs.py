@@ -66,7 +66,7 @@ def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
     if choice.method is not None:
         if choice.method not in methods:
             hint = did_you_mean(choice.method, methods)
-            raise UserError(f"{run.path}: --method: no model {choice.method}{hint}; there are {', '.join(methods)}")
+            raise UserError(f"{run.path}: --method: no model {choice.method}{hint}")
         return choice.method, f"{choice.method} was named"
     if run.choice is not None:
         return run.choice.method, str(run.choice)
@@ -97,11 +97,13 @@ def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
         return Chosen(method, files, f"final fit: {final['how']}", final)
     if choice.held_out is None and run.results["recipe"]["protocol"]["name"] != "official":
         command = f"xdm-ft export {shlex.quote(str(run.path))} DIR --method {shlex.quote(method)}"
+        remedy = f"`{command}` trains it; or name another model of the run: "
+        if run.own_rule == ORACLE:
+            remedy = "selection: oracle gives no unbiased estimate of one; name a model of the run: "
         others = [f"--method {shlex.quote(other)}" for other, fit in run.final_fits.items() if fit["status"] == "ok"]
-        instead = " or ".join([*others, _held_out(run)])
         raise UserError(
-            f"{run.path}: has no final fit of {method}, on all labelled images; `{command}` trains it; or name another "
-            f"model of the run: {instead}"
+            f"{run.path}: has no final fit of {method}, on all labelled images; {remedy}"
+            f"{' or '.join([*others, _held_out(run)])}"
         )
     models = [one for one in _models(run, method, choice) if run.rule in one.selected]
     if not models:
@@ -333,6 +335,7 @@ def _config(
         chosen=chosen.how,
         results=results,
         few_images=about.get("few_images", {}),  # earlier versions did not write it
+        class_means=about.get("class_means", False),
         renamed={name: words for name, words in names.items() if name != words},
         expected=promise(run.path, run.results, run.records, run.rule, about["method"]["label"]),
         **{key: about[key] for key in kept},
