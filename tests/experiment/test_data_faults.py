@@ -152,6 +152,18 @@ def test_the_same_image_twice_in_one_domain(images):
     )
 
 
+def test_copies_are_counted_over_the_splits_of_all_seeds(images):
+    """A pair within one domain is in training and validation under some seeds only."""
+    shutil.copy(images / "a" / "dog" / "0.png", images / "a" / "dog" / "1.png")
+    split_by = {seed: found(f"protocol={{name: leave_one_domain_out, seeds: [{seed}], val_fraction: 0.5}}")
+                for seed in range(8)}  # fmt: skip
+    said = {seed: "1 of them in training and validation" in line for seed, (line,) in split_by.items()}
+    together = next(seed for seed in said if not said[seed])
+    apart = next(seed for seed in said if said[seed])
+    (line,) = found(f"protocol={{name: leave_one_domain_out, seeds: [{together}, {apart}], val_fraction: 0.5}}")
+    assert "1 of them in training and validation" in line
+
+
 def copies() -> list[list[str]]:
     return list(csv.reader(Path("output/small/copies.csv").read_text().splitlines()))
 
@@ -242,6 +254,11 @@ def test_methods_that_are_skipped(images):
         " → remove these methods from the recipe, or add a domain"
         for held_out in "ab"
     ]
+    other = "methods=[erm, {name: mixup, partner_domain: other}, {name: mixstyle, partners: other_domain}]"
+    lines = found(other, "encoder.trainable=true")
+    assert lines and all("mixup, mixstyle are skipped (needs 2 training domains" in line for line in lines)
+    assert not found(other.replace("_domain: other}", "_domain: any}").replace("other_domain", "random"),
+                     "encoder.trainable=true")  # fmt: skip
 
 
 def table(images: Path, split_of) -> None:

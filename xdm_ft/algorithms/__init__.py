@@ -97,6 +97,7 @@ class Method(nn.Module, ABC):
     source: str = ""  # one line: paper and equation
     search_ranges: SearchRanges = {}  # constructor keyword → range, for the presets of a search
     min_domains: int = 1  # training domains needed; with fewer the method becomes a `skipped` row
+    two_domains_if: Mapping[str, object] = {}  # constructor keyword → value with which it needs two training domains
     needs_text: bool = False  # whether it needs the text side of the encoder
     has_kernels: bool = False  # whether a bank is faster by kernels of its own than `torch.compile` makes it
 

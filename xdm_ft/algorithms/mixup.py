@@ -31,6 +31,8 @@ class Mixup(ERM):
     # DomainBed's range (hparams_registry.py)
     search_ranges = {"alpha": {"log_uniform": (1e-1, 1e1)}}
 
+    two_domains_if = {"partner_domain": "other"}
+
     def __init__(
         self,
         setup: Setup,

@@ -46,7 +46,7 @@ def check_data(recipe: Recipe, preprocessing: Preprocessing | None) -> Checked:
         # a run with data.on_bad_image: skip leaves these images out, and what remains may be too little for a split
         yield from planned(recipe, dataset, unreadable)
     hashes = hash_files(dataset, cache_folder(recipe.features), show=True)
-    found = list(data_faults(dataset, hashes, plan.splits if plan else ()))
+    found = list(data_faults(dataset, hashes, plan.splits_of_all_seeds if plan else ()))
     if plan is not None:
         found += plan_faults(plan)
     yield from found or [Finding("images and groups", "no image occurs twice, no group is in both training and test")]

@@ -37,7 +37,7 @@ def faults(plan: Plan, show: bool, hashes: FileHashes | None = None) -> list[Fin
     """
     if hashes is None:  # files of different sizes can not be copies of each other
         hashes = hash_files(plan.dataset, index_folder(plan.recipe), show, equal_sizes_only=True)
-    return [*data_faults(plan.dataset, hashes, plan.splits), *plan_faults(plan)]
+    return [*data_faults(plan.dataset, hashes, plan.splits_of_all_seeds), *plan_faults(plan)]
 
 
 def data_faults(dataset: ImageDataset, hashes: FileHashes, splits: Sequence[Split]) -> Iterator[Finding]:

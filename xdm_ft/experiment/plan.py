@@ -93,6 +93,10 @@ class Plan:
         return list(by_domains.values())
 
     @property
+    def splits_of_all_seeds(self) -> list[Split]:
+        return list({id(model.split): model.split for model in self.models}.values())
+
+    @property
     def annotations(self) -> Annotations:
         return annotations_of(self.dataset)
 
@@ -186,7 +190,9 @@ def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[Ex
 def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset: ImageDataset) -> list[PlannedModel]:
     """Returns a planned model per trial of one method, split and seed, or one that is skipped."""
     crossed = recipe.protocol.selection == "cross_domain"
-    needed, have = item.algorithm.cls.min_domains, len(split.train_domains) - crossed
+    cls, settings = item.algorithm.cls, item.algorithm.kwargs()
+    has_other = any(settings[name] == value for name, value in cls.two_domains_if.items())
+    needed, have = max(cls.min_domains, 1 + has_other), len(split.train_domains) - crossed
     skipped = item.skipped
     if skipped is None and have < needed:
         held_out = ", ".join(split.test_domains) + (" and one more for cross_domain" if crossed else "")

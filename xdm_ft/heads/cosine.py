@@ -17,7 +17,8 @@ class Cosine(Head):
     """logits_c = s ⟨z/‖z‖, w_c/‖w_c‖⟩: CLIP's classifier with trainable w_c and log s.
 
     Logits do not depend on the length of z, so `encoder.normalize` has no effect on them. If z = 0, the logits are 0.
-    CLIP limits s to 100 in pre-training; here s has no limit. Weight decay acts on log s as on any other parameter.
+    CLIP limits s to 100 in pre-training; here s has no limit. The decay of sgd and adam acts on log s as on
+    any other parameter; that of adamw does not.
     """
 
     source = "Radford et al. 2021 (CLIP), section 2.5; as a classifier: Gidaris & Komodakis 2018"
