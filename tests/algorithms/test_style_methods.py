@@ -117,6 +117,8 @@ def test_mixstyle_s_partners_of_other_domains() -> None:
     module = MixStyle(SETUP, p=1.0, partners="other_domain").stage_modules(encoder())["one"]
     alone = batch._replace(domain=torch.zeros_like(batch.domain))
     torch.testing.assert_close(module(x, alone, 0), x, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match="partners: other_domain needs two training domains"):
+        MixStyle(Setup(Task(tuple("ab"), ("x",)), width=4, steps=10, seed=3), partners="other_domain")
     with pytest.raises(UserError, match=r"stages \[2, 2\] has one twice"):
         MixStyle(SETUP, stages=(2, 2))
     with pytest.raises(UserError, match=r"stages \[1, 4\]: the encoder has 3 named stages; name lower ones"):

@@ -249,7 +249,11 @@ class TestWhichModel:
         ("changes", "options", "message"),
         [
             (["methods=[erm]", "protocol.seeds=1"], {"ensemble": True}, "--ensemble needs models of several seeds"),
-            (["methods=[linear_probe]", "protocol.seeds=2"], {"ensemble": True}, "has the same head under every seed"),
+            (
+                ["methods=[linear_probe]", "protocol.seeds=2"],
+                {"ensemble": True},
+                "linear_probe has the same head under every seed",
+            ),
             ([*END_TO_END, "methods=[erm]", "protocol.seeds=2"], {"ensemble": True}, "an ensemble needs one encoder"),
             (["methods=[erm]"], {"wise_ft": 0.5}, "did not start from class embeddings"),
             (["methods=[erm]"], {"wise_ft": 2.0}, "2.0 is not in 0…1"),

@@ -59,6 +59,8 @@ class MixStyle(ERM):
         super().__init__(setup)
         if len({*stages}) < len(stages):
             raise UserError(f"mixstyle: stages {[*stages]} has one twice; name each stage once")
+        if partners == "other_domain" and setup.task.num_domains < 2:  # a draw of a search
+            raise UserError("mixstyle: partners: other_domain needs two training domains, and here is one; use random")
         self.p, self.alpha, self.eps, self.stages, self.partners = p, alpha, eps, stages, partners
 
     def stage_modules(self, encoder: Encoder) -> dict[str, nn.Module]:

@@ -119,8 +119,9 @@ def export_model(
         and choice == Choice(choice.method)
         and (best or not is_official or method in run.final_fits)
     ):
-        if wise_ft is not None or ensemble or temperature or push_to_hub is not None:
-            # before a training of hours: what its models on the run's own splits can not be, the final fit can not be
+        has_options = wise_ft is not None or temperature or push_to_hub is not None
+        if ensemble or (has_options and method not in run.final_fits):
+            # before a training of hours: options that do not fit a model of the run do not fit its final fit either
             fold = next(record.test_domains for record in run.records if record.method == method)
             alike = read_parts(run, Choice(method, fold), wise_ft=wise_ft, ensemble=ensemble, temperature=temperature)
             _refuse_upload(alike, method, push_to_hub, allow_training_features)
@@ -193,10 +194,9 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
     apply_override(text, f"output.dir={json.dumps(str(parent))}")
     made = check(text)
     seeds = len(made.protocol.seeds) if ensemble else 1
-    if ensemble and (seeds == 1 or next(item for item in made.methods if item.label == method).is_solver):
+    if ensemble and next(item for item in made.methods if item.label == method).is_solver:
         raise UserError(
-            f"{run.path}: --ensemble needs models of several seeds, and the final fit of {method} has one; leave it "
-            "out, or run the recipe with more protocol.seeds; a solver has the same head under every seed"
+            f"{run.path}: --ensemble: on all images, {method} has the same head under every seed; leave it out"
         )
     logger.info(
         "%s: trains the final fit of %s on all labelled images%s: about %s, as one model of the run took %s, after the "

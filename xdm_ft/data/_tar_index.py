@@ -164,7 +164,7 @@ def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, 
     """Yields the regular files in a tar, KEY.cls and KEY.json with their bytes. A remote tar is read once, from front
     to back.
 
-    Raises `UserError` where the tar is damaged or cut, and for an image of which it holds no bytes in a row.
+    Raises `UserError` where the tar is damaged or cut, and for an image that is a link or sparse.
     """
     offset, after = 0, ""
     try:

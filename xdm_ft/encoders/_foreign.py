@@ -86,7 +86,7 @@ def check_sizes(document: Any, where: str, file: Path | None = None) -> None:
         largest[kind] = max(largest[kind], size)
         patch = min(patch, *map(abs, numbers)) if kind == _PATCH else patch
     width = largest[_WIDTH]
-    hidden = max(largest[_HIDDEN], (largest[_RATIO] if largest[_RATIO] > 1 else 0 if largest[_HIDDEN] else 4) * width)
+    hidden = max(largest[_HIDDEN], largest[_RATIO] * width) or 4 * width
     positions = (largest[_IMAGE] / max(patch, 1)) ** 2
     # of each layer four projections for attention, and two of its MLP; of each position, word or class one vector
     weights = max(largest[_LAYERS] * (4 * width**2 + 2 * width * hidden), max(largest[_ROWS], positions) * width)

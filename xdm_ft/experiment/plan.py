@@ -191,8 +191,9 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
     """Returns a planned model per trial of one method, split and seed, or one that is skipped."""
     crossed = recipe.protocol.selection == "cross_domain"
     cls, settings = item.algorithm.cls, item.algorithm.kwargs()
-    has_other = any(settings[name] == value for name, value in cls.two_domains_if.items())
-    needed, have = max(cls.min_domains, 1 + has_other), len(split.train_domains) - crossed
+    needs_two = any(settings[name] == value for name, value in cls.two_domains_if.items())
+    needed = max(cls.min_domains, 2 if needs_two else 1)
+    have = len(split.train_domains) - crossed
     skipped = item.skipped
     if skipped is None and have < needed:
         held_out = ", ".join(split.test_domains) + (" and one more for cross_domain" if crossed else "")

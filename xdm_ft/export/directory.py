@@ -141,9 +141,9 @@ def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encod
         )
     elif isinstance(settings["weights"], str) and is_file_name(settings["weights"]):
         raise UserError(f"{folder / CONFIG}: encoder.settings.weights: a file outside of this directory; export again")
-    weights = Path(str(settings["weights"]))
-    is_file = isinstance(settings["weights"], str) and is_file_name(settings["weights"]) and weights.is_file()
-    _check_architecture(folder, config, weights if is_file else None)
+    weights = settings["weights"]
+    file = Path(weights) if isinstance(weights, str) and is_file_name(weights) else None
+    _check_architecture(folder, config, file if file is not None and file.is_file() else None)
     try:
         encoder = build_encoder(about.name, settings, config.preprocessing, about.seed)
     except UserError as error:
