@@ -9,9 +9,6 @@ in groups of unequal sizes. `reading` is the same files read and compared with t
 timed in this process, in turns, and the ratio is the median of the turns' ratios. Memory is the peak above what the
 process had before. With one thread (OMP_NUM_THREADS=1) it is processor time, else wall time.
 
-The last row is the bootstrap of benchmarks/verdicts.py, 2,000 resamples of all models, next to one gather of the
-resampled images per resample and model (the naive way, timed on a few of them).
-
 The last line is JSON.
 """
 
@@ -29,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from verdicts import DRAWS, bootstrap
 
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
 from xdm_ft.evaluation.records import Pick, Record
@@ -87,19 +83,15 @@ class Run:
             for method in self.methods
             for seed in range(self.seeds)
         ]
-        rows = summarise(
-            records, self.predictions(grouped), methods=self.methods, rules=[RULE], metric=metric,
-            protocol_line=str, references=dict.fromkeys(self.methods[1:], "erm"),
-        ).rows  # fmt: skip
-        assert all(row.versus_erm["seeds_and_images"] for row in rows[1:]), "a variance is missing"
+        compared = summarise(
+            records, self.predictions(grouped), methods=self.methods, rule=RULE, metric=metric, protocol="",
+            references=dict.fromkeys(self.methods[1:], "erm"),
+        ).comparisons  # fmt: skip
+        assert all(row.share_images == 1 for row in compared), "a variance is missing"
 
     def read(self) -> None:
         for one in self.predictions(False):
             (one.predicted == one.images.labels).mean()
-
-    def right(self) -> np.ndarray:
-        """Whether each image is correct, [models, images], float32."""
-        return np.stack([one.predicted == one.images.labels for one in self.predictions(False)]).astype(np.float32)
 
 
 def rows_of(run: Run, turns: int) -> Iterator[dict[str, Any]]:
@@ -116,22 +108,6 @@ def rows_of(run: Run, turns: int) -> Iterator[dict[str, Any]]:
             "over_reading": statistics.median(ratios),
             "peak_mb": (memory.peak or 0) / 1e6,
         }
-
-
-def bootstrap_row(run: Run) -> dict[str, Any]:
-    right = run.right()
-    models, images = right.shape
-    memory = PeakMemory(torch.device("cpu"))
-    seconds = seconds_of(lambda: bootstrap(right, np.ones(images, np.int64), DRAWS))
-    peak, drawn = (memory.peak or 0) / 1e6, np.random.default_rng(0)
-
-    def naive() -> None:
-        rows = drawn.integers(0, images, images)
-        for model in right[:5]:
-            model[rows].mean()
-
-    gathers = seconds_of(naive) / 5 * models * DRAWS
-    return {"what": f"bootstrap, {DRAWS} resamples", "seconds": seconds, "naive_seconds": gathers, "peak_mb": peak}
 
 
 def main() -> None:
@@ -151,9 +127,6 @@ def main() -> None:
                 f"| {row['what']} | {row['seconds']:.1f} | {row['over_reading']:.1f} | {row['peak_mb']:.0f} |",
                 flush=True,
             )
-        row = bootstrap_row(run)
-        found.append(row)
-        print(f"| {row['what']} | {row['seconds']:.1f} (naive: {row['naive_seconds']:.0f}) | | {row['peak_mb']:.0f} |")
     print(json.dumps({**vars(arguments), "rows": found}))
 
 

@@ -1,318 +1,443 @@
 """How often a table says "better" or "worse" if no method differs, and how often if one does.
 
-    python benchmarks/verdicts.py pool RUN_DIR [RUN_DIR …]     tables drawn from many seeds of plain ERM
-    python benchmarks/verdicts.py simulate                     a simulated hospital with 10 slides; about a minute
+    python benchmarks/verdicts.py pool RUN_DIR [RUN_DIR …]   tables drawn from many seeds of trained models; 2 minutes
+    python benchmarks/verdicts.py simulate                   normal models; 5 minutes on one core
+    python benchmarks/verdicts.py looks                      a run that grows and is judged each time; 2 minutes
+    python benchmarks/verdicts.py margins                    "equal within" the margin; 4 minutes
 
-A table has a reference and 13 methods, as `recipes/all_methods.yaml` has. Its verdicts come from the functions that the
-summary of results.json calls: `without_each_group`, `paired`, `compare` and `verdicts` of `xdm_ft/evaluation/`. The
-column "before" has the rule of earlier versions: 95% intervals from a bootstrap of the test images with fixed models
-and, with several held-out domains, from a t over domains; a verdict if no interval contains 0; no correction for many
-methods. Numbers are shares of tables with any verdict, with Wilson's 95% interval. If no method differs, at most 5% of
-tables should have one.
+A table has a reference and 13 methods, as `recipes/all_methods.yaml` has; its first 6 methods and its first one are
+smaller tables. Verdicts come from `xdm_ft.evaluation.comparison`, whose functions the summary of results.json calls.
+Numbers are shares of tables in %, with Wilson's 95% interval. If no method differs, at most 5% of tables should have a
+verdict; shares whose interval lies above that are bold. *Here* and *elsewhere* are the two verdicts: on these domains,
+with other seeds and test images, and on new domains. Rows of tables are Markdown.
 
-pool      Each method of a table is ERM with other seeds. Seeds in a table are disjoint. Each table is drawn from the
-          whole pool, so the interval is for more tables of this pool, not for other pools. Tables are drawn for each
-          held-out set alone, and for all of them in one table. This makes a pool of 200 × 4 heads on frozen features of
-          PACS (minutes, if the features are cached; PACS and WEIGHTS are your paths):
+pool      Tables are drawn from the whole pool, so an interval is for more tables of this pool, not for other pools.
+          Seeds, and the test images (or groups of them) of each table, are drawn with replacement: independent draws,
+          whose variance is not that of a part of a finite pool. *equal*: each method is the first one of the run, ERM,
+          with other seeds. *centred*: methods are all methods of the run in random order, and on each domain the mean
+          of each over the whole pool is shifted to ERM's; the first one of each has ERM's seeds. *+d found*: one of the
+          equal methods is d points better, and the table says so here. *at 80%*: the smallest d that 80% of tables
+          find. The second table has a method as it is, with ERM's seeds, among equal ones: how often its sign is found.
+          The last held-out set of a run is also judged alone. A pool is 800 heads on frozen features of PACS
+          (5 minutes in a bank; PACS and WEIGHTS are your paths):
 
-              xdm-ft run all_methods name=pool data.root=PACS 'methods=[erm]' protocol.seeds=200 \\
+              xdm-ft run all_methods name=pool data.root=PACS protocol.seeds=40 \\
+                'methods=[erm, xdomainmix, groupdro, irm, {name: erm, label: erm normalised, normalize: true}]' \\
                 encoder.model=mobilenetv2_100 \\
                 encoder.weights=WEIGHTS/mobilenetv2_100.keras_in1k_int8deq.fp16.safetensors \\
                 'encoder.kwargs={bn_eps: 1e-3, pad_type: same}' \\
                 'encoder.preprocessing={mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5], size: 224, crop: 1.0}'
               python benchmarks/verdicts.py pool output/pool
 
-          and this a pool of digits end to end (tables of 3 seeds need at least 42 seeds):
-
-              xdm-ft run all_methods_end_to_end name=digits_pool 'methods=[erm]' protocol.seeds=45 \\
-                training.evaluate_every=60
-              python benchmarks/verdicts.py pool output/digits_pool --seeds 3
-
-          If seeds were trained in several runs (`protocol.seeds=[50, 51, …]`, another `name`), give all directories.
-
-simulate  Camelyon17's case: one held-out hospital, 85,054 images on 10 slides of very unequal sizes, effectively 4.9.
-          The accuracy of method m trained with seed s on slide g is δ_m + M_mg + E_ms + e_msg + sampling noise of its
-          images, all normal. M, method × slide: a method is better on some slides and worse on others, by 0 or 3 points
-          (SD of a difference), with mean 0 over slides. E and e, training: 6.4 and 3 points (end to end; ERM's
-          published SD on Camelyon17 is 6.4), or 1 and 0.5 (a head on frozen features). Power: the share of tables with
-          the verdict better for the first method if δ_1 is as printed, in points, and all other δ are 0.
+simulate  The accuracy of a model is normal. Domains: an SD of 1 point over seeds, correlated between domains by 0, 0.5
+          or 1 (the number in the name), and of 0.25 points of each method on each domain over images, which is known.
+          *new domains*: methods differ on each domain by 3 points (SD), with mean 0 over all domains. Slides:
+          Camelyon17's held-out hospital, 85,054 images on 10 slides of very unequal sizes, effectively 4.9. Seeds vary
+          by 6.4 points on all slides together and 3 on each (end to end; ERM's published SD on Camelyon17 is 6.4), or
+          by 1 and 0.5 (a frozen encoder); methods differ on each slide by 0 or 3 points (SD; the number in the name).
+          *paired*: methods with the same seed correlate by 0.7. *one × 3*: the first method varies 3 times as much over
+          seeds. *fixed*: the reference is deterministic.
+looks     The run has 5, 10 and 20 seeds of the same models. *naive*: α = 0.05 each time; *spent*: 0.05, then 0.05/2^k;
+          *planned*: `looks.PLANNED`. False if any look says anything; 5, 7.5 and 5% are allowed.
+margins   Domains as above. *false*: all methods are worse by exactly the margin, and the table says of any that it is
+          equal within it. *true*: all are equal, and the table says so of the first one.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT, Comparison, HeldOut, compare, paired, verdicts
-from xdm_ft.evaluation.jackknife import effective_number, without_each_group
+from xdm_ft.evaluation import comparison
+from xdm_ft.evaluation.comparison import ALPHA, BETTER, WORSE, Comparison, Estimate, PValue, Term, over_images
+from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance
+from xdm_ft.evaluation.looks import PLANNED
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Record
-from xdm_ft.experiment.plan import read_data
-from xdm_ft.recipe.read import load
+from xdm_ft.evaluation.versus import FEWEST_SETS
 from xdm_ft.storage.results_file import read_results
 from xdm_ft.storage.run_directory import RunDirectory
 
-DRAWS = 2000  # of the bootstrap of the earlier rule
-BLOCK, DRAWS_AT_ONCE = 1 << 16, 100  # groups and draws of the bootstrap that are multiplied at once
+DIFFERENCES = (0.01, 0.02, 0.03, 0.05)
+LARGEST = 0.2  # difference that is searched for
+MARGINS = (0.01, 0.02)
+WHERE = ("here", "elsewhere")
 SLIDES = np.array([30_000, 16_000, 12_000, 9_000, 7_000, 5_000, 3_000, 1_500, 1_000, 554])
-DIFFERENCES = (0.05, 0.1, 0.2, 0.4)
-SPREADS = {"end to end": (0.064, 0.03), "frozen": (0.01, 0.005)}  # SD over seeds: E of all slides, e of each slide
-METHOD_BY_SLIDE = (0.0, 0.03)
-SHARES = f"{'tables with a verdict: before':30} {'now':22}"
 CHANGING_SIDES = 0.2  # share of the images on which exactly one of two models is correct
+IMAGES = 2000  # of a simulated domain
+SETTINGS: dict[str, dict[str, Any]] = {
+    "alike": {}, "paired": {"pairing": 0.7}, "one × 3": {"first": 3.0}, "fixed": {"fixed": True},
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- verdicts
+
+
+def compared(first: np.ndarray, second: np.ndarray, images: Term, fixed: bool = False) -> Comparison:
+    """Returns the comparison of values [D,S] with those of the reference; `fixed`: the reference is deterministic."""
+    sets, seeds = first.shape
+    paired = not fixed and seeds >= comparison.PAIRED_SEEDS
+    if paired:
+        of_seeds = comparison.over_paired_seeds(first - second)
+    else:
+        of_seeds = comparison.over_seeds(first, second[:, :0] if fixed else second)
+    by_set = first.mean(1) - second.mean(1)  # [D]
+    on_these = comparison.here(float(by_set.mean()), of_seeds, images, sets=sets, paired=paired)
+    on_others = comparison.over_sets(by_set)
+    p, elsewhere = p_values(sets, on_these, on_others)
+    return Comparison(
+        selection="", first="", second="", sets=sets, domains=sets, seeds=seeds, paired=paired,
+        difference=on_these.value, error=on_these.error, freedom=on_these.freedom, share_seeds=None, share_images=None,
+        freedom_seeds=None, freedom_images=None, other_error=None, other_freedom=None,
+        error_elsewhere=on_others and on_others.error, p_here=p, p_elsewhere=elsewhere, note="",
+    )  # fmt: skip
+
+
+def p_values(sets: int, on_these: Estimate, on_others: Estimate | None) -> tuple[PValue | None, PValue | None]:
+    plain = on_these.p(), on_others.p() if on_others is not None and sets >= FEWEST_SETS else None
+    p, elsewhere = (None if one is None else PValue(one, None) for one in plain)
+    return p, elsewhere
+
+
+def moved(row: Comparison, difference: float) -> Comparison:
+    """Returns the comparison of a method that is better by so much."""
+    on_these, on_others, value = row.on_these, row.on_others, row.difference + difference
+    assert on_these is not None
+    others = on_others and on_others._replace(value=value)
+    p, elsewhere = p_values(row.sets, on_these._replace(value=value), others)
+    return replace(row, difference=value, p_here=p, p_elsewhere=elsewhere)
+
+
+def judged(rows: Sequence[Comparison], alpha: float = ALPHA, margin: float | None = None) -> list[Comparison]:
+    return comparison.judge("accuracy", rows, [True] * len(rows), alpha=alpha, margin=margin)
+
+
+def any_verdict(rows: Sequence[Comparison], alpha: float = ALPHA) -> np.ndarray:
+    """Returns whether any row is better or worse [here, elsewhere]."""
+    if all(row.p_here is None or row.p_here.plain >= alpha for row in rows):
+        return np.zeros(2, bool)  # corrected values are not smaller
+    found = judged(rows, alpha)
+    return np.array([any(row.is_found for row in found), any(row.elsewhere != comparison.UNKNOWN for row in found)])
+
+
+def found_better(rows: Sequence[Comparison], difference: float, elsewhere: bool = False) -> bool:
+    """Whether the table says so of the first row, if it is better by so much."""
+    first = moved(rows[0], difference)
+    p = first.p_elsewhere if elsewhere else first.p_here
+    if p is None or p.plain >= ALPHA:
+        return False
+    first = judged([first, *rows[1:]])[0]
+    return (first.elsewhere if elsewhere else first.here) == BETTER
+
+
+def smallest_found(rows: Sequence[Comparison], elsewhere: bool) -> float:
+    """Returns the difference that the first row must be better by to be found better, by bisection."""
+    low, high = 0.0, LARGEST
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (low, middle) if found_better(rows, middle, elsewhere) else (middle, high)
+    return high
+
+
+def share(count: int, tables: int, limit: float | None = None) -> str:
+    """Returns a share with its interval, bold if it lies above `limit`."""
+    low, high = stats.binomtest(int(count), tables).proportion_ci(method="wilson")
+    text = f"{100 * count / tables:.1f} ({100 * low:.1f}–{100 * high:.1f})"
+    return f"**{text}**" if limit is not None and low > limit else text
+
+
+def line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def head(*cells: str) -> str:
+    return line(*cells) + "\n" + "|---" * len(cells) + "|"
+
+
+# ---------------------------------------------------------------------------------------------------------------- pools
 
 
 class Pool(NamedTuple):
-    """R models of one method with one held-out set."""
+    """The models of all methods with one held-out set; all have the same R seeds."""
 
     held_out: str
-    values: np.ndarray  # the metric, float64 [R]
-    without: np.ndarray  # the metric without each group of test images, float64 [R,groups]
-    groups: float  # effective number of groups
-    draws: np.ndarray  # the metric on resampled groups, float64 [DRAWS,R]
+    sizes: np.ndarray  # images of each group, [groups]
+    right: dict[str, np.ndarray]  # {method: correct images of each group}, float32 [R,groups]
+    means: dict[str, float]  # {method: accuracy on all images, mean over all seeds}
+
+    @classmethod
+    def of(cls, held_out: str, sizes: np.ndarray, right: dict[str, np.ndarray]) -> Pool:
+        return cls(held_out, sizes, right, {m: float(of.sum(1).mean() / sizes.sum()) for m, of in right.items()})
 
 
-# --------------------------------------------------------------------------------------------------- tables from pools
+Side = tuple[str, np.ndarray]  # a method, and which of its models
 
 
-def comparisons(pools: Sequence[Pool], seeds: np.ndarray) -> dict[str, Comparison]:
-    """Returns {method: comparison}. `seeds` int [1 + methods, S] index the models of the pools, reference first."""
-    found = {}
-    for m, own in enumerate(seeds[1:]):
-        sets = [paired(p.values[own], p.values[seeds[0]], _means(p, own, seeds[0]), p.groups) for p in pools]
-        found[str(m)] = compare(sets)
-    return found
-
-
-def _means(pool: Pool, own: np.ndarray, reference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return pool.without[own].mean(0), pool.without[reference].mean(0)
-
-
-def any_verdict(rows: dict[str, Comparison]) -> bool:
-    """Whether a row is better or worse, for a metric where higher is better."""
-    return any(found.verdict not in (EQUAL, NO_VERDICT) for found in verdicts("accuracy", rows).values())
-
-
-def any_verdict_before(pools: Sequence[Pool], seeds: np.ndarray) -> bool:
-    """The same by the earlier rule."""
-    by_domain = np.array([p.values[seeds].mean(1)[1:] - p.values[seeds[0]].mean() for p in pools])  # [D,methods]
-    draws = np.mean([p.draws[:, seeds].mean(2)[:, 1:] - p.draws[:, seeds[0]].mean(1)[:, None] for p in pools], axis=0)
-    low, high = np.quantile(draws, [0.025, 0.975], axis=0)  # [methods]
-    if len(pools) > 1:
-        half = stats.t.ppf(0.975, len(pools) - 1) * by_domain.std(0, ddof=1) / len(pools) ** 0.5
-        low, high = np.minimum(low, by_domain.mean(0) - half), np.maximum(high, by_domain.mean(0) + half)
-    return bool(((low > 0) | (high < 0)).any())
-
-
-def drawn(pools: Sequence[Pool], methods: int, seeds: int, tables: int) -> tuple[int, int, float]:
-    """Returns the numbers of tables with a verdict, before and now, and the share of rows with uncorrected p < 0.05."""
-    generator = np.random.default_rng(seeds)
-    before = now = small = 0
-    for _ in range(tables):
-        places = generator.permutation(len(pools[0].values))[: (1 + methods) * seeds].reshape(1 + methods, seeds)
-        rows = comparisons(pools, places)
-        before += any_verdict_before(pools, places)
-        now += any_verdict(rows)
-        small += sum(row.p is not None and row.p < 0.05 for row in rows.values())
-    return before, now, small / (tables * methods)
-
-
-# ------------------------------------------------------------------------------------------------------- reading pools
-
-
-def read_pools(folders: Sequence[Path], method: str, rule: str | None) -> list[Pool]:
-    """Returns one pool per held-out set, from all runs together, with seeds in the same order.
-
-    `rule` None is the recipe's own selection rule. Raises `SystemExit` if the runs can not be combined.
-    """
-    found: dict[tuple[str, ...], dict[int, Prediction]] = {}
-    metrics = set()
+def read_pools(folders: Sequence[Path]) -> list[Pool]:
+    """Returns the models of all runs together, under the rule of each recipe. Raises `SystemExit` if they have none."""
+    found: dict[tuple[str, ...], dict[str, dict[int, np.ndarray]]] = {}
+    images: dict[tuple[str, ...], HeldOutImages] = {}
     for folder in folders:
-        recipe = load(str(folder / "recipe.yaml"), [])
-        metrics.add(recipe.protocol.metric)
-        dataset = read_data(recipe)
-        for record in read_results(folder / "results.json", Record.from_json)["runs"]:
-            if record.method != method or record.status != "ok":
+        directory, results = RunDirectory(folder), read_results(folder / "results.json", Record.from_json)
+        rule = results["recipe"]["protocol"]["selection"]
+        for record in results["runs"]:
+            if record.status != "ok":
                 continue
-            prediction = prediction_of(folder, record, rule or recipe.protocol.selection, dataset)
-            seeds = found.setdefault(record.test_domains, {})
-            if prediction.seed in seeds:
-                raise SystemExit(f"{folder}: seed {prediction.seed} is in two of the runs; give each seed once")
-            seeds[prediction.seed] = prediction
-    if len(metrics) != 1 or not found:
-        several = f"the runs have different protocol.metric: {', '.join(metrics)}; give runs with the same one"
-        raise SystemExit(several if found else f"--method {method}: the runs have no trained model of it")
-    complete = set.intersection(*(set(seeds) for seeds in found.values()))
-    (metric,) = metrics
-    if metric != "accuracy":
-        raise SystemExit(f"protocol.metric: {metric}; use runs with accuracy, as the earlier rule is for accuracy only")
-    return [pool_of(held_out, [seeds[s] for s in sorted(complete)]) for held_out, seeds in found.items()]
+            held = record.test_domains
+            if held not in images:
+                images[held] = HeldOutImages.from_arrays(directory.test_images(held))
+            of = images[held]
+            one = Prediction.from_arrays(directory.predictions(record.folder), of, record.key, rule)
+            members = np.arange(len(of.labels)) if of.members is None else of.members
+            right = np.bincount(members, one.predicted == of.labels, len(of.sizes)).astype(np.float32)
+            found.setdefault(held, {}).setdefault(record.method, {})[record.seed] = right
+    seeds = set.intersection(*(set(own) for of in found.values() for own in of.values())) if found else set()
+    if len(seeds) < 2:
+        raise SystemExit(f"{', '.join(map(str, folders))}: fewer than two seeds are complete for all methods")
+    pools = list[Pool]()
+    for held, of_methods in found.items():
+        stacked = {method: np.stack([own[seed] for seed in sorted(seeds)]) for method, own in of_methods.items()}
+        pools.append(Pool.of(" + ".join(held), images[held].sizes, stacked))
+    return pools
 
 
-def prediction_of(folder: Path, record: Record, rule: str, dataset: ImageDataset) -> Prediction:
-    directory = RunDirectory(folder)
-    images = HeldOutImages.of(dataset, directory.test_images(record.test_domains)["rows"])
-    return Prediction.from_arrays(directory.predictions(record.folder), images, record.key, rule)
+def table(
+    generator: np.random.Generator, pools: Sequence[Pool], sides: Sequence[Side], centred: bool = False
+) -> list[Comparison]:
+    """Returns the comparisons of all sides with the first one, on test images of their own."""
+    values, variances, numbers = list[np.ndarray](), list[list[float]](), list[float]()
+    for pool in pools:
+        places = generator.integers(0, len(pool.sizes), len(pool.sizes))
+        times, sizes = np.bincount(places, minlength=len(pool.sizes)).astype(np.float32), pool.sizes[places]
+        own = np.stack([pool.right[method][seeds] for method, seeds in sides])  # [rows,S,groups]
+        shift = np.array([pool.means[method] for method, _ in sides]) if centred else np.zeros(len(sides))
+        values.append(own @ times / sizes.sum() - (shift - shift[0])[:, None])
+        right = own.mean(1)[:, places]  # [rows,groups]
+        without = (right.sum(1, keepdims=True, dtype=np.float64) - right) / (sizes.sum() - sizes)
+        variances.append([jackknife_variance(one - without[0]) or 0.0 for one in without[1:]])
+        numbers.append(effective_number(sizes))
+    rows = np.stack(values, 1)  # [rows,D,S]
+    images = [over_images(of, numbers) for of in zip(*variances, strict=True)]
+    return [compared(one, rows[0], of) for one, of in zip(rows[1:], images, strict=True)]
 
 
-def pool_of(held_out: tuple[str, ...], runs: Sequence[Prediction]) -> Pool:
-    images = runs[0].images
-    right = np.stack([run.predicted == images.labels for run in runs])  # bool [R,n]
-    members = np.arange(right.shape[1]) if images.members is None else images.members
-    sums = np.stack([np.bincount(members, row, len(images.sizes)) for row in right])  # [R,groups]
-    without = np.stack([without_each_group("accuracy", run) for run in runs])
-    draws = bootstrap(sums, images.sizes, DRAWS)
-    return Pool(" + ".join(held_out), right.mean(1), without, effective_number(images.sizes), draws)
+def equal_table(generator: np.random.Generator, pools: Sequence[Pool], seeds: int, methods: int) -> list[Comparison]:
+    """Returns the comparisons of equal methods, then of each other method as it is, with the seeds of the reference."""
+    first, *others = pools[0].right
+    own = generator.integers(0, len(pools[0].right[first]), (1 + methods, seeds))
+    return table(generator, pools, [(first, of) for of in own] + [(name, own[0]) for name in others])
 
 
-def bootstrap(sums: np.ndarray, sizes: np.ndarray, draws: int) -> np.ndarray:
-    """Returns the accuracy of R models on `draws` resamples of the groups, float64 [draws,R].
-
-    `sums` [R,groups] are the correct images of each group, `sizes` [groups] all of them. A resample is a weight per
-    group: how often it is drawn. Weights and sums are multiplied in blocks, so that neither is ever whole or copied.
-    """
-    generator, both = np.random.default_rng(0), np.zeros((draws, len(sums) + 1))  # all images in the last column
-    starts = range(0, len(sizes), BLOCK)
-    lengths = np.array([min(BLOCK, len(sizes) - start) for start in starts])
-    of_block = generator.multinomial(len(sizes), lengths / len(sizes), draws)  # [draws,blocks]
-    # whole numbers are exact in float32 up to 2^24, and its products take a third of the time
-    dtype = np.float32 if int(of_block.max()) * int(sizes.max()) < 1 << 24 else np.float64
-    for number, (start, length) in enumerate(zip(starts, lengths.tolist(), strict=True)):
-        block = slice(start, start + length)
-        of_groups = np.concatenate([sums[:, block], sizes[None, block]]).astype(dtype)  # [R+1,length]
-        for first in range(0, draws, DRAWS_AT_ONCE):
-            some = slice(first, first + DRAWS_AT_ONCE)
-            both[some] += _times(generator, of_block[some, number], length, dtype) @ of_groups.T
-    return both[:, :-1] / both[:, -1:]
-
-
-def _times(generator: np.random.Generator, drawn: np.ndarray, groups: int, dtype: type) -> np.ndarray:
-    """Returns how often each of `groups` groups is drawn in `drawn` [k] uniform draws, [k,groups]."""
-    if groups < BLOCK:
-        return generator.multinomial(drawn, np.full(groups, 1 / groups)).astype(dtype)
-    # the same distribution; a multinomial takes 8 times as long, but its draws made the published numbers
-    times = np.empty((len(drawn), groups), dtype)
-    for row, count in zip(times, drawn, strict=True):
-        row[:] = np.bincount(generator.integers(0, groups, count), minlength=groups)
-    return times
-
-
-def share(count: int, tables: int) -> str:
-    low, high = stats.binomtest(count, tables).proportion_ci(method="wilson")
-    return f"{100 * count / tables:5.1f}% ({100 * low:.1f} to {100 * high:.1f})"
+def centred_table(generator: np.random.Generator, pools: Sequence[Pool], seeds: int, methods: int) -> list[Comparison]:
+    first, *others = pools[0].right
+    names = [first, *generator.permutation(others).tolist()]
+    own = generator.integers(0, len(pools[0].right[first]), (1 + methods // len(names), seeds))
+    sides = [(names[row % len(names)], own[row // len(names)]) for row in range(1 + methods)]
+    return table(generator, pools, sides, centred=True)
 
 
 def pool(arguments: argparse.Namespace) -> None:
-    pools = read_pools(arguments.runs, arguments.method, arguments.rule)
-    models = len(pools[0].values)
-    print(f"{models} seeds of {arguments.method}; {arguments.tables} tables of {arguments.methods} methods")
-    print(f"{'held out':32} {'SD of seeds':>11} {'seeds':>5}  {SHARES} rows, p < 0.05")
-    selections = [[one] for one in pools] + ([pools] if len(pools) > 1 else [])
-    for chosen in selections:
-        name = chosen[0].held_out if len(chosen) == 1 else f"all {len(chosen)} in one table"
-        deviation = np.mean([p.values for p in chosen], axis=0).std(ddof=1)
+    pools, families, tables = read_pools(arguments.runs), arguments.methods, arguments.tables
+    first, *others = pools[0].right
+    print(f"{len(pools[0].right[first])} seeds of {', '.join(pools[0].right)}; {tables} tables\n")
+    false = [f"{kind}, {where}" for where in WHERE for kind in ("equal", "centred")]
+    found = [f"+{100 * d:.0f} found" for d in DIFFERENCES]
+    print(head("held out", "comparisons", "seeds", *false, *found, *(f"at 80%, {where}" for where in WHERE)))
+    of_real = list[str]()
+    for own in (pools, pools[-1:])[: len(pools)]:
+        name = own[0].held_out if len(own) == 1 else f"each of {len(own)}"
+        differences = {method: [100 * (p.means[method] - p.means[first]) for p in own] for method in others}
         for seeds in arguments.seeds:
-            if (1 + arguments.methods) * seeds > models:
-                print(f"{name:32} {100 * deviation:11.2f} {seeds:5}  needs {(1 + arguments.methods) * seeds} models")
-                continue
-            before, now, rows = drawn(chosen, arguments.methods, seeds, arguments.tables)
-            texts = f"{share(before, arguments.tables):30} {share(now, arguments.tables):22} {100 * rows:.1f}%"
-            print(f"{name:32} {100 * deviation:11.2f} {seeds:5}  {texts}", flush=True)
+            generator = np.random.default_rng([len(own), seeds])
+            kinds = [
+                [draw(generator, own, seeds, max(families)) for _ in range(tables)]
+                for draw in (equal_table, centred_table)
+            ]
+            for family in families:
+                counts = np.array([sum(any_verdict(rows[:family]) for rows in of) for of in kinds])  # [kinds,where]
+                least = [[smallest_found(rows[:family], there) for rows in kinds[0]] for there in (False, True)]
+                cells = [share(count, tables, ALPHA) for count in counts.T.ravel()]
+                cells += [share(sum(one <= d for one in least[0]), tables) for d in DIFFERENCES]
+                at_80 = [float(np.quantile(of, 0.8)) for of in least]
+                print(
+                    line(name, family, seeds, *cells, *(f"{100 * d:.1f}" if d < LARGEST else "–" for d in at_80)),
+                    flush=True,
+                )
+            for number, (method, of) in enumerate(differences.items(), max(families)):
+                word, found_real = BETTER if sum(of) > 0 else WORSE, np.zeros((2, len(families)), int)
+                for rows in kinds[0]:
+                    own_row = [judged([rows[number], *rows[: family - 1]])[0] for family in families]
+                    found_real += [[row.here == word for row in own_row], [row.elsewhere == word for row in own_row]]
+                of_domains = f"{np.mean(of):+.1f} ({', '.join(f'{d:+.1f}' for d in of)})"
+                of_real.append(line(name, method, of_domains, seeds, *(share(c, tables) for c in found_real.ravel())))
+    print("\n" + head("held out", "method", "difference", "seeds", *(f"{w}, {f}" for w in WHERE for f in families)))
+    print("\n".join(of_real))
 
 
 # ----------------------------------------------------------------------------------------------------------- simulation
 
 
-def hospital(
-    tables: int, methods: int, seeds: int, spread: tuple[float, float], by_slide: float, key: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Simulates methods that do not differ on average over slides, the reference first.
+@dataclass(frozen=True)
+class Layout:
+    """Held-out sets that are domains, or one set of slides. Standard deviations are fractions."""
 
-    Returns accuracies [tables, 1 + methods, seeds], and accuracies without each slide [tables, 1 + methods, seeds,
-    slides].
+    sets: int
+    seeds: float  # over seeds, on one domain or slide
+    common: float  # correlation of seeds between domains or slides
+    images: float = 0.0025  # of a method on one domain or slide, over its images
+    by_domain: float = 0.0  # of a method, over domains
+    slides: bool = False
+
+
+LAYOUTS = {
+    "1 domain": Layout(1, 0.01, 0.0),
+    **{f"4 domains, {c:g}": Layout(4, 0.01, c) for c in (0.0, 0.5, 1.0)},
+    "4 new domains": Layout(4, 0.01, 0.0, by_domain=0.03 / 2**0.5),  # √2: of the difference of two
+    **{
+        f"slides, {kind}, {100 * by_slide:.0f}": Layout(
+            len(SLIDES), (e_all**2 + e**2) ** 0.5, e_all**2 / (e_all**2 + e**2), by_slide / 2**0.5, slides=True
+        )
+        for kind, e_all, e in (("end to end", 0.064, 0.03), ("frozen", 0.01, 0.005))
+        for by_slide in (0.0, 0.03)
+    },
+}
+
+
+def drawn(
+    layout: Layout, shape: Sequence[int], key: Sequence[int], pairing: float = 0.0, first: float = 1.0,
+    fixed: bool = False,
+) -> np.ndarray:  # fmt: skip
+    """Returns the accuracy on each domain or slide, [tables, 1 + methods, sets, seeds], the reference first.
+
+    Differences have mean 0. `shape`: tables, 1 + methods, seeds. `key`: of the random numbers. The settings are
+    explained above.
     """
-    generator = np.random.default_rng(key)
-    shape = (tables, 1 + methods, seeds, len(SLIDES))
-    # √2: `by_slide` is the SD of the difference of two methods
-    accuracy = 0.75 + by_slide * generator.normal(size=(*shape[:2], 1, shape[3])) / 2**0.5
-    accuracy = accuracy + spread[0] * generator.normal(size=(*shape[:3], 1)) + spread[1] * generator.normal(size=shape)
-    accuracy += generator.normal(size=shape) * (CHANGING_SIDES / 2 / SLIDES) ** 0.5
-    right = accuracy * SLIDES
-    total = right.sum(3, keepdims=True)
-    return total[..., 0] / SLIDES.sum(), (total - right) / (SLIDES.sum() - SLIDES)
+    (tables, methods, seeds), generator = shape, np.random.default_rng(key)
+
+    def of_training(methods: int) -> np.ndarray:
+        of_all = generator.normal(size=(tables, methods, 1, seeds))
+        own = generator.normal(size=(tables, methods, layout.sets, seeds))
+        return layout.common**0.5 * of_all + (1 - layout.common) ** 0.5 * own
+
+    noise = layout.seeds * (pairing**0.5 * of_training(1) + (1 - pairing) ** 0.5 * of_training(methods))
+    noise[:, 1] *= first
+    if fixed:
+        noise[:, 0] = 0
+    if layout.slides:
+        luck = generator.normal(size=noise.shape)
+        if fixed:
+            luck[:, 0] = luck[:, 0, :, :1]
+        noise += (CHANGING_SIDES / 2 / SLIDES[:, None]) ** 0.5 * luck
+    of_method = (layout.images**2 + layout.by_domain**2) ** 0.5
+    return noise + of_method * generator.normal(size=(*noise.shape[:3], 1))
 
 
-def slides_compared(values: np.ndarray, without: np.ndarray, difference: float = 0.0) -> HeldOut:
-    """Pairs values [2, seeds], and without each slide [2, seeds, slides], reference first; adds `difference`."""
-    both = without[1] + difference, without[0]
-    return paired(values[1] + difference, values[0], both, effective_number(SLIDES))
+def simulated(layout: Layout, accuracy: np.ndarray, fixed: bool) -> Iterator[list[Comparison]]:
+    """Yields the comparisons of each table from the accuracy on each domain or slide."""
+    known = over_images([2 * layout.images**2] * layout.sets, [IMAGES] * layout.sets)
+    groups = effective_number(SLIDES)
+    for values in accuracy:  # [1 + methods, sets, seeds]
+        images = [known] * (len(values) - 1)
+        if layout.slides:
+            right = values * SLIDES[:, None]
+            total = right.sum(1, keepdims=True)
+            without = ((total - right) / (SLIDES.sum() - SLIDES)[:, None]).mean(2)  # [1 + methods, slides]
+            images = [over_images([jackknife_variance(one - without[0]) or 0.0], [groups]) for one in without[1:]]
+            values = total / SLIDES.sum()
+        yield [compared(one, values[0], of, fixed) for one, of in zip(values[1:], images, strict=True)]
 
 
-def verdicts_before(values: np.ndarray, without: np.ndarray) -> int:
-    """Returns the number of tables with a verdict by the bootstrap of slides, with fixed models."""
-    total = values.mean(2) * SLIDES.sum()
-    right = total[..., None] - without.mean(2) * (SLIDES.sum() - SLIDES)  # [tables, 1 + methods, slides]
-    times = np.random.default_rng(0).multinomial(len(SLIDES), np.full(len(SLIDES), 1 / len(SLIDES)), DRAWS)
-    slide_weights = (times / (times @ SLIDES)[:, None]).T  # [slides, DRAWS]
-    found = 0
-    for of_table in right[:, 1:] - right[:, :1]:
-        low, high = np.quantile(of_table @ slide_weights, [0.025, 0.975], axis=1)
-        found += bool(((low > 0) | (high < 0)).any())
-    return found
-
-
-def simulated(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yields a line per kind of training, method × slide SD and number of seeds."""
-    for kind, spread in SPREADS.items():
-        for by_slide in METHOD_BY_SLIDE:
-            for seeds in arguments.seeds:
-                values, without = hospital(arguments.tables, arguments.methods, seeds, spread, by_slide, key=seeds)
-                now, right = 0, dict.fromkeys(DIFFERENCES, 0)
-                for v, w in zip(values, without, strict=True):
-                    rows = {
-                        str(m): compare([slides_compared(v[[0, m]], w[[0, m]])])
-                        for m in range(1, 1 + arguments.methods)
-                    }
-                    now += any_verdict(rows)
-                    for difference in DIFFERENCES:
-                        first = compare([slides_compared(v[:2], w[:2], difference)])
-                        right[difference] += verdicts("accuracy", rows | {"1": first})["1"].verdict == "better"
-                shares = " ".join(f"{100 * right[difference] / arguments.tables:6.1f}" for difference in DIFFERENCES)
-                before = verdicts_before(values, without)
-                texts = f"{share(before, arguments.tables):30} {share(now, arguments.tables):22} {shares}"
-                yield f"{kind:10} {100 * by_slide:14.0f} {seeds:5}  {texts}"
+def settings(
+    arguments: argparse.Namespace, seeds: Sequence[int]
+) -> Iterator[tuple[str, str, Layout, np.ndarray, bool]]:
+    """Yields each layout with each setting, the accuracy of its tables, and whether the reference is deterministic."""
+    for number, (name, layout) in enumerate(LAYOUTS.items()):
+        for k, (kind, setting) in enumerate(SETTINGS.items()):
+            for count in seeds:
+                shape = (arguments.tables, 1 + max(arguments.methods), count)
+                yield name, kind, layout, drawn(layout, shape, (number, k, count), **setting), "fixed" in setting
 
 
 def simulate(arguments: argparse.Namespace) -> None:
-    slides = f"{len(SLIDES)} slides, effectively {effective_number(SLIDES):.1f}"
-    print(f"{slides}; {arguments.tables} tables of {arguments.methods} methods")
-    differences = " ".join(f"{f'+{100 * difference:.0f}':>6}" for difference in DIFFERENCES)
-    header = f"{'training':10} {'method × slide':>14} {'seeds':>5}  {SHARES} power in % at"
-    print(f"{header}\n{'':{len(header) - 13}}{differences}")
-    for line in simulated(arguments):
-        print(line, flush=True)
+    methods, tables = arguments.methods, arguments.tables
+    columns = [f"{where}, {family}" for where in WHERE for family in methods]
+    print(f"{tables} tables\n\n{head('sets', 'setting', 'seeds', *columns, f'+3 found, {max(methods)}')}")
+    for name, kind, layout, accuracy, fixed in settings(arguments, arguments.seeds):
+        counts, found = np.zeros((2, len(methods)), int), 0
+        for rows in simulated(layout, accuracy, fixed):
+            counts += np.stack([any_verdict(rows[:family]) for family in methods], 1)
+            found += found_better(rows, 0.03)
+        # methods that differ by domain do differ on these domains
+        tested = (not layout.by_domain, rows[0].sets >= FEWEST_SETS)
+        cells = [share(c, tables, ALPHA) if shown else "" for of, shown in zip(counts, tested, strict=True) for c in of]
+        power = share(found, tables) if tested[0] else ""
+        print(line(name, kind, accuracy.shape[3], *cells, power), flush=True)
+
+
+def looks(arguments: argparse.Namespace) -> None:
+    spending = {
+        "naive": [ALPHA] * len(PLANNED),
+        "spent": [ALPHA / 2**k if k > 1 else ALPHA for k in range(1, len(PLANNED) + 1)],
+        "planned": list(PLANNED.values()),
+    }
+    allowed = [ALPHA, sum(spending["spent"]), sum(spending["planned"])]
+    columns = [f"{name}, {family}" for name in spending for family in arguments.methods]
+    print(f"{arguments.tables} tables; looks at {', '.join(map(str, PLANNED))} seeds\n")
+    print(head("sets", "setting", *columns))
+    for name, kind, layout, accuracy, fixed in settings(arguments, [max(PLANNED)]):
+        if layout.by_domain:
+            continue
+        false = np.zeros((len(spending), len(arguments.methods), arguments.tables), bool)
+        for look, seeds in enumerate(PLANNED):
+            for t, rows in enumerate(simulated(layout, accuracy[..., :seeds], fixed)):
+                for f, family in enumerate(arguments.methods):
+                    false[:, f, t] |= [any_verdict(rows[:family], alphas[look])[0] for alphas in spending.values()]
+        counts = false.sum(2)  # [spending, families]
+        cells = [share(c, arguments.tables, limit) for limit, of in zip(allowed, counts, strict=True) for c in of]
+        print(line(name, kind, *cells), flush=True)
+
+
+def margins(arguments: argparse.Namespace) -> None:
+    columns = [f"{what}, {family}" for what in ("false", "true") for family in arguments.methods]
+    print(f"{arguments.tables} tables\n\n{head('sets', 'setting', 'seeds', 'margin', *columns)}")
+    for name, kind, layout, accuracy, fixed in settings(arguments, arguments.seeds):
+        if layout.by_domain or layout.slides:
+            continue
+        for margin in MARGINS:
+            counts = np.zeros((2, len(arguments.methods)), int)
+            for rows in simulated(layout, accuracy, fixed):
+                at_margin = [moved(row, -margin) for row in rows]
+                for f, family in enumerate(arguments.methods):
+                    false, true = (judged(of[:family], margin=margin) for of in (at_margin, rows))
+                    counts[0, f] += any(row.equal_within is not None for row in false)
+                    counts[1, f] += true[0].equal_within is not None
+            cells = [
+                share(c, arguments.tables, limit) for of, limit in zip(counts, (ALPHA, None), strict=True) for c in of
+            ]
+            print(line(name, kind, accuracy.shape[3], f"{100 * margin:g}", *cells), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(required=True)
-    of_pool = parts.add_parser("pool", help="draw tables from the seeds of runs")
-    of_pool.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    of_pool.add_argument("--method", default="erm", help="method whose models are drawn (default: erm)")
-    of_pool.add_argument("--rule", help="selection rule (default: the recipe's own)")
-    of_pool.set_defaults(do=pool)
-    of_simulation = parts.add_parser("simulate", help="simulate a hospital with ten slides")
-    of_simulation.set_defaults(do=simulate)
-    for part in (of_pool, of_simulation):
-        part.add_argument("--seeds", nargs="+", type=int, default=[3, 5, 10], help="seeds per method (default: 3 5 10)")
-        part.add_argument("--methods", type=int, default=13, help="methods per table (default: 13)")
-        part.add_argument("--tables", type=int, default=1000, help="number of tables (default: 1000)")
+    seeds = {pool: [3, 5, 10], simulate: [3, 5, 8, 9, 10, 11, 20], margins: [3, 5, 10, 20]}
+    for do in (pool, simulate, looks, margins):
+        part = parts.add_parser(do.__name__)
+        part.set_defaults(do=do)
+        if do is pool:
+            part.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+        if do in seeds:
+            text = "seeds per method (default: %(default)s)"
+            part.add_argument("--seeds", nargs="+", type=int, default=seeds[do], help=text)
+        text = "comparisons per table (default: %(default)s)"
+        part.add_argument("--methods", nargs="+", type=int, default=[1, 6, 13], help=text)
+        part.add_argument("--tables", type=int, default=1000, help="number of tables (default: %(default)s)")
     arguments = parser.parse_args()
     arguments.do(arguments)
 

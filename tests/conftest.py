@@ -18,6 +18,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
+
+# a slow machine is no failure, and no run draws other examples than the one before
+settings.register_profile("tests", deadline=None, derandomize=True)
+settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

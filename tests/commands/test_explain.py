@@ -10,8 +10,8 @@ import pytest
 from xdm_ft.cli import TOPICS, main
 from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT
 from xdm_ft.protocol.splits import Rule
+from xdm_ft.report.comparisons import ELSEWHERE, HERE
 from xdm_ft.report.manual import MANUAL
-from xdm_ft.report.table_rows import COMPARISON
 
 
 def test_every_word_of_a_table_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,8 +19,8 @@ def test_every_word_of_a_table_is_explained(capsys: pytest.CaptureFixture[str]) 
     assert main(["explain"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     rules = get_args(Rule)
-    assert len(rules) == 4 and len(COMPARISON) == 5
-    columns = ["versus", *(column.removesuffix(" (unadjusted)") for column in COMPARISON if column != "verdict")]
+    assert len(rules) == 4 and len(HERE + ELSEWHERE) == 6
+    columns = ["versus", *(column.removesuffix(" (unadjusted)") for column in HERE + ELSEWHERE)]
     for word in (*columns, *rules, EQUAL, NO_VERDICT, "draws × gradients", "mixed steps", "last step picked"):
         assert f" {word}: " in text, word
 
@@ -36,7 +36,7 @@ def test_what_is_said_of_a_table_holds_for_every_table() -> None:
 def test_a_topic_alone_and_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "verdict"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("VERDICT\n  better, worse: ") and "SELECTION" not in out
+    assert out.startswith("VERDICT\n  here: ") and "SELECTION" not in out
     assert max(map(len, out.splitlines())) <= 80
     assert main(["explain", "verdict", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"verdict": MANUAL["verdict"]}

@@ -48,7 +48,9 @@ def test_one_run(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
     assert main(["report", "one"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(
-        "On a domain never seen, expect 55.0% accuracy with erm, chosen on validation images; a|<script>\\n\\x1b"
+        "A new site like these lies below the worst of the 2 held-out ones (40.0%) with probability 1 in 3, between "
+        "worst and best with 1 in 3; on average expect 55.0% accuracy with erm, chosen on validation images; "
+        "a|<script>\\n\\x1b"
     )
     assert all(word in out for word in ("selection: train_val", "65.0 ± 0.0", "Other metrics", "worst domain"))
     assert all(line.isprintable() for line in f"{out}{err}".splitlines())
@@ -106,7 +108,7 @@ def test_what_oracle_selects_is_in_latex_and_csv_on_request(capsys: pytest.Captu
     assert [row["selection"] for row in asked] == ["train_val"] * 6 + ["oracle"] * 6
     with Path("both/results.csv").open(newline="") as file:
         assert [row["selection"] for row in csv.DictReader(file)] == ["train_val"] * 6
-    assert len(list(csv.DictReader(printed("both", "one", "--format", "csv").splitlines()))) == 12
+    assert len(list(csv.DictReader(printed("both", "one", "--format", "csv").splitlines()))) == 12 + 2
     assert len(json.loads(printed("both", "--json"))["rows"]) == 12
     for name in ("latex", "csv"):
         assert "oracle" in printed("cheating", "--format", name), "the recipe's own rule is always there"
@@ -120,7 +122,11 @@ def test_several_runs(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture
     assert all(line.isprintable() for line in out.splitlines())
     assert main(["report", "one", "two", "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out, newline="")))
-    assert [row["run"] for row in rows] == ["one"] * 6 + ["two"] * 6
+    assert [row["run"] for row in rows[:-2]] == ["one"] * 6 + ["two"] * 6
+    assert [(row["of"], row["method"], row["compared_with"]) for row in rows[-2:]] == [
+        ("runs", f"two: {method}", f"one: {method}") for method in ("erm", NAME)
+    ]
+    assert {(float(row["difference"]), row["here"]) for row in rows[-2:]} == {(0, "no verdict")}
     assert sorted(Path().rglob("*")) == before and pages == [], "their own reports stay as they are"
 
 
@@ -132,7 +138,7 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["written"] == ["one/results.md", "one/results.csv", "one/report.html"]
     assert all(tuple(row) == COLUMNS for row in document["rows"]) and len(document["rows"]) == 6
     mean = document["rows"][3]
-    assert mean["method"] == NAME and mean["mean"] == pytest.approx(0.65) and mean["verdict"] == "no verdict"
+    assert mean["method"] == NAME and mean["mean"] == pytest.approx(0.65) and mean["here"] == "no verdict"
     assert main(["report", "one", "two", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["runs"] == ["one", "two"] and document["written"] == [] and document["out"] is None
@@ -143,7 +149,7 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "said"),
     [
         (["none"], "none: does not exist; name a run directory"),
-        (["one", "seeds"], "one and seeds: their protocols differ in protocol.seeds ([0, 1] and [0, 7])"),
+        (["one", "metric"], "one and metric: their protocols differ in protocol.metric (accuracy and nll)"),
         (["one", "two", "./one"], "one: is named twice"),
         (["one", "two", "--images"], "--images: is about the page of one run"),
         (["one", "--out", "one/results.json"], "--out one/results.json: its name must end in .txt, .md, .tex, .csv"),
@@ -154,8 +160,8 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_faults_are_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    seeds = results_of(two_sets())["recipe"]["protocol"] | {"seeds": [0, 7]}
-    made(Path("seeds"), protocol=seeds)
+    protocol = results_of(two_sets())["recipe"]["protocol"] | {"metric": "nll"}
+    made(Path("metric"), protocol=protocol)
     RunDirectory(Path("unfinished")).write_results(results_of(two_sets()) | {"summary": []})
     made(Path("damaged"))
     text = Path("damaged/results.json").read_text()

@@ -1,45 +1,312 @@
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from xdm_ft.evaluation.comparison import Comparison, Estimate, HeldOut, compare, holm, over_seeds_and_images, verdicts
+from xdm_ft.evaluation.comparison import (
+    EQUAL,
+    NO_VERDICT,
+    UNKNOWN,
+    Comparison,
+    Estimate,
+    PValue,
+    Term,
+    harmonic,
+    here,
+    holm,
+    judge,
+    over_images,
+    over_paired_seeds,
+    over_seeds,
+    over_sets,
+    welch,
+)
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
+from xdm_ft.evaluation.records import Pick, Record
+from xdm_ft.evaluation.runs import Runs
+from xdm_ft.evaluation.versus import Pair, WithoutGroups, compared
+from xdm_ft.tensors import Score
+
+Right = dict[tuple[str, str, int], np.ndarray]  # {(method, domain, seed): which images are right}
+SIZES = {"a": [9, 8, 7, 3, 2, 1], "b": [5, 5, 5, 5], "c": [12, 4, 4, 4], "d": [6, 6, 6, 2, 2, 2]}
+
+
+def groups_of(domain: str, grouped: bool) -> np.ndarray:
+    sizes = SIZES[domain]
+    return np.repeat(np.arange(len(sizes)), sizes) if grouped else np.arange(sum(sizes))
+
+
+def trained(seeds: dict[str, Sequence[int]], domains: str) -> Right:
+    """Made models: one that is right on more images with some seeds, and on some images with all."""
+    generator, right = np.random.default_rng(0), Right()
+    for domain in domains:
+        ease = generator.normal(size=sum(SIZES[domain]))
+        for m, (method, own) in enumerate(seeds.items()):
+            for seed in own:
+                score = ease + 0.4 * m + 0.3 * generator.normal() + generator.normal(size=len(ease))
+                right[method, domain, seed] = score > 0
+    return right
+
+
+def product(right: Right, domains: str, grouped: bool, deterministic: Collection[str] = ()) -> Comparison:
+    """The comparison of the package."""
+    predictions, runs = list[Prediction](), list[Runs]()
+    for method in ("m", "r"):
+        records = []
+        for (name, domain, seed), own in right.items():
+            if name != method:
+                continue
+            accuracy = float(own.mean())
+            score = Score(accuracy, 0.0, 0.0, None, None, 0.0, 0.0, len(own), {}, {})
+            records.append(
+                Record(method, (domain,), seed, 0, {}, "ok", selected={"rule": Pick(1, "", {"test": score})})
+            )
+            labels = np.zeros(len(own), np.int64)
+            groups = groups_of(domain, True) if grouped else None
+            images = HeldOutImages(np.arange(len(own)), labels, labels, groups)
+            predictions.append(Prediction(method, (domain,), seed, "rule", images, 1 - own.astype(np.int64)))
+        held_out = tuple((domain,) for domain in domains)
+        runs.append(Runs(method, "rule", "accuracy", held_out, tuple(records), method in deterministic))
+    pair = Pair(*runs)
+    found = compared(pair, WithoutGroups("accuracy", [pair], predictions))
+    assert found is not None
+    return found
+
+
+def variance(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return sum((v - mean) ** 2 for v in values) / (len(values) - 1)
+
+
+def naive(
+    right: Right, domains: str, grouped: bool, deterministic: Collection[str] = ()
+) -> tuple[float, float, float | None, float | None, float | None]:
+    """Difference, V, its degrees of freedom, p here and p elsewhere: the definitions, in loops."""
+    seeds = {}
+    for method in ("m", "r"):
+        ever = sorted({s for name, _, s in right if name == method})
+        seeds[method] = [s for s in ever if all((method, d, s) in right for d in domains)]
+    common = [s for s in seeds["m"] if s in seeds["r"]]
+    paired = len(common) >= 10 and not deterministic
+    if paired:
+        seeds = {"m": common, "r": common}
+    y = {(m, d, s): right[m, d, s].mean() for m in seeds for d in domains for s in seeds[m]}
+    number = len(domains)
+    delta = [
+        sum(y["m", d, s] for s in seeds["m"]) / len(seeds["m"])
+        - sum(y["r", d, s] for s in seeds["r"]) / len(seeds["r"])
+        for d in domains
+    ]
+
+    images, below = 0.0, 0.0  # V_I, Σ (V_d/D²)²/(G_d − 1)
+    for d in domains:
+        groups = groups_of(d, grouped)
+        without = []
+        for g in np.unique(groups):
+            sides = {m: [right[m, d, s][groups != g].mean() for s in seeds[m]] for m in seeds}
+            without.append(sum(sides["m"]) / len(sides["m"]) - sum(sides["r"]) / len(sides["r"]))
+        count, mean = len(without), sum(without) / len(without)
+        v = (count - 1) / count * sum((value - mean) ** 2 for value in without) / number**2
+        sizes = [(groups == g).sum() for g in np.unique(groups)]
+        images += v
+        below += v**2 / (sum(sizes) ** 2 / sum(size**2 for size in sizes) - 1)
+    f_images = images**2 / below if below else math.inf
+
+    if paired:
+        of_seeds = variance([sum(y["m", d, s] - y["r", d, s] for d in domains) / number for s in common]) / len(common)
+        f_seeds = len(common) - 1.0
+    else:
+        a, b, a_below, b_below = 0.0, 0.0, 0.0, 0.0
+        for m in seeds:
+            if m in deterministic:
+                continue
+            n = len(seeds[m])
+            for d in domains:
+                one = variance([y[m, d, s] for s in seeds[m]]) / (n * number**2)
+                a, a_below = a + one, a_below + one**2 / (n - 1)
+            one = variance([sum(y[m, d, s] for d in domains) / number for s in seeds[m]]) / n
+            b, b_below = b + one, b_below + one**2 / (n - 1)
+        of_seeds, f_seeds = max(a, b), math.inf
+        if a:
+            f_a, f_b = a**2 / a_below, b**2 / b_below
+            f_seeds = of_seeds / (a / f_a + (of_seeds - a) / f_b)
+    total, quotient = of_seeds + images, of_seeds / f_seeds + images / f_images
+    mean = sum(delta) / number
+    if total == 0:
+        return mean, 0.0, None, 1.0 if mean == 0 else None, None
+    freedom = total / quotient
+    if of_seeds > 0:  # the limit: what seeds have, and a little more with one domain and no pairs
+        freedom = min(freedom, f_seeds * ((total / of_seeds) ** 0.5 if number == 1 and not paired else 1))
+    p = 2 * stats.t.cdf(-abs(mean) / total**0.5, freedom)
+    if number < 3:
+        return mean, total, freedom, p, None
+    elsewhere = 2 * stats.t.cdf(-abs(mean) * number**0.5 / variance(delta) ** 0.5, number - 1)
+    return mean, total, freedom, p, elsewhere
+
+
+CASES = {
+    "three seeds": (range(3), range(3)),
+    "other seeds": (range(3), range(10, 17)),
+    "nine common seeds": (range(9), range(9)),
+    "ten common seeds": (range(10), range(10)),
+    "ten of eleven and twelve seeds": (range(11), range(1, 13)),
+}
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["images", "groups"])
+@pytest.mark.parametrize("domains", ["a", "ab", "abcd"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_comparison_is_the_definition(case: str, domains: str, grouped: bool) -> None:
+    first, second = CASES[case]
+    right = trained({"m": first, "r": second}, domains)
+    expected, found = naive(right, domains, grouped), product(right, domains, grouped)
+    assert found.paired == ("ten" in case)
+    assert found.error is not None
+    assert (found.difference, found.error**2, found.freedom) == pytest.approx(expected[:3])
+    assert found.p_here == (pytest.approx(expected[3]), None)
+    assert found.p_elsewhere == (None if len(domains) < 3 else (pytest.approx(expected[4]), None))
+    assert found.share_seeds is not None
+    assert found.share_images is not None
+    assert found.share_seeds + found.share_images == pytest.approx(1)
+    assert (found.other_error is not None) == ("nine" in case or "ten" in case)
+
+
+@pytest.mark.parametrize("deterministic", ["m", "r", "mr"])
+def test_a_deterministic_side_is_the_definition(deterministic: str) -> None:
+    right = trained({"m": range(12), "r": range(12)}, "abcd")
+    for (method, domain, seed), _ in list(right.items()):
+        if method in deterministic:
+            right[method, domain, seed] = right[method, domain, 0]
+    expected, found = naive(right, "abcd", True, deterministic), product(right, "abcd", True, deterministic)
+    assert not found.paired
+    assert found.error is not None
+    assert (found.difference, found.error**2, found.freedom) == pytest.approx(expected[:3])
+    assert found.seeds == (None if deterministic == "mr" else 12)
+    assert found.share_seeds == 0 or deterministic != "mr"
+
+
+def test_only_complete_seeds_count() -> None:
+    right = trained({"m": range(11), "r": range(11)}, "ab")
+    for lost in (("m", "a", 4), ("r", "b", 7)):
+        del right[lost]
+    expected, found = naive(right, "ab", False), product(right, "ab", False)
+    assert not found.paired  # 9 are common
+    assert found.seeds == 10
+    assert (found.difference, found.p_here) == (pytest.approx(expected[0]), (pytest.approx(expected[3]), None))
+
+
+@pytest.mark.parametrize("seeds", [4, 12])
+def test_seeds_that_give_the_same_model_have_no_variance(seeds: int) -> None:
+    """Accuracies such as 0.1 have a mean over seeds that is rounded: that is no variance over seeds."""
+    right = trained({"m": range(seeds), "r": range(seeds)}, "abcd")
+    same = {key: right[key[0], key[1], 0] for key in right}
+    found = product(same, "abcd", True)
+    assert found.share_seeds == 0
+    assert found.freedom_seeds is None
+    assert found.freedom == found.freedom_images != seeds - 1
+
+
+def test_equal_differences_say_nothing_of_other_domains() -> None:
+    for ways in (0.61 - 0.6, 0.7 - 0.69, 0.23 - 0.22), (0.0, 0.0, 0.0):
+        on_others = over_sets(ways)
+        assert on_others is not None
+        assert on_others.error == 0
+    apart = over_sets([0.01, 0.01, 0.0100001])
+    assert apart is not None
+    assert apart.error > 0
+
+
+@pytest.mark.parametrize(
+    ("seeds", "reason"),
+    [(1, "it needs 3 seeds, and 1 is complete"), (2, "it needs 3 seeds, and 2 are complete"), (3, "")],
+)
+def test_few_seeds_give_no_verdict(seeds: int, reason: str) -> None:
+    found = product(trained({"m": range(seeds), "r": range(5)}, "abcd"), "abcd", False)
+    assert (found.p_here is None) == bool(reason)
+    assert reason in found.note
+    assert (found.error is None) == (seeds == 1)
+
+
+def test_one_effective_group_gives_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "b", [19, 1])
+    found = product(trained({"m": range(3), "r": range(3)}, "ab"), "ab", True)
+    assert found.p_here is None
+    assert "a test domain has effectively 1.1 groups, and it needs 2" in found.note
+
+
+def test_two_domains_are_too_few_for_new_ones() -> None:
+    found = product(trained({"m": range(3), "r": range(3)}, "ab"), "ab", False)
+    assert found.p_here is not None
+    assert found.p_elsewhere is None
+    assert "two held-out domains are too few" in found.note
+
+
+# ------------------------------------------------------------------------------------------------------------ by hand
+
+NONE = Term(0.0, math.inf)
 
 
 def test_an_estimate_is_that_of_scipy() -> None:
     values = [0.011, -0.004, 0.02, 0.007]
     expected = stats.ttest_1samp(values, 0)
-    estimate = Estimate(float(np.mean(values)), float(np.std(values, ddof=1) / 2), 3)
+    estimate = over_sets(values)
+    assert estimate is not None
     assert estimate.interval() == pytest.approx(tuple(expected.confidence_interval(0.95)))
     assert estimate.p() == pytest.approx(expected.pvalue)
-    assert Estimate(0.0, 0.0, 2).p() == 1 and Estimate(0.1, 0.0, 2).p() == 0
+    assert Estimate(0.0, 0.0, 2).p() == 1
+    assert Estimate(0.1, 0.0, 2).p() is None
 
 
-def test_degrees_of_freedom_are_those_of_the_fewer() -> None:
-    many, few = HeldOut(np.array([0.1, 0.2, 0.3]), 0.01, 900.0), HeldOut(np.array([0.1, 0.2, 0.6]), 0.02, 2.5)
-    only_many, with_few = over_seeds_and_images([many]), over_seeds_and_images([many, few])
-    assert only_many and with_few
-    assert (only_many.freedom, with_few.freedom) == (2, 1.5)
-    assert only_many.error**2 == pytest.approx(0.01 + 0.01 / 3)
-    assert with_few.error**2 == pytest.approx((0.01 + 0.02) / 4 + np.var([0.1, 0.2, 0.45], ddof=1) / 3)
+def test_one_domain_is_the_test_of_welch() -> None:
+    """With one held-out set Σ a = b, and without a variance over images."""
+    first, second = np.array([[0.71, 0.74, 0.78]]), np.array([[0.6, 0.64, 0.69, 0.61]])
+    found = here(float(first.mean() - second.mean()), over_seeds(first, second), NONE, sets=1, paired=False)
+    expected = stats.ttest_ind(first[0], second[0], equal_var=False)
+    assert (found.p(), found.freedom) == (pytest.approx(expected.pvalue), pytest.approx(expected.df))
 
 
-def test_the_larger_p_counts() -> None:
-    """Equal over domains and noisy over seeds, and the reverse."""
-    seeds_differ = [HeldOut(np.array([0.0, 0.1, 0.2]) + d, 1e-9, 500.0) for d in (0.0, 1e-4, 2e-4)]
-    domains_differ = [HeldOut(np.array([0.1, 0.1001, 0.1002]) * d, 1e-9, 500.0) for d in (-0.5, 1.0, 2.5)]
-    assert compare(seeds_differ).p == pytest.approx(stats.ttest_1samp([0.0001, 0.1001, 0.2001], 0).pvalue, rel=1e-3)
-    by_domain = [one.by_seed.mean() for one in domains_differ]
-    assert compare(domains_differ).p == pytest.approx(stats.ttest_1samp(by_domain, 0).pvalue)
+def test_sums_of_variances_by_hand() -> None:
+    terms = [Term(3.0, 2.0), Term(1.0, 8.0), Term(0.0, 0.5)]
+    assert welch(terms) == (4.0, pytest.approx(16 / (9 / 2 + 1 / 8)))
+    assert harmonic(terms) == (4.0, pytest.approx(4 / (3 / 2 + 1 / 8)))
+    assert welch([]) == harmonic([Term(0.0, 3.0)]) == (0.0, math.inf)
+    assert over_images([8.0, 4.0], [5.0, 3.0]) == (3.0, pytest.approx(9 / (4 / 4 + 1 / 2)))
 
 
-@pytest.mark.parametrize("variance", [None, 1e-4])
-def test_what_is_not_estimated_is_no_test(variance: float | None) -> None:
-    sets = [HeldOut(np.array([0.1, 0.11, 0.12]), 1e-4, 90.0), HeldOut(np.array([0.1, 0.13, 0.12]), variance, 90.0)]
-    comparison = compare(sets)
-    assert comparison.domains is not None
-    assert (comparison.p is None) == (comparison.seeds_and_images is None) == (variance is None)
+def test_seeds_that_agree_on_all_domains_by_hand() -> None:
+    """Each method moves by the same on both domains: b = 1/3 + 1/3, Σ a is half of it."""
+    both = np.array([[0.0, 1.0, 2.0], [5.0, 6.0, 7.0]])
+    # a_md = 1/(3 · 4) four times, of 2 degrees of freedom each: f_a = 8, and f_b = 4 counts for the other half
+    assert over_seeds(both, both) == (pytest.approx(2 / 3), pytest.approx(1 / (0.5 / 8 + 0.5 / 4)))
+    # against each other, seeds have means 1, 1, 1 and b = 0: Σ a counts
+    opposite = np.array([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
+    assert over_seeds(opposite, opposite) == (pytest.approx(1 / 3), pytest.approx(8))
+
+
+def test_pairing_by_hand() -> None:
+    differences = np.array([[0.0, 1.0, 2.0], [0.0, 3.0, 0.0]])  # means 0, 2, 1
+    seeds = over_paired_seeds(differences)
+    assert seeds == (pytest.approx(1 / 3), 2)
+    nothing = over_paired_seeds(np.full((2, 3), 0.1))
+    for sets, paired in ((2, True), (1, True), (2, False)):
+        assert here(1.0, seeds, Term(1.0, 1e6), sets=sets, paired=paired).freedom == 2  # not more than seeds have
+        assert here(1.0, nothing, Term(1.0, 50.0), sets=sets, paired=paired).freedom == 50  # nothing varies over seeds
+
+
+def test_the_limit_with_one_domain_by_hand() -> None:
+    """V_S = 1/4 of V: the harmonic mean is 2 · 4 = 8, the limit 2 · √4."""
+    for images, freedom in ((3.0, 4.0), (0.0, 2.0)):
+        of_images = Term(images, 1e6)
+        assert here(1.0, Term(1.0, 2.0), of_images, sets=1, paired=False).freedom == pytest.approx(freedom)
+    assert here(1.0, Term(1.0, 2.0), Term(3.0, 2.0), sets=1, paired=False).freedom == 2  # no more than the mean
 
 
 def test_holm_by_hand() -> None:
@@ -48,37 +315,120 @@ def test_holm_by_hand() -> None:
     assert holm([]) == []
 
 
-@pytest.mark.parametrize(
-    ("metric", "difference", "where", "expected"),
-    [
-        ("accuracy", 0.1, "", "better"),
-        ("accuracy", -0.1, "on this domain", "worse on this domain"),
-        ("nll", -0.1, "on these domains", "better on these domains"),
-        ("ece", 0.1, "", "worse"),
-    ],
+# ---------------------------------------------------------------------------------------------------------- properties
+
+ACCURACY = st.integers(0, 1000).map(lambda n: n / 1000)
+TWO_SIDES = st.tuples(st.integers(1, 5), st.integers(2, 6), st.integers(2, 6)).flatmap(
+    lambda n: st.tuples(*(arrays(np.float64, (n[0], seeds), elements=ACCURACY) for seeds in n[1:]))
 )
-def test_the_words_of_a_verdict(metric: str, difference: float, where: str, expected: str) -> None:
-    rows = {
-        "sure": Comparison(difference, None, None, 0.0249),
-        "near": Comparison(difference, None, None, 0.05),
-        "untested": Comparison(difference, None, None, None),
-    }
-    found = verdicts(metric, rows, where)
-    assert found["sure"] == (0.0249, pytest.approx(0.0498), expected)
-    assert found["near"] == (0.05, 0.05, "not distinguishable")
-    assert found["untested"] == (None, None, "no verdict")
 
 
-@pytest.mark.parametrize("groups", [900.0, 5.0])
-def test_p_is_uniform_where_nothing_differs(groups: float) -> None:
-    """Where one source dominates, p errs to no side: seeds with many groups, images of 5 groups with many seeds."""
-    generator = np.random.default_rng(0)
-    p = []
-    for _ in range(2000):
-        if groups > 5:
-            one = HeldOut(generator.normal(size=3), 1e-6, groups)
-        else:
-            of_group = generator.normal(size=5)
-            one = HeldOut(of_group.mean() + 1e-3 * generator.normal(size=10), of_group.var(ddof=1) / 5, groups)
-        p.append(compare([one]).p)
-    assert stats.kstest(p, "uniform").pvalue > 0.01
+@given(TWO_SIDES, st.floats(0.01, 100))
+def test_variance_over_seeds(sides: tuple[np.ndarray, np.ndarray], scale: float) -> None:
+    first, second = sides
+    found = over_seeds(first, second)
+    assert over_seeds(second, first) == pytest.approx(found)
+    assert over_seeds(first + 0.5, second) == pytest.approx(found, rel=1e-6)
+    assert over_seeds(scale * first, scale * second) == pytest.approx((found.variance * scale**2, found.freedom))
+    fewest, most = min(first.shape[1], second.shape[1]) - 1, first.size + second.size
+    if found.variance:
+        assert fewest * (1 - 1e-9) <= found.freedom <= most
+        within = sum(v.var(1, ddof=1).sum() / v.shape[1] for v in sides) / len(first) ** 2
+        between = sum(v.mean(0).var(ddof=1) / v.shape[1] for v in sides)
+        assert found.variance == pytest.approx(max(within, between))
+        if len(first) == 1:
+            assert within == pytest.approx(between)
+
+
+@given(TWO_SIDES)
+def test_a_deterministic_side_adds_nothing(sides: tuple[np.ndarray, np.ndarray]) -> None:
+    first, second = sides
+    alone = over_seeds(first, second[:, :0])
+    assert alone == over_seeds(second[:, :0], first)
+    assert alone.variance <= over_seeds(first, second).variance * (1 + 1e-9) + 1e-30
+    same = np.repeat(second[:, :1], second.shape[1], 1)
+    assert over_seeds(first, same) == pytest.approx(alone)  # a variance of 0 is left out
+    assert over_seeds(first[:, :0], second[:, :0]) == (0, math.inf)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(1, 1e6)), max_size=6))
+def test_degrees_of_freedom_of_a_sum(pairs: list[tuple[float, float]]) -> None:
+    terms = [Term(v, f) for v, f in pairs if v == 0 or v > 1e-9]
+    careful, usual = harmonic(terms), welch(terms)
+    assert careful.variance == usual.variance
+    assert careful.freedom <= usual.freedom * (1 + 1e-9)
+    if kept := [f for v, f in terms if v > 0]:
+        assert min(kept) * (1 - 1e-9) <= careful.freedom <= max(kept) * (1 + 1e-9)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=15))
+def test_holm_is_the_step_down_procedure(p: list[float]) -> None:
+    """Rejects from the smallest p on while p ≤ 0.05 / (number of hypotheses left)."""
+    adjusted, rejected = holm(p), set[int]()
+    for i in sorted(range(len(p)), key=lambda i: p[i]):
+        if not p[i] * (len(p) - len(rejected)) < 0.05:
+            break
+        rejected.add(i)
+    assert {i for i, value in enumerate(adjusted) if value < 0.05} == rejected
+    assert all(own <= value <= min(1, len(p) * own) for own, value in zip(p, adjusted, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ verdicts
+
+
+def comparison(difference: float, error: float, p: float | None, elsewhere: float | None = None) -> Comparison:
+    blank = product(trained({"m": range(3), "r": range(3)}, "abcd"), "abcd", False)
+    plain = {"p_here": p, "p_elsewhere": elsewhere}
+    values = {name: None if one is None else PValue(one, None) for name, one in plain.items()}
+    return replace(blank, difference=difference, error=error, freedom=1e9, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("metric", "difference", "expected"),
+    [("accuracy", 0.1, "better"), ("accuracy", -0.1, "worse"), ("nll", -0.1, "better"), ("ece", 0.1, "worse")],
+)
+def test_the_words_of_a_verdict(metric: str, difference: float, expected: str) -> None:
+    rows = [comparison(difference, 0.1, p) for p in (0.0249, 0.05, None)]
+    sure, near, untested = judge(metric, rows, [True] * 3)
+    assert (sure.here, sure.p_here) == (expected, (0.0249, pytest.approx(0.0498)))
+    assert (near.here, near.p_here) == (EQUAL, (0.05, 0.05))
+    assert (untested.here, untested.p_here) == (NO_VERDICT, None)
+    assert sure.turned().here == {"better": "worse", "worse": "better"}[expected]
+
+
+def test_elsewhere_needs_both_tests() -> None:
+    """Holm runs over both; the larger of both values counts."""
+    rows = [comparison(0.1, 0.01, 0.001, 0.001), comparison(0.1, 0.01, 0.001, 0.03), comparison(0.1, 0.01, 0.04, 0.001)]
+    rows.append(comparison(0.1, 0.01, 0.001, None))
+    both, not_there, not_here, unknown = judge("accuracy", rows, [True] * 4)
+    assert (both.here, both.elsewhere, both.p_elsewhere) == ("better", "better", (0.001, 0.004))
+    assert (not_there.here, not_there.elsewhere) == ("better", UNKNOWN)
+    assert not_there.p_elsewhere == (0.03, pytest.approx(0.06))  # 2 × 0.03, as the one without a p counts as 1
+    assert (not_here.here, not_here.p_elsewhere) == ("better", (0.001, pytest.approx(0.04)))
+    assert (unknown.here, unknown.elsewhere, unknown.p_elsewhere) == ("better", UNKNOWN, None)
+
+
+def test_rows_outside_the_family_have_no_verdict_and_cost_nothing() -> None:
+    rows = [comparison(0.1, 0.01, p) for p in (0.03, 0.04)]
+    inside, outside = judge("accuracy", rows, [True, False])
+    assert (inside.here, outside.here) == ("better", NO_VERDICT)
+    assert outside.p_here == (0.04, None)
+
+
+def test_a_later_look_has_its_own_level() -> None:
+    (row,) = judge("accuracy", [comparison(0.1, 0.05, 0.02)], [True], alpha=0.0125, look=2)
+    assert (row.here, row.look) == (EQUAL, 2)
+
+
+@pytest.mark.parametrize(("comparisons", "quantile"), [(1, 1.645), (2, 1.960), (13, 2.665)])
+def test_equal_within_a_margin(comparisons: int, quantile: float) -> None:
+    """Two one-sided tests at 0.05/M: the interval ends at the normal quantile of 1 − 0.05/M."""
+    rows = [comparison(0.003, (0.01 - 0.003) / quantile * factor, 0.5) for factor in (0.999, 1.001)]
+    others = [comparison(0.003, 0.1, 0.5)] * (comparisons - 1)
+    found = [judge("accuracy", [row, *others], [True] * comparisons, margin=0.01)[0] for row in rows]
+    assert [row.equal_within for row in found] == [0.01, None]
+
+
+def test_a_comparison_is_read_as_it_was_written() -> None:
+    (row,) = judge("accuracy", [comparison(0.1, 0.01, 0.001, 0.2)], [True])
+    assert Comparison.from_json(row.to_json() | {"of a later version": 1}) == row

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import numpy as np
 import pytest
-from test_summary import grid, prediction, record, summary
+from test_summary import found, grid, prediction, record
 
 from xdm_ft.evaluation.comparison import holm
 from xdm_ft.evaluation.encoders import EncoderPair, encoder_pairs, split_label
-from xdm_ft.evaluation.summary import Summary, summarise
+from xdm_ft.evaluation.summary import Summary
 
 ENCODERS = ("small", "large")
 
@@ -26,73 +24,63 @@ def test_a_label_is_split_at_its_encoder() -> None:
 
 def test_pairs_are_of_one_method_in_the_order_of_the_recipe() -> None:
     labels = [f"{method} @ {one}" for one in ("a", "b", "c") for method in ("erm", "mix")] + ["zero_shot @ b"]
-    found = encoder_pairs(labels, ["a", "b", "c"])
-    assert [pair for pair in found if pair.method == "erm"] == [
+    pairs = encoder_pairs(labels, ["a", "b", "c"])
+    assert [pair for pair in pairs if pair.method == "erm"] == [
         EncoderPair("erm", "a", "b"), EncoderPair("erm", "a", "c"), EncoderPair("erm", "b", "c")
     ]  # fmt: skip
-    assert len(found) == 6 and found[0].rows == ("erm @ a", "erm @ b")
+    assert len(pairs) == 6 and pairs[0].rows == ("erm @ a", "erm @ b")
     assert encoder_pairs(["erm", "mix"], []) == []
 
 
-def of_both(right: dict[str, int], seeds: int = 3, images: bool = True) -> Summary:
+def of_both(right: dict[str, int], seeds: int = 3, images: bool = True, **changes: Any) -> Summary:
     """ERM and SAM under both encoders; `right`: by how many more images of 50 an encoder is right."""
     made = [(f"{m} @ {one}", held, seed, n + right[one]) for one in ENCODERS for m, held, seed, n in grid(seeds)]
-    return summarise(
+    return found(
         [record(*one) for one in made],
         [prediction(*one) for one in made] if images else [],
         methods=list(dict.fromkeys(one[0] for one in made)),
-        rules=["train_val"],
-        metric="accuracy",
-        protocol_line=str,
         references={f"sam @ {one}": f"erm @ {one}" for one in ENCODERS},
         encoders=ENCODERS,
+        **changes,
     )
 
 
+PAIRS = [(f"{method} @ small", f"{method} @ large") for method in ("erm", "sam")]
+
+
 def test_the_difference_is_first_less_second() -> None:
-    rows, pairs = of_both({"small": 0, "large": 5})
-    assert [(pair["selection"], pair["method"], pair["first"], pair["second"]) for pair in pairs] == [
-        ("train_val", "erm", "small", "large"), ("train_val", "sam", "small", "large")
-    ]  # fmt: skip
-    assert all(pair["difference"] == pytest.approx(-0.1) for pair in pairs)
-    assert [row.versus_erm is None for row in rows] == [True, False, True, False]
-    assert [row.versus_erm["reference"] for row in rows if row.versus_erm] == ["erm @ small", "erm @ large"]
-    assert not [pair for pair in pairs if "reference" in pair]
-    assert json.loads(json.dumps(pairs, allow_nan=False)) == pairs
+    made = of_both({"small": 0, "large": 5})
+    *_, erm, sam = made.comparisons
+    assert [(row.first, row.second) for row in (erm, sam)] == PAIRS
+    assert [row.difference for row in (erm, sam)] == pytest.approx([-0.1, -0.1])
+    assert [row.versus_erm is None for row in made.rows] == [True, False, True, False]
+    assert [row.versus_erm["reference"] for row in made.rows if row.versus_erm] == ["erm @ small", "erm @ large"]
 
 
 def test_one_family_for_erm_and_encoders() -> None:
     """Holm's p of all four comparisons together, worked out from their own p."""
-    rows, pairs = of_both({"small": 0, "large": 3})
-    every: list[dict[str, Any]] = [row.versus_erm for row in rows if row.versus_erm] + pairs
-    assert len(every) == 4
-    assert [one["p_holm"] for one in every] == pytest.approx(holm([one["p"] for one in every]))
-    alone = summary([record(*one) for one in grid()], [prediction(*one) for one in grid()])[1]["versus_erm"]
-    assert every[0]["p"] == pytest.approx(alone["p"]), "the other comparisons change Holm's p alone"
-    assert every[0]["p_holm"] > alone["p_holm"]
+    rows = of_both({"small": 0, "large": 3}).comparisons
+    p_values = [row.p_here for row in rows if row.p_here]
+    assert len(p_values) == 4
+    assert [p.holm for p in p_values] == pytest.approx(holm([p.plain for p in p_values]))
+    [alone] = found([record(*one) for one in grid()], [prediction(*one) for one in grid()]).comparisons
+    assert alone.p_here is not None and p_values[0].plain == pytest.approx(alone.p_here.plain)
+    declared = of_both({"small": 0, "large": 3}, compare=PAIRS[:1]).comparisons
+    assert [(row.first, row.second) for row in declared if row.p_here and row.p_here.holm] == PAIRS[:1]
+    assert len(declared) == 4
 
 
-def test_equal_results_are_not_distinguishable_and_few_seeds_give_no_verdict() -> None:
-    _, pairs = of_both({"small": 0, "large": 0})
-    assert [(pair["difference"], pair["p"], pair["verdict"]) for pair in pairs] == [(0, 1, "not distinguishable")] * 2
-    for seeds, images, why in ((2, True, "2 are complete"), (1, True, "1 is complete"), (3, False, "predictions")):
-        _, pairs = of_both({"small": 0, "large": 9}, seeds, images)  # one seed: as of a solver
-        assert [(pair["p_holm"], pair["verdict"]) for pair in pairs] == [(None, "no verdict")] * 2
-        assert all(why in pair["note"] for pair in pairs)
+@pytest.mark.parametrize(
+    ("seeds", "images", "why"), [(2, True, "2 are complete"), (1, True, "1 is complete"), (3, False, "are missing")]
+)
+def test_few_seeds_and_missing_predictions_give_no_verdict(seeds: int, images: bool, why: str) -> None:
+    for row in of_both({"small": 0, "large": 9}, seeds, images).comparisons[2:]:
+        assert (row.p_here, row.here) == (None, "no verdict") and why in row.note
 
 
-def test_a_large_difference_is_found() -> None:
-    generator = np.random.default_rng(0)
-    records, predictions = [], []
-    for domain in "abcd":
-        for one, skill in zip(ENCODERS, (0.0, 1.0), strict=True):
-            for seed in range(3):
-                right = int((generator.normal(size=50) + skill > 0).sum())
-                made = (f"erm @ {one}", (domain,), seed, right)
-                records.append(record(*made))
-                predictions.append(prediction(*made))
-    _, [pair] = summarise(
-        records, predictions, methods=["erm @ small", "erm @ large"], rules=["train_val"], metric="accuracy",
-        protocol_line=str, references={}, encoders=ENCODERS,
-    )  # fmt: skip
-    assert pair["verdict"] == "worse" and pair["p_holm"] == pair["p"] < 0.05 and pair["difference"] < -0.2
+def test_a_large_difference_is_found_and_none_between_equal_ones() -> None:
+    *_, erm, sam = of_both({"small": -15, "large": 0}).comparisons
+    assert erm.here == sam.here == "worse" and erm.p_here is not None and erm.p_here.plain < 0.01
+    assert {(row.difference, row.here) for row in of_both({"small": 0, "large": 0}).comparisons[2:]} == {
+        (0, "no clear difference")
+    }

@@ -31,12 +31,16 @@ WHOLE = Record(
     2533,
     9,
     {"times": 1, "reasons": ["why"]},
+    "vit",
+    {"blocks": 2},
+    True,
 )
 ROW = SummaryRow(
     "erm", "train_val", "accuracy", "test", 0.5, 0.1, 0.05, 3, {"kind": "k", "value": None},
     {"a": {"mean": 0.5, "std": None}},
     {"difference": 0.1, "p": 0.01, "p_holm": 0.02, "verdict": "better", "note": ""},
     "a line", {"draws": 2, "gradient_evaluations": None}, 1, 2, "why", ["late in 1 of 3 picks"],
+    None, "vit", False,
 )  # fmt: skip
 RECORDS = {
     "ok": WHOLE,
@@ -44,7 +48,7 @@ RECORDS = {
         "erm", ("a",), 0, 0, {}, "ok", selected={"oracle": Pick(1, "w", {"test": SCORE})}, train_seconds=0.0
     ),
     "failed": Record("erm", ("a",), 0, 0, {}, "failed", "a nan", train_seconds=1.0),
-    "skipped": Record("erm", ("a",), 0, 0, {}, "skipped", "needs two"),
+    "skipped": Record("erm", ("a",), 0, 0, {}, "skipped", "needs two", encoder="vit", trainable=False),
 }
 
 
@@ -63,16 +67,17 @@ def test_a_row_comes_back() -> None:
 
 def test_the_order_of_keys() -> None:
     identity = ["method", "test_domains", "seed", "trial", "hparams", "status"]
-    measured = ["mixed_steps", "gradient_evaluations", "stopped_at", "train_seconds"]
+    of_row = ["method", "encoder", "trainable", *identity[1:]]
+    measured = ["mixed_steps", "deterministic", "gradient_evaluations", "stopped_at", "train_seconds"]
     measured += ["trained_parameters", "tuned_settings", "training_features", "peak_memory", "restarted"]
-    assert list(WHOLE.to_json()) == [*identity, "selected", *measured]
+    assert list(WHOLE.to_json()) == [*of_row, "selected", *measured]
     assert list(RECORDS["failed"].to_json()) == [*identity, "selected", "train_seconds", "reason"]
-    assert list(RECORDS["skipped"].to_json()) == [*identity, "reason", "selected"]
+    assert list(RECORDS["skipped"].to_json()) == [*of_row, "reason", "selected"]
     picked = ["step", "alpha", "weights", "metrics", "curve", "flags", "value", "temperature", "validation_nll"]
     assert list(PICK.to_json()) == picked
-    start = ["method", "selection", "metric", "split", "mean", "std", "stderr", "n", "spread_as_published"]
-    end = ["per_test_domain", "versus_erm", "protocol", "budget", "failed", "skipped", "reason", "flags"]
-    assert list(ROW.to_json()) == start + end
+    start = ["method", "encoder", "trainable", "selection", "metric", "split", "mean", "std", "stderr", "n"]
+    end = ["spread_as_published", "per_test_domain", "versus_erm", "protocol", "budget", "failed", "skipped"]
+    assert list(ROW.to_json()) == [*start, *end, "reason", "flags"]
 
 
 def test_a_flat_row_holds_plain_values_alone() -> None:

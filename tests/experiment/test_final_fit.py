@@ -115,7 +115,10 @@ def official(path, names=("a", "b", "c")):
     path.write_text("\n".join(lines) + "\n")
 
 
-OFFICIAL = ("data={name: table, file: table.csv}", "protocol={name: official, selection: val_domain, final_fit: true}")
+OFFICIAL = (
+    "data={name: table, file: table.csv}",
+    "protocol={name: official, selection: val_domain, seeds: 3, final_fit: true}",
+)
 
 
 def test_an_official_split_trains_on_its_validation_and_test_domains_too(tmp_path):

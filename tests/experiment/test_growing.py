@@ -18,9 +18,11 @@ import small_runs
 import yaml
 
 from xdm_ft.errors import UserError
+from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment import run, summary
 from xdm_ft.experiment.growing import Generation, generation, grown_from, refused_changes
-from xdm_ft.experiment.results import ResultsFile
+from xdm_ft.experiment.plan import make_plan, read_data
+from xdm_ft.experiment.results import ResultsFile, in_order
 from xdm_ft.recipe.read import load
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
@@ -28,6 +30,7 @@ from xdm_ft.storage.results_file import COSTS
 from xdm_ft.training.bank import train as bank
 
 RUN = Path("output/small")
+SEEDS = "protocol.seeds=3"
 SEARCH = "search={trials: 2, preset: frozen}"
 SHORT = "methods=[erm]", "protocol.test_domains=[photo, sketch]", "training.steps=4"
 GROWN = (*SHORT, "methods=[groupdro, rsc, erm]", "protocol.seeds=2", "protocol.final_fit=true")
@@ -70,6 +73,26 @@ def test_what_grows_a_recipe_and_what_does_not(before: list[str], now: list[str]
 
 
 @pytest.mark.parametrize(
+    ("before", "now", "grows"),
+    [
+        ("auto", [0, 1, 2, 3, 4], True),
+        ("auto", [*range(7)], True),
+        ("auto", [0, 1, 2], False),
+        ("auto", [1, 0, 2, 3, 4], False),
+        ([0, 1, 2], "auto", True),
+        ([*range(10)], "auto", True),
+        ([*range(21)], "auto", False),
+        ([0, 2], "auto", False),
+        ("auto", "auto", True),
+    ],
+)
+def test_planned_looks_continue_seeds_and_are_continued(before: Any, now: Any, grows: bool) -> None:
+    recipe = resolved()
+    old, new = (recipe | {"protocol": recipe["protocol"] | {"seeds": seeds}} for seeds in (before, now))
+    assert refused_changes(old, new) == ([] if grows else ["protocol.seeds: new ones must follow those of the run"])
+
+
+@pytest.mark.parametrize(
     "edit",
     [
         lambda recipe: recipe.update(methods=["erm"]),
@@ -102,10 +125,25 @@ def test_a_model_belongs_to_the_first_recipe_that_planned_it() -> None:
     keys = [("erm", 0, 0), ("erm", 1, 1), ("rsc", 0, 0), ("erm", 2, 0), ("vrex", 0, 0)]
     found = [generation((method, ("a",), seed, trial), (first, second)) for method, seed, trial in keys]
     assert found == [0, 1, 1, 2, 2]
-    results = {"recipe": resolved("methods=[erm,rsc]"), "grown_from": [first.to_json()]}
-    assert grown_from(results, resolved("methods=[rsc,erm]", "protocol.final_fit=true")) == (first,)
-    [*earlier, last] = grown_from(results, resolved("methods=[rsc,erm,vrex]"))
+    results = {"recipe": resolved("methods=[erm,rsc]", SEEDS), "grown_from": [first.to_json()]}
+    assert grown_from(results, resolved("methods=[rsc,erm]", SEEDS, "protocol.final_fit=true")) == (first,)
+    [*earlier, last] = grown_from(results, resolved("methods=[rsc,erm,vrex]", SEEDS))
     assert earlier == [first] and last == Generation(("erm", "rsc"), (0, 1, 2), 1)
+
+
+def test_records_of_earlier_versions_get_what_their_rows_say() -> None:
+    recipe = load("demo", [])
+    plan = make_plan(recipe, read_data(recipe))
+    records = in_order(plan, [Record(*model.key, {}, "failed", "why") for model in plan.models[::-1]]).values()
+    assert [record.key for record in records] == [model.key for model in plan.models]
+    rows = {record.method: (record.encoder, record.trainable, record.deterministic) for record in records}
+    assert rows["zero_shot"] == ("demo", False, True) and rows["erm"] == ("demo", False, None)
+    assert rows["erm last block"] == ("demo", {"blocks": 1}, None)
+    lora = rows["erm LoRA"][1]
+    assert isinstance(lora, dict) and lora["lora"]["rank"] == 4
+    for record in records:
+        assert Record.from_json(json.loads(json.dumps(record.to_json()))) == record
+        assert [*record.to_json()][:4] == ["method", "encoder", "trainable", "test_domains"]
 
 
 def kept_files() -> dict[str, tuple[int, bytes]]:

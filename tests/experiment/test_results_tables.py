@@ -62,7 +62,7 @@ def test_pacs(made, tmp_path, capsys):
     tables = text.split("## How to read")[0]
     assert tables.count("beside ours") == tables.count("the recipe's rule") == tables.count("CHEATING") == 1
     printed = capsys.readouterr().out
-    assert "On a domain never seen, expect" in printed and "published" not in printed and "CHEATING" not in printed
+    assert "A new site like these lies below" in printed and "published" not in printed and "CHEATING" not in printed
 
 
 @pytest.mark.slow

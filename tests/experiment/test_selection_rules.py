@@ -19,8 +19,10 @@ from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoders, prepare
 from xdm_ft.experiment.results import ResultsFile
 from xdm_ft.experiment.resume import RECORDS
+from xdm_ft.export.promise import promise
 from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course, without
 from xdm_ft.protocol.splits import splits
+from xdm_ft.report.finished import read_run
 from xdm_ft.tensors import Criteria, Task
 from xdm_ft.training import Job
 from xdm_ft.training.bank.train import train_chunk
@@ -92,6 +94,7 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
         [trained] = train_chunk([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
         return trained.course[LEFT_OUT[0]]
 
+    gains = []
     for record in found["runs"]:
         held_out = record["test_domains"][0]
         courses = [course(held_out, other) for other in dataset.domain_names if other != held_out]
@@ -99,6 +102,10 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
         best = max(means, key=lambda step: means[step])
         assert record["selected"]["cross_domain"]["step"] == best
         assert set(record["selected"]) == {"cross_domain", "train_val", "oracle"}
+        gains.append(record["selected"]["cross_domain"]["metrics"]["test"]["accuracy"] - means[best])
+    of_run = read_run(made_path(made))
+    expected = promise(of_run.path, of_run.results, of_run.records, "cross_domain", "erm")
+    assert expected.one_more_domain == pytest.approx(np.mean(gains)) and len(gains) == 4
     assert "extra models" in found["summary"][0]["protocol"]
 
 

@@ -53,8 +53,17 @@ def test_the_front_matter_is_what_the_hub_reads(config, tmp_path):
 def test_the_text_has_the_numbers(config):
     text, expected = card(config, {}), config.expected
     low, high = expected.new_site
-    assert f"is expected in **{100 * low:.1f}% to {100 * high:.1f}%**" in text
-    assert "is like one more draw of the 4 held-out domains" in text.replace("\n", " ")
+    shorter = " to ".join(f"{end:.1%}" for end in expected.at_new_site.between("accuracy", 0.8))
+    assert f"is expected in **{shorter}** (80%) and in **{low:.1%} to {high:.1%}** (95%):" in text
+    assert "3 degrees of freedom, on the logit scale. They assume that the new site is like one more draw of the 4" in (
+        text.replace("\n", " ")
+    )
+    first = text.split("## What to expect at a new site\n\n")[1].splitlines()[0]
+    assert first == (
+        f"A new site like these lies below the worst of the 4 held-out ones ({expected.worst[1]:.1%}) with probability "
+        "1 in 5, between worst and best with 3 in 5. This is exact if sites are exchangeable."
+    )
+    assert "One more training domain" not in text
     for one in expected.held_out:
         start, end = one.interval
         row = f"| {one.domains[0]} | {one.value:.1%} | {start:.1%} to {end:.1%} | {one.images} | {one.groups} |"
@@ -74,6 +83,12 @@ def test_what_was_not_tested_is_said(config):
     assert "Unknown: the run has no test result" in card(config.model_copy(update={"expected": None}), {})
     oracle = config.model_copy(update={"expected": config.expected.model_copy(update={"selection": "oracle"})})
     assert "CHEATING" in card(oracle, {}) and "model-index" not in metadata(oracle, {})
+    assert "exchangeable" in card(config, {}) and "exchangeable" not in card(oracle, {})
+    crossed = config.model_copy(update={"expected": config.expected.model_copy(update={"one_more_domain": 0.051})})
+    seen = "One more training domain brought +5.1 points, as models that left out two domains show"
+    assert f"{seen}.\n" in card(crossed, {})
+    fit = crossed.model_copy(update={"results": {"images": {"a": 10}}})
+    assert f"{seen}; this model has seen one more than those that were measured.\n" in card(fit, {})
 
 
 def test_names_stay_text(config):

@@ -19,6 +19,7 @@ from small_models import parts, photographs
 import xdm_ft
 from xdm_ft.cli import main
 from xdm_ft.errors import UserError
+from xdm_ft.evaluation.new_site import NewSite
 from xdm_ft.export.card import card
 from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.export.directory import read_config
@@ -40,7 +41,8 @@ def expected() -> Expected:
     return Expected(
         source="leave one domain out", data="pacs", method="erm", selection="train_val", metric="accuracy",
         mean=0.8, std=0.01, stderr=0.006, seeds=3, held_out=held_out, worst=("b", 0.7), others={"nll": 0.5, "ece": 0.1},
-        calibrated={"nll": 0.4, "ece": 0.05}, new_site=(0.5, 1.0), spread=0.1, freedom=2, notes=("few images",),
+        calibrated={"nll": 0.4, "ece": 0.05}, new_site=(0.2, 0.99), scale="logit", center=1.5, spread=0.7, freedom=2,
+        one_more_domain=0.051, notes=("few images",),
     )  # fmt: skip
 
 
@@ -121,6 +123,20 @@ def test_what_an_earlier_version_left_out_is_not_needed(model: Path) -> None:
     use(model)
 
 
+def test_a_spread_without_a_scale_is_on_the_plain_one(model: Path) -> None:
+    """As in directories of earlier versions."""
+    document = document_of(model)
+    document["expected"] |= {"spread": 0.1}
+    for key in ("scale", "center", "one_more_domain"):
+        del document["expected"][key]
+    write(model, document)
+    use(model)
+    site = read_config(model)[0].expected.at_new_site
+    assert site == NewSite(0.8, 0.1, 2, "plain")
+    assert site.between("accuracy") == pytest.approx((0.8 - 4.302653 * 0.1, 1.0))  # t with 2 degrees of freedom
+    assert site.between("accuracy", 0.8) == pytest.approx((0.8 - 1.885618 * 0.1, 0.8 + 1.885618 * 0.1))
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [
@@ -150,6 +166,12 @@ def test_what_an_earlier_version_left_out_is_not_needed(model: Path) -> None:
         (("expected", "spread"), float("nan")),
         (("expected", "spread"), 1e300),
         (("expected", "spread"), HUGE),
+        (("expected", "scale"), "plain"),  # no accuracy has a center of 1.5
+        (("expected", "scale"), "log"),
+        (("expected", "center"), None),
+        (("expected", "center"), float("inf")),
+        (("expected", "metric"), "nll"),
+        (("expected", "one_more_domain"), HUGE),
         (("expected", "mean"), 1.2),
         (("expected", "metric"), "luck"),
         (("expected", "others"), {"luck": 1}),

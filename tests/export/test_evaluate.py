@@ -1,6 +1,7 @@
 """`xdm-ft evaluate`: metrics against naive ones, the verdict under the null, and sites of every layout."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -157,9 +158,48 @@ def test_a_site_like_the_others_is_within_the_promise_in_95_of_100(between, with
         promised = new_site([np.array([value]) for value in measured])
         sample = sites[5] + within * drawn.normal(size=groups)
         estimate = Estimate(sample.mean(), sample.std(ddof=1) / groups**0.5, groups - 1)
-        _, verdict = judged(sample.mean(), estimate, *promised)
+        _, verdict = judged("nll", sample.mean(), estimate, groups, promised)
         inside += verdict == WITHIN
     assert 0.94 <= inside / tries <= most
+
+
+@pytest.mark.parametrize("site", ["of 240 images", "all right"])
+def test_the_verdict_on_the_logit_scale_by_hand(site):
+    """The error of the site's accuracy is divided by p(1 − p); (x + ½)/(n + 1) keeps a site without mistakes finite."""
+    labels = np.arange(12) // 4
+    all_right = Labelled(torch.eye(4)[labels], labels, np.zeros(12, np.int64), None)
+    measured = images(240) if site == "of 240 images" else all_right
+    n = len(measured.labels)
+    right = measured.logits.argmax(1).numpy() == measured.labels
+    groups = measured.groups if measured.groups is not None else np.arange(n)
+    count = len(set(groups))
+    without = [right[groups != group].mean() for group in range(count)]
+    p = (right.sum() + 0.5) / (n + 1)
+    error = ((count - 1) / count * np.square(np.array(without) - np.mean(without)).sum()) ** 0.5 / (p * (1 - p))
+    z = np.array([0.4, 1.0, 1.3, 2.9])
+    promised = new_site([np.array([one]) for one in z], "logit")
+    expected = expected_of((0.6, 0.7, 0.8, 0.95)).model_copy(update=promised._asdict())
+    found = at_site(measured, CLASSES, ("x",), expected).versus
+    half = t.ppf(0.975, 3) * math.hypot(z.std(ddof=1) * 1.25**0.5, error)
+    ends = 1 / (1 + np.exp(-z.mean() + half)), 1 / (1 + np.exp(-z.mean() - half))
+    seen = [min(1, max(0, (end * (n + 1) - 0.5) / n)) for end in ends]  # x/n of x = (n + 1)p − ½
+    assert found.interval == pytest.approx(seen) and found.verdict == WITHIN
+    below = promised._replace(center=math.log(p / (1 - p)) + half + 0.01)
+    _, verdict = judged("accuracy", right.mean(), Estimate(right.mean(), error * p * (1 - p), count - 1), n, below)
+    assert verdict == "below"
+
+
+@pytest.mark.parametrize("images", [40, 400])
+def test_sites_with_few_mistakes_are_within_the_promise_in_95_of_100(images):
+    """Sites are normal on the logit scale, about 95% accurate; some have no mistake."""
+    drawn, inside, tries = np.random.default_rng(0), 0, 4000
+    for _ in range(tries):
+        right = drawn.binomial(images, 1 / (1 + np.exp(-3 - drawn.normal(size=5))))
+        promised = new_site([np.array([np.log((x + 0.5) / (images - x + 0.5))]) for x in right[:4]], "logit")
+        share = right[4] / images
+        estimate = Estimate(share, (share * (1 - share) / (images - 1)) ** 0.5, images - 1)
+        inside += judged("accuracy", share, estimate, images, promised)[1] == WITHIN
+    assert inside / tries >= 0.94
 
 
 @pytest.mark.parametrize(
@@ -253,6 +293,11 @@ def test_a_models_own_test_images_give_its_recorded_metrics(small_model, tmp_pat
     assert found["whole"]["versus"]["verdict"] == "can not be said (one held-out set)" and found["domains"] == {}
     documented = (Path(__file__).parents[2] / "docs/command_line.md").read_text(encoding="utf-8")
     assert all(f"`{key}`" in documented for key in (*found, *found["whole"], *found["whole"]["versus"]))
+    accuracy = found["whole"]["versus"]["promised"]
+    ranks = f"a new site like the held-out one lies below it ({accuracy:.1%}) with probability 1 in 2"
+    assert found["ranks"] == ranks and f"{ranks.capitalize()}. " in (small_model.model / "README.md").read_text()
+    assert main(["evaluate", str(small_model.model), str(site)]) == 0
+    assert f"\nThe card: {ranks}\n" in capsys.readouterr().out
 
 
 def test_several_domains_as_text(small_model, capsys, monkeypatch):

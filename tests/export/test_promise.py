@@ -1,5 +1,6 @@
 """What a model promises: numbers computed by hand and by naive loops, and the coverage of its prediction interval."""
 
+import dataclasses
 import math
 import shutil
 from types import SimpleNamespace
@@ -7,14 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from scipy.stats import t
 
 from xdm_ft.evaluation.description import interval_of
 from xdm_ft.evaluation.metrics import score
-from xdm_ft.evaluation.new_site import new_site
+from xdm_ft.evaluation.new_site import NewSite, gain_words, new_site, one_more_domain, rank_words, smoothed
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
 from xdm_ft.evaluation.records import Pick, Record
+from xdm_ft.evaluation.runs import Runs
 from xdm_ft.export.config import Expected
 from xdm_ft.export.promise import error_at, promise
 from xdm_ft.export.runs import Choice, read_parts
@@ -113,18 +117,34 @@ def test_the_interval_of_a_domain_covers_in_nearly_95_percent(seeds, spread):
 
 
 def test_the_interval_of_a_new_site_by_hand(four):
-    values = np.array([[four.right[(name,), seed].mean() for seed in SEEDS] for name in DOMAINS])  # [D,S]
+    right = np.array([[four.right[(name,), seed].sum() for seed in SEEDS] for name in DOMAINS])  # [D,S]
+    values = np.log((right + 0.5) / (IMAGES - right + 0.5))  # logit of (x + ½)/(n + 1)
     between, within = values.mean(1).var(ddof=1), values.var(1, ddof=1).mean()
     spread = math.sqrt(between * (1 + 1 / 4) + (1 - 1 / 3) * within)
     assert four.expected.spread == pytest.approx(spread) and four.expected.freedom == 3
-    half = 3.182446 * spread  # t with 3 degrees of freedom
-    ends = max(0, four.expected.mean - half), min(1, four.expected.mean + half)
+    assert four.expected.center == pytest.approx(values.mean()) and four.expected.scale == "logit"
+    for level, t_3 in ((0.8, 1.637744), (0.95, 3.182446)):  # t with 3 degrees of freedom
+        ends = [1 / (1 + math.exp(-values.mean() + side * t_3 * spread)) for side in (1, -1)]
+        assert four.expected.at_new_site.between("accuracy", level) == pytest.approx(ends, abs=1e-6)
     assert four.expected.new_site == pytest.approx(ends, abs=1e-6)
+
+
+def test_other_metrics_stay_on_the_plain_scale(tmp_path):
+    results, records, *_ = made_run(tmp_path, [(name,) for name in DOMAINS], metric="balanced_accuracy")
+    expected = promise(tmp_path, results, records, RULE, METHOD)
+    tests = [one.selected[RULE].metrics["test"] for one in records]
+    values = np.array([one.balanced_accuracy for one in tests]).reshape(4, 3)  # [D,S]
+    spread = math.sqrt(values.mean(1).var(ddof=1) * (1 + 1 / 4) + (1 - 1 / 3) * values.var(1, ddof=1).mean())
+    assert (expected.scale, expected.center) == ("plain", pytest.approx(values.mean()))
+    ends = max(0, values.mean() - 3.182446 * spread), min(1, values.mean() + 3.182446 * spread)
+    assert expected.new_site == pytest.approx(ends)
 
 
 def test_one_seed_gives_students_prediction_interval():
     site = new_site([np.array([value]) for value in (0.6, 0.7, 0.8, 0.9)])
-    assert site.half_width() == pytest.approx(t.ppf(0.975, 3) * np.std([0.6, 0.7, 0.8, 0.9], ddof=1) * 1.25**0.5)
+    half = t.ppf(0.975, 3) * np.std([0.6, 0.7, 0.8, 0.9], ddof=1) * 1.25**0.5
+    assert site.between("nll") == pytest.approx((0.75 - half, 0.75 + half))
+    assert site.between("accuracy") == pytest.approx((0.75 - half, 1))
     assert new_site([np.array([0.6]), np.array([0.8])]) is None
 
 
@@ -203,6 +223,95 @@ def test_a_new_site_is_in_the_interval_in_95_of_100(sites, seeds, most):
     for _ in range(tries):
         domains = 0.7 + sites * drawn.normal(size=5)
         values = domains[:4, None] + seeds * drawn.normal(size=(4, 3))
-        found = new_site(list(values))
-        inside += abs(domains[4] + seeds * drawn.normal() - found.mean) <= found.half_width()
+        low, high = new_site(list(values)).between("nll")
+        inside += low <= domains[4] + seeds * drawn.normal() <= high
     assert 0.94 <= inside / tries <= most
+
+
+@settings(deadline=None)
+@given(st.floats(-5, 5), st.floats(0, 3), st.integers(1, 100), st.sampled_from([1, 7, 1000]))
+def test_an_interval_on_the_logit_scale_holds_what_the_scale_says(center, spread, freedom, images):
+    """Of x right images of n, those whose logit is inside are inside: also 0 and n, which are finite."""
+    site = NewSite(center, spread, freedom, "logit")
+    low, high = site.between("accuracy", images=images)
+    half = t.ppf(0.975, freedom) * spread
+    for right in {0, images // 2, images}:
+        z = math.log((right + 0.5) / (images - right + 0.5))
+        if abs(abs(z - center) - half) > 1e-9:
+            assert (low <= right / images <= high) == (abs(z - center) < half)
+    shorter, longer = (site.between("accuracy", level) for level in (0.8, 0.95))
+    assert 0 <= longer[0] <= shorter[0] <= shorter[1] <= longer[1] <= 1
+    assert smoothed(right / images, images) == pytest.approx((right + 0.5) / (images + 1))
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "words"),
+    [
+        ("accuracy", [0.416, 0.949, 0.7, 0.6],
+         "a new site like these lies below the worst of the 4 held-out ones (0.416) with probability 1 in 5, between "
+         "worst and best with 3 in 5"),
+        ("nll", [0.5, 0.9],
+         "a new site like these lies above the worst of the 2 held-out ones (0.9) with probability 1 in 3, between "
+         "worst and best with 1 in 3"),
+        ("accuracy", [0.8], "a new site like the held-out one lies below it (0.8) with probability 1 in 2"),
+        ("ece", [0.1], "a new site like the held-out one lies above it (0.1) with probability 1 in 2"),
+    ],
+)  # fmt: skip
+def test_the_rank_of_a_new_site_in_words(metric, values, words):
+    held_out = [(name,) for name in DOMAINS[: len(values)]]
+    assert rank_words(metric, held_out, values, str) == words
+
+
+def test_an_official_set_of_several_domains_is_one_set_of_sites():
+    words = rank_words("accuracy", [("a", "b")], [0.8], str)
+    assert words == "a new set of sites like the held-out one lies below it (0.8) with probability 1 in 2"
+
+
+@pytest.mark.parametrize("sets", [1, 2, 4, 9])
+def test_the_probabilities_of_ranks_are_exact_for_exchangeable_sites(sets):
+    """Whatever the distribution: here with a heavy tail, and a part that all sites share."""
+    drawn, tries = np.random.default_rng(0), 20_000
+    sites = drawn.standard_cauchy((tries, sets + 1)) + 10 * drawn.normal(size=(tries, 1))
+    new, held_out = sites[:, 0], sites[:, 1:]
+    below, between = (new < held_out.min(1)), (new > held_out.min(1)) & (new < held_out.max(1))
+    assert below.mean() == pytest.approx(1 / (sets + 1), abs=0.012)
+    assert between.mean() == pytest.approx((sets - 1) / (sets + 1), abs=0.012)
+
+
+def crossed(records, values):
+    """The records, as `cross_domain` would have picked them with these selection values."""
+    return [
+        dataclasses.replace(one, selected={"cross_domain": dataclasses.replace(one.selected[RULE], value=value)})
+        for one, value in zip(records, values, strict=True)
+    ]
+
+
+def test_what_one_more_domain_brings(four):
+    values = np.linspace(0.3, 0.52, 12)
+    records, results = (
+        crossed(four.records, values),
+        four.results | {"data": {"images": {key: [24] for key in DOMAINS}}},
+    )
+    by_hand = np.mean([right.mean() for right in four.right.values()]) - 0.41
+    expected = promise(four.path, results, records, "cross_domain", METHOD)
+    assert expected.one_more_domain == pytest.approx(by_hand)
+    assert gain_words("accuracy", 0.051) == "one more training domain brought +5.1 points"
+    assert gain_words("nll", -0.05) == "one more training domain brought -0.050 (lower is better)"
+
+
+def test_without_comparable_images_one_more_domain_is_not_spoken_of(four):
+    held_out, records = tuple((name,) for name in DOMAINS), crossed(four.records, [0.4] * 12)
+
+    def gain(records, rule="cross_domain", held_out=held_out, domains=DOMAINS):
+        return one_more_domain(Runs(METHOD, rule, "accuracy", held_out, tuple(records)), domains)
+
+    assert gain(records) is not None
+    assert four.expected.one_more_domain is None and gain(four.records, RULE) is None, "no models without two domains"
+    assert gain(records, domains=(*DOMAINS, "e")) is None, "e was never held out"
+    assert gain(records, domains=()) is None, "an earlier version did not write the domains"
+    assert gain(records, held_out=(("a", "b"), ("c",), ("d",))) is None
+    assert gain(crossed(four.records, [None] + [0.4] * 11)) is None
+    without_a_seed = gain(records[1:])  # then that seed does not count
+    assert without_a_seed == pytest.approx(
+        np.mean([right.mean() for (_, seed), right in four.right.items() if seed]) - 0.4
+    )

@@ -165,7 +165,7 @@ def test_the_nearest_add_on_is_named(name: str, nearest: str) -> None:
             "xdomainmix.head_init: xdomainmix with head_init: zero_shot needs an encoder with a text side",
         ),
         (["mixed.mixup.alpha=-1"], "mixed.mixup.alpha: input should be greater"),
-        (["protocol.seeds=oops"], "protocol.seeds: must be a number of seeds or a list of them, given 'oops'"),
+        (["protocol.seeds=oops"], "protocol.seeds: must be a number of seeds, a list of them, or auto, given 'oops'"),
         (["methods=[erm, {name: irm, penalty: 1}]"], "methods.1.penalty: unknown key"),
         (["training={steps: 5, epochs: 3, sampler: pooled}"], "training.epochs: both steps and epochs"),
         (["encoder.name=open_clip", "encoder.weights=a"], "encoder.model: is needed"),

@@ -37,7 +37,7 @@ def test_a_good_recipe_and_its_defaults():
     assert [item.label for item in recipe.methods] == ["erm", "sam", "less"]
     assert recipe.methods[1].sharpness.name == "sam" and recipe.methods[1].algorithm.name == "erm"
     assert recipe.methods[2].algorithm.kwargs()["p_discard"] == 0.3
-    assert recipe.protocol.seeds == (0, 1, 2)
+    assert recipe.report.compare == recipe.declared == () and recipe.report.margin is None
     assert not recipe.trains_encoders and recipe.needs_features()
 
 
@@ -46,6 +46,96 @@ def test_the_resolved_recipe_is_a_recipe_and_resolves_to_itself():
     again = check(parse(once, "resolved.yaml")).as_yaml()
     assert once == again
     assert yaml.safe_load(once)["training"]["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("override", "seeds"),
+    [
+        ("training.steps=10", 10),
+        ("encoder.trainable=true", 5),
+        ("methods=[erm, {name: erm, label: last, trainable: {blocks: 1}}]", 5),
+        ("protocol.seeds=3", 3),
+    ],
+)
+def test_heads_on_frozen_features_have_ten_seeds_others_five(override: str, seeds: int) -> None:
+    text = parse(GOOD, "r.yaml")
+    apply_override(text, override)
+    recipe = check(text)
+    assert recipe.protocol.seeds == tuple(range(seeds))
+    assert not recipe.auto_seeds and recipe.next_seeds() is None
+
+
+def test_auto_has_the_seeds_of_one_look_after_the_other() -> None:
+    recipe = check(parse(GOOD + "protocol: {seeds: auto}\nreport: {margin: 1.0}\n", "r.yaml"))
+    stages = []
+    while recipe is not None:
+        stages.append(recipe.protocol.seeds)
+        assert recipe.resolved()["protocol"]["seeds"] == [*recipe.protocol.seeds]
+        for text in (recipe.as_yaml(), resolved_with_meanings(recipe)):
+            assert yaml.safe_load(text)["protocol"]["seeds"] == "auto" and check(parse(text, "r.yaml")).auto_seeds
+        recipe = recipe.next_seeds()
+    assert stages == [tuple(range(count)) for count in (5, 10, 20)]
+    [fault] = faults(GOOD + "protocol: {seeds: auto}\n")
+    assert fault.startswith("r.yaml:6: protocol.seeds: auto needs report.margin, to know when a row is settled; set it")
+
+
+ENCODERS = "encoders: [{name: timm, model: resnet10t}, {name: timm, model: resnet18, label: big}]"
+
+
+@pytest.mark.parametrize(
+    ("compare", "declared"),
+    [
+        ("[[sam, erm], [less, sam]]", [("sam", "erm"), ("less", "sam")]),
+        ("[[sam, erm]]", [("sam @ resnet10t", "erm @ resnet10t"), ("sam @ big", "erm @ big")]),
+        ("[[erm @ big, erm @ resnet10t]]", [("erm @ big", "erm @ resnet10t")]),
+    ],
+)
+def test_declared_pairs_are_labels_of_rows(compare: str, declared: list[tuple[str, str]]) -> None:
+    text = GOOD.replace(GOOD.splitlines()[2], ENCODERS) if " @ " in str(declared) else GOOD
+    recipe = check(parse(f"{text}report: {{compare: {compare}}}\n", "r.yaml"))
+    assert [*recipe.declared] == declared
+    assert check(parse(recipe.as_yaml(), "again.yaml")).declared == recipe.declared
+
+
+@pytest.mark.parametrize(
+    ("text", "compare", "expected"),
+    [
+        (
+            GOOD,
+            "[[sam, ern], [mor, erm]]",
+            ['.0: no row "ern"; did you mean "erm"?', '.1: no row "mor"; known: erm, sam'],
+        ),
+        (GOOD, "[[sam, sam]]", [".0: compares sam with itself; name two rows"]),
+        (GOOD, "[[sam, erm], [erm, sam]]", [": erm and sam are compared twice; keep one of the pairs"]),
+        (GOOD, "[sam, erm]", [": must be a list of pairs of rows, such as [[xdomainmix, erm]], given ['sam', 'erm']"]),
+        (GOOD, "[[sam, erm, less]]", [": must be a list of pairs of rows"]),
+        (GOOD, "[[sam, 3]]", [".0.1: input should be a valid string, given 3"]),
+        (ENCODERS, "[[sam, erm], [erm @ big, sam @ big]]", [": erm @ big and sam @ big are compared twice"]),
+        (ENCODERS, "[[sam @ big, erm]]", [".0: sam @ big and erm: one of the two names an encoder; write METHOD @"]),
+        (ENCODERS, "[[sam @ bigg, erm @ big]]", ['.0: no row "sam @ bigg"; did you mean "sam @ big"?']),
+    ],
+)
+def test_pairs_that_can_not_be_compared(text: str, compare: str, expected: list[str]) -> None:
+    text = GOOD.replace(GOOD.splitlines()[2], ENCODERS) if text == ENCODERS else text
+    found = faults(f"{text}report: {{compare: {compare}}}\n")
+    assert len(found) == len(expected)
+    for fault, start in zip(found, expected, strict=True):
+        assert fault.startswith(f"r.yaml:6: report.compare{start}")
+
+
+def test_other_methods_on_the_command_line_leave_the_pairs_that_they_have() -> None:
+    text = f"{GOOD}report: {{compare: [[sam, erm], [less, erm]]}}\n"
+    recipe = parse(text, "r.yaml")
+    apply_override(recipe, "methods=[erm, sam, rsc]")
+    assert check(recipe).declared == (("sam", "erm"),)
+    [fault] = faults(text, "methods=[erm, sam]", "report.compare=[[less, erm]]")
+    assert fault.startswith('command line: report.compare.0: no row "less"')
+
+
+@pytest.mark.parametrize("margin", ["0", "-1.0", "wide"])
+def test_a_margin_is_a_positive_number(margin: str) -> None:
+    [fault] = faults(f"{GOOD}report: {{margin: {margin}}}\n")
+    assert fault.startswith("r.yaml:6: report.margin: input should be")
 
 
 def test_all_faults_at_once_each_with_its_line():

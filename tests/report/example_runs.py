@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT, UNKNOWN, Comparison, PValue
 from xdm_ft.evaluation.encoders import split_label
 from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.evaluation.summary import Summary, summarise
@@ -56,6 +57,50 @@ def encoder_about(label: str, **changes: Any) -> dict[str, Any]:
     return about | changes
 
 
+def comparison(
+    first: str,
+    second: str = "erm",
+    difference: float = 0.1,
+    here: str = EQUAL,
+    elsewhere: str = UNKNOWN,
+    **changes: Any,
+) -> Comparison:
+    """A comparison over two held-out domains with these verdicts; without one it has no p."""
+    tested = here != NO_VERDICT
+    values: dict[str, Any] = {
+        "selection": "train_val", "sets": 2, "domains": 2, "seeds": 3, "paired": False, "error": 0.02, "freedom": 5.0,
+        "share_seeds": 0.75, "share_images": 0.25, "freedom_seeds": 4.0, "freedom_images": 50.0, "other_error": None,
+        "other_freedom": None, "error_elsewhere": 0.05, "p_here": PValue(0.01, 0.02) if tested else None,
+        "p_elsewhere": PValue(0.15, 0.3) if tested else None, "note": "images assumed independent",
+    }  # fmt: skip
+    sides = {"first": first, "second": second, "difference": difference}
+    return Comparison(**values | sides | {"here": here, "elsewhere": elsewhere} | changes)
+
+
+def with_comparisons(results: dict[str, Any], *rows: Comparison) -> dict[str, Any]:
+    """The results with these comparisons instead of their own."""
+    return results | {"comparisons": [row.to_json() for row in rows]}
+
+
+def earlier(results: dict[str, Any]) -> dict[str, Any]:
+    """The results as the version before `comparisons` wrote them: one word that was also about new domains."""
+    versus, pairs = {}, []
+    encoders = [one["label"] for one in results["recipe"].get("encoders") or ()]
+    for row in map(Comparison.from_json, results["comparisons"]):
+        word = row.here if row.sets == 1 or row.elsewhere == row.here else "not distinguishable"
+        verdict = row.here if row.here == NO_VERDICT else f"{word} {row.where}" if row.sets == 1 else word
+        (method, own), (_, other) = (split_label(label, encoders) for label in (row.first, row.second))
+        if own == other:
+            versus[row.selection, row.first] = row.versus_erm() | {"verdict": verdict}
+        else:
+            names = {"selection": row.selection, "method": method, "first": own, "second": other}
+            pairs.append(row.versus_erm() | names | {"verdict": verdict})
+            del pairs[-1]["reference"]
+    summary = [row | {"versus_erm": versus.get((row["selection"], row["method"]))} for row in results["summary"]]
+    kept = {key: value for key, value in results.items() if key not in ("comparisons", "looks")}
+    return kept | {"summary": summary} | ({"encoder_pairs": pairs} if pairs else {})
+
+
 def results_of(
     runs: list[dict[str, Any]], name: str = "made", encoders: Sequence[str] = (), **recipe: Any
 ) -> dict[str, Any]:
@@ -73,15 +118,15 @@ def results_of(
     erm = {method: f"erm @ {one}" if (one := split_label(method, encoders)[1]) else "erm" for method in methods}
     records = [Record.from_json(run) for run in runs]
     picked = picked_trials(records, "train_val", "accuracy")
-    rows, pairs = Summary([], [])
+    found = Summary([], [])
     if picked:
-        rows, pairs = summarise(
+        found = summarise(
             picked,
             [],
             methods=methods,
-            rules=["train_val"],
+            rule="train_val",
             metric="accuracy",
-            protocol_line=lambda rule: f"pets, 40 images; picked by {rule}",
+            protocol="pets, 40 images; picked by train_val",
             references={method: one for method, one in erm.items() if method != one and one in methods},
             encoders=encoders,
         )
@@ -94,6 +139,7 @@ def results_of(
         "tested_on": "domains never trained on",
         "findings": [],
         "runs": runs,
-        "summary": [row.to_json() for row in rows],
-        **({"encoder_pairs": pairs} if pairs else {}),
+        "summary": [row.to_json() for row in found.rows],
+        "comparisons": [row.to_json() for row in found.comparisons],
+        "looks": [],
     }

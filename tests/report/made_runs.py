@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from example_runs import comparison, with_comparisons
 
+from xdm_ft.evaluation.comparison import EQUAL, UNKNOWN, Comparison
 from xdm_ft.evaluation.encoders import split_label
 from xdm_ft.evaluation.records import Pick, Record, SummaryRow
 from xdm_ft.report.finished import Run
@@ -42,14 +44,15 @@ def run(
     sets: Sequence[tuple[str, ...]] | None = None,
     tested_on: str = "domains never trained on",
     encoders: Sequence[str] = (),
-    pairs: Sequence[Mapping[str, Any]] = (),
+    further: Sequence[Comparison] = (),
 ) -> Run:
     """The first method is ERM. `chosen_by`: {method: selection value}, by default its mean test value.
 
-    With several `encoders`, methods are called METHOD @ ENCODER, and the first one of each encoder is ERM. `pairs` are
-    entries of `encoder_pairs`; what all have in common is filled in.
+    With several `encoders`, methods are called METHOD @ ENCODER, and the first one of each encoder is ERM. `verdicts`:
+    here and elsewhere, as in "better, unknown"; by default there is no clear difference. `further`: comparisons that
+    stand beside no row.
     """
-    rows, records, runs = [], list[Record](), list[dict[str, Any]]()
+    rows, records, runs, compared = [], list[Record](), list[dict[str, Any]](), list[Comparison]()
     first = {split_label(method, encoders)[1]: method for method in reversed(list(values))}
     for method, by_domain in values.items():
         reference = first[split_label(method, encoders)[1]]
@@ -62,16 +65,19 @@ def run(
         ]
         reason = f"1 of {len(own)} runs failed: the loss was not finite" if method in failed else None
         difference = mean - float(np.mean([*values[reference].values()]))
-        versus = {"difference": difference, "domains": None, "seeds_and_images": None, "p": None, "p_holm": None}
-        versus |= {"reference": reference, "note": note}
-        verdict = (verdicts or {}).get(method, "not distinguishable")
+        here, _, elsewhere = (verdicts or {}).get(method, EQUAL).partition(", ")
+        number = len(sets or by_domain)
+        shape = {"sets": number, "domains": len(by_domain), "seeds": seeds, "selection": rule, "note": note}
+        shape |= {} if number > 1 else {"error_elsewhere": None, "p_elsewhere": None}
+        versus = comparison(method, reference, difference, here, elsewhere or UNKNOWN, **shape)
+        compared += [versus] if method != reference else []
         rows.append(
             SummaryRow(
                 method, rule, metric, "test",
                 mean=None if reason else mean, std=0.01, stderr=None if seeds == 1 else 0.004, n=seeds,
                 spread_as_published=None,
                 per_test_domain={name: {"mean": value, "std": None} for name, value in by_domain.items()},
-                versus_erm=None if method == reference else versus | {"verdict": verdict},
+                versus_erm=None if method == reference else versus.versus_erm(),
                 protocol="p", budget={"draws": 1, "gradient_evaluations": None},
                 failed=1 if reason else None, reason=reason,
             )
@@ -89,6 +95,4 @@ def run(
     if encoders:
         recipe["encoders"] = [{"label": one} for one in encoders]
     results = {"recipe": recipe, "runs": runs, "summary": [row.to_json() for row in rows], "tested_on": tested_on}
-    common = {"selection": rule, "domains": None, "seeds_and_images": None, "p": None, "p_holm": None, "note": note}
-    results |= {"encoder_pairs": [common | dict(pair) for pair in pairs]} if pairs else {}
-    return Run(path, results, records, rows)
+    return Run(path, with_comparisons(results, *compared, *further), records, rows)

@@ -13,7 +13,7 @@ from test_results_schema import validate
 
 from xdm_ft.report.costs import bytes_text, costs, count_text, seconds_text
 from xdm_ft.report.csv_rows import csv_rows, csv_text
-from xdm_ft.report.encoders import against, encoder_table, trainable_of, trained_words
+from xdm_ft.report.encoders import encoder_table, trainable_of, trained_words
 from xdm_ft.report.latex import latex
 from xdm_ft.report.markdown import markdown, tables_of
 from xdm_ft.report.table_rows import ResultTable
@@ -96,11 +96,12 @@ def test_the_tables_of_two_encoders() -> None:
         "erm @ small", "xdomainmix @ small", "erm @ large", "xdomainmix @ large"
     ]  # fmt: skip
     assert [row[0] for row in table(results, "Cost").rows] == [row["method"] for row in results["summary"]]
-    pairs = table(results, "Pairs of encoders")
+    pairs = table(results, "Further comparisons")
     assert [row[:3] for row in pairs.rows] == [
-        ("erm", "small − large", "-5.0"), ("xdomainmix", "small − large", "-5.0")
+        ("erm @ small", "erm @ large", "-5.0"), ("xdomainmix @ small", "xdomainmix @ large", "-5.0")
     ]  # fmt: skip
-    assert {row[-1] for row in pairs.rows} == {"no verdict"} and "2 are complete" in pairs.notes[0][1]
+    assert {row[pairs.header.index("here")] for row in pairs.rows} == {"no verdict"}
+    assert "2 are complete" in pairs.notes[0][1]
     small, _ = table(results, "Encoders").rows
     assert small == ("small", "timm vit_small", "small corpus", "64", "5.7 million", "12.3", "2.6 MB")
     text = markdown(run_of(results))
@@ -144,18 +145,11 @@ def test_a_solver_trains_nothing_of_an_encoder_that_others_train() -> None:
     assert trained_words(trainable_of("erm", results)) == "frozen"
 
 
-def test_a_pair_turns_round() -> None:
-    pair = {"first": "a", "second": "b", "difference": 0.1, "verdict": "better on this domain", "note": "n"}
-    assert against(pair, "a") == ("b", 0.1, "better on this domain", "n")
-    assert against(pair, "b") == ("a", -0.1, "worse on this domain", "n")
-    for words in ("not distinguishable", "no verdict"):
-        assert against(pair | {"verdict": words}, "b").verdict == words
-
-
 def test_results_csv_has_costs_and_pairs() -> None:
     results = of_two_encoders()
     results["recipe"]["methods"] = ["erm", {"name": "xdomainmix", "trainable": {"blocks": 2}}]
-    results["encoder_pairs"][1] |= {"p_holm": 0.03, "verdict": "worse", "domains": {"low": -0.3, "high": -0.1}}
+    pair = next(one for one in results["comparisons"] if one["second"] == "xdomainmix @ large")
+    pair |= {"p_here": {"plain": 0.01, "holm": 0.03}, "here": "worse", "error_elsewhere": 0.01}
     rows = list(csv.DictReader(io.StringIO(csv_text(csv_rows(run_of(results))))))
     erm = next(row for row in rows if (row["method"], row["of"]) == ("erm @ large", "mean"))
     assert (erm["encoder"], erm["encoder_trained"], erm["compared_with"]) == ("vit_large", "frozen", "")
@@ -169,4 +163,5 @@ def test_results_csv_has_costs_and_pairs() -> None:
     ]  # fmt: skip
     last = pairs[1]
     assert float(last["difference"]) == pytest.approx(-0.05) and last["mean"] == last["train_seconds"] == ""
-    assert (last["p_holm"], last["verdict"], last["domains_low"]) == ("0.03", "worse", "-0.3")
+    assert (last["p_here_holm"], last["here"], last["elsewhere"]) == ("0.03", "worse", "unknown")
+    assert float(last["elsewhere_low"]) == pytest.approx(-0.05 - 0.01 * 12.7062, abs=1e-6)

@@ -7,7 +7,7 @@ import io
 from typing import Any
 
 import pytest
-from example_runs import model, results_of, run_of
+from example_runs import comparison, model, results_of, run_of, with_comparisons
 from test_more_tables import two_sets
 
 from xdm_ft.report.csv_rows import COLUMNS, csv_rows, csv_text, properties
@@ -38,14 +38,24 @@ def test_a_row_per_held_out_set_and_one_for_their_mean() -> None:
 
 def test_the_comparison_is_that_of_the_summary() -> None:
     results = results_of(two_sets())
-    [versus] = [row["versus_erm"] for row in results["summary"] if row["method"] == "xdomainmix"]
-    versus |= {"p": 0.01, "p_holm": 0.02, "seeds_and_images": {"low": -0.1, "high": 0.3}}
-    erm, *_, mean, a, _ = rows_of(results)
-    assert erm["difference"] == erm["p"] == a["difference"] == a["p"] == "" and mean["of"] == "mean"
-    assert float(mean["difference"]) == pytest.approx(0.1)
-    assert (mean["p"], mean["p_holm"], mean["verdict"]) == ("0.01", "0.02", versus["verdict"])
-    assert (mean["seeds_and_images_low"], mean["seeds_and_images_high"]) == ("-0.1", "0.3")
-    assert float(mean["domains_low"]) == versus["domains"]["low"]
+    pair = comparison("xdomainmix", here="better", equal_within=0.2, look=2)
+    declared = comparison("xdomainmix", "sam", here="no verdict", error=None)
+    erm, *_, mean, a, _, other = rows_of(with_comparisons(results, pair, declared))
+    assert erm["difference"] == erm["p_here"] == a["difference"] == a["p_here"] == "" and mean["of"] == "mean"
+    text = {
+        name: mean[name] for name in ("p_here", "p_here_holm", "p_elsewhere", "p_elsewhere_holm", "elsewhere", "note")
+    }
+    assert [*text.values()] == ["0.01", "0.02", "0.15", "0.3", "unknown", "images assumed independent"]
+    assert (mean["here"], mean["look"], mean["compared_with"]) == ("better, equal within 20 points", "2", "erm")
+    ends = [
+        (f"{what}_low", f"{what}_high", half)
+        for what, half in (("here", 0.02 * 2.570582), ("elsewhere", 0.05 * 12.706205))
+    ]
+    for low, high, half in ends:
+        assert (float(mean[low]), float(mean[high])) == pytest.approx((0.1 - half, 0.1 + half), abs=1e-6)
+    assert (mean["difference"], mean["error"], mean["freedom"], mean["share_seeds"]) == ("0.1", "0.02", "5.0", "0.75")
+    assert (other["of"], other["method"], other["compared_with"]) == ("compared", "xdomainmix", "sam")
+    assert (other["here"], other["here_low"], other["p_here"], other["mean"]) == ("no verdict", "", "", "")
 
 
 def test_domains_of_one_held_out_set_have_rows_of_accuracy() -> None:

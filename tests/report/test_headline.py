@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from example_runs import comparison
 from made_runs import run
 
 from xdm_ft.report.finished import Run
@@ -34,17 +35,22 @@ def screen(run: Run, capsys: pytest.CaptureFixture[str], patched: Terminal, widt
 
 
 def test_six_methods_on_four_domains_fit_80_by_24(capsys: pytest.CaptureFixture[str], monkeypatch: Terminal) -> None:
-    made = run(SIX, verdicts={"mixup": "better", "coral": "worse"})
+    made = run(SIX, verdicts={"mixup": "better, better", "coral": "worse"})
     text = screen(made, capsys, monkeypatch)
     assert len(text.splitlines()) < 24
     lines = text.splitlines()
     assert lines[0] == "made: accuracy in % on domains never trained on, ± standard error (3 seeds)"
-    assert lines[1].split() == ["method", "art_…", "cart…", "photo", "sket…", "mean", "vs", "erm", "verdict"]
-    assert lines[2].split() == ["erm", "67.0", "53.0", "93.0", "41.0", "63.5", "±", "0.4", "–", "–"]
-    assert lines[7].split() == ["mixup", "72.0", "58.0", "98.0", "46.0", "68.5", "±", "0.4", "+5.0", "better"]
+    assert lines[1].split() == ["method", "worst", "domain", "mean", "vs", "erm", "here", "elsewhere"]
+    assert lines[2].split() == ["erm", "sketch", "41.0", "63.5", "±", "0.4", "–", "–", "–"]
+    assert lines[3].split()[-6:] == ["0.4", "+1.0", "no", "clear", "difference", "unknown"]
+    assert lines[6].split()[-3:] == ["+4.0", "worse", "unknown"] and lines[7].split()[-2:] == ["better", "better"]
+    assert "5 comparisons with 80% probability" in " ".join(text.split()) and "with 4 domains nothing below" in text
     assert " ".join(sentence(made).split()) in " ".join(text.split())
     assert "results.md" in text and "xdm-ft export output/made DIR" in text and "xdm-ft explain" in text
-    wide = screen(made, capsys, monkeypatch, width=100)
+    cut = screen(made, capsys, monkeypatch, width=90).splitlines()
+    assert cut[1].split()[:6] == ["method", "art_…", "cart…", "photo", "sket…", "mean"]
+    assert cut[2].split()[:5] == ["erm", "67.0", "53.0", "93.0", "41.0"]
+    wide = screen(made, capsys, monkeypatch, width=120)
     assert all(name in wide.splitlines()[1] for name in PACS)
 
 
@@ -82,7 +88,7 @@ def test_a_pipe_gets_every_method_and_domain(capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     header = text.splitlines()[1]
     assert all(name in header for name in names) and "\x1b" not in text
-    assert text.count("13.7") == 40 * 9 + 1 and "…" not in text and "more in" not in text
+    assert text.count("13.7") == 40 * 9 + 2 and "…" not in text and "more in" not in text
 
 
 def test_failures_are_named_and_what_to_do_next(capsys: pytest.CaptureFixture[str], monkeypatch: Terminal) -> None:
@@ -122,8 +128,8 @@ def test_names_and_paths_are_text(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_encoders_have_a_column_and_fit_80_by_24(capsys: pytest.CaptureFixture[str], monkeypatch: Terminal) -> None:
     encoders = ("mobilenetv2_100.ra_in1k", "mobilenetv2_035.ra_in1k")
     values = {f"{name} @ {one}": SIX[name] for one in encoders for name in METHODS[:4]}
-    pairs = [{"method": "erm", "first": encoders[0], "second": encoders[1], "difference": 0.1, "verdict": "better"}]
-    made = run(values, chosen_by={f"erm @ {encoders[1]}": 0.99}, encoders=encoders, pairs=pairs)
+    pair = comparison(f"erm @ {encoders[0]}", f"erm @ {encoders[1]}", 0.1, "better")
+    made = run(values, chosen_by={f"erm @ {encoders[1]}": 0.99}, encoders=encoders, further=[pair])
     text = screen(made, capsys, monkeypatch)
     assert len(text.splitlines()) < 24
     lines = text.splitlines()

@@ -44,12 +44,15 @@ def test_text_and_numbers() -> None:
 def test_a_table() -> None:
     text = latex(tables_of(run_of(results_of(two_sets()))))
     first, second, third = re.findall(r"\\begin\{table\}.*?\\end\{table\}", text, re.DOTALL)
-    assert r"\begin{tabular}{lrrrrrr}" in first and r"\toprule" in first and r"\bottomrule" in first
+    assert r"\begin{tabular}{lrrrrrrrr}" in first and r"\toprule" in first and r"\bottomrule" in first
     header, erm, mixed = [line.strip() for line in first.splitlines() if line.endswith(r"\\")]
-    assert header == r"method & a & b & mean $\pm$ stderr & versus erm & p (Holm) & verdict \\"
+    assert (
+        header
+        == r"method & a & b & mean $\pm$ stderr & versus erm & p here (Holm) & here & p elsewhere (Holm) & elsewhere \\"
+    )
     assert erm.startswith(r"erm & 70.0 & 40.0 & 55.0 $\pm$ 0.0 & \textendash{}")
     assert mixed.startswith(r"xdomainmix & 80.0 & 50.0 & 65.0 $\pm$ 0.0 & +10.0 &") and mixed.endswith(
-        r" no verdict \\"
+        r" no verdict & \textendash{} & unknown \\"
     )
     assert "caption{selection: train\\_val (the recipe" in first and "Other metrics" in second and "Cost" in third
     assert text.startswith("% needs \\usepackage{booktabs}\n") and "LuaLaTeX" not in text

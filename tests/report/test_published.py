@@ -23,7 +23,8 @@ from xdm_ft.report.published import (
     published_name,
     published_tables,
 )
-from xdm_ft.report.table_rows import ResultTable, groups, result_table
+from xdm_ft.report.result_table import result_table
+from xdm_ft.report.table_rows import ResultTable, groups
 from xdm_ft.report.tables import as_text
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "published_results.csv"

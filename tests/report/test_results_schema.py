@@ -10,8 +10,9 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from example_runs import run_of
+from example_runs import comparison, run_of
 
+from xdm_ft.evaluation.looks import Look
 from xdm_ft.evaluation.metrics import score
 from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.summary import summarise
@@ -43,19 +44,27 @@ def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
             selected["metrics"] = {"test": asdict(made)}
             selected.setdefault("weights", "")
     methods = list(dict.fromkeys(run["method"] for run in results["runs"]))
-    rules = ["train_val", "oracle"]
     records = [Record.from_json({"hparams": {}, "selected": {}, "trial": 0} | run) for run in results["runs"]]
-    rows, _ = summarise(
-        records,
-        [],
-        methods=methods,
-        rules=rules,
-        metric="accuracy",
-        protocol_line=lambda rule: f"by {rule}",
-        references=dict.fromkeys(methods, "erm"),
-    )
-    results["summary"] = [row.to_json() for row in rows]
-    assert len(results["summary"]) == len(methods) * len(rules)
+    found = [
+        summarise(
+            records,
+            [],
+            methods=methods,
+            rule=rule,
+            metric="accuracy",
+            protocol=f"by {rule}",
+            references={method: "erm" for method in methods if method != "erm"},
+        )
+        for rule in ("train_val", "oracle")
+    ]
+    results["summary"] = [row.to_json() for one in found for row in one.rows]
+    rows = [row for one in found for row in one.comparisons] + [
+        comparison("sam|wide", here="better", elsewhere="better")
+    ]
+    results["comparisons"] = [row.to_json() for row in rows]
+    looks = [Look([0, 1, 2], methods, {"erm": [1]}, 0.05, [["sam|wide", "erm"]]).with_found(rows)]
+    results["looks"] = [look.to_json() for look in looks]
+    assert len(results["summary"]) == len(methods) * 2 and len(rows) == 2 * 2 + 1 and len(looks[0].found) == 1
     validate(results)
     assert markdown(run_of(results)).count("66.7 ± 0.0") == 2 * 2  # two methods with two seeds, under two rules
 
@@ -80,14 +89,25 @@ def invent_a_verdict(results: dict[str, Any]) -> None:
     results["summary"][0]["versus_erm"]["verdict"] = "significant"
 
 
+def invent_a_verdict_here(results: dict[str, Any]) -> None:
+    results["comparisons"] = [comparison("sam|wide").to_json() | {"here": "not distinguishable"}]
+
+
+def invent_a_look(results: dict[str, Any]) -> None:
+    results["looks"] = [Look([0], ["erm"], {}, 0.05).to_json() | {"alpha": 0.1}]
+
+
 def drop_the_protocol(results: dict[str, Any]) -> None:
     del results["summary"][0]["protocol"]
 
 
 @pytest.mark.parametrize(
     "damage",
-    [forget_the_reason, forget_the_metrics, score_in_percent, invent_a_key, invent_a_verdict, drop_the_protocol],
-)
+    [
+        forget_the_reason, forget_the_metrics, score_in_percent, invent_a_key, invent_a_verdict, invent_a_verdict_here,
+        invent_a_look, drop_the_protocol,
+    ],
+)  # fmt: skip
 def test_what_is_wrong_is_refused(results: dict[str, Any], damage: Callable[[dict[str, Any]], None]) -> None:
     damage(results)
     with pytest.raises(jsonschema.ValidationError):

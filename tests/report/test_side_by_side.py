@@ -1,19 +1,22 @@
-"""Several runs in one table: only of one protocol, and without differences between runs."""
+"""Several runs in one table: only of one protocol, and comparisons between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from example_runs import model, results_of, run_of
+from example_runs import comparison, model, results_of, run_of
+from made_up_runs import Named, write_run
 from test_more_tables import two_sets
 
 from xdm_ft.errors import UserError
+from xdm_ft.evaluation.comparison import Comparison, holm
 from xdm_ft.report.finished import Run
 from xdm_ft.report.markdown import markdown_table
-from xdm_ft.report.side_by_side import check_same_protocol, run_names, side_by_side
+from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side
 
 
 def other(name: str = "other", path: str = "out/other", **recipe: Any) -> Run:
@@ -33,7 +36,7 @@ def first() -> Run:
 def test_the_rows_of_all_runs(first: Run) -> None:
     runs = [first, other()]
     check_same_protocol(runs)
-    table, metrics = side_by_side(runs)
+    table, metrics = side_by_side(runs, [])
     rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
     assert [(row["run"], row["method"]) for row in rows] == [("made", "erm"), ("made", "xdomainmix"), ("other", "erm")]
     assert [(row["encoder"], row["encoder is"], row["augmentation"]) for row in rows[1:]] == [
@@ -43,7 +46,7 @@ def test_the_rows_of_all_runs(first: Run) -> None:
     assert [row["mean ± stderr"] for row in rows] == ["55.0 ± 0.0", "65.0 ± 0.0", "45.0 ± 0.0"]
     assert (rows[2]["a"], rows[2]["b"], rows[2]["seeds"]) == ("60.0", "30.0", "2")
     assert [row["versus erm of its run"] for row in rows] == ["–", "+10.0", "–"]
-    assert [row["verdict"] for row in rows] == ["–", "no verdict", "–"]
+    assert [(row["here"], row["elsewhere"]) for row in rows] == [("–", "–"), ("no verdict", "unknown"), ("–", "–")]
     assert [row[:2] for row in metrics.rows] == [row[:2] for row in table.rows] and metrics.level == 3
     assert "accuracy in %" in table.heading
     assert [what for what, _ in table.about] == ["Compared", "Protocol"], "one line if it is the same"
@@ -54,7 +57,7 @@ def test_each_run_has_its_own_protocol_line(first: Run) -> None:
     second = other()
     second.rows[0] = second.own_rows[0].__class__(**{**vars(second.own_rows[0]), "protocol": "pets; encoder trained"})
     second.__dict__.pop("own_rows")
-    table, _ = side_by_side([first, second])
+    table, _ = side_by_side([first, second], [])
     assert table.about[1:] == (
         ("Protocol", "made: pets, 40 images; picked by train_val"),
         ("Protocol", "other: pets; encoder trained"),
@@ -64,7 +67,7 @@ def test_each_run_has_its_own_protocol_line(first: Run) -> None:
 def test_equal_names_become_paths(first: Run) -> None:
     runs = [first, other("made", "elsewhere/made"), other("third")]
     assert [*run_names(runs).values()] == ["out/made", "elsewhere/made", "third"]
-    assert [row[0] for row in side_by_side(runs)[0].rows] == ["out/made", "out/made", "elsewhere/made", "third"]
+    assert [row[0] for row in side_by_side(runs, [])[0].rows] == ["out/made", "out/made", "elsewhere/made", "third"]
 
 
 def change(block: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -84,7 +87,6 @@ def change(block: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]
         (change("environment.data", "content", "d"), "data: content of images, classes, domains or groups"),
         (change("environment.data", "annotations", "b"), "data: content of images, classes, domains or groups"),
         (change("recipe.protocol", "val_fraction", 0.3), 'split (["leave_one_domain_out", "stratified", 0.2] and '),
-        (change("recipe.protocol", "seeds", [0, 2]), "protocol.seeds ([0, 1] and [0, 2])"),
         (change("recipe.protocol", "metric", "nll"), "protocol.metric (accuracy and nll)"),
         (lambda results: results.update(tested_on="domains\x1b[31m"), "tested on (domains never trained on and "),
     ],
@@ -125,7 +127,68 @@ def test_a_run_without_a_table_is_refused(first: Run) -> None:
 
 
 def test_names_are_text(first: Run) -> None:
-    table, _ = side_by_side([first, other("<script>|\n\x1b[31m")])
+    table, _ = side_by_side([first, other("<script>|\n\x1b[31m")], [])
     lines = markdown_table(table)
     assert any("| \\<script\\>\\| \\\\x1b\\[31m | erm |" in line for line in lines)
     assert all(line.isprintable() for line in lines)
+
+
+# -------------------------------------------------------------------------------------- comparisons between the runs
+
+
+def between(*runs: Run) -> list[Comparison]:
+    check_same_protocol(runs)
+    found = compare_runs(runs, run_names(runs))
+    tables = side_by_side(runs, found)
+    headings = [table.heading for table in tables]
+    assert ("Runs compared with the first one" in headings) == bool(found) and len(tables) == 2 + bool(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    def write(name: str, *methods: str, seeds: Sequence[int], **changes: Any) -> Run:
+        found = write_run(
+            tmp_path_factory.mktemp(name), Named(each=4), methods, seeds, rules=["train_val", "oracle"], **changes
+        )
+        found.results["recipe"]["name"] = name
+        return found
+
+    return write
+
+
+def test_runs_of_other_seeds_are_compared(directory: Callable[..., Run]) -> None:
+    first = directory("first", "zero_shot", "erm", "sam", seeds=range(4))
+    later = directory("later", "zero_shot", "sam", "mix", seeds=range(2, 7))
+    zero, sam, mix = between(first, later)
+    assert (zero.first, zero.second) == ("later: zero_shot", "first: zero_shot")
+    assert (zero.difference, zero.p_here, zero.here) == (0, (1, 1), "no clear difference"), "the same model"
+    assert (sam.second, sam.seeds, sam.paired) == ("first: sam", 4, False)
+    a, b = (next(row for row in run.own_rows if row.method == "sam") for run in (first, later))
+    assert a.mean is not None and b.mean is not None and sam.difference == pytest.approx(b.mean - a.mean)
+    assert (mix.second, mix.seeds) == ("first: zero_shot", 5), "the first row that has no reference"
+    assert sam.p_here is not None and sam.p_here.holm is not None and mix.p_here is not None
+    known = [one.p_here.plain for one in (zero, sam, mix) if one.p_here]
+    assert [one.p_here and one.p_here.holm for one in (zero, sam, mix)] == pytest.approx(holm(known)), "one family"
+
+
+def test_ten_common_seeds_are_paired(directory: Callable[..., Run]) -> None:
+    first = directory("first", "erm", "sam", seeds=range(11))
+    later = directory("later", "mix", "sam", seeds=range(1, 12))
+    _, sam = between(first, later)
+    assert (sam.seeds, sam.paired) == (10, True)
+    common = [[one for one in run.picked if one.method == "sam" and 1 <= one.seed < 11] for run in (first, later)]
+    means = [np.mean([one.selected["train_val"].metrics["test"].accuracy for one in own]) for own in common]
+    assert sam.difference == pytest.approx(means[1] - means[0])
+
+
+def test_runs_that_can_not_be_compared(directory: Callable[..., Run]) -> None:
+    """The oracle, a first run that compares every row, and results without predictions."""
+    cheating = [directory(name, "erm", "sam", seeds=[0, 1, 2], selection="oracle") for name in ("one", "two")]
+    assert between(*cheating) == []
+    one, two = directory("one", "erm", seeds=[0, 1, 2]), directory("two", "sam", seeds=[0, 1, 2])
+    one.results["comparisons"] = [comparison("erm", "gone").to_json()]
+    assert between(one, two) == []
+    [row] = between(run_of(results_of(two_sets()[:4]), Path("out/a")), other("b"))
+    assert row.here == "no verdict" and "predictions are missing" in row.note
+    assert row.difference == pytest.approx(-0.1)

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from example_runs import run_of
+from example_runs import comparison, run_of, with_comparisons
 
+from xdm_ft.evaluation.comparison import PValue
 from xdm_ft.report.how_to_read import _NEEDS, how_to_read
 from xdm_ft.report.manual import MANUAL
 from xdm_ft.report.markdown import markdown
-from xdm_ft.report.table_rows import groups, result_table
+from xdm_ft.report.result_table import result_table
+from xdm_ft.report.table_rows import groups
 from xdm_ft.report.tables import as_text
 from xdm_ft.terminal import write
 
@@ -51,26 +53,34 @@ def printed(results: dict[str, Any]) -> None:
 def test_markdown_has_every_number_in_recipe_order(results: dict[str, Any]) -> None:
     table = tables(markdown(run_of(results)))[0]
     columns = ["method", "art", "sketch", "mean ± stderr", "seeds", "draws × gradients", "versus erm"]
-    intervals = ["95% over domains (unadjusted)", "95% over seeds and images (unadjusted)"]
-    assert table[0] == [*columns, *intervals, "p", "p (Holm)", "verdict", "mixed steps"]
+    verdicts = [(f"95% {where} (unadjusted)", f"p {where} (Holm)", where) for where in ("here", "elsewhere")]
+    assert table[0] == [*columns, *verdicts[0], *verdicts[1], "mixed steps"]
     rows = {row[0]: row[1:] for row in table[2:]}
     assert list(rows) == ["zero_shot", "erm", "xdomainmix", "sam|wide", "xdomainmix+sam"]
-    assert rows["erm"] == ["61.0", "41.0", "51.0 ± 1.0", "2", "1 × 300", *["–"] * 7]
-    versus = ["+7.0", "-5.0 to +20.0", "+2.1 to +12.3", "–", "–", "no verdict"]
+    assert rows["erm"] == ["61.0", "41.0", "51.0 ± 1.0", "2", "1 × 300", *["–"] * 8]
+    # 7.0 ± half of the widths that the earlier version wrote: 10.24 and 25
+    versus = ["+7.0", "+1.9 to +12.1", "–", "no verdict", "-5.5 to +19.5", "–", "unknown"]
     assert rows["xdomainmix"] == ["65.0", "51.0", "58.0 ± 1.0", "2", "1 × 300 to 400", *versus, "120 to 200"]
     # a difference that rounds to nothing has no sign of its own, one seed has no ±
-    assert rows["zero_shot"][2:7] == ["50.0", "1", "1 × 0", "+0.0", "not estimated"]
+    assert rows["zero_shot"][2:7] == ["50.0", "1", "1 × 0", "+0.0", "-2.1 to +2.1"]
     assert rows["sam|wide"][:5] == ["–", "–", "failed", "0", "1 × 600"]
     assert rows["xdomainmix+sam"][:5] == ["–", "–", "skipped", "0", "–"]
 
 
-def test_both_p_values_are_printed(results: dict[str, Any]) -> None:
-    by_method = {row["method"]: row["versus_erm"] for row in results["summary"] if row["selection"] == "train_val"}
-    by_method["xdomainmix"] |= {"p": 0.0041, "p_holm": 0.0082, "verdict": "better on this domain"}
-    by_method["zero_shot"] |= {"p": 0.00003, "p_holm": 1.0, "verdict": "not distinguishable"}
-    rows = {row[0]: row[9:12] for row in tables(markdown(run_of(results)))[0]}
-    assert rows["xdomainmix"] == ["0.004", "0.008", "better on this domain"]
-    assert rows["zero_shot"] == ["\\<0.001", "1.000", "not distinguishable"]
+def test_both_verdicts_are_printed(results: dict[str, Any]) -> None:
+    small, large = PValue(0.0041, 0.0082), PValue(0.00003, 1.0)
+    rows = [
+        comparison("xdomainmix", "erm", 0.07, "better", "better", p_here=small, p_elsewhere=PValue(0.01, 0.03)),
+        comparison("zero_shot", "erm", 0.0, p_here=large, p_elsewhere=None, equal_within=0.01, error_elsewhere=0.0),
+    ]
+    shown = {row[0]: row[7:13] for row in tables(markdown(run_of(with_comparisons(results, *rows))))[0]}
+    assert shown["xdomainmix"] == ["+1.9 to +12.1", "0.008", "better", "-56.5 to +70.5", "0.030", "better"]
+    assert shown["zero_shot"][1:3] == ["1.000", "no clear difference, equal within 1 point"]
+    assert shown["zero_shot"][4:] == ["–", "unknown"]
+    one = [comparison("xdomainmix", "erm", 0.07, "better", sets=1, domains=1, p_here=PValue(0.00003, 0.0001))]
+    table = tables(markdown(run_of(with_comparisons(results, *one))))[0]
+    assert table[0][7:] == ["95% here (unadjusted)", "p here (Holm)", "here", "mixed steps"]
+    assert {row[0]: row[8:10] for row in table}["xdomainmix"] == ["\\<0.001", "better on this domain"]
 
 
 def test_markdown_says_what_a_reader_must_know(results: dict[str, Any]) -> None:
@@ -80,8 +90,8 @@ def test_markdown_says_what_a_reader_must_know(results: dict[str, Any]) -> None:
     assert "- **xdomainmix+sam**: 1 of 2 runs skipped: needs 2 training domains, there is 1\n" in text
     assert "- **zero_shot**: versus erm: variation between domains not estimated; no verdict: it needs 3 seeds" in text
     assert "± is the standard error over seeds" in text
-    assert "not adjusted for the number of methods" in text
-    assert "corrected for all comparisons of the table" in text and "p (Holm) is below 0.05." in text
+    assert "not adjusted for the number of comparisons" in text
+    assert "corrected for all comparisons of the run" in text and "if p here (Holm) is below 0.05 " in text
     assert "Fewer than 3 seeds are complete" in text
     assert text.rstrip().endswith("*Environment: python 3.11.7, libraries.torch 2.15.0*")
     assert all("\n" not in line and line == line.rstrip() for line in text.splitlines())
@@ -227,7 +237,7 @@ def test_narrow_terminals_get_blocks_of_columns(
     lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert max(len(line) for line in lines) <= width
     headers = [line for line in lines if line.startswith("┃ method")]
-    assert len(headers) == {50: 15, 80: 9, 300: 2}[width]
+    assert len(headers) == {50: 17, 80: 8, 300: 2}[width]
     found = "".join(line for line in lines if line.startswith("┃"))
     for name in (
         "art",
@@ -235,9 +245,8 @@ def test_narrow_terminals_get_blocks_of_columns(
         "mean ± stderr",
         "draws × gradients",
         "versus erm",
-        "95% over seeds and images" + (" (unadjusted)" if width > 50 else ""),  # in two lines where it must be
-        "p (Holm)",
-        "verdict",
+        "95% elsewhere (unadjusted)",
+        "p elsewhere (Holm)",
         "mixed steps",
     ):
         assert found.count(name) == 2
@@ -258,14 +267,19 @@ def test_only_what_the_tables_need_is_explained(results: dict[str, Any]) -> None
     assert every - set(whole) == {
         "val_domain", "cross_domain", "selected hyper-parameters", "published numbers", "at the edge of its range",
         "trained parameters", "peak memory", "METHOD @ ENCODER", "first − second", "ms per image", "features on disk",
+        "equal within", "look",
         *MANUAL["analysis"],
     }  # fmt: skip
     results["summary"] = [row for row in results["summary"] if row["method"] == "erm" and row["selection"] != "oracle"]
     results["runs"] = [run | {"trial": 1} for run in results["runs"] if run["method"] == "erm"]
+    results["recipe"] |= {"report": {"margin": 1.0}}
+    results |= {"comparisons": [], "looks": [{}, {}]}
     less = {one.title for one in how_to_read(results)}
     assert less & {"selected hyper-parameters", "at the edge of its range"} and "mean ±" in less
     gone = {*MANUAL["comparison"], *MANUAL["verdict"], "oracle", "mixed steps", "failed, skipped"}
     assert len(gone) > 10 and not less & gone
+    results["comparisons"] = [comparison("sam").to_json()]
+    assert {"equal within", "look", "95% here", "no verdict"} <= {one.title for one in how_to_read(results)}
     results["summary"] = []
     assert how_to_read(results) == []
 

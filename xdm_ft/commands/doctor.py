@@ -70,6 +70,7 @@ def doctor(recipe: str | None, overrides: list[str]) -> Diagnosis:
 
 
 def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
+    from xdm_ft.experiment.resume import keeping_choices
     from xdm_ft.recipe.read import load
 
     yield from installation()
@@ -79,7 +80,7 @@ def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
         yield from _guarded("cluster", lambda: ray_cluster(Cluster()))
         return
     try:
-        recipe = load(name, overrides)
+        recipe = keeping_choices(load(name, overrides))
     except UserError as error:
         yield from fault("recipe", error)
         return

@@ -11,7 +11,8 @@ import torch
 
 from xdm_ft.commands.answer import Answer
 from xdm_ft.errors import UserError, plural, printable
-from xdm_ft.export.card import WORDS, interval, shown
+from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.export.card import WORDS, interval, ranks, shown
 from xdm_ft.export.evaluate import AtSite, Labelled, Versus, at_site
 from xdm_ft.export.inference import cache_of, stream
 from xdm_ft.export.model import Model
@@ -33,6 +34,7 @@ class Evaluation(Answer):
     copies: int  # of other images here, byte for byte; each image counts once
     copies_with_another_label: int
     training_images: int | None  # images here that trained the model; None: unknown
+    ranks: str | None  # where the card says that a new site ranks; None: it promises nothing
     whole: AtSite  # all images
     domains: dict[str, AtSite]  # each of several domains; empty for one
 
@@ -56,6 +58,7 @@ class Evaluation(Answer):
             for name, one in self.whole.classes.items()
         ]
         lines += [*_columns([("class", "images", "recall"), *rows]), ""]
+        lines += [f"The card: {self.ranks}"] * (self.ranks is not None)
         sites = self.domains or {"": self.whole}
         lines += [_promise(name, one.versus) for name, one in sites.items() if one.versus is not None]
         if all(one.versus is None for one in sites.values()):
@@ -166,6 +169,7 @@ def evaluate(
         copies=len(content) - len(rows),
         copies_with_another_label=int((site.labels != site.labels[first]).sum()),
         training_images=None if images.trained is None else int(images.trained.sum()),
+        ranks=None if (card := config.expected) is None or card.selection == ORACLE else ranks(card),
         whole=whole,
         domains={name: at_site(one, *measured, *promised) for name, one in found.items()} if several else {},
     )

@@ -13,13 +13,14 @@ from typing import Any, Literal
 
 from xdm_ft.commands.answer import Answer
 from xdm_ft.errors import UserError, plural, printable
-from xdm_ft.report.csv_rows import COLUMNS, Row, csv_rows, csv_text
+from xdm_ft.evaluation.comparison import Comparison
+from xdm_ft.report.csv_rows import COLUMNS, Row, comparison_row, csv_rows, csv_text
 from xdm_ft.report.encoders import encoders_of
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.latex import latex
 from xdm_ft.report.markdown import markdown, markdown_table, tables_of
 from xdm_ft.report.sentence import sentence
-from xdm_ft.report.side_by_side import check_same_protocol, run_names, side_by_side
+from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side
 from xdm_ft.report.table_rows import ResultTable
 from xdm_ft.report.tables import as_text
 from xdm_ft.report.written import write_reports
@@ -41,6 +42,7 @@ class Reported(Answer):
     written: list[Path]  # the reports that were written again
     rows: list[Row]  # those of results.csv, of all selection rules
     oracle: bool  # LaTeX and CSV too have what oracle selects, if that is not the recipe's own rule
+    between: list[Comparison]  # between several runs
 
     @property
     def _shown(self) -> set[str]:
@@ -51,7 +53,9 @@ class Reported(Answer):
 
     @property
     def tables(self) -> list[ResultTable]:
-        return list(tables_of(self.runs[0], self._shown)) if len(self.runs) == 1 else side_by_side(self.runs)
+        return (
+            list(tables_of(self.runs[0], self._shown)) if len(self.runs) == 1 else side_by_side(self.runs, self.between)
+        )
 
     def text(self) -> str:
         """Returns the document in its format; as text, without colours and as wide as necessary."""
@@ -110,9 +114,11 @@ def report(
     check_same_protocol(runs)
     names = run_names(runs)
     found = [row | {"run": names[run.path]} for run in runs for row in csv_rows(run)]
+    between = compare_runs(runs, names) if len(runs) > 1 else []
+    found += [comparison_row(one, runs[0].metric) | {"of": "runs"} for one in between]
     rows = [{name: row.get(name) for name in COLUMNS} for row in found]
     written = _written(runs[0], images) if len(runs) == 1 else []
-    answer = Reported(runs, wanted, file, written, rows, oracle)
+    answer = Reported(runs, wanted, file, written, rows, oracle, between)
     if file is not None:
         replace_text(file, answer.text())
     return answer

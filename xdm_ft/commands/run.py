@@ -28,7 +28,9 @@ class Ran(Answer):
         """Returns the run directory and what stands in its results.json, but for the recipe and the single models."""
         found = self.results
         rows = [row.to_json() for row in found.rows]
-        return {"path": found.path, "summary": rows, "final_fit": found.final_fit, "failed": found.failed}
+        compared = [row.to_json() for row in found.comparisons]
+        about = {"final_fit": found.final_fit, "failed": found.failed}
+        return {"path": found.path, "summary": rows, "comparisons": compared, **about}
 
 
 def run_recipe(recipe: Recipe) -> Ran:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,12 +19,17 @@ from xdm_ft.experiment.cut_costs import CutCost, cut_costs
 from xdm_ft.experiment.data_faults import faults
 from xdm_ft.experiment.estimate import Estimate, estimate
 from xdm_ft.experiment.findings import Finding
-from xdm_ft.experiment.machine import launched
+from xdm_ft.experiment.growing import refused_changes
+from xdm_ft.experiment.machine import as_launched, launched
 from xdm_ft.experiment.plan import Plan, costs, describe, make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoders, check_low_rank, log_encoder, with_text
+from xdm_ft.experiment.resume import keeping_choices
 from xdm_ft.experiment.trackers import installed_trackers
+from xdm_ft.protocol.splits import LOOKS
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import Dumper
+from xdm_ft.report.comparisons import forecast
+from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.settings import Block
 
 logger = logging.getLogger("xdm_ft")
@@ -41,6 +48,7 @@ class Validated(Answer):
     cuts: list[CutCost]
     blocks: dict[str | None, list[str]]  # of each encoder that is cut, by its label: a line per block
     problem: UserError | None = None  # why an encoder can not be built or trained
+    power: Sequence[str] = ()  # the smallest difference that it will find, if an earlier run of the plan says so
     shown_with_error = True
 
     @property
@@ -62,6 +70,8 @@ class Validated(Answer):
             parts.append((f"blocks of the encoder{'' if label is None else f' {label}'}, in order", lines))
         if self.cuts:
             parts.append(("what trains above a cut", [line for cost in self.cuts for line in cost.text()]))
+        if self.power:
+            parts.append(("what it will find, by the variances of the run that is there", [*self.power]))
         if self.findings:
             parts.append(("findings", [finding.line for finding in self.findings]))
         lines = [line for heading, found in parts for line in (f"# {heading}", *(f"#   {printable(x)}" for x in found))]
@@ -78,12 +88,14 @@ class Validated(Answer):
             "blocks": [{"encoder": label, "lines": lines} for label, lines in self.blocks.items()],
             "notes": self.plan.notes,
             "findings": self.findings,
+            "power": self.power,
             "error": None if self.problem is None else str(self.problem),
         }
 
 
 def validate(recipe: Recipe) -> Validated:
     """Raises `UserError` if data and recipe do not fit together; a fault of an encoder is in the answer."""
+    recipe = keeping_choices(recipe)
     installed_trackers(recipe)  # raises, as the run would
     dataset = read_data(recipe)
     plan = make_plan(recipe, dataset)
@@ -113,28 +125,40 @@ def validate(recipe: Recipe) -> Validated:
         time = estimate(plan, encoders, accelerator)
         cuts = cut_costs(plan, encoders, accelerator)
     blocks = {label: describe_chain(encoders[label]) for label in dict.fromkeys(cost.encoder for cost in cuts)}
-    return Validated(recipe, plan, prompts, own, faults(plan, show=True), time, cuts, blocks)
+    findings = faults(plan, show=True)
+    return Validated(recipe, plan, prompts, own, findings, time, cuts, blocks, power=_power(recipe))
+
+
+def _power(recipe: Recipe) -> list[str]:
+    """Returns what the run will find, if an earlier run of the same plan, or a smaller one, gives variances."""
+    path = Path(recipe.output.dir) / recipe.name
+    if not is_run(path):
+        return []
+    results = read_run(path).results
+    if refused_changes(results["recipe"], as_launched(recipe).resolved()):
+        return []
+    seeds = LOOKS[-1] if recipe.auto_seeds else len(recipe.protocol.seeds)
+    return forecast(results, recipe.protocol.metric, seeds, len(recipe.declared))
 
 
 def resolved_with_meanings(recipe: Recipe) -> str:
     """Returns the resolved recipe as YAML, with each key's meaning as a comment. It is a valid recipe."""
-    lines = [f"name: {_value(recipe.name)}"]
+    lines, values = [f"name: {_value(recipe.name)}"], recipe.written()
     for name, block in recipe.blocks.items():
-        lines += [f"{name}:", *_commented(block, "  ")]
+        lines += [f"{name}:", *_commented(block, values[name], "  ")]
     lists: dict[str, list[Block]] = {"methods": [item.block for item in recipe.own_methods]}
     if recipe.several_encoders:
         lists = {"encoders": [encoder.block for encoder in recipe.encoders], **lists}
     for name, blocks in lists.items():
         lines.append(f"{name}:")
-        for block in blocks:
-            first, *rest = _commented(block, "    ")
+        for block, of_block in zip(blocks, values[name], strict=True):
+            first, *rest = _commented(block, of_block, "    ")
             lines += [f"  - {first.lstrip()}", *rest]
     return "\n".join(lines)
 
 
-def _commented(block: Block, indent: str) -> list[str]:
+def _commented(block: Block, values: Mapping[str, Any], indent: str) -> list[str]:
     """Returns lines of `key: value  # meaning`; nested blocks are in YAML's flow style."""
-    values = block.model_dump(mode="json")
     lines = []
     for name, field in type(block).model_fields.items():
         line = f"{indent}{name}: {_value(values[name])}"

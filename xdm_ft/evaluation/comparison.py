@@ -1,30 +1,34 @@
-"""Whether one method differs from its reference: intervals, p values and verdicts.
+"""Whether one row of a table differs from another: variances, p values and verdicts.
 
-Two t tests answer two questions. Would the difference hold on *other domains*? This test uses the spread over held-out
-domains. Would it hold with *other seeds and images*? This test uses the spread over training seeds and over groups of
-test images. With several held-out domains the larger p counts. With one held-out set (an official split is one set,
-however many domains it has) only the second test is possible, and the verdict is about that set.
+Two questions have two verdicts. *Here*: does the difference hold on these domains, with other seeds and test images?
+*Elsewhere*: does it hold on new domains? The first test adds the variance over seeds (V_S) and that over groups of test
+images (V_I); the second uses the spread of the difference over the D held-out sets alone.
 
-A verdict needs three seeds, however many domains are held out: two seeds leave one degree of freedom for the spread
-over seeds, one seed leaves none.
+Below `PAIRED_SEEDS` common seeds the two sides are not paired: few paired differences have too few degrees of freedom.
+Degrees of freedom of a sum are a weighted harmonic mean, V / Σ V_i/f_i, with a limit (`here`), not Welch and
+Satterthwaite's: these are too liberal with ten slides, or with three paired seeds (`benchmarks/verdicts.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import stdtr, stdtrit  # scipy.stats takes 50 times as long for one number
 
-from xdm_ft.evaluation.jackknife import jackknife_variance
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 
-K = TypeVar("K", bound=Hashable)
 ALPHA = 0.05  # significance level of verdicts; intervals are 95%
-SEEDS = 3  # smallest number of seeds that gives a verdict
-NO_VERDICT = "no verdict"
-EQUAL = "not distinguishable"
+SEEDS = 3  # fewest seeds of a verdict, of each side that is not deterministic
+PAIRED_SEEDS = 10  # from so many common seeds on, the two sides are paired by seed
+BETTER, WORSE = "better", "worse"
+EQUAL, NO_VERDICT = "no clear difference", "no verdict"  # here
+UNKNOWN = "unknown"  # elsewhere
+UNDECLARED = f"{NO_VERDICT}: report.compare does not declare it"
+_OPPOSITE = {BETTER: WORSE, WORSE: BETTER}
 
 
 class Interval(NamedTuple):
@@ -41,96 +45,117 @@ class Estimate(NamedTuple):
     error: float  # standard error
     freedom: float  # degrees of freedom; a fraction where groups are unequal
 
-    def interval(self) -> Interval:
-        half = float(stdtrit(self.freedom, 1 - ALPHA / 2)) * self.error
+    def interval(self, level: float = 1 - ALPHA) -> Interval:
+        half = float(stdtrit(self.freedom, (1 + level) / 2)) * self.error
         return Interval(self.value - half, self.value + half)
 
-    def p(self) -> float:
-        """Two-sided p value of the hypothesis that the mean is 0."""
-        if self.error == 0:  # deterministic methods can agree exactly; t would be 0/0
-            return float(self.value == 0)
+    def p(self) -> float | None:
+        """Two-sided p value of the hypothesis that the mean is 0. Without an error: 1 for a mean of 0, else None."""
+        if self.error == 0:  # rows that can not vary; t would be 0/0
+            return 1.0 if self.value == 0 else None
         return float(2 * stdtr(self.freedom, -abs(self.value) / self.error))
 
 
 class HeldOut(NamedTuple):
-    """The differences method − reference on one held-out set."""
+    """The values of one method on one held-out set."""
 
-    by_seed: np.ndarray  # paired differences, float64 [S]
+    by_seed: np.ndarray  # float64 [S]
     variance: float | None  # of their mean, over groups of test images; None if it can not be estimated
     groups: float  # effective number of groups
 
 
-class Comparison(NamedTuple):
-    """The difference method − reference. `p` is None, and there is no verdict, if a variance can not be estimated."""
+class Term(NamedTuple):
+    """The variance of a mean, and its degrees of freedom."""
 
-    difference: float
-    domains: Interval | None  # over held-out domains
-    seeds_and_images: Interval | None  # over seeds and groups of test images
-    p: float | None  # the larger p of both tests
+    variance: float
+    freedom: float
 
 
-class Verdict(NamedTuple):
-    p: float | None  # of this row alone
-    p_holm: float | None  # corrected for all comparisons of the table
-    verdict: str  # "better", "worse", `EQUAL` or `NO_VERDICT`
+def welch(terms: Sequence[Term]) -> Term:
+    """Returns the sum with Welch and Satterthwaite's degrees of freedom, V² / Σ V_i²/f_i."""
+    kept = [one for one in terms if one.variance > 0]
+    total = math.fsum(one.variance for one in kept)
+    return Term(total, total**2 / math.fsum(v**2 / f for v, f in kept) if kept else math.inf)
 
 
-def paired(
-    own: np.ndarray,
-    reference: np.ndarray,
-    without: tuple[np.ndarray, np.ndarray] | None,
-    groups: float,
-) -> HeldOut:
-    """Returns the paired differences of two methods on one held-out set.
+def harmonic(terms: Sequence[Term]) -> Term:
+    """Returns the sum with fewer degrees of freedom than `welch`, V / Σ V_i/f_i."""
+    kept = [one for one in terms if one.variance > 0]
+    total = math.fsum(one.variance for one in kept)
+    return Term(total, total / math.fsum(v / f for v, f in kept) if kept else math.inf)
+
+
+def over_images(variances: Sequence[float], groups: Sequence[float]) -> Term:
+    """Returns V_I = Σ_d V_d/D² from the variance V_d on each of D held-out sets and its effective number of groups.
+
+    The sets share no image. Each number of groups is at least 2.
+    """
+    sets = len(variances)
+    return welch([Term(v / sets**2, g - 1) for v, g in zip(variances, groups, strict=True)])
+
+
+def _variance(values: np.ndarray) -> np.ndarray:
+    """Returns the variance over the last axis, ddof 1; exactly 0 where all values are equal.
+
+    The mean of equal values is rounded, and would leave a variance of 1e-34, which counts as one over seeds.
+    """
+    return (values - values[..., :1]).var(-1, ddof=1)
+
+
+def over_seeds(first: np.ndarray, second: np.ndarray) -> Term:
+    """Returns V_S of the difference of two methods that are not paired by seed.
+
+    V_S = max(Σ_d (a_md + a_rd), b_m + b_r), a_md = s²_md/(S_m D²), b_m = s²(means over sets)_m/S_m. Were seeds
+    independent between sets, Σ a would be right, with more degrees of freedom; what they have in common on all sets
+    makes b larger, and the part that exceeds Σ a has the degrees of freedom of b.
 
     Args:
-        own: the method's metric by seed, float64 [S]; [1] if it is deterministic: it is compared with every seed.
-        reference: the reference's metric, in the same order of seeds; [1] if it is deterministic.
-        without: both metrics without each group of test images in turn (`jackknife.without_each_group`), the mean over
-            their seeds, [groups]; None if they are unknown.
-        groups: effective number of groups of test images.
+        first: the metric by held-out set and seed, float64 [D,S_m] with S_m ≥ 2; [D,0] for a deterministic method.
+        second: the same of the reference, [D,S_r].
     """
-    variance = None
-    if without is not None and groups >= 2:  # fewer than two leave no degree of freedom
-        variance = jackknife_variance(without[0] - without[1])
-    return HeldOut(own - reference, variance, groups)
+    within, between = list[Term](), list[Term]()
+    for values in (first, second):
+        sets, seeds = values.shape
+        if seeds:
+            within += [Term(v / (seeds * sets**2), seeds - 1) for v in _variance(values).tolist()]
+            between.append(Term(float(_variance(values.mean(0))) / seeds, seeds - 1))
+    a, b = welch(within), welch(between)
+    return harmonic([a, Term(b.variance - a.variance, b.freedom)])
 
 
-def compare(sets: Sequence[HeldOut]) -> Comparison:
-    """Returns the mean difference over held-out sets and seeds. All sets have the same seeds in the same order."""
-    images = over_seeds_and_images(sets)
-    domains = _over([float(one.by_seed.mean()) for one in sets])
-    known = [estimate for estimate in (domains, images) if estimate is not None]
-    tested = images is not None and len(sets[0].by_seed) >= SEEDS
-    return Comparison(
-        difference=float(np.mean([one.by_seed for one in sets])),
-        domains=domains.interval() if domains else None,
-        seeds_and_images=images.interval() if images else None,
-        p=max(estimate.p() for estimate in known) if tested else None,
-    )
+def over_paired_seeds(differences: np.ndarray) -> Term:
+    """Returns V_S of the mean of paired differences [D,S]: the variance of the seeds' means over the sets, over S."""
+    seeds = differences.shape[1]
+    variance = float(_variance(differences.mean(0))) / seeds
+    return Term(variance, seeds - 1 if variance > 0 else math.inf)
 
 
-def over_seeds_and_images(sets: Sequence[HeldOut]) -> Estimate | None:
-    """The mean over seeds and D held-out sets, with SE² = V_groups + V_seeds; None if one of the two is unknown.
+def here(difference: float, seeds: Term, images: Term, *, sets: int, paired: bool) -> Estimate:
+    """Returns the estimate with V = V_S + V_I from D held-out sets.
 
-    V_groups = Σ_d V_d / D² is the variance over groups of test images; the sets share no group. V_seeds = s²/S is the
-    variance over seeds, s² that of the seeds' means over the sets; it equals the jackknife's. Both terms contain the
-    variation of single images from seed to seed, so the sum is rather too large. Degrees of freedom: min(seeds,
-    effective groups of the set that has the fewest) − 1. This is conservative, since Welch and Satterthwaite's number
-    for a sum of variances is never smaller than that of the term with the fewest.
+    It has at most the f_S degrees of freedom of V_S; with one set and seeds that are not paired f_S·√(V/V_S). Without
+    this limit, seeds that agree by chance leave V ≈ V_I and its many degrees of freedom: among 13 methods that are
+    compared with a deterministic one, 9% of tables with three seeds had a false verdict, and 12% where seeds correlate
+    by 0.5 between four domains.
     """
-    seeds = _over(np.mean([one.by_seed for one in sets], axis=0))  # [S]
-    variances = [one.variance for one in sets if one.variance is not None]
-    if seeds is None or len(variances) < len(sets):
+    both = harmonic([seeds, images])
+    if seeds.variance == 0:
+        return Estimate(difference, both.variance**0.5, both.freedom)
+    slack = (both.variance / seeds.variance) ** 0.5 if sets == 1 and not paired else 1.0
+    return Estimate(difference, both.variance**0.5, min(both.freedom, seeds.freedom * slack))
+
+
+def over_sets(differences: Sequence[float] | np.ndarray) -> Estimate | None:
+    """Returns the mean of the differences on D held-out sets, with error s/√D (ddof 1); None for one set.
+
+    The error is 0 where they are equal but for rounding: 0.61 − 0.60 and 0.71 − 0.70 differ in the last bits.
+    """
+    n = len(differences)
+    if n < 2:
         return None
-    error = (seeds.error**2 + sum(variances) / len(sets) ** 2) ** 0.5
-    return Estimate(seeds.value, error, min(seeds.freedom, min(one.groups for one in sets) - 1))
-
-
-def _over(values: Sequence[float] | np.ndarray) -> Estimate | None:
-    """The mean of n independent values with standard error s/√n (ddof 1); None for fewer than two values."""
-    n = len(values)
-    return Estimate(float(np.mean(values)), float(np.std(values, ddof=1) / n**0.5), n - 1) if n > 1 else None
+    spread = float(np.std(differences, ddof=1))
+    equal = spread <= 1e-9 * float(np.abs(differences).max())
+    return Estimate(float(np.mean(differences)), 0.0 if equal else spread / n**0.5, n - 1)
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -147,24 +172,138 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def verdicts(metric: str, rows: Mapping[K, Comparison], where: str = "") -> dict[K, Verdict]:
-    """Returns the verdict of each comparison under one selection rule.
+class PValue(NamedTuple):
+    plain: float  # of this comparison alone
+    holm: float | None  # corrected for all comparisons of the family; None: it is not in the family
 
-    `where` is appended to "better" and "worse", for example "on this domain".
+
+@dataclass(frozen=True)
+class Comparison:
+    """How one row of the summary compares with another: an entry of `comparisons` in results.json.
+
+    Errors and variances are None where they can not be estimated. `judge` makes the verdicts.
     """
-    # A row without p is no test and does not count in Holm's correction. This selects no rows by their difference:
-    # whether a row has a p depends on its seeds and predictions alone.
-    tested = {name: row.p for name, row in rows.items() if row.p is not None}
-    corrected = dict(zip(tested, holm(list(tested.values())), strict=True))
-    found = {}
-    for name, row in rows.items():
-        p = corrected.get(name)
-        if p is None:
-            words = NO_VERDICT
-        elif p >= ALPHA:
-            words = EQUAL
-        else:
-            above = (row.difference > 0) == HIGHER_IS_BETTER[metric]
-            words = f"{'better' if above else 'worse'} {where}".strip()
-        found[name] = Verdict(row.p, p, words)
-    return found
+
+    selection: str  # selection rule
+    first: str  # label of a row
+    second: str  # label of the row that it is compared with
+    sets: int  # D, held-out sets
+    domains: int  # in these sets
+    seeds: int | None  # the smaller number of complete seeds of the sides that vary; None: none does
+    paired: bool  # by seed
+    difference: float  # first − second
+    error: float | None  # √V, V = V_S + V_I
+    freedom: float | None  # of V; None if V is 0
+    share_seeds: float | None  # V_S / V
+    share_images: float | None  # V_I / V
+    freedom_seeds: float | None  # of V_S; None: V_S is 0
+    freedom_images: float | None  # of V_I; None: V_I is 0
+    other_error: float | None  # √V in the other regime (paired or not); None unless there are 9 or 10 seeds
+    other_freedom: float | None
+    error_elsewhere: float | None  # s_D / √D, with D − 1 degrees of freedom; None: one set
+    p_here: PValue | None  # None: no verdict, and `note` says why
+    p_elsewhere: PValue | None  # `holm`: the larger of both Holm values
+    note: str
+    here: str = NO_VERDICT  # BETTER, WORSE, EQUAL or NO_VERDICT
+    elsewhere: str = UNKNOWN  # BETTER, WORSE or UNKNOWN
+    equal_within: float | None = None  # `report.margin`, if the difference is shown to be smaller
+    look: int = 1  # number of the look that found the verdict, or of the last one
+
+    @property
+    def on_these(self) -> Estimate | None:
+        """The difference with its error on these domains."""
+        if self.error is None:
+            return None
+        return Estimate(self.difference, self.error, math.inf if self.freedom is None else self.freedom)
+
+    @property
+    def on_others(self) -> Estimate | None:
+        """The difference with its error on new domains."""
+        known = self.error_elsewhere
+        return None if known is None else Estimate(self.difference, known, self.sets - 1)
+
+    @property
+    def where(self) -> str:
+        """What follows "better" and "worse", as nothing is said of other domains."""
+        return "on this domain" if self.domains == 1 else "on these domains"
+
+    @property
+    def is_found(self) -> bool:
+        return self.here in (BETTER, WORSE)
+
+    def turned(self) -> Comparison:
+        """Returns the same comparison as second − first."""
+        here, elsewhere = (_OPPOSITE.get(word, word) for word in (self.here, self.elsewhere))
+        sides = {"first": self.second, "second": self.first, "difference": -self.difference}
+        return replace(self, **sides, here=here, elsewhere=elsewhere)  # type: ignore[arg-type]
+
+    def versus_erm(self) -> dict[str, Any]:
+        """Returns `versus_erm` of a row of the summary: what it was before there were two verdicts."""
+        p, estimates = self.p_here, {"domains": self.on_others, "seeds_and_images": self.on_these}
+        return {
+            "difference": self.difference,
+            **{name: one and one.interval()._asdict() for name, one in estimates.items()},
+            "p": p and p.plain,
+            "p_holm": p and p.holm,
+            "verdict": f"{self.here} {self.where}" if self.is_found else self.here,
+            "note": self.note,
+            "reference": self.second,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        p_values = {name: p and p._asdict() for name, p in (("p_here", self.p_here), ("p_elsewhere", self.p_elsewhere))}
+        return asdict(self) | p_values
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> Comparison:
+        """Returns the comparison of an entry; keys of later versions are left out."""
+        known = {one.name: found[one.name] for one in fields(cls) if one.name in found}
+        return cls(**known | {name: p and PValue(**p) for name in ("p_here", "p_elsewhere") for p in [found[name]]})
+
+
+def judge(
+    metric: str,
+    rows: Sequence[Comparison],
+    family: Sequence[bool],
+    *,
+    alpha: float = ALPHA,
+    look: int = 1,
+    margin: float | None = None,
+) -> list[Comparison]:
+    """Returns the comparisons under one selection rule with corrected p values and verdicts.
+
+    Holm's correction runs over the M comparisons of the family that have a p. This selects none by its difference:
+    whether it has a p depends on seeds and predictions alone.
+
+    Args:
+        rows: with plain p values.
+        family: whether each of them is in the family; the others have no verdict, and their note says so.
+        alpha: significance level of this look.
+        look: its number.
+        margin: rows whose two-sided interval at level 1 − 2α/M lies within ±margin are equal within it (two one-sided
+            tests).
+    """
+    tested = [i for i, row in enumerate(rows) if family[i] and row.p_here is not None]
+    of_here = holm([rows[i].p_here.plain for i in tested])  # type: ignore[union-attr]
+    # a row without a p of elsewhere counts as one that can not be shown
+    of_elsewhere = holm([1.0 if (p := rows[i].p_elsewhere) is None else p.plain for i in tested])
+    judged = [replace(row, look=look) for row in rows]
+    for i, row in enumerate(rows):
+        if not family[i] and row.p_here is not None:
+            judged[i] = replace(judged[i], note="; ".join(filter(None, [UNDECLARED, row.note])))
+    for i, p_here, p_elsewhere in zip(tested, of_here, of_elsewhere, strict=True):
+        row, both = rows[i], max(p_here, p_elsewhere)
+        assert row.p_here is not None
+        assert row.on_these is not None
+        word = BETTER if (row.difference > 0) == HIGHER_IS_BETTER[metric] else WORSE
+        ends = row.on_these.interval(1 - 2 * alpha / len(tested))
+        equal = margin is not None and -margin < ends.low and ends.high < margin
+        judged[i] = replace(
+            judged[i],
+            p_here=PValue(row.p_here.plain, p_here),
+            p_elsewhere=row.p_elsewhere and PValue(row.p_elsewhere.plain, both),
+            here=word if p_here < alpha else EQUAL,
+            elsewhere=word if row.p_elsewhere is not None and both < alpha else UNKNOWN,
+            equal_within=margin if equal else None,
+        )
+    return judged

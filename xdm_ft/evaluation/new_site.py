@@ -1,5 +1,8 @@
 """What to expect at a new site (hospital, region, camera, style), from the values at the held-out ones.
 
+Ranks. If the new site and the D held-out sets are exchangeable, each of the D + 1 has the worst value with probability
+1/(D + 1), whatever the distribution of the values.
+
 The prediction interval. Let x_d be the metric at held-out set d of D, a mean over S seeds, with mean m and standard
 deviation s (ddof 1). It is assumed that the new site is one more draw from the distribution of the x_d. Then a model's
 value there differs from m with variance s²(1 + 1/D) + (1 − 1/S)w²: s² holds the variation of sites and 1/S of that of
@@ -7,53 +10,133 @@ seeds, whose variance is w² (the mean over the sets), and the new site is seen 
 m ± t(D − 1) times the root (Student's prediction interval; for S = 1 exactly m ± t·s·√(1 + 1/D)). s² also holds the
 sampling error of the test images, so the interval is rather too wide. Two sets would give t(1) = 12.7 and one gives
 none, so D ≥ 3 is needed; an official split is one held-out set.
+
+An accuracy near 1 has a short way up and a long way down, so it is transformed first: with x of n images right it is
+logit((x + ½)/(n + 1)), which is finite for x = n too. The ends are transformed back. Other metrics stay as they are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import expit, logit, stdtrit
 
 from xdm_ft.evaluation.comparison import ALPHA
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.runs import Held, Runs
+from xdm_ft.evaluation.trials import selection_value
 
 FEWEST_SETS = 3  # held-out sets that a prediction interval needs
+LEVELS = (0.8, 1 - ALPHA)  # of the intervals that are printed
 Bounds = tuple[float, float]
+Scale = Literal["plain", "logit"]
+Shares = TypeVar("Shares", float, np.ndarray)
 
 
 class NewSite(NamedTuple):
-    """The distribution of a metric at a new site: mean + spread · t(freedom)."""
+    """The distribution of a metric at a new site: center + spread · t(freedom), on a scale."""
 
-    mean: float
+    center: float
     spread: float
     freedom: int
+    scale: Scale = "plain"
 
-    def half_width(self, error: float = 0.0, freedom: float = math.inf) -> float:
-        """Half of the 95% interval of a value that is measured with this standard error and its degrees of freedom.
+    def between(
+        self,
+        metric: str,
+        level: float = 1 - ALPHA,
+        error: float = 0.0,
+        freedom: float = math.inf,
+        images: float = math.inf,
+    ) -> Bounds:
+        """Returns the prediction interval of the metric itself, as it would be measured on this many images.
 
-        The variances add. Welch and Satterthwaite's degrees of freedom of the sum are not fewer than the fewer of both.
+        `error`: the standard error, on the scale, of what is measured at the site, with its degrees of freedom. The
+        variances add. Welch and Satterthwaite's degrees of freedom of the sum are not fewer than the fewer of both.
         """
-        fewer = min(self.freedom, freedom)
-        return float(stdtrit(fewer, 1 - ALPHA / 2)) * math.hypot(self.spread, error)
+        half = float(stdtrit(min(self.freedom, freedom), (1 + level) / 2)) * math.hypot(self.spread, error)
+        ends = self.center - half, self.center + half
+        if self.scale == "logit":  # p = (x + ½)/(n + 1), so x/n = p + (p − ½)/n
+            low, high = (float(p + (p - 0.5) / images) for p in expit(ends))
+            return within_bounds(metric, low, high)
+        return within_bounds(metric, *ends)
 
 
-def new_site(by_set: Sequence[np.ndarray]) -> NewSite | None:
-    """Returns the distribution at a new site from the values [S] of each held-out set; None for fewer than three."""
+def smoothed(share: Shares, images: float) -> Shares:
+    """Returns (x + ½)/(n + 1) for a share x/n of n images: never 0 or 1."""
+    return (share * images + 0.5) / (images + 1)
+
+
+def new_site(by_set: Sequence[np.ndarray], scale: Scale = "plain") -> NewSite | None:
+    """Returns the distribution at a new site from the values [S] of each held-out set, which are on `scale`.
+
+    Returns None for fewer than three sets.
+    """
     if (sets := len(by_set)) < FEWEST_SETS:
         return None
     means = np.array([values.mean() for values in by_set])
     of_seeds = [values.var(ddof=1) * (1 - 1 / len(values)) for values in by_set if len(values) > 1]
     variance = means.var(ddof=1) * (1 + 1 / sets) + sum(of_seeds) / sets
-    return NewSite(float(means.mean()), float(variance**0.5), sets - 1)
+    return NewSite(float(means.mean()), float(variance**0.5), sets - 1, scale)
+
+
+def new_site_of(runs: Runs) -> NewSite | None:
+    """Returns the distribution of a method's metric at a new site; None for fewer than three held-out sets."""
+    by_set = values_by_set(runs)
+    if runs.metric != "accuracy":
+        return new_site([*by_set.values()])
+    images = {one.test_domains: score.n for one in runs.records if (score := runs.score(one)) is not None}
+    return new_site([logit(smoothed(values, images[held])) for held, values in by_set.items()], "logit")
+
+
+def rank_words(metric: str, held_out: Sequence[Held], values: Sequence[float], shown: Callable[[float], str]) -> str:
+    """Returns in words where a new site ranks among the held-out sets. `values`: of these; `shown` formats one."""
+    higher, sets = HIGHER_IS_BETTER[metric], len(values)
+    worse, worst = ("below", min(values)) if higher else ("above", max(values))
+    if sets == 1:
+        site = "site" if len(held_out[0]) == 1 else "set of sites"
+        return f"a new {site} like the held-out one lies {worse} it ({shown(worst)}) with probability 1 in 2"
+    return (
+        f"a new site like these lies {worse} the worst of the {sets} held-out ones ({shown(worst)}) with probability "
+        f"1 in {sets + 1}, between worst and best with {sets - 1} in {sets + 1}"
+    )
+
+
+def one_more_domain(runs: Runs, domains: Collection[str]) -> float | None:
+    """Returns the mean test value minus that of models that trained on one domain less; None if it is not known.
+
+    The selection value of `cross_domain` is the mean over models that leave out one more domain and are measured on it,
+    on all of its images but the validation part, a stratified sample. If each of the `domains` of the data is held out
+    once, every domain counts the same in both means. A selection value is the best of the steps, so the difference is
+    rather too small.
+    """
+    if runs.rule != "cross_domain" or {*runs.held_out} != {(name,) for name in domains}:
+        return None
+    selected = {one.key[1:3]: value for one in runs.records if (value := selection_value(one, runs.rule)) is not None}
+    seeds, values = runs.complete_seeds, runs.values
+    pairs = [(held, seed) for held in runs.held_out for seed in seeds]
+    if not pairs or not selected.keys() >= {*pairs}:
+        return None
+    return float(np.mean([values[pair] - selected[pair] for pair in pairs]))
+
+
+def gain_words(metric: str, gain: float) -> str:
+    amount = f"{gain:+.3f}" if metric == "nll" else f"{100 * gain:+.1f} points"
+    return f"one more training domain brought {amount}{'' if HIGHER_IS_BETTER[metric] else ' (lower is better)'}"
 
 
 def within_bounds(metric: str, low: float, high: float) -> Bounds:
     """Cuts an interval off where the metric can not be."""
     return max(low, 0.0), high if metric == "nll" else min(high, 1.0)
+
+
+def values_by_set(runs: Runs) -> dict[Held, np.ndarray]:
+    """{held-out set: the values [S] that count}."""
+    values = runs.values
+    return {held: np.array([values[held, s] for s in seeds]) for held, seeds in seeds_by_set(runs).items()}
 
 
 def seeds_by_set(runs: Runs) -> dict[Held, list[int]]:

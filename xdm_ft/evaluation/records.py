@@ -70,6 +70,9 @@ class Record:
     training_features: int | None = None  # number of training images whose features the head holds; None: of none
     peak_memory: int | None = None  # bytes that its training took at most; None: not known, or models shared it
     restarted: dict[str, Any] | None = None  # {"times", "reasons"} of trainings that could not resume
+    encoder: str | None = None  # its label, else its model; None: an earlier version wrote the record, as `trainable`
+    trainable: bool | dict[str, Any] | None = None  # how much of the encoder trains, as in a recipe
+    deterministic: bool | None = None  # True: the head is class embeddings alone, the same for all seeds
 
     @property
     def key(self) -> Identity:
@@ -82,13 +85,14 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         start = {name: getattr(self, name) for name in ("method", "seed", "trial", "hparams", "status")}
-        start = {"method": self.method, "test_domains": list(self.test_domains)} | start
+        of_row = {"method": self.method} | _present(encoder=self.encoder, trainable=self.trainable)
+        start = of_row | {"test_domains": list(self.test_domains)} | start
         reason, selected = _present(reason=self.reason), {rule: pick.to_json() for rule, pick in self.selected.items()}
         if self.status == "skipped":
-            return start | reason | {"selected": selected}
+            return start | _present(deterministic=self.deterministic) | reason | {"selected": selected}
         measured = (
-            "mixed_steps", "gradient_evaluations", "stopped_at", "train_seconds", "trained_parameters",
-            "tuned_settings", "training_features", "peak_memory", "restarted",
+            "mixed_steps", "deterministic", "gradient_evaluations", "stopped_at", "train_seconds",
+            "trained_parameters", "tuned_settings", "training_features", "peak_memory", "restarted",
         )  # fmt: skip
         return start | {"selected": selected} | _present(**{n: getattr(self, n) for n in measured}) | reason
 
@@ -130,7 +134,9 @@ class SummaryRow:
     """
 
     # not written if None
-    _OPTIONAL: ClassVar = {"spread_as_published", "failed", "skipped", "reason", "flags", "augmentation"}
+    _OPTIONAL: ClassVar = {
+        "spread_as_published", "failed", "skipped", "reason", "flags", "augmentation", "encoder", "trainable"
+    }  # fmt: skip
 
     method: str
     selection: str
@@ -150,9 +156,13 @@ class SummaryRow:
     reason: str | None = None  # why models failed, were skipped or are missing
     flags: list[str] | None = None  # reasons to doubt its picks
     augmentation: str | None = None  # of the images that its models train on; None: an earlier version wrote it
+    encoder: str | None = None  # its label; None: an earlier version wrote it
+    trainable: Any = None  # how much of the encoder trains, as in a recipe; None: an earlier version wrote it
 
     def to_json(self) -> dict[str, Any]:
-        row = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        first = "method", "encoder", "trainable"
+        names = *first, *(one.name for one in dataclasses.fields(self) if one.name not in first)
+        row = {name: getattr(self, name) for name in names}
         return {name: value for name, value in row.items() if value is not None or name not in self._OPTIONAL}
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from xdm_ft.evaluation.records import Record
@@ -21,6 +22,7 @@ class Runs:
     metric: str
     held_out: tuple[Held, ...]  # all held-out sets of the experiment, in order
     records: tuple[Record, ...]
+    deterministic: bool = False  # whether all seeds would give the same model
 
     def value(self, record: Record) -> float | None:
         score = self.score(record)
@@ -57,3 +59,12 @@ class Runs:
 def set_name(held: Held) -> str:
     """The name of a set of held-out domains, as the summary's columns have it."""
     return " + ".join(held)
+
+
+def runs_by_method(
+    records: Sequence[Record], methods: Sequence[str], rule: str, metric: str, deterministic: Collection[str] = ()
+) -> dict[str, Runs]:
+    """Returns {method: its records}, in the order of `methods`; methods without a record are left out."""
+    held_out = tuple(dict.fromkeys(record.test_domains for record in records))
+    by_method = {m: tuple(r for r in records if r.method == m) for m in methods}
+    return {m: Runs(m, rule, metric, held_out, own, m in deterministic) for m, own in by_method.items() if own}

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from xdm_ft.evaluation.comparison import ALPHA, Comparison, judge
 from xdm_ft.evaluation.conventions import Convention
-from xdm_ft.evaluation.encoders import EncoderPair, encoder_pairs
+from xdm_ft.evaluation.encoders import encoder_pairs
+from xdm_ft.evaluation.looks import Look
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.records import Point, Record, SummaryRow
-from xdm_ft.evaluation.runs import SPLIT, Held, Runs, set_name
-from xdm_ft.evaluation.versus import WithoutGroups, versus
+from xdm_ft.evaluation.runs import SPLIT, Held, Runs, runs_by_method, set_name
+from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.evaluation.versus import Pair, WithoutGroups, compared
 
-ORACLE = "(oracle: picked on the test domain)"
+_CHEATING = "(oracle: picked on the test domain)"
 _PICKED_ON = {
     "train_val": "on the validation images of the training domains, the mean over these",
     "val_domain": "on the validation domain",
     "cross_domain": "of extra models on the further training domain that each holds out, the mean over these",
-    "oracle": ORACLE,
+    ORACLE: _CHEATING,
 }
 
 
@@ -62,7 +65,9 @@ class Summary(NamedTuple):
     """What results.json says of all models of a run."""
 
     rows: list[SummaryRow]  # `summary`
-    encoder_pairs: list[dict[str, Any]]  # `encoder_pairs`; empty in a run of one encoder
+    comparisons: list[Comparison]  # between these rows
+    looks: list[Look] = []  # the last one made these comparisons
+    settled: bool = False  # whether each comparison of the recipe's own rule is found, or equal within the margin
 
 
 def summarise(
@@ -70,73 +75,70 @@ def summarise(
     predictions: Iterable[Prediction],
     *,
     methods: Sequence[str],
-    rules: Sequence[str],
+    rule: str,
     metric: str,
-    protocol_line: Callable[[str], str],
+    protocol: str,
     references: Mapping[str, str],
+    compare: Sequence[tuple[str, str]] = (),
     encoders: Sequence[str] = (),
+    deterministic: Collection[str] = (),
     convention: Convention | None = None,
+    look: tuple[int, float] = (1, ALPHA),
+    margin: float | None = None,
 ) -> Summary:
-    """Returns one row per rule and method, in the order of `rules` and `methods`; methods without a record have none.
+    """Returns one row per method under one selection rule, in the order of `methods`, and the comparisons between them.
 
-    Under one rule, the rows' differences to their references and those between encoders are one family of verdicts.
-
-    A seed counts only if it has every held-out domain.
+    Methods without a record have no row. The comparisons are those of `compare`, of each method with its reference,
+    and of each method under all pairs of encoders. They are one family of verdicts, or those of `compare` alone, if it
+    holds any. A seed counts only if it has every held-out domain.
 
     Args:
         records: one per method, held-out domains and seed. Raises `ValueError` if there are two.
         predictions: of these models, those of a method and held-out set in the order of the seeds; they are read once
-            and not kept. If some are missing, the row has no interval over seeds and images and no verdict, and its
-            note says so.
+            and not kept. Where some are missing, a comparison has no errors and no verdict, and its note says so.
         methods: labels of the recipe's methods.
-        rules: selection rules.
+        rule: the selection rule.
         metric: the metric to summarise.
-        protocol_line: selection rule → protocol line.
+        protocol: the protocol line.
         references: method → the method that it is compared with, for methods that are compared.
+        compare: pairs of methods that the recipe declares (`report.compare`).
         encoders: labels of several encoders, which each method is compared between; none for one encoder.
+        deterministic: the methods of which all seeds would give the same model.
         convention: how the data set's benchmark measures spread; None if it has no convention.
+        look: number and significance level of this look.
+        margin: half of the range in which rows are equal, in the metric's unit.
     """
     _refuse_duplicates(records)
-    held_out = tuple(dict.fromkeys(record.test_domains for record in records))
-    by_method = {m: tuple(r for r in records if r.method == m) for m in methods}
-    runs_by_rule = {
-        rule: {m: Runs(m, rule, metric, held_out, own) for m, own in by_method.items() if own} for rule in rules
-    }
-    pairs = encoder_pairs([m for m, own in by_method.items() if own], encoders)
-    comparisons = {rule: _comparisons(runs_of, references, pairs) for rule, runs_of in runs_by_rule.items()}
-    without = WithoutGroups(metric, (pair for found in comparisons.values() for pair in found.values()), predictions)
-    found = Summary([], [])
-    for rule, runs_of in runs_by_rule.items():
-        compared = versus(comparisons[rule], without)
-        for method, reference in references.items():
-            if method in compared:
-                compared[method]["reference"] = reference
-        between = {pair: compared[pair] for pair in pairs if pair in compared}
-        found.encoder_pairs.extend({"selection": rule, **pair._asdict(), **of} for pair, of in between.items())
-        for runs in runs_of.values():
-            row = SummaryRow(
-                method=runs.method,
-                selection=rule,
-                metric=metric,
-                split=SPLIT,
-                **_mean(runs, convention),
-                per_test_domain=_per_test_domain(runs),
-                versus_erm=compared.get(runs.method),
-                protocol=protocol_line(rule),
-                budget=_budget(runs),
-                **_failures_and_gaps(runs),
-            )
-            found.rows.append(row)
-    return found
-
-
-def _comparisons(
-    runs_of: Mapping[str, Runs], references: Mapping[str, str], pairs: Iterable[EncoderPair]
-) -> dict[str | EncoderPair, tuple[Runs, Runs]]:
-    """Returns both sides of every comparison: methods with their references, then pairs of encoders."""
-    with_erm = {m: references[m] for m in runs_of if references.get(m, m) in runs_of.keys() - {m}}
-    found: dict[str | EncoderPair, tuple[Runs, Runs]] = {m: (runs_of[m], runs_of[r]) for m, r in with_erm.items()}
-    return found | {pair: (runs_of[pair.rows[0]], runs_of[pair.rows[1]]) for pair in pairs}
+    runs_of = runs_by_method(records, methods, rule, metric, deterministic)
+    plain = [(method, other) for method, other in references.items() if (other, method) not in compare]
+    wanted: dict[tuple[str, str], None] = dict.fromkeys([*compare, *plain])
+    wanted |= dict.fromkeys(pair.rows for pair in encoder_pairs([*runs_of], encoders))
+    pairs = {names: Pair(*(runs_of[name] for name in names)) for names in wanted if {*names} <= runs_of.keys()}
+    without = WithoutGroups(metric, pairs.values(), predictions)
+    cheats = "oracle reads labels of the test domains" if rule == ORACLE else ""
+    measured = {names: compared(pair, without, cheats) for names, pair in pairs.items()}
+    known = {names: row for names, row in measured.items() if row is not None}
+    family = [names in compare if compare else True for names in known]
+    judged = judge(metric, [*known.values()], family, alpha=look[1], look=look[0], margin=margin)
+    by_pair = dict(zip(known, judged, strict=True))
+    rows = [
+        SummaryRow(
+            method=runs.method,
+            encoder=runs.records[0].encoder,
+            trainable=runs.records[0].trainable,
+            selection=rule,
+            metric=metric,
+            split=SPLIT,
+            **_mean(runs, convention),
+            per_test_domain=_per_test_domain(runs),
+            versus_erm=one.versus_erm() if (one := by_pair.get((method, references.get(method, "")))) else None,
+            protocol=protocol,
+            budget=_budget(runs),
+            **_failures_and_gaps(runs),
+        )
+        for method, runs in runs_of.items()
+    ]
+    return Summary(rows, judged)
 
 
 def _refuse_duplicates(records: Sequence[Record]) -> None:

@@ -18,8 +18,9 @@ logger = logging.getLogger("xdm_ft")
 def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     """Trains and compares all methods of the recipe, and returns the results.
 
-    Resumes an interrupted run of it, and grows a run of a recipe with fewer methods, seeds or trials. `fits`: the final
-    fits to train besides those that the recipe asks for.
+    Resumes an interrupted run of it, and grows a run of a recipe with fewer methods, seeds or trials. With
+    `protocol.seeds: auto` the run grows by itself until every row is settled. `fits`: the final fits to train besides
+    those that the recipe asks for.
 
     If several processes were launched, each one calls this and returns the same results. Raises `UserError` for faults
     of recipe, data, weights or disk.
@@ -81,15 +82,24 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             before.refuse_other_inputs(directory.path, trained_on)
             costs = encoder_costs(prepared, recipe.features, len(dataset), accelerator, before.environment or {})
             where = environment(accelerator) | environment_of(recipe.cluster, accelerator.device)
-            results = ResultsFile(recipe, directory, before, where | trained_on | costs, about(plan, findings))
-            engines = Engines(plan, prepared, directory, accelerator)
-            train_models(engines, results)
+            while True:
+                results = ResultsFile(recipe, directory, before, where | trained_on | costs, about(plan, findings))
+                engines = Engines(plan, prepared, directory, accelerator)
+                train_models(engines, results)
 
-            results.records = in_order(plan, (results.records | recorded(directory)).values())
-            if main:
-                results.summary = summary_of(plan, prepared, [*results.records.values()], directory)
-            results.summary = from_main(accelerator, results.summary)
-            found = results.write()
+                results.records = in_order(plan, (results.records | recorded(directory)).values())
+                if main:
+                    results.summary = summary_of(plan, prepared, [*results.records.values()], directory, before.looks)
+                results.summary = from_main(accelerator, results.summary)
+                found = results.write()
+                more = None if results.summary.settled else recipe.next_seeds()
+                if more is None:
+                    break
+                logger.info("seeds: not every row is settled; goes on to %d seeds", len(more.protocol.seeds))
+                wait_for_everyone(accelerator)  # all processes read what the main one wrote
+                recipe, plan = more, make_plan(more, dataset, prepared.unreadable)
+                findings = faults(plan, True, hashes) if main else []
+                before = earlier(directory, recipe, accelerator)
             if main:
                 write_sessions(plan, results.records.values(), directory)
             final_fits(engines, results, fits)

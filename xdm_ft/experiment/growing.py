@@ -14,6 +14,7 @@ from typing import Any
 from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.evaluation.records import Identity
 from xdm_ft.experiment.plan import Plan
+from xdm_ft.protocol.splits import AUTO, LOOKS
 from xdm_ft.report.table_rows import encoder_label
 from xdm_ft.storage.checkpoint import differences
 
@@ -125,6 +126,8 @@ def _methods(before: Any, now: Any) -> list[str]:
 
 
 def _seeds(before: Any, now: Any) -> list[str]:
+    """`auto` begins with the seeds of its first look, and may go on to those of its last one."""
+    before, now = ([*range(n)] if seeds == AUTO else seeds for seeds, n in ((before, LOOKS[0]), (now, LOOKS[-1])))
     # the order of the seeds is that of heads in their chunks, and the first one makes an encoder's random weights
     if isinstance(before, list) and isinstance(now, list) and now[: len(before)] == before:
         return []

@@ -143,7 +143,8 @@ def overall(
     ranks, main = accelerator.num_processes, accelerator.is_main_process
     size = SLOT.itemsize * PROCESSES * ranks
     # anonymous memory is shared with forks only
-    memory = mmap.mmap(-1, size) if ranks == 1 else directory.shared_memory(what.replace(" ", "_"), size)
+    name = f"{what.replace(' ', '_')}_{models}"  # with more seeds, the same work is done again for more models
+    memory = mmap.mmap(-1, size) if ranks == 1 else directory.shared_memory(name, size)
     started, display = time.monotonic(), _display(what, cost, models) if main else None
     own = Overall(what, cost, models, memory, accelerator.process_index * PROCESSES, display)
     try:

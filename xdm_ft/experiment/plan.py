@@ -14,7 +14,7 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.errors import UserError, did_you_mean, plural
 from xdm_ft.protocol.derived_splits import LEFT_OUT, all_domains, also_measuring, without
 from xdm_ft.protocol.samplers import steps_of
-from xdm_ft.protocol.splits import Split, rules_of, splits
+from xdm_ft.protocol.splits import LOOKS, Split, rules_of, splits
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import MethodItem, drawn_item, drawn_training, unfreeze_problem
 from xdm_ft.recipe.search import Distribution
@@ -134,9 +134,7 @@ def make_plan(recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int]
     by_seed = {seed: splits(dataset, recipe.protocol, seed, unreadable) for seed in recipe.protocol.seeds}
     models = []
     for item in recipe.methods:
-        # the head of such a method is computed from the prompts alone, so all seeds would give the same model
-        is_text = item.is_solver and item.algorithm.cls.needs_text
-        seeds = recipe.protocol.seeds[:1] if is_text else recipe.protocol.seeds
+        seeds = recipe.protocol.seeds[:1] if item.is_text else recipe.protocol.seeds
         for place in range(len(by_seed[seeds[0]])):
             for seed in seeds:
                 models += _planned(recipe, item, by_seed[seed][place], seed, dataset)
@@ -309,6 +307,7 @@ def describe(plan: Plan) -> str:
         f"data: {plural(cost.images, 'image')}, {plural(cost.classes, 'class')}",
         f"domains: {', '.join(cost.domains)}",
         f"models: {cost.models} = methods × held-out domains × seeds"
+        + (f" (auto: {len(plan.recipe.protocol.seeds)} now, at most {LOOKS[-1]})" if plan.recipe.auto_seeds else "")
         + (f" × up to {cost.trials} trials" if cost.trials > 1 else "")
         + (f", {cost.skipped_models} of them skipped" if cost.skipped_models else ""),
         *(f"skipped: {', '.join(labels)}: {reason}" for reason, labels in plan.skipped.items()),
@@ -381,7 +380,7 @@ def hparams(recipe: Recipe, item: MethodItem, training: Training) -> dict[str, A
         common |= {"beta1": training.beta1, "beta2": training.beta2}
     common |= {key: value for key in ("clip_norm", "patience") if (value := getattr(training, key)) is not None}
     if item.trainable is not False:
-        own["trainable"] = item.trainable if item.trainable is True else item.trainable.model_dump(mode="json")
+        own["trainable"] = item.of_records["trainable"]
         common |= {"encoder_lr": training.encoder_lr, "layer_decay": training.layer_decay}
         common["unfreeze_at"] = item.encoder_common.unfreeze_at
     return {**common, "head_init": item.head_init, **own}

@@ -50,7 +50,13 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
     plan, accelerator = engines.plan, engines.accelerator
     if accelerator.is_main_process:
         skipped = [
-            Record(*model.key, hparams(plan.recipe, model.item, model.training), "skipped", model.skipped)
+            Record(
+                *model.key,
+                hparams(plan.recipe, model.item, model.training),
+                "skipped",
+                model.skipped,
+                **model.item.of_records,
+            )
             for model in plan.models
             if model.skipped
         ]
@@ -198,6 +204,7 @@ def _unmeasured(plan: Plan, planned: PlannedModel, trained: Trained) -> Record:
         trained_parameters=_trained_parameters(trained),
         peak_memory=trained.peak_memory,
         restarted=restarted(trained),
+        **planned.item.of_records,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import platform
@@ -17,6 +18,7 @@ from torch import Tensor
 from xdm_ft.data import ImageDataset
 from xdm_ft.encoders._trainable import LastBlocks, LowRank
 from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.records import Entries, Identity, Record, SummaryRow
 from xdm_ft.evaluation.summary import Summary
 from xdm_ft.evaluation.trials import MethodChoice, choose_method
@@ -64,6 +66,11 @@ class Results:
         """Whether the training of a model failed."""
         statuses = [record.status for record in self.records] + [fit["status"] for fit in self.final_fits.values()]
         return "failed" in statuses
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """The comparisons between the rows, with both verdicts; none in a run of an earlier version."""
+        return [Comparison.from_json(entry) for entry in self.streamed.get("comparisons", ())]
 
     @property
     def as_read(self) -> Run:
@@ -120,7 +127,7 @@ class ResultsFile:
     ) -> None:
         self.recipe, self.directory, self.environment, self.about = recipe, directory, environment, about
         self.records: dict[Identity, Record] = dict(before.records)
-        self.summary = Summary([], [])
+        self.summary = Summary([], [], before.looks)
         self.final_fits, self.generations = before.final_fits, before.generations
         same = before.recipe is not None and comparable(before.recipe) == comparable(recipe.resolved())
         if directory.main and not same:
@@ -194,7 +201,8 @@ class ResultsFile:
             **({GROWN_FROM: [one.to_json() for one in self.generations]} if self.generations else {}),
             "runs": Entries(records),
             "summary": [row.to_json() for row in rows],
-            **({"encoder_pairs": self.summary.encoder_pairs} if self.summary.encoder_pairs else {}),
+            "comparisons": [one.to_json() for one in self.summary.comparisons],
+            "looks": [one.to_json() for one in self.summary.looks],
             **({} if final_fit is None else {"final_fit": final_fit}),
             **({"final_fits": self.final_fits} if self.final_fits else {}),
         }
@@ -253,7 +261,7 @@ def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:
 
 
 def in_order(plan: Plan, records: Iterable[Record]) -> dict[Identity, Record]:
-    """Returns the records of planned models, in the order of the recipe."""
-    order = {model.key: place for place, model in enumerate(plan.models)}
-    planned = sorted((one for one in records if one.key in order), key=lambda one: order[one.key])
-    return {record.key: record for record in planned}
+    """Returns the records of planned models, in the order of the recipe, with what earlier versions did not write."""
+    found = {record.key: record for record in records}
+    planned = {model.key: model.item.of_records for model in plan.models if model.key in found}
+    return {key: dataclasses.replace(found[key], **of_row) for key, of_row in planned.items()}

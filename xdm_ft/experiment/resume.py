@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.errors import UserError
+from xdm_ft.evaluation.looks import Look, looks_of
 from xdm_ft.evaluation.records import Identity, Record, record_in
 from xdm_ft.experiment.growing import FINAL_FITS, Generation, comparable, grown_from, labels_of, refused_changes
 from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.progress import progress
+from xdm_ft.protocol.splits import AUTO, LOOKS
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.report.finished import final_fits_of
@@ -64,14 +66,18 @@ def opened(recipe: Recipe, accelerator: Accelerator) -> Iterator[RunDirectory]:
 def keeping_choices(recipe: Recipe) -> Recipe:
     """Returns the recipe with the final fit and, if it sets none, the augmentation of the run in its directory.
 
-    An override, or an export by an earlier version, may have added the final fit. Earlier versions trained all methods
-    without augmentation if one of them read what is cached.
+    With `protocol.seeds: auto` it has the seeds of the first look that has all seeds of the run. An override, or an
+    export by an earlier version, may have added the final fit. Earlier versions trained all methods without
+    augmentation if one of them read what is cached.
     """
     try:
         before = unverified_facts(Path(recipe.output.dir) / recipe.name / "results.json")["recipe"]
         final_fit, augmentation = before["protocol"]["final_fit"], before["data"].get("train_augmentation")
         more = FINAL_FITS.index(final_fit) > FINAL_FITS.index(recipe.protocol.final_fit)
         labels = labels_of(before)
+        seeds = before["protocol"]["seeds"]
+        begun_looks = [count for count in LOOKS if [*range(count)][: len(seeds)] == seeds]
+        recipe = recipe.with_seeds(begun_looks[0]) if recipe.auto_seeds and begun_looks else recipe
         kept = recipe.with_augmentation(augmentation) if recipe.data_common.train_augmentation is None else recipe
     except (Damaged, KeyError, TypeError, ValueError, AttributeError):  # `opened` reports what is wrong with it
         return recipe
@@ -88,7 +94,7 @@ def _grows(directory: RunDirectory, recipe: Recipe) -> bool:
 
     Raises `UserError` if it does not grow the recipe of the run, or if recipe.yaml is not what a run wrote.
     """
-    given, results = recipe.resolved(), directory.results(lambda run: None)
+    given, results = recipe.written(), directory.results(lambda run: None)
     written = written_recipe(directory.path, results).values
     changed = refused_changes(written if results is None else results["recipe"], given)
     if changed:
@@ -103,8 +109,9 @@ def _grows(directory: RunDirectory, recipe: Recipe) -> bool:
 def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
     """Returns the recipe.yaml of a run directory, checked against the recipe in its results.json, if there is one.
 
-    It may grow that recipe: a run that has begun to grow may have been killed before it wrote results.json. Raises
-    `UserError` if it is missing, damaged or was edited.
+    Its `protocol.seeds: auto` is replaced by the seeds in results.json. It may grow that recipe: a run that has begun
+    to grow may have been killed before it wrote results.json. Raises `UserError` if it is missing, damaged or was
+    edited.
     """
     path, remedy = run / "recipe.yaml", "delete the run directory, or set output.dir"
     if not path.exists():
@@ -121,6 +128,8 @@ def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
             f"{path}: was edited or is damaged: it differs from the recipe in results.json "
             f"({', '.join(changed[:5])}); undo the edit, or run the edited copy under another name"
         )
+    if results is not None and written.values["protocol"]["seeds"] == AUTO:
+        written.values["protocol"]["seeds"] = results["recipe"]["protocol"]["seeds"]
     return written
 
 
@@ -133,6 +142,7 @@ class Earlier:
     environment: dict[str, Any] | None = None  # None: results.json was not written yet
     recipe: dict[str, Any] | None = None  # of results.json
     generations: tuple[Generation, ...] = ()  # of the recipes before the present one
+    looks: list[Look] = field(default_factory=list)  # at the results so far
 
     def refuse_other_inputs(self, path: Path, inputs: dict[str, Any], remedy: str = NEW_DIRECTORY) -> None:
         """Raises `UserError` if models of the run directory `path` were trained on other inputs than `inputs`."""
@@ -180,7 +190,8 @@ def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -
     }
     wait_for_everyone(accelerator)  # all processes must have read before the main one writes
     generations = () if found is None else grown_from(found, recipe.resolved())
-    return Earlier(records, final_fits, results.get("environment"), results.get("recipe"), generations)
+    looks = [] if found is None else looks_of(found)
+    return Earlier(records, final_fits, results.get("environment"), results.get("recipe"), generations, looks)
 
 
 def recorded(directory: RunDirectory) -> dict[Identity, Record]:

@@ -8,9 +8,12 @@ from collections.abc import Iterator, Sequence
 
 from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.errors import plural
+from xdm_ft.evaluation.comparison import UNKNOWN, Comparison
+from xdm_ft.evaluation.looks import Look, look_at, place_of, with_earlier_verdicts
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Record
+from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.evaluation.references import Compared, erm_of_each
+from xdm_ft.evaluation.runs import runs_by_method
 from xdm_ft.evaluation.summary import Summary, protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.plan import Plan, augmentation, augmentations
@@ -18,25 +21,33 @@ from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
+from xdm_ft.report.table_rows import IN_PERCENT
 from xdm_ft.storage.run_directory import RunDirectory
 
 
-def summary_of(plan: Plan, prepared: Prepared, records: Sequence[Record], directory: RunDirectory) -> Summary:
-    """Returns the rows in the recipe's order, with differences to their references, and the pairs of encoders.
+def summary_of(
+    plan: Plan, prepared: Prepared, records: Sequence[Record], directory: RunDirectory, looks: Sequence[Look] = ()
+) -> Summary:
+    """Returns the rows in the recipe's order, the comparisons between them, and the looks at this run with this one.
 
-    Each rule picks one of several trials. Only the predictions of picked trials are read.
+    Each rule picks one of several trials. Only the predictions of picked trials are read. `looks`: the earlier ones.
     """
-    methods, metric = plan.recipe.methods, plan.recipe.protocol.metric
+    recipe, metric = plan.recipe, plan.recipe.protocol.metric
+    methods = recipe.methods
     encoders = list(dict.fromkeys(item.encoder_label for item in methods if item.encoder_label is not None))
     picks = [pick for record in records for pick in record.selected.values()]
     tested = {(name, of["n"]) for pick in picks for name, of in pick.metrics["test"].per_domain.items()}
-    benchmark = benchmark_of(plan.recipe.data.block.model_dump(mode="json"), tested)
+    benchmark = benchmark_of(recipe.data.block.model_dump(mode="json"), tested)
     images = {
         split.test_domains: HeldOutImages.of(plan.dataset, directory.test_images(split.test_domains)["rows"])
         for split in plan.splits
     }
-    augmented = {item.label: augmentation(plan.recipe, item) for item in methods}
-    found = Summary([], [])
+    augmented = {item.label: augmentation(recipe, item) for item in methods}
+    labels, deterministic = [item.label for item in methods], [item.label for item in methods if item.is_text]
+    own = runs_by_method(picked_trials(records, plan.rules[0], metric), labels, plan.rules[0], metric, deterministic)
+    number, look = place_of(look_at(own.values(), recipe.report.compare), looks, recipe.auto_seeds)
+    before, margin = looks[: number - 1], recipe.report.margin
+    rows, comparisons = list[SummaryRow](), list[Comparison]()
     for rule in plan.rules:
         picked = picked_trials(records, rule, metric)
         of_rule = summarise(
@@ -51,21 +62,33 @@ def summary_of(plan: Plan, prepared: Prepared, records: Sequence[Record], direct
                 for record in sorted(picked, key=lambda record: record.seed)
                 if rule in record.selected
             ),
-            methods=[item.label for item in methods],
-            rules=[rule],
+            methods=labels,
+            rule=rule,
             metric=metric,
-            protocol_line=lambda rule: protocol_of(plan, prepared, rule),
-            references=references(plan.recipe),
+            protocol=protocol_of(plan, prepared, rule),
+            references=references(recipe),
+            compare=recipe.declared,
             encoders=encoders,
+            deterministic=deterministic,
             convention=BENCHMARKS[benchmark].convention if benchmark else None,
+            look=(number, look.alpha),
+            margin=None if margin is None else margin / (100 if metric in IN_PERCENT else 1),
         )
-        found.encoder_pairs.extend(of_rule.encoder_pairs)
+        comparisons += with_earlier_verdicts(of_rule.comparisons, before)
         for row in of_rule.rows:
             draws = len({record.trial for record in records if record.method == row.method})
             flags = _flags(records, picked, row.method, rule) or None
-            budget, own = row.budget | {"draws": draws}, augmented[row.method]
-            found.rows.append(dataclasses.replace(row, budget=budget, flags=flags, augmentation=own))
-    return found
+            budget = row.budget | {"draws": draws}
+            rows.append(dataclasses.replace(row, budget=budget, flags=flags, augmentation=augmented[row.method]))
+    judged = [one for one in comparisons if one.p_here is not None and one.p_here.holm is not None]
+    # a row that an earlier look found may have its verdict elsewhere from this one
+    new = [one for one in judged if one.look == number or one.elsewhere != UNKNOWN]
+    return Summary(
+        rows,
+        comparisons,
+        [*before, look.with_found(new)] if judged else [*looks],
+        all(one.is_found or one.equal_within for one in judged if one.selection == plan.rules[0]),
+    )
 
 
 def references(recipe: Recipe) -> dict[str, str]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import yaml
 
 from xdm_ft.errors import plural, printable
+from xdm_ft.evaluation.new_site import LEVELS, gain_words, rank_words
 from xdm_ft.experiment.summary import trained_words
 from xdm_ft.export.config import AtHeldOut, Expected, ModelConfig
 
@@ -45,6 +47,14 @@ def shown(metric: str, value: float) -> str:
 
 def interval(metric: str, ends: tuple[float, float] | None) -> str:
     return "unknown" if ends is None else f"{shown(metric, ends[0])} to {shown(metric, ends[1])}"
+
+
+def ranks(expected: Expected) -> str:
+    """Returns in words where a new site ranks among the held-out ones."""
+    metric, held_out = expected.metric, expected.held_out
+    return rank_words(
+        metric, [one.domains for one in held_out], [one.value for one in held_out], partial(shown, metric)
+    )
 
 
 def held_words(config: ModelConfig, training_features: int) -> str:
@@ -166,20 +176,27 @@ def _expected(config: ModelConfig) -> Iterator[str]:
         yield "**CHEATING: steps and trials were picked by labels of the held-out domains (oracle). These numbers are"
         yield "no results, and a new site will be worse.**"
         yield ""
+    else:
+        yield f"{ranks(expected).capitalize()}. This is exact if sites are exchangeable."
+        yield ""
     spread = "" if expected.stderr is None else f" ± {shown(metric, expected.stderr)} (standard error over seeds)"
     seeds = f"{plural(expected.seeds, 'seed')}" if expected.seeds else "incomplete seeds"
     kind = "the official test set" if expected.source == "official test" else "leaving one domain out"
     yield f"Estimated by {kind}: {WORDS[metric]} **{shown(metric, expected.mean)}**{spread}, {seeds}."
     yield ""
-    if expected.new_site is not None:
-        yield f"At one new site, {WORDS[metric]} is expected in **{interval(metric, expected.new_site)}** (95%"
-        yield f"prediction interval, t distribution, {expected.freedom} degrees of freedom). This assumes that the new"
-        yield f"site is like one more draw of the {len(expected.held_out)} held-out domains."
-        if expected.new_site == (0, 1):
-            yield "These are all values there can be: the held-out domains are too few, and differ too much, to promise"
-            yield "more. Their own values below say how much."
+    if (site := expected.at_new_site) is not None:
+        likely, nearly_all = (interval(metric, site.between(metric, level)) for level in LEVELS)
+        scale = "" if site.scale == "plain" else f", on the {site.scale} scale"
+        yield f"At one new site, {WORDS[metric]} is expected in **{likely}** (80%) and in **{nearly_all}** (95%):"
+        yield f"prediction intervals, t distribution with {site.freedom} degrees of freedom{scale}. They assume that"
+        yield f"the new site is like one more draw of the {len(expected.held_out)} held-out domains."
     else:
         yield "There is no interval for a new site: too few domains were held out to know how much sites differ."
+    if expected.one_more_domain is not None:
+        yield ""
+        seen = "; this model has seen one more than those that were measured" * ("images" in config.results)
+        gain = gain_words(metric, expected.one_more_domain).capitalize()
+        yield f"{gain}, as models that left out two domains show{seen}."
     yield ""
     yield from _table(metric, expected.held_out)
     yield ""

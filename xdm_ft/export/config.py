@@ -15,12 +15,14 @@ from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.encoders._trainable import Trainable
 from xdm_ft.evaluation.calibration import HIGHEST, LOWEST
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.evaluation.new_site import NewSite, Scale
 from xdm_ft.settings import Block
 
 FORMAT: Literal[1] = 1  # of config.json; raise it when an earlier version could misread the file
 ModelPrecision = Literal["fp32", "bf16", "fp16"]
 MAX_SIDE = 4096  # pixels of an image that an encoder reads
 MAX_NLL = 1e9  # far above that of any model, and its square is finite
+Signed = Annotated[float, Field(ge=-MAX_NLL, le=MAX_NLL)]
 Count = Annotated[int, Field(ge=0)]
 Temperature = Annotated[float, Field(ge=LOWEST, le=HIGHEST)]
 _OPEN = ConfigDict(extra="allow", allow_inf_nan=False)  # other keys are kept
@@ -156,14 +158,29 @@ class Expected(Block):
     others: dict[Metric, float]  # {metric: mean}, not divided by a temperature
     calibrated: dict[Metric, float] | None  # ece and nll after each model's own fitted temperature; None: unknown
     new_site: tuple[float, float] | None  # 95% prediction interval for the metric at one new site
-    spread: float | None  # standard deviation behind `new_site`; None with fewer than three held-out sets
-    freedom: Annotated[int, Field(ge=1, le=1_000_000)] | None  # degrees of freedom of its t distribution
+    scale: Scale = "plain"  # of `center` and `spread`; earlier versions had this one alone
+    center: Signed | None = None  # None: `mean`
+    # standard deviation behind `new_site`; None with fewer than three held-out sets
+    spread: Annotated[float, Field(ge=0, le=MAX_NLL)] | None = None
+    freedom: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # degrees of freedom of its t distribution
+    one_more_domain: Signed | None = None  # what it adds to the metric, see `evaluation.new_site`; None: unknown
     notes: tuple[str, ...]  # what limits these numbers
+
+    @property
+    def at_new_site(self) -> NewSite | None:
+        """The distribution of the metric at a new site; None: unknown."""
+        if self.spread is None or self.freedom is None:
+            return None
+        return NewSite(self.mean if self.center is None else self.center, self.spread, self.freedom, self.scale)
 
     @model_validator(mode="after")
     def _possible(self) -> Expected:
         """Refuses values that the metrics can not have."""
-        own = {"mean": self.mean, "std": self.std, "stderr": self.stderr, "spread": self.spread, "worst": self.worst[1]}
+        own = {"mean": self.mean, "std": self.std, "stderr": self.stderr, "worst": self.worst[1]}
+        if self.scale == "plain":
+            own |= {"center": self.center, "spread": self.spread}
+        elif self.metric != "accuracy" or self.center is None:
+            raise ValueError("scale: logit is for an accuracy and needs a center")
         own |= {", ".join(one.domains): one.value for one in self.held_out}
         of_metric: list[tuple[str, str, float | None]] = [(self.metric, name, value) for name, value in own.items()]
         of_metric += [(name, name, value) for name, value in [*self.others.items(), *(self.calibrated or {}).items()]]

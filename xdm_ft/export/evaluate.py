@@ -1,11 +1,12 @@
 """The metrics of a model at a new site, and whether they keep what its card promises.
 
 The promise (export/promise.py) is the distribution m + spread · t(D − 1) of a metric at one more site, over D held-out
-sets. At the site it is measured on some images, with standard error SE (jackknife over their groups). Sampling is
-independent of which site it is, so the value lies in m ± t(D − 1)·√(spread² + SE²) for 95% of sites that are like the
-held-out ones. SE has its own degrees of freedom, Welch and Satterthwaite's number for the sum is never smaller than the
-smaller of the two: t(min(D, G) − 1) is used, G being the effective number of groups. spread² already holds the sampling
-error of the held-out images, so "within" is said in somewhat more than 95% where images vary as much as sites do.
+sets. At the site it is measured on some images, with standard error SE (jackknife over their groups; on the logit scale
+SE/(p(1 − p)), the delta method with p = (x + ½)/(n + 1)). Sampling is independent of which site it is, so the value
+lies in m ± t(D − 1)·√(spread² + SE²) for 95% of sites that are like the held-out ones. SE has its own degrees of
+freedom, Welch and Satterthwaite's number for the sum is never smaller than the smaller of the two: t(min(D, G) − 1) is
+used, G being the effective number of groups. spread² already holds the sampling error of the held-out images, so
+"within" is said in somewhat more than 95% where images vary as much as sites do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from xdm_ft.evaluation.comparison import Estimate
 from xdm_ft.evaluation.description import interval_of
 from xdm_ft.evaluation.jackknife import effective_number
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, per_image, score
-from xdm_ft.evaluation.new_site import NewSite, within_bounds
+from xdm_ft.evaluation.new_site import Bounds, NewSite, smoothed, within_bounds
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.reliability import Bin, reliability
 from xdm_ft.export.config import Expected
@@ -114,7 +115,7 @@ def at_site(
         # of a single domain the worst accuracy is its accuracy
         own = "accuracy" if expected.metric == "worst_domain_accuracy" else expected.metric
         trained = 0 if images.trained is None else int(images.trained.sum())
-        versus = _versus(expected, metrics.get(own), estimates.get(own), temperature, trained)
+        versus = _versus(expected, metrics.get(own), estimates.get(own), found.n, temperature, trained)
     return AtSite(
         images=found.n,
         groups=groups,
@@ -145,16 +146,21 @@ def _estimate(metric: str, value: float, images: Labelled) -> tuple[Estimate | N
 
 
 def _versus(
-    expected: Expected, measured: Measured | None, estimate: Estimate | None, temperature: float, trained: int
+    expected: Expected,
+    measured: Measured | None,
+    estimate: Estimate | None,
+    images: int,
+    temperature: float,
+    trained: int,
 ) -> Versus | None:
     if measured is None:  # the metric is not defined on these images
         return None
-    interval, reason = None, ""
+    interval, reason, promised = None, "", expected.at_new_site
     if expected.selection == "oracle":
         reason = "picked by labels of the held-out domains"
     elif trained:
         reason = f"{trained} of these images trained the model"
-    elif expected.spread is None or expected.freedom is None:
+    elif promised is None:
         sets = len(expected.held_out)
         reason = "one held-out set" if sets == 1 else f"{sets} held-out sets"
     elif temperature != 1 and expected.metric in ("nll", "ece"):
@@ -162,8 +168,7 @@ def _versus(
     elif estimate is None:
         reason = "too few images or groups"
     else:
-        ends, verdict = judged(measured.value, estimate, expected.mean, expected.spread, expected.freedom)
-        interval = within_bounds(expected.metric, *ends)
+        interval, verdict = judged(expected.metric, measured.value, estimate, images, promised)
         if interval == within_bounds(expected.metric, -math.inf, math.inf):
             reason = "the held-out domains differ so much that any value is possible"
         told = f"{UNKNOWN} ({reason})" if reason else verdict
@@ -171,16 +176,16 @@ def _versus(
     return Versus(expected.metric, measured.value, expected.mean, None, expected.worst, f"{UNKNOWN} ({reason})")
 
 
-def judged(
-    value: float, estimate: Estimate, mean: float, spread: float, freedom: int
-) -> tuple[tuple[float, float], Words]:
+def judged(metric: str, value: float, estimate: Estimate, images: int, promised: NewSite) -> tuple[Bounds, Words]:
     """Returns the 95% interval of the values that a site would have if it is like the held-out ones, and the verdict.
 
-    `estimate` has the standard error of `value` and its degrees of freedom; `mean`, `spread` and `freedom` are the
-    promise's.
+    `estimate` has the standard error of `value` over these `images` and its degrees of freedom.
     """
-    half = NewSite(mean, spread, freedom).half_width(estimate.error, estimate.freedom)
-    ends = mean - half, mean + half
+    error = estimate.error
+    if promised.scale == "logit":
+        p = smoothed(value, images)
+        error /= p * (1 - p)
+    ends = promised.between(metric, error=error, freedom=estimate.freedom, images=images)
     if value < ends[0]:
         return ends, "below"
     return ends, "above" if value > ends[1] else "within what the card promises"

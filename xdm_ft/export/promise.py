@@ -19,7 +19,7 @@ from xdm_ft.evaluation.comparison import Estimate, HeldOut
 from xdm_ft.evaluation.description import interval_of, over_seeds_and_groups
 from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance, without_each_group
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, confidences, expected_calibration_error, per_image_nll
-from xdm_ft.evaluation.new_site import FEWEST_SETS, new_site, seeds_by_set, within_bounds
+from xdm_ft.evaluation.new_site import FEWEST_SETS, new_site_of, one_more_domain, seeds_by_set, values_by_set
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.runs import Held, Runs
@@ -48,15 +48,13 @@ def promise(
     if not tested:
         return None
     seeds, values = runs.complete_seeds, runs.values
-    of_seeds = seeds_by_set(runs)
-    by_set = {held: np.array([values[held, s] for s in own]) for held, own in of_seeds.items()}
+    of_seeds, by_set = seeds_by_set(runs), values_by_set(runs)
     means = [float(np.mean([values[held, s] for held in runs.held_out])) for s in seeds]
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
     stored = {held: _Stored.read(path, runs, held, own) for held, own in of_seeds.items()}
     at = [_at(metric, runs, held, by_set[held], stored[held]) for held in runs.held_out]
-    site = new_site([*by_set.values()])
+    site = new_site_of(runs)
     mean = float(np.mean(means or [values.mean() for values in by_set.values()]))
-    half = None if site is None else site.half_width()
     return Expected(
         source="official test" if protocol["name"] == "official" else "leave one domain out",
         data=str(results["recipe"]["data"]["name"]),
@@ -71,9 +69,9 @@ def promise(
         worst=_worst(metric, at),
         others=_others(runs, of_seeds),
         calibrated=_calibrated(stored.values()),
-        new_site=None if half is None else within_bounds(metric, mean - half, mean + half),
-        spread=None if site is None else site.spread,
-        freedom=None if site is None else site.freedom,
+        new_site=None if site is None else site.between(metric),
+        one_more_domain=one_more_domain(runs, results.get("data", {}).get("images", ())),
+        **({} if site is None else site._asdict()),
         notes=tuple(_notes(runs, planned, at, stored.values())),
     )
 

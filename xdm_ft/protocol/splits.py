@@ -14,6 +14,7 @@ from torch import Tensor
 from xdm_ft.data import ImageDataset
 from xdm_ft.data._stratification import validation_part
 from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.evaluation.looks import PLANNED
 from xdm_ft.protocol.domainbed_split import validation_rows
 from xdm_ft.protocol.split_notes import gaps, images_per_class, independence, seen_or_unseen
 from xdm_ft.settings import Block, OneOrMany
@@ -24,6 +25,9 @@ SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_
 `cross_domain` is not here, as it uses the splits of additional models (`derived_splits.without`)."""
 
 MOST_SEEDS = 10_000
+AUTO = "auto"
+LOOKS = tuple(PLANNED)
+"""Numbers of seeds after which `protocol.seeds: auto` looks whether every row is settled."""
 Metric = Literal["accuracy", "balanced_accuracy", "macro_f1", "auroc", "worst_domain_accuracy", "nll", "ece"]
 
 
@@ -60,11 +64,14 @@ class Protocol(Block):
     metric: Annotated[Metric, Field(description="metric that selects the step, and the headline of the tables")] = (
         "accuracy"
     )
-    seeds: Annotated[tuple[int, ...], Field(min_length=1, description="a count n (seeds 0…n−1) or a list of seeds")] = (
-        0,
-        1,
-        2,
-    )
+    seeds: Annotated[
+        tuple[int, ...],
+        Field(
+            min_length=1,
+            description="a count n (seeds 0…n−1), a list of seeds, or auto: 5 seeds, then 10 and 20 while a row is not "
+            "settled (needs report.margin). Default: 10, or 5 if a method trains an encoder or a part of it",
+        ),
+    ] = tuple(range(LOOKS[0]))
     final_fit: Annotated[
         Literal[False, True, "all_seeds"],
         Field(
@@ -83,8 +90,10 @@ class Protocol(Block):
             if value > MOST_SEEDS:
                 raise ValueError(f"{value} seeds; at most {MOST_SEEDS} are allowed")
             return tuple(range(value))
+        if value == AUTO:
+            return tuple(range(LOOKS[0]))
         if not isinstance(value, list | tuple):
-            raise ValueError("must be a number of seeds or a list of them")
+            raise ValueError("must be a number of seeds, a list of them, or auto")
         return value
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from xdm_ft.data import Augmentation
 from xdm_ft.encoders._trainable import LowRank
+from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.features import FeatureSettings
-from xdm_ft.protocol.splits import Protocol
+from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
 from xdm_ft.recipe.blocks import Cluster, DataCommon, ListedEncoder, Output
 from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.recipe.search import Search
@@ -34,6 +35,7 @@ class Recipe:
     output: Output
     cluster: Cluster
     analyse: bool = False  # measure the models at the end of the run, as `xdm-ft analyse` does
+    auto_seeds: bool = False  # `protocol.seeds: auto`; the protocol has the seeds to train now
 
     @property
     def encoder(self) -> Component:
@@ -72,6 +74,35 @@ class Recipe:
         block = self.data.block.model_copy(update={"train_augmentation": augmentation})
         return replace(self, data=replace(self.data, block=block))
 
+    def with_seeds(self, count: int) -> Recipe:
+        return replace(self, protocol=self.protocol.model_copy(update={"seeds": tuple(range(count))}))
+
+    def next_seeds(self) -> Recipe | None:
+        """Returns the recipe with the seeds up to the next look of `protocol.seeds: auto`; None if there is none."""
+        more = [count for count in LOOKS if self.auto_seeds and count > len(self.protocol.seeds)]
+        return self.with_seeds(more[0]) if more else None
+
+    @property
+    def labels(self) -> list[str]:
+        """What `report.compare` may name: the rows, and with `encoders` the methods that have one under each."""
+        methods = [item.block.label or item.block.name for item in self.own_methods] if self.several_encoders else []
+        return [*(item.label for item in self.methods), *methods]
+
+    @property
+    def declared(self) -> tuple[tuple[str, str], ...]:
+        """The pairs of `report.compare`, as labels of rows: with `encoders`, a pair of methods under each of them."""
+        rows = {item.label for item in self.methods}
+        encoders = dict.fromkeys(item.encoder_label or "" for item in self.methods)
+        return tuple(
+            pair
+            for first, second in self.report.compare
+            for pair in (
+                [(first, second)]
+                if first in rows
+                else [(with_encoder(first, encoder), with_encoder(second, encoder)) for encoder in encoders]
+            )
+        )
+
     def search_of(self, item: MethodItem) -> Search:
         """Returns the search of one method's settings."""
         return self.search.for_low_rank() if isinstance(item.trainable, LowRank) else self.search
@@ -103,12 +134,17 @@ class Recipe:
         }
 
     def resolved(self) -> dict[str, Any]:
-        """Returns the recipe as plain values, including every default."""
+        """Returns the recipe as plain values, including every default, with the seeds to train now."""
         plain: dict[str, Any] = {name: block.model_dump(mode="json") for name, block in self.blocks.items()}
         if self.several_encoders:
             plain["encoders"] = [encoder.block.model_dump(mode="json") for encoder in self.encoders]
         methods = [item.block.model_dump(mode="json") for item in self.own_methods]
         return {"name": self.name, **plain, "analyse": self.analyse, "methods": methods}
+
+    def written(self) -> dict[str, Any]:
+        """Returns the recipe as `resolved` does, but with `protocol.seeds: auto` as it was given."""
+        values = self.resolved()
+        return values | {"protocol": values["protocol"] | {"seeds": AUTO}} if self.auto_seeds else values
 
     @property
     def several_encoders(self) -> bool:
@@ -121,4 +157,4 @@ class Recipe:
         return tuple(item for item in self.methods if item.encoder is self.encoder)
 
     def as_yaml(self) -> str:
-        return as_text(self.resolved())
+        return as_text(self.written())

@@ -69,6 +69,7 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
     if protocol.final_fit and protocol.selection == "oracle":
         problem = "needs an unbiased estimate; selection: oracle has none, use train_val"
         faults.add(("protocol", "final_fit"), problem, ("protocol", "selection"))
+    _check_report(faults, recipe)
     _check_encoders(faults, recipe)
     if protocol.name == "official" and protocol.split_rule != "stratified":
         problem = "the official split defines the validation images; leave it out"
@@ -95,6 +96,30 @@ def check_together(faults: Faults, recipe: Recipe) -> None:
     _check_search(faults, recipe)
     for item in recipe.methods:
         _check_method(faults, ("methods", item.place), item, recipe)
+
+
+def _check_report(faults: Faults, recipe: Recipe) -> None:
+    """Adds the faulty pairs of `report.compare`, and looks that could have no end."""
+    if recipe.auto_seeds and recipe.report.margin is None:
+        problem = "auto needs report.margin, to know when a row is settled; set it, e.g. 1.0, or give a number of seeds"
+        faults.add(("protocol", "seeds"), problem, ("report", "margin"))
+    rows, labels = {item.label for item in recipe.methods}, recipe.labels
+    seen = set[frozenset[str]]()
+    for place, pair in enumerate(recipe.report.compare):
+        key: Key = ("report", "compare", place)
+        known = [label for label in pair if label in labels]
+        for label in pair:
+            if label not in known:
+                faults.add(key, f'no row "{label}"{did_you_mean(label, labels)}', METHODS)
+        if len(known) == 2 and (pair[0] in rows) != (pair[1] in rows):
+            problem = f"{pair[0]} and {pair[1]}: one of the two names an encoder; write METHOD @ ENCODER for both"
+            faults.add(key, f"{problem}, or for none")
+        elif pair[0] == pair[1]:
+            faults.add(key, f"compares {pair[0]} with itself; name two rows")
+    for first, second in recipe.declared:
+        if (both := frozenset((first, second))) in seen:
+            faults.add(("report", "compare"), f"{first} and {second} are compared twice; keep one of the pairs")
+        seen.add(both)
 
 
 def _has_no_compiled_step(item: MethodItem) -> bool:

@@ -45,6 +45,11 @@ def encoder_common(encoder: Component) -> EncoderCommon:
     return encoder.block
 
 
+def encoder_label(encoder: Component) -> str:
+    """Returns the name of an encoder in results: its label, else its model."""
+    return getattr(encoder.block, "label", None) or str(encoder.kwargs().get("model", encoder.name))
+
+
 @dataclass(frozen=True)
 class MethodItem:
     """One entry of `methods`, under one encoder."""
@@ -94,6 +99,17 @@ class MethodItem:
     @property
     def is_solver(self) -> bool:
         return issubclass(self.algorithm.cls, Solver)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its head is class embeddings alone: all seeds would give the same model."""
+        return self.is_solver and self.algorithm.cls.needs_text
+
+    @property
+    def of_records(self) -> dict[str, Any]:
+        """The fields of `Record` that are the same for all of its models."""
+        trainable = self.trainable if isinstance(self.trainable, bool) else self.trainable.model_dump(mode="json")
+        return {"encoder": encoder_label(self.encoder), "trainable": trainable, "deterministic": self.is_text or None}
 
     @property
     def parts(self) -> tuple[Component, ...]:

@@ -11,15 +11,15 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Solver
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.errors import UserError, did_you_mean, plural
 from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.features import FeatureSettings
-from xdm_ft.protocol.splits import Protocol
+from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
 from xdm_ft.recipe import components
 from xdm_ft.recipe.blocks import Cluster, DataCommon, EncoderCommon, ListedEncoder, MethodCommon, Output
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.faults import Faults, check_together
-from xdm_ft.recipe.method_item import Component, MethodItem
+from xdm_ft.recipe.method_item import Component, MethodItem, encoder_label
 from xdm_ft.recipe.method_overrides import method_names, split_name, with_method_overrides
 from xdm_ft.recipe.override_keys import keys_meant
 from xdm_ft.recipe.search import Search
@@ -85,7 +85,11 @@ def check(text: RecipeText) -> Recipe:
     for label, count in Counter(item.label for item in methods).items():
         if count > 1:
             faults.add(("encoders",), f'two rows of results have the name "{label}"; change a label')
-    recipe = Recipe(name=str(name), encoders=encoders, methods=methods, **found)
+    auto_seeds = values.get("protocol", {}).get("seeds") == AUTO
+    recipe = Recipe(name=str(name), encoders=encoders, methods=methods, auto_seeds=auto_seeds, **found)
+    if "seeds" not in recipe.protocol.model_fields_set:
+        recipe = recipe.with_seeds(LOOKS[0] if recipe.trains_encoders else LOOKS[1])
+    recipe = _without_stale_pairs(faults.text, recipe)
     check_together(faults, recipe)
     faults.raise_if_any()
     if recipe.data_common.train_augmentation is None:
@@ -182,12 +186,6 @@ def _encoders(faults: Faults, values: dict[str, Any]) -> tuple[Component, ...]:
     return found
 
 
-def encoder_label(encoder: Component) -> str:
-    """Returns the name in results of an item of `encoders`."""
-    assert isinstance(encoder.block, ListedEncoder)
-    return encoder.block.label or str(encoder.kwargs()["model"])
-
-
 def under_encoder(item: MethodItem, encoder: Component) -> MethodItem:
     """Returns an entry of `methods` under an encoder, whose label the name in results gains if there may be several."""
     if not isinstance(encoder.block, ListedEncoder):
@@ -212,6 +210,16 @@ def _without_stale_keys(text: RecipeText, key: Key, model: type[Block], values: 
     for dropped in values.keys() - kept.keys():
         logger.info("%s: %s.%s is ignored, %s has no such key", text.origin, dotted(key), dropped, values["name"])
     return kept
+
+
+def _without_stale_pairs(text: RecipeText, recipe: Recipe) -> Recipe:
+    """If an override sets other methods or encoders, removes the pairs of `report.compare` that lack a row."""
+    if not text.overridden & {("methods",), ("encoders",)} or text.is_overridden(("report", "compare")):
+        return recipe
+    kept = tuple(pair for pair in recipe.report.compare if {*pair} <= {*recipe.labels})
+    if dropped := len(recipe.report.compare) - len(kept):
+        logger.info("%s: report.compare: %s ignored, without a row for both", text.origin, plural(dropped, "pair"))
+    return replace(recipe, report=recipe.report.model_copy(update={"compare": kept}))
 
 
 def _methods(faults: Faults, values: Any, encoder: Component) -> tuple[MethodItem, ...]:

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.evaluation.encoders import EncoderPair
+from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.evaluation.runs import Held, set_name
 from xdm_ft.evaluation.summary import Spread
+from xdm_ft.report.comparisons import beside_rows, between_encoders, comparisons_of, here_words
 from xdm_ft.report.costs import Cost, costs
-from xdm_ft.report.encoders import Pair, encoder_block, trainable_of, trained_words
+from xdm_ft.report.encoders import encoder_block, trainable_of, trained_words
 from xdm_ft.report.finished import Run
 from xdm_ft.report.measures import MEASURES, Picked
-from xdm_ft.report.table_rows import reference_of
 from xdm_ft.storage.csv_cells import csv_line
 
 Row = dict[str, Any]
@@ -22,14 +22,15 @@ COLUMNS = (
     "run", "encoder", "encoder_trained", "augmentation", "method", "selection", "of", "held_out", "seeds", "images",
     "metric", "mean", "std", "stderr",
     *(column for measure in MEASURES for column in (measure.name, f"{measure.name}_stderr")),
-    "compared_with", "difference", "domains_low", "domains_high", "seeds_and_images_low", "seeds_and_images_high",
-    "p", "p_holm", "verdict", "note", "draws", "gradient_evaluations_low", "gradient_evaluations_high", *Cost._fields,
+    "compared_with", "difference", "error", "freedom", "share_seeds", "here_low", "here_high", "p_here",
+    "p_here_holm", "here", "elsewhere_low", "elsewhere_high", "p_elsewhere", "p_elsewhere_holm", "elsewhere", "note",
+    "look", "draws", "gradient_evaluations_low", "gradient_evaluations_high", *Cost._fields,
     "failed", "skipped", "reason", "flags", "protocol",
 )  # fmt: skip
 """`of` is `mean` (over held-out sets), `held_out` (one of these sets), `domain` (of a set of several, accuracy alone)
-or `encoders` (a method under two encoders). Metrics are fractions; `std` and `stderr` are over seeds. `difference` and
-what follows compare the mean with the row `compared_with`: an ERM, or the same method under another encoder. Costs are
-means over models."""
+or `encoders` (a method under two encoders), `compared` (any two rows) and `runs` (of two runs): comparisons that stand
+beside no row. Metrics are fractions; `std` and `stderr` are over seeds. `difference` and what follows compare the mean
+with the row `compared_with`. Costs are means over models."""
 
 
 def csv_text(rows: Iterable[Row]) -> str:
@@ -42,25 +43,29 @@ def csv_text(rows: Iterable[Row]) -> str:
 def csv_rows(run: Run) -> Iterator[Row]:
     """Yields the rows of a run, with its selection rules and methods in the order of the summary."""
     picked = {rule: Picked(run, rule) for rule in dict.fromkeys(row.selection for row in run.rows)}
-    cost = costs(run.records)
+    cost, beside = costs(run.records), {rule: beside_rows(run.results, rule) for rule in picked}
     for row in run.rows:
         spent = cost[row.method]._asdict() if row.method in cost else {}
         models, start = picked[row.selection], properties(run, row.method) | _of_method(row) | spent
         values = {measure.name: models.mean(row.method, measure) for measure in MEASURES}
         spread = Spread(row.mean, row.std, row.stderr, row.n)
-        compared = {"compared_with": reference_of(row.to_json(), run.results)} | _comparison(row.versus_erm or {})
+        compared = _comparison(beside[row.selection].get(row.method), row.metric)
         yield start | {"of": "mean"} | _numbers(spread, values) | compared | _missing(row)
         for held in models.held_out:
             yield from _of_set(models, row, held, start)
-    for pair in run.results.get("encoder_pairs", ()):
-        yield _of_pair(run, pair)
+    for rule, shown in beside.items():
+        yield from (_of_pair(run, row) for row in comparisons_of(run.results, rule) if shown.get(row.first) != row)
 
 
-def _of_pair(run: Run, pair: Pair) -> Row:
-    """Returns the row of a method under two encoders."""
-    method, other = EncoderPair(pair["method"], pair["first"], pair["second"]).rows
-    named = {"of": "encoders", "method": method, "compared_with": other, "selection": pair["selection"]}
-    return properties(run, method) | named | {"metric": run.metric} | _comparison(pair)
+def _of_pair(run: Run, row: Comparison) -> Row:
+    """Returns the row of a comparison that stands beside no row of the table."""
+    kind = "encoders" if between_encoders(row, run.results) else "compared"
+    return properties(run, row.first) | comparison_row(row, run.metric) | {"of": kind}
+
+
+def comparison_row(row: Comparison, metric: str) -> Row:
+    """Returns a row that holds a comparison alone."""
+    return {"method": row.first, "selection": row.selection, "metric": metric} | _comparison(row, metric)
 
 
 def properties(run: Run, method: str) -> Row:
@@ -94,13 +99,18 @@ def _of_method(row: SummaryRow) -> Row:
     }
 
 
-def _comparison(versus: Mapping[str, Any]) -> Row:
-    intervals = {
-        f"{over}_{end}": (versus.get(over) or {}).get(end)
-        for over in ("domains", "seeds_and_images")
-        for end in ("low", "high")
-    }
-    return intervals | {name: versus.get(name) for name in ("difference", "p", "p_holm", "verdict", "note")}
+def _comparison(row: Comparison | None, metric: str) -> Row:
+    if row is None:
+        return {}
+    cells: Row = {"compared_with": row.second, "here": here_words(row, metric)}
+    cells |= {name: getattr(row, name) for name in ("difference", "error", "freedom", "share_seeds", "elsewhere")}
+    cells |= {"note": row.note, "look": row.look}
+    for name, estimate, p in (("here", row.on_these, row.p_here), ("elsewhere", row.on_others, row.p_elsewhere)):
+        if estimate is not None:
+            cells |= {f"{name}_{end}": value for end, value in estimate.interval()._asdict().items()}
+        if p is not None:
+            cells |= {f"p_{name}": p.plain, f"p_{name}_holm": p.holm}
+    return cells
 
 
 def _missing(row: SummaryRow) -> Row:

@@ -1,31 +1,22 @@
-"""The encoders of a run: what each is and costs, and how a method's results differ between them."""
+"""The encoders of a run: what each is and costs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from xdm_ft.evaluation.encoders import split_label
 from xdm_ft.report.costs import bytes_text, count_text
 from xdm_ft.report.table_rows import (
-    COMPARISON,
     EMPTY,
     Results,
     ResultTable,
-    comparison_cells,
-    each_once,
     encoder_label,
     items,
-    oracle_mark,
     several_encoders,
 )
 
-Pair = Mapping[str, Any]  # an entry of `encoder_pairs` in results.json
 ENCODER_COLUMNS = ("encoder", "model", "pre-training", "width", "parameters", "ms per image", "features on disk")
-ABOUT_PAIRS = (
-    "First − second, of one method, paired by held-out domain and seed, over the same images; p (Holm) is corrected "
-    "for these pairs and the differences to ERM together"
-)
 
 
 def encoders_of(results: Results) -> Mapping[str, Mapping[str, Any]]:
@@ -90,42 +81,3 @@ def encoder_cells(about: Mapping[str, Any]) -> tuple[str, ...]:
     speed = EMPTY if about["ms_per_image"] is None else f"{about['ms_per_image']:.3g}"
     sizes = count_text(about["parameters"]), speed, bytes_text(about["feature_bytes"])
     return named, about["pretraining"], str(about["width"]), *sizes
-
-
-def pairs_of(results: Results, rule: str) -> list[Pair]:
-    """Returns the pairs of encoders under a selection rule, method by method."""
-    return [pair for pair in results.get("encoder_pairs", ()) if pair["selection"] == rule]
-
-
-def pair_name(pair: Pair) -> str:
-    return f"{pair['first']} − {pair['second']}"
-
-
-class Against(NamedTuple):
-    """A pair of encoders as seen from one of them."""
-
-    other: str
-    difference: float  # this one − the other
-    verdict: str
-    note: str
-
-
-def against(pair: Pair, own: str) -> Against:
-    """Returns the pair as seen from `own`, which is one of both encoders."""
-    if pair["first"] == own:
-        return Against(pair["second"], pair["difference"], pair["verdict"], pair["note"])
-    first, _, where = str(pair["verdict"]).partition(" ")
-    turned = {"better": "worse", "worse": "better"}.get(first, first)
-    return Against(pair["first"], -pair["difference"], f"{turned} {where}".rstrip(), pair["note"])
-
-
-def pair_table(results: Results, rule: str, metric: str) -> ResultTable | None:
-    """Returns the differences between encoders under a selection rule; None if there are none."""
-    pairs = pairs_of(results, rule)
-    if not pairs:
-        return None
-    cells = tuple((one["method"], pair_name(one), *comparison_cells(one, metric)) for one in pairs)
-    header = (f"method{oracle_mark(rule)}", "encoders", "difference", *COMPARISON)
-    notes = each_once((f"{one['method']} ({pair_name(one)})", one["note"]) for one in pairs)
-    about = (("Differences", ABOUT_PAIRS),)
-    return ResultTable("Pairs of encoders", about, header, cells, tuple(notes), level=3, labels=2)

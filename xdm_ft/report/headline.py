@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from xdm_ft.errors import plural, printable
-from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT
+from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import SummaryRow
+from xdm_ft.report.comparisons import beside_rows, here_words, what_it_finds
 from xdm_ft.report.encoders import split_row
 from xdm_ft.report.finished import ORACLE, Run, final_fits_of
+from xdm_ft.report.result_table import difference_text, reference_names
 from xdm_ft.report.sentence import sentence
 from xdm_ft.report.table_rows import (
     EMPTY,
-    difference_text,
     each_once,
     in_unit,
     number,
-    reference_names,
     versus_columns,
     with_spread,
 )
@@ -75,7 +75,8 @@ def show_headline(run: Run) -> None:
     else:
         console.width = 1 << 16  # rich assumes 80 columns there and would fold the text
     above = [Text(_on_terminal(_title(run)), style="bold")]
-    below = [Text(), Text(_on_terminal(sentence(run)))]
+    below = [Text(_on_terminal(line), style="dim") for line in what_it_finds(run.results, run.own_rule, run.metric)]
+    below += [Text(), Text(_on_terminal(sentence(run)))]
     below += [Text(_on_terminal(note), style="yellow") for note in _notes(run, NOTES if room else None)]
     below += [Text(), *(_line(what, text) for what, text in _files(run))]
     shown = run.own_rows
@@ -112,9 +113,12 @@ def _table(run: Run, rows: Sequence[SummaryRow], width: int | None) -> list[Text
     mark = f" ({ORACLE})" if run.own_rule == ORACLE else ""
     name, *more = _names(run, rows, width is None)
     rest = [Column(f"mean{mark}", [with_spread(row.to_json(), row.stderr) for row in rows])]
-    if any(row.versus_erm for row in run.own_rows):
-        rest += _versus(run, rows, width is None)
-        rest += [Column("verdict", [_verdict(row) for row in rows], left=True)]
+    if beside := beside_rows(run.results, run.own_rule):
+        shown = [beside.get(row.method) for row in rows]
+        rest += _versus(run, shown, width is None)
+        rest += [Column("here", [(one and here_words(one, run.metric)) or EMPTY for one in shown], left=True)]
+        if any(one.sets > 1 for one in beside.values()):
+            rest += [Column("elsewhere", [one.elsewhere if one else EMPTY for one in shown], left=True)]
     room = None if width is None else width - sum(column.needed for column in (name, *more, *rest))
     columns = [name, *more, *_domains(run, rows, room), *rest]
     lines = [Text("".join(column.line(column.header) for column in columns).rstrip(), style="bold")]
@@ -138,14 +142,13 @@ def _names(run: Run, rows: Sequence[SummaryRow], whole: bool) -> list[Column]:
     ]
 
 
-def _versus(run: Run, rows: Sequence[SummaryRow], whole: bool) -> list[Column]:
+def _versus(run: Run, rows: Sequence[Comparison | None], whole: bool) -> list[Column]:
     """The differences, and what they are to: in the header, or in a column where rows differ in it."""
-    shown = [row.to_json() for row in rows]
-    names = reference_names(shown, run.results)
+    names = reference_names(rows, run.results)
     if not whole:
         short = _cut_apart(names, LONGEST_NAME // 2)
         names = [name and cut for name, cut in zip(names, short, strict=True)]
-    columns = versus_columns(names, [difference_text(row) for row in shown], "vs").items()
+    columns = versus_columns(names, [difference_text(row, run.metric) for row in rows], "vs").items()
     return [Column(head, list(cells), left=place > 0) for place, (head, cells) in enumerate(columns)]
 
 
@@ -190,10 +193,6 @@ def _worst(run: Run, row: SummaryRow) -> str:
     return f"{_cut(name, 12)} {number(means[name], run.metric)}"
 
 
-def _verdict(row: SummaryRow) -> str:
-    return EMPTY if row.versus_erm is None else str(row.versus_erm["verdict"])
-
-
 def _most_important(run: Run, lines: int) -> list[SummaryRow]:
     """The rows that fit in so many lines, in the recipe's order.
 
@@ -203,10 +202,13 @@ def _most_important(run: Run, lines: int) -> list[SummaryRow]:
     if len(rows) <= lines:
         return rows
     fitting = max(FEWEST_METHODS, lines - 1)  # one line says how many there are besides
+    beside = beside_rows(run.results, run.own_rule)
 
     def rank(row: SummaryRow) -> int:
-        decided = row.versus_erm is not None and row.versus_erm["verdict"] not in (EQUAL, NO_VERDICT)
-        return 0 if row.method == run.chosen else 1 if row.versus_erm is None and row.mean is not None else 2 - decided
+        compared = beside.get(row.method)
+        if row.method == run.chosen:
+            return 0
+        return 1 if compared is None and row.mean is not None else 2 - (compared is not None and compared.is_found)
 
     kept = {row.method for row in sorted(rows, key=rank)[:fitting]}
     return [row for row in rows if row.method in kept]

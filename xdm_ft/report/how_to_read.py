@@ -41,8 +41,10 @@ def _measured(name: str) -> Callable[[Results], bool]:
 _NEEDS: dict[str, Callable[[Results], bool]] = {
     "draws × gradients": _in_a_row("budget", "gradient_evaluations"),
     "mixed steps": lambda results: any(run.get("mixed_steps") is not None for run in results["runs"]),
-    "comparison": _in_a_row("versus_erm"),
-    "verdict": _in_a_row("versus_erm"),
+    "comparison": lambda results: bool(results.get("comparisons")) or _in_a_row("versus_erm")(results),
+    "verdict": lambda results: bool(results.get("comparisons")) or _in_a_row("versus_erm")(results),
+    "equal within": lambda results: bool(results["recipe"].get("report", {}).get("margin")),
+    "look": lambda results: len(results.get("looks", ())) > 1,
     **{rule: _selected_by(rule) for rule in ("train_val", "val_domain", "cross_domain", ORACLE)},
     "selected hyper-parameters": _searched,
     "trained parameters": _measured("trained_parameters"),

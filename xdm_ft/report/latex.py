@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from xdm_ft.report.table_rows import ResultTable
 from xdm_ft.report.tables import plain
 
-LEFT_OUT = ("seeds", "draws × gradients", "p", "mixed steps")  # columns for which a page is too narrow,
-LEFT_OUT_START = "95% over "  # and those that begin so; results.csv has them
+LEFT_OUT = ("seeds", "draws × gradients", "mixed steps")  # columns for which a page is too narrow,
+LEFT_OUT_START = "95% "  # and those that begin so; results.csv has them
 SIGNS = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
     "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",

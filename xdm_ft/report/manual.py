@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xdm_ft.evaluation.comparison import ALPHA, EQUAL, NO_VERDICT, SEEDS
+from xdm_ft.evaluation.comparison import ALPHA, BETTER, EQUAL, NO_VERDICT, SEEDS, UNKNOWN, WORSE
 
 MANUAL: dict[str, dict[str, str]] = {
     "table": {
@@ -14,6 +14,8 @@ MANUAL: dict[str, dict[str, str]] = {
         "mean ±": "Held-out domains are averaged within a seed, then over seeds. ± is the standard error over seeds: "
         "standard deviation (ddof 1) / √n. DomainBed prints it with ddof 0, which is √(1 − 1/n) times as large; WILDS "
         "prints the standard deviation, √n times as large. ± says how much training varies, not how much domains do.",
+        "the best row": "The row with the best test value is about 1.0 points of accuracy too good. The method that "
+        "validation chose is not, from three seeds on: +0.1 points among five methods, +0.2 among 14 equal ones.",
         "seeds": "The number of seeds that have a model for every held-out domain; only they count.",
         "draws × gradients": "The budget of a method: draws of hyper-parameters × gradients that one model takes. A "
         "sharpness-aware step takes two gradients, a step of Fish one per training domain. Methods of unequal budgets "
@@ -21,27 +23,36 @@ MANUAL: dict[str, dict[str, str]] = {
         "mixed steps": "The number of steps that trained on augmented features: XDomainMix begins after its warm-up.",
     },
     "comparison": {
-        "versus": "The difference to the ERM that the head of the column names, paired by held-out domain and seed; "
-        "where rows are compared with different ones, the column “versus” names each, and “difference” has the number. "
-        "It is the ERM with the same class head (of ERM with another head: with a linear one) under the same encoder "
-        "that trains as much of it; a method without such an ERM is compared with the recipe's first ERM of its head, "
-        "and ERM itself with the one that trains a head alone, or else with the first.",
-        "95% over domains": "Where the difference may lie on other domains like these: a t interval of the held-out "
-        "domains' differences.",
-        "95% over seeds and images": "Where it may lie with other seeds and other images of the same domains. Images "
-        "vary in groups (patients, slides, sequences) where these are known. Intervals are not adjusted for the number "
-        "of methods.",
-        "p": "The larger p of the two tests behind these intervals: a difference must hold for both. With one held-out "
-        "set only the second test is possible.",
-        "p (Holm)": "p, corrected for all comparisons of the table: the more methods are tried, the likelier is a "
-        "lucky one.",
+        "versus": "The difference to the row that the head of the column names; where rows are compared with different "
+        "ones, the column “versus” names each, and “difference” has the number. It is the row that report.compare "
+        "declares, or else the ERM with the same class head (of ERM with another head: with a linear one) under the "
+        "same encoder that trains as much of it; a method without such an ERM is compared with the recipe's first ERM "
+        "of its head, and ERM itself with the one that trains a head alone, or else with the first.",
+        "95% here": "Where the difference may lie with other seeds and other images of the same domains. Images vary "
+        "in groups (patients, slides, sequences) where these are known. From ten common seeds on the two rows are "
+        "paired by seed. Intervals are not adjusted for the number of comparisons.",
+        "95% elsewhere": "Where it may lie on new domains like these: a t interval of the differences on the held-out "
+        "domains.",
+        "p here (Holm)": "The p value of “here”, corrected for all comparisons of the run, or for those alone that "
+        "report.compare declares: the more methods are tried, the likelier is a lucky one.",
+        "p elsewhere (Holm)": "The same of “elsewhere”, and never smaller than that of “here”. Over few domains it is "
+        "rarely small: of 13 comparisons over four domains, one needs a t of 8.2; a single declared one needs 3.2.",
     },
     "verdict": {
-        "better, worse": f"p (Holm) is below {ALPHA}. With one held-out set it says “on this domain”: nothing is known "
-        "of others.",
+        "here": f"The verdict on these domains, with other seeds and test images: {BETTER} or {WORSE} if p here (Holm) "
+        f"is below {ALPHA} (below the α of its look, where a run grew).",
+        "elsewhere": f"The verdict on new domains: {BETTER} or {WORSE} if p elsewhere (Holm) is below that α too, else "
+        f"{UNKNOWN}. It needs three held-out domains.",
         EQUAL: "The difference may as well be chance. It does not say that methods are equal: the intervals say how "
         "large a difference remains possible.",
-        NO_VERDICT: f"Fewer than {SEEDS} seeds are complete, or predictions are missing.",
+        "equal within": "The interval at level 1 − 2α/M of M comparisons lies within ± report.margin: two one-sided "
+        "tests say that the difference is smaller.",
+        NO_VERDICT: f"Fewer than {SEEDS} seeds are complete, predictions are missing, fewer than two groups of test "
+        "images, or report.compare does not declare the comparison; a note says which.",
+        "with 80% probability": "The smallest difference that this table finds in four of five runs, and what limits "
+        "it. No verdict on a smaller difference says little.",
+        "look": "Each summary of a growing run with new seeds or methods is a look. The first has α = 0.05, the k-th "
+        "0.05/2^k, and what one look found stays; protocol.seeds: auto plans three looks with 0.05 in all.",
     },
     "selection": {
         "selection rule": "Picks the step of each training and the trial of a search; for the sentence, the export and "
@@ -72,9 +83,13 @@ MANUAL: dict[str, dict[str, str]] = {
     "sentence": {
         "expect": "The mean over held-out domains of the method that selection prefers, not the best test value of "
         "the table: the best of many is partly luck.",
-        "one new domain alone": "The interval in which one model's value on one further domain will lie in 95 of 100 "
-        "cases, if it is like one more draw of the held-out ones. It is much wider than ±, since domains differ more "
-        "than seeds. Fewer than three held-out domains give none.",
+        "a new site like these": "Of D held-out domains and a new one, each is the worst with probability 1 in D + 1. "
+        "This is exact if they are exchangeable, whatever their values.",
+        "one new site alone": "The intervals in which one model's value at one further site will lie in 80 and in 95 "
+        "of 100 cases, if it is like one more draw of the held-out ones. They are much wider than ±, since domains "
+        "differ more than seeds. Accuracies are on the logit scale. Fewer than three held-out domains give none.",
+        "one more training domain": "The mean minus that of the extra models of cross_domain, which leave out two "
+        "domains. A final fit has seen one more than the models of the table. Without such models nothing is said.",
     },
     "cost": {
         "trained parameters": "The numbers that training changed: the class head and, above a cut, blocks of the "
@@ -88,9 +103,9 @@ MANUAL: dict[str, dict[str, str]] = {
     "encoders": {
         "METHOD @ ENCODER": "A row of a run of several encoders. “versus” compares it with the ERM under its own "
         "encoder.",
-        "first − second": "The difference between two encoders under the same method, paired by held-out domain and "
-        "seed, over the same images. Its intervals, p and verdict are those of “versus”, and p (Holm) is corrected "
-        "for both kinds of comparison together: each encoder more makes all verdicts harder to reach.",
+        "first − second": "The difference between two encoders under the same method, over the same images. Its "
+        "intervals, p and verdicts are made as those of “versus”, and p (Holm) is corrected for both kinds of "
+        "comparison together: each encoder more makes all verdicts harder to reach.",
         "ms per image": "Milliseconds to encode one image on the machine of the run.",
         "features on disk": "The size of the cached features of all images.",
     },

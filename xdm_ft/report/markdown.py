@@ -8,14 +8,15 @@ from typing import Any
 
 from xdm_ft.report.averaged_seeds import averaged_table
 from xdm_ft.report.costs import cost_table
-from xdm_ft.report.encoders import encoder_table, pair_table
+from xdm_ft.report.encoders import encoder_table
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.how_to_read import how_to_read
 from xdm_ft.report.measures import Picked
 from xdm_ft.report.more_tables import metric_table, searched_table
 from xdm_ft.report.published import published_tables
+from xdm_ft.report.result_table import further_table, result_table
 from xdm_ft.report.sentence import sentence
-from xdm_ft.report.table_rows import ResultTable, Summary, groups, own_rule, result_table
+from xdm_ft.report.table_rows import ResultTable, Summary, groups, own_rule
 from xdm_ft.report.tables import plain
 
 
@@ -57,7 +58,9 @@ def tables_of(run: Run, rules: Container[str] | None = None) -> Iterator[ResultT
 def _more_of(run: Run, rows: Sequence[Summary]) -> Iterator[ResultTable]:
     rule, metric = rows[0]["selection"], rows[0]["metric"]
     picked = Picked(run, rule)
-    yield from _given(pair_table(run.results, rule, metric), metric_table(rows, picked), searched_table(rows, picked))
+    yield from _given(
+        further_table(run.results, rule, metric), metric_table(rows, picked), searched_table(rows, picked)
+    )
 
 
 def _given(*tables: ResultTable | None) -> Iterator[ResultTable]:

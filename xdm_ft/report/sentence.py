@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Collection, Sequence
-
-import numpy as np
+from functools import partial
 
 from xdm_ft.errors import printable
-from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT
+from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT, UNKNOWN, Comparison
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.new_site import Bounds, new_site, seeds_by_set, within_bounds
+from xdm_ft.evaluation.new_site import (
+    LEVELS,
+    Bounds,
+    gain_words,
+    new_site_of,
+    one_more_domain,
+    rank_words,
+    values_by_set,
+)
 from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.evaluation.runs import Held, Runs
 from xdm_ft.evaluation.trials import picked_trials
-from xdm_ft.report.encoders import Against, against, pairs_of, split_row
+from xdm_ft.report.comparisons import beside_rows, between_encoders, further
+from xdm_ft.report.encoders import split_row
 from xdm_ft.report.finished import ORACLE, Run
-from xdm_ft.report.table_rows import IN_PERCENT, metric_words, reference_of, scaled, with_unit
+from xdm_ft.report.table_rows import IN_PERCENT, metric_words, scaled, with_unit
 
 UNSEEN = "domains never trained on"  # `tested_on` of a run whose test domains train no model
 NAMED = 3  # methods, or encoders, at most, that the sentence names
@@ -44,113 +53,105 @@ def sentence(run: Run) -> str:
         )
     values = run.choice.values
     chosen = next(row for row in rows if row.method == run.chosen)
-    compared = [row for row in rows if row.versus_erm is not None and row.method in values]
+    compared = [row for row in beside_rows(run.results, run.rule).values() if row.first in values]
     expected, versus = _expected(run, chosen, len(values)), _versus(run, chosen, compared)
     return expected + versus + _between_encoders(run, chosen) + _left_out(rows, values.keys()) + "."
 
 
 def _expected(run: Run, chosen: SummaryRow, methods: int) -> str:
-    """The number, where it holds, and who chose the method."""
+    """Where a new site ranks among the held-out ones, the number, where it holds, and who chose the method."""
     held_out, metric = _held_out(run), run.metric
     assert chosen.mean is not None, "`selection_values` leaves out methods without an estimate"
     value = f"{with_unit(metric, chosen.mean)} {metric_words(metric)}"
     who = printable(chosen.method) + (", chosen on validation images" if methods > 1 else "")
     if run.results.get("tested_on", UNSEEN) != UNSEEN:
         return f"On its test images, which are of {printable(run.results['tested_on'])}, expect {value} with {who}"
+    own = [one for one in picked_trials(run.records, run.rule, metric) if one.method == chosen.method]
+    runs = Runs(chosen.method, run.rule, metric, held_out, tuple(own))
+    means = [float(values.mean()) for values in values_by_set(runs).values()]
+    ranks = rank_words(metric, held_out, means, partial(with_unit, metric)).capitalize()
     if len(held_out) == 1:
         domains = ", ".join(printable(name) for name in held_out[0])
-        only = "it alone" if len(held_out[0]) == 1 else "these alone"
-        return f"On {domains}, never trained on, expect {value} with {who} (measured on {only}; others may differ)"
-    return f"On a domain never seen, expect {value} with {who}{_interval(run, chosen.method)}"
+        return f"{ranks}; on {domains}, never trained on, expect {value} with {who}"
+    gain = one_more_domain(runs, run.results.get("data", {}).get("images", ()))
+    details = [*_interval(runs), *([] if gain is None else [gain_words(metric, gain)])]
+    return f"{ranks}; on average expect {value} with {who}" + (f" ({'; '.join(details)})" if details else "")
 
 
-def _interval(run: Run, method: str) -> str:
-    """The prediction interval of one new domain, in brackets; empty if too few domains were held out to know it."""
-    held_out, metric = _held_out(run), run.metric
-    own = [one for one in picked_trials(run.records, run.rule, metric) if one.method == method]
-    runs = Runs(method, run.rule, metric, held_out, tuple(own))
-    values = runs.values
-    site = new_site([np.array([values[held, s] for s in seeds]) for held, seeds in seeds_by_set(runs).items()])
+def _interval(runs: Runs) -> list[str]:
+    """The prediction intervals of one new site; empty if too few domains were held out to know them."""
+    site = new_site_of(runs)
     if site is None:
-        return ""
-    half = site.half_width()
-    low, high = within_bounds(metric, site.mean - half, site.mean + half)
-    ends = _between(metric, (low, high))
-    return f" (one new domain alone: {f'anything from {ends}' if (low, high) == (0, 1) else f'{ends}, at 95%'})"
+        return []
+    ends = (f"{_between(runs.metric, site.between(runs.metric, level))} at {level:.0%}" for level in LEVELS)
+    return [f"one new site alone: {', '.join(ends)}"]
 
 
-def _versus(run: Run, chosen: SummaryRow, compared: Sequence[SummaryRow]) -> str:
-    """How the chosen method, and the others, compare with ERM; empty if nothing was compared."""
-    others = [row for row in compared if row is not chosen and _belongs(run, row, chosen)]
-    tally = Counter(_verdict(row).replace(NO_VERDICT, "without a verdict") for row in others)
-    if chosen.versus_erm is None:
+def _versus(run: Run, chosen: SummaryRow, compared: Sequence[Comparison]) -> str:
+    """How the chosen method, and the others, compare with their references; empty if nothing was compared."""
+    own = next((row for row in compared if row.first == chosen.method), None)
+    others = [row for row in compared if row is not own and _belongs(run, row, chosen, own)]
+    tally = Counter(_verdict(row) for row in others)
+    if own is None:
         if len(others) > 1:
-            over = f" over {sets} domains" if (sets := len(_held_out(run))) > 1 else ""
-            if set(tally) == {EQUAL}:
-                return f"; none of the {len(others)} other methods is distinguishable from it{over}"
-            return f"; of {len(others)} other methods compared with it{over}: {_counts(tally)}"
-        return f"; {_about(run, others[0], printable(others[0].method))}" if others else ""
-    text, verdict = f"; {_about(run, chosen, 'it')}", _verdict(chosen)
-    if not others or {_verdict(row) for row in others} == {NO_VERDICT} == {verdict}:
+            return f"; of {len(others)} other methods compared with it: {_counts(tally)}"
+        return f"; {printable(others[0].first)} is {_difference(run, others[0])}" if others else ""
+    text = f"; it is {_difference(run, own)}"
+    if not others or {_verdict(row) for row in others} == {_verdict(own)} == {_verdict_words(NO_VERDICT)}:
         return text
     the_others = "the other method" if len(others) == 1 else f"the {len(others)} other methods"
-    if {_verdict(row) for row in others} == {verdict}:
+    if {*tally} == {_verdict(own)}:
         return f"{text}, like {the_others}"
     if len(others) == 1:
-        return f"{text}; {printable(others[0].method)} is {next(iter(tally))}"
+        return f"{text}; {printable(others[0].first)} is {_difference(run, others[0])}"
     return f"{text}; of {the_others}: {_counts(tally)}"
 
 
-def _belongs(run: Run, row: SummaryRow, chosen: SummaryRow) -> bool:
+def _belongs(run: Run, row: Comparison, chosen: SummaryRow, own: Comparison | None) -> bool:
     """Whether a sentence on the chosen method may count the row: it was compared with it, or under its encoder."""
-    if chosen.versus_erm is None:
-        return reference_of(row.to_json(), run.results) == chosen.method
-    return split_row(row.method, run.results)[1] == split_row(chosen.method, run.results)[1]
-
-
-def _about(run: Run, row: SummaryRow, name: str) -> str:
-    """The difference of one method and its verdict, with the reason if there is none."""
-    versus = row.versus_erm
-    assert versus is not None
-    seen = Against(
-        reference_of(row.to_json(), run.results) or "erm", versus["difference"], versus["verdict"], versus["note"]
-    )
-    return f"{name} is {_difference(run, seen)}"
+    if own is None:
+        return row.second == chosen.method
+    return split_row(row.first, run.results)[1] == split_row(chosen.method, run.results)[1]
 
 
 def _between_encoders(run: Run, chosen: SummaryRow) -> str:
     """How the encoder of the chosen method compares with the others under that method; empty for one encoder."""
     method, own = split_row(chosen.method, run.results)
-    pairs = [pair for pair in pairs_of(run.results, run.rule) if pair["method"] == method]
-    seen = [against(pair, own) for pair in pairs if own in (pair["first"], pair["second"])] if own else []
-    if not seen:
+    pairs = [row for row in further(run.results, run.rule) if between_encoders(row, run.results)]
+    seen = [row for row in pairs if row.first == chosen.method]
+    seen += [row.turned() for row in pairs if row.second == chosen.method]
+    if not seen or own is None:
         return ""
     start = f"; under {printable(method)}, {printable(own)}"
     if len(seen) > NAMED:
-        tally = Counter(one.verdict.replace(NO_VERDICT, "without a verdict") for one in seen)
-        return f"{start} was compared with {len(seen)} other encoders: {_counts(tally)}"
-    return f"{start} is " + ", and ".join(_difference(run, one) for one in seen)
+        return f"{start} was compared with {len(seen)} other encoders: {_counts(Counter(map(_verdict, seen)))}"
+    named = [dataclasses.replace(row, second=split_row(row.second, run.results)[1] or row.second) for row in seen]
+    return f"{start} is " + ", and ".join(_difference(run, row) for row in named)
 
 
-def _difference(run: Run, seen: Against) -> str:
-    """A difference in points, what it is against, and its verdict, with the reason if there is none."""
-    over = "over" if HIGHER_IS_BETTER[run.metric] and seen.difference > 0 else "against"
+def _difference(run: Run, row: Comparison) -> str:
+    """A difference in points, what it is against, and its verdicts, with the reason if there is none."""
+    over = "over" if HIGHER_IS_BETTER[run.metric] and row.difference > 0 else "against"
     lower = "" if HIGHER_IS_BETTER[run.metric] else " (lower is better)"
-    notes = [note for note in seen.note.split("; ") if note.startswith(f"{NO_VERDICT}: ")]
-    verdict = f"{NO_VERDICT} ({notes[0].partition(': ')[2]})" if notes else f"{seen.verdict}{_where(run, seen.verdict)}"
-    return f"{scaled(seen.difference, run.metric, signed=True)} {over} {printable(seen.other)}{lower}, {verdict}"
+    return f"{scaled(row.difference, run.metric, signed=True)} {over} {printable(row.second)}{lower}, {_words(row)}"
 
 
-def _where(run: Run, verdict: str) -> str:
-    """Where a verdict holds. "better" and "worse" say it themselves if there is one held-out set."""
-    if len(sets := _held_out(run)) > 1:
-        return f" over {len(sets)} domains"
-    return " there" if verdict == EQUAL else ""
+def _words(row: Comparison) -> str:
+    """Both verdicts: "better here" is on these domains, "elsewhere" on new ones."""
+    if row.here == NO_VERDICT:
+        reasons = [note.partition(": ")[2] for note in row.note.split("; ") if note.startswith(f"{NO_VERDICT}: ")]
+        return f"{NO_VERDICT} ({reasons[0]})" if reasons else NO_VERDICT
+    if row.sets == 1 or not row.is_found:
+        return f"{row.here} {row.where}" if row.sets == 1 else f"{row.here} here"
+    return f"{row.here} here and elsewhere" if row.elsewhere == row.here else f"{row.here} here, {UNKNOWN} elsewhere"
 
 
-def _verdict(row: SummaryRow) -> str:
-    assert row.versus_erm is not None
-    return str(row.versus_erm["verdict"])
+def _verdict(row: Comparison) -> str:
+    return _verdict_words(row.here) if row.sets == 1 or not row.is_found else _words(row).replace(",", " and")
+
+
+def _verdict_words(here: str) -> str:
+    return {NO_VERDICT: "without a verdict", EQUAL: f"with {EQUAL}"}.get(here, here)
 
 
 def _left_out(rows: Sequence[SummaryRow], known: Collection[str]) -> str:

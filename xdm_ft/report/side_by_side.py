@@ -1,34 +1,40 @@
-"""Several runs in one table. Only runs of one protocol can stand in it; no difference between runs gets a verdict."""
+"""Several runs in one table, and comparisons between them. Only runs of one protocol can stand in it."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from xdm_ft.errors import UserError, printable
+from xdm_ft.evaluation.comparison import Comparison, judge
 from xdm_ft.evaluation.records import SummaryRow
-from xdm_ft.evaluation.runs import set_name
+from xdm_ft.evaluation.runs import Runs, set_name
+from xdm_ft.evaluation.versus import Pair, WithoutGroups, compared
+from xdm_ft.report.comparisons import beside_rows, cells_of, header_of
 from xdm_ft.report.csv_rows import properties
-from xdm_ft.report.finished import Run
+from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.measures import Picked, other_measures
 from xdm_ft.report.more_tables import cell
+from xdm_ft.report.result_table import comparison_table, difference_text, notes_of, reference_names
 from xdm_ft.report.table_rows import (
-    EMPTY,
     ResultTable,
     budget_text,
-    difference_text,
     in_unit,
-    notes_of,
     number,
     oracle_mark,
-    reference_names,
     versus_columns,
     with_spread,
 )
+from xdm_ft.storage.run_directory import RunDirectory
 
 LONGEST = 60  # characters of a value in a message
+ABOUT_RUNS = (
+    "later − first, over the same images, with all complete seeds of each run (from ten common ones on, these alone); "
+    "p (Holm) is corrected for this table"
+)
 DATA = "data: content of images, classes, domains or groups"  # known by its checksums alone
 
 
@@ -51,17 +57,19 @@ def check_same_protocol(runs: Sequence[Run]) -> None:
             )
 
 
-def side_by_side(runs: Sequence[Run]) -> list[ResultTable]:
-    """Returns two tables with the rows of all runs under the recipes' own rule: the metric, and other metrics."""
+def side_by_side(runs: Sequence[Run], between: Sequence[Comparison]) -> list[ResultTable]:
+    """Returns the rows of all runs under the recipes' own rule, comparisons `between` runs, and other metrics."""
     names, rule, metric = run_names(runs), runs[0].own_rule, runs[0].metric
     rows = [(run, names[run.path], row) for run in runs for row in run.own_rows]
     domains = list(dict.fromkeys(domain for _, _, row in rows for domain in row.per_test_domain))
     mark = oracle_mark(rule)
     start = ("run", f"method{mark}", "encoder", "encoder is", "augmentation")
-    references = [name for run in runs for name in reference_names(_summary(run), run.results)]
-    differences = [difference_text(row.to_json()) for _, _, row in rows]
+    beside = [beside_rows(run.results, rule).get(row.method) for run, _, row in rows]
+    references = [name for run in runs for name in reference_names(_beside(run), run.results)]
+    differences = [difference_text(one, metric) for one in beside]
     versus = {f"{head} of its run": cells for head, cells in versus_columns(references, differences).items()}
-    header = (*start, *domains, f"mean ± stderr{mark}", "seeds", "draws × gradients", *versus, "verdict")
+    tested = header_of([one for one in beside if one])
+    header = (*start, *domains, f"mean ± stderr{mark}", "seeds", "draws × gradients", *versus, *tested)
     notes = [
         (f"{names[run.path]}, {methods}", note)
         for run in runs
@@ -73,21 +81,23 @@ def side_by_side(runs: Sequence[Run]) -> list[ResultTable]:
     protocols = [("Protocol", f"{', '.join(of)}: {line}" if len(lines) > 1 else line) for line, of in lines.items()]
     first = ResultTable(
         f"{len(runs)} runs side by side, selection: {rule}, {in_unit(metric)}",
-        (("Compared", "a verdict is about methods of one run; runs are not paired with each other"), *protocols),
+        (("Compared", "within each run; the next table compares runs with each other"), *protocols),
         header,
         tuple(
             (
                 *_start(run, name, row),
                 *_numbers(row, domains),
                 *(cells[place] for cells in versus.values()),
-                _verdict(row),
+                *cells_of(beside[place], metric, tested),
             )
             for place, (run, name, row) in enumerate(rows)
         ),
         tuple(notes),
         labels=2,
     )
-    return [first, _metrics(runs, names)]
+    title = "Runs compared with the first one"
+    compared_runs = [comparison_table(title, between, metric, ABOUT_RUNS)] if between else []
+    return [first, *compared_runs, _metrics(runs, names)]
 
 
 def run_names(runs: Sequence[Run]) -> dict[Path, str]:
@@ -111,8 +121,46 @@ def _numbers(row: SummaryRow, domains: Sequence[str]) -> tuple[str, ...]:
     return *of_domains, with_spread(shown, row.stderr), str(row.n), budget_text(shown)
 
 
-def _verdict(row: SummaryRow) -> str:
-    return EMPTY if row.versus_erm is None else str(row.versus_erm["verdict"])
+def _beside(run: Run) -> list[Comparison | None]:
+    shown = beside_rows(run.results, run.own_rule)
+    return [shown.get(row.method) for row in run.own_rows]
+
+
+def compare_runs(runs: Sequence[Run], names: Mapping[Path, str]) -> list[Comparison]:
+    """Compares each row of the later runs with one of the first run, under the recipes' own rule; not under `oracle`.
+
+    That is the row of the same name, or else the first one there that is compared with nothing. It is one family of
+    verdicts, and no look at either run.
+    """
+    rule, metric, first = runs[0].own_rule, runs[0].metric, runs[0]
+    if rule == ORACLE:
+        return []
+    held_out = tuple(dict.fromkeys(record.test_domains for record in first.picked))
+    known: dict[tuple[Path, str], Runs] = {}
+    for run in runs:
+        for row in run.own_rows:
+            records = tuple(record for record in run.picked if record.method == row.method)
+            label = f"{names[run.path]}: {row.method}"
+            fixed = any(record.deterministic for record in records)
+            known[run.path, row.method] = Runs(label, rule, metric, held_out, records, fixed)
+    plain = [row.method for row, one in zip(first.own_rows, _beside(first), strict=True) if one is None]
+    pairs = []
+    for (path, method), own in known.items():
+        other = known.get((first.path, method), known.get((first.path, plain[0])) if plain else None)
+        if path != first.path and other is not None:
+            pairs.append(Pair(own, other))
+    sides = {side.method for pair in pairs for side in pair}
+    predictions = (
+        dataclasses.replace(run.prediction(record), method=label)
+        for run in runs
+        for record in sorted(run.picked, key=lambda record: record.seed)
+        if (label := f"{names[run.path]}: {record.method}") in sides
+        # a copy of results.json alone has no predictions: then there is no verdict
+        and RunDirectory(run.path).predictions_size(record.folder)
+    )
+    without = WithoutGroups(metric, pairs, predictions)
+    found = [one for pair in pairs if (one := compared(pair, without)) is not None]
+    return judge(metric, found, [True] * len(found))
 
 
 def _metrics(runs: Sequence[Run], names: dict[Path, str]) -> ResultTable:
@@ -136,7 +184,6 @@ def _protocol(run: Run) -> dict[str, Any]:
         DATA: [data.get("annotations"), data.get("content")],
         "split": [protocol.get(key) for key in ("name", "split_rule", "val_fraction")],
         "held-out domains": sorted({set_name(entry["test_domains"]) for entry in run.results["runs"]}),
-        "protocol.seeds": protocol.get("seeds"),
         "protocol.selection": run.own_rule,
         "protocol.metric": run.metric,
         "tested on": run.results.get("tested_on"),

@@ -58,7 +58,7 @@ def _panels(images: bool) -> tuple[Callable[[Run], Panel | None], ...]:
     return (
         results.panel,
         differences.panel,
-        differences.between_encoders,
+        differences.further_panel,
         metrics.panel,
         costs.panel,
         confusion.panel,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from xdm_ft.errors import plural
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import SummaryRow
+from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page.analysed import not_measured
 from xdm_ft.report.page.numbers import (
@@ -22,7 +23,7 @@ from xdm_ft.report.page.numbers import (
 )
 from xdm_ft.report.page.places import named
 from xdm_ft.report.sentence import sentence
-from xdm_ft.report.table_rows import metric_words, reference_of, scaled, with_unit
+from xdm_ft.report.table_rows import metric_words, scaled, with_unit
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,11 @@ def _of_method(run: Run, row: SummaryRow) -> Iterator[Number]:
     sets = held_out_sets(run)
     on = f"on {set_name(sets[0])}" if len(sets) == 1 else f"the mean over {len(sets)} held-out domains"
     yield Number(f"test {words} of {row.method}, {on}", with_unit(metric, row.mean), where)
-    versus = row.versus_erm
+    versus = beside_rows(run.results, row.selection).get(row.method)
     if versus is not None:
-        p = f", Holm's p {versus['p_holm']:.2g}" if versus["p_holm"] is not None else ""
-        reference = reference_of(row.to_json(), run.results)
-        yield Number(
-            f"difference to {reference} in {words}", scaled(versus["difference"], metric, True), versus["verdict"] + p
-        )
+        p = f", Holm's p {versus.p_here.holm:.2g}" if versus.p_here and versus.p_here.holm is not None else ""
+        difference = scaled(versus.difference, metric, True)
+        yield Number(f"difference to {versus.second} in {words}", difference, here_words(versus, metric) + p)
     known = {name: point["mean"] for name, point in row.per_test_domain.items() if point["mean"] is not None}
     if len(known) > 1:
         worst = (min if HIGHER_IS_BETTER[metric] else max)(known, key=lambda name: known[name])

@@ -15,13 +15,14 @@ from PIL import Image
 from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.metrics import metric, per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
-from xdm_ft.evaluation.records import Pick, Record, SummaryRow
-from xdm_ft.evaluation.summary import summarise
+from xdm_ft.evaluation.records import Pick, Record
+from xdm_ft.evaluation.summary import Summary, summarise
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.storage.addresses import images_file
 from xdm_ft.storage.run_directory import RunDirectory
 
 DOMAINS, CLASSES = ("art", "photo", "sketch"), ("cat", "dog", "hen")
+DETERMINISTIC = "zero_shot"
 
 
 class Named(ImageDataset):
@@ -66,7 +67,7 @@ def write_run(
     path: Path,
     dataset: ImageDataset | None = None,
     methods: Sequence[str] = ("erm", "xdomainmix", "sam"),
-    seeds: int = 3,
+    seeds: int | Sequence[int] = 3,
     probabilities: str = "all",
     rules: Sequence[str] = ("train_val", "oracle"),
     together: bool = False,
@@ -79,6 +80,7 @@ def write_run(
     dataset = dataset or Named()
     made = recipe(methods, **{key: changes.pop(key) for key in ("metric", "selection") if key in changes})
     protocol, directory = made["protocol"], RunDirectory(path)
+    seeds_of = range(seeds) if isinstance(seeds, int) else seeds
     records, predictions = [], []
     with directory:
         directory.lock()
@@ -89,14 +91,15 @@ def write_run(
             held = tuple(dataset.domain_names[number] for number in held_out)
             directory.write_arrays(images_file(held), test_images(dataset, rows), about)
             for place, method in enumerate(methods):
-                for seed in range(1 if method == "zero_shot" else seeds):
+                for seed in [0] if method == DETERMINISTIC else seeds_of:
                     logits = logits_of(dataset, rows, place, seed)
                     record = _record(dataset, rows, (method, held, seed, 0), logits, rules, protocol["metric"])
                     own = [_prediction(dataset, rows, record, logits, rule, protocol, probabilities) for rule in rules]
                     directory.write_predictions(record.folder, arrays_of(own))
                     records.append(record)
                     predictions += [dataclasses.replace(one, probabilities=None) for one in own]
-        directory.write_results(document(dataset, made, records, _summary(records, predictions, made, rules)) | changes)
+        found = _summary(records, predictions, made, rules)
+        directory.write_results(document(dataset, made, records, found) | changes)
     return read_run(path)
 
 
@@ -107,7 +110,7 @@ def _record(
     found = score(logits, labels, domains, dataset.class_names, dataset.domain_names)
     value = metric(name, logits, labels, domains)
     picks = {rule: Pick(step=10, weights="w", metrics={"test": found}, value=value) for rule in rules}
-    return Record(*key, hparams={}, status="ok", selected=picks)
+    return Record(*key, {}, "ok", selected=picks, deterministic=key[0] == DETERMINISTIC or None)
 
 
 def _prediction(
@@ -127,22 +130,25 @@ def _prediction(
 
 def _summary(
     records: list[Record], predictions: list[Prediction], made: dict[str, Any], rules: Sequence[str]
-) -> list[SummaryRow]:
+) -> Summary:
     methods = [item["name"] for item in made["methods"]]
-    return summarise(
-        records,
-        predictions,
-        methods=methods,
-        rules=rules,
-        metric=made["protocol"]["metric"],
-        protocol_line=lambda rule: f"made up; step picked by {rule}",
-        references={method: methods[0] for method in methods[1:]},
-    ).rows
+    every = [
+        summarise(
+            records,
+            [one for one in predictions if one.rule == rule],
+            methods=methods,
+            rule=rule,
+            metric=made["protocol"]["metric"],
+            protocol=f"made up; step picked by {rule}",
+            references={method: methods[0] for method in methods[1:]},
+            deterministic=[DETERMINISTIC],
+        )
+        for rule in rules
+    ]
+    return Summary([row for one in every for row in one.rows], [row for one in every for row in one.comparisons])
 
 
-def document(
-    dataset: ImageDataset, made: dict[str, Any], records: Sequence[Record], rows: Sequence[SummaryRow]
-) -> dict[str, Any]:
+def document(dataset: ImageDataset, made: dict[str, Any], records: Sequence[Record], found: Summary) -> dict[str, Any]:
     images = np.zeros((len(dataset.domain_names), len(dataset.class_names)), np.int64)
     np.add.at(images, (dataset.domains, dataset.labels), 1)
     return {
@@ -156,5 +162,7 @@ def document(
         "tested_on": "domains never trained on",
         "findings": [],
         "runs": [record.to_json() for record in records],
-        "summary": [row.to_json() for row in rows],
+        "summary": [row.to_json() for row in found.rows],
+        "comparisons": [row.to_json() for row in found.comparisons],
+        "looks": [],
     }

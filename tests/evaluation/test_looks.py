@@ -1,0 +1,169 @@
+"""Looks at a growing run: which summary is one, its significance level, and verdicts that stay."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jsonschema
+import pytest
+from example_runs import comparison, earlier, results_of, with_comparisons
+from test_encoder_pairs import PAIRS
+from test_more_tables import two_sets
+from test_results_schema import SCHEMA
+from test_summary import found as summarised
+from test_summary import grid, record, trouble
+
+from xdm_ft.evaluation.comparison import Comparison
+from xdm_ft.evaluation.looks import Look, look_at, looks_of, place_of, with_earlier_verdicts
+from xdm_ft.evaluation.records import Record
+from xdm_ft.evaluation.runs import runs_by_method
+
+TWO = ("erm", "sam")
+
+
+def look(seeds: int, methods: Sequence[str] = TWO, lacks: dict[str, list[int]] | None = None) -> Look:
+    """The look at methods of so many seeds, from their records."""
+    made = [
+        record(m, (d,), s, 20) for m in methods for d in "ab" for s in range(seeds) if s not in (lacks or {}).get(m, ())
+    ]
+    return look_at(runs_by_method(made, methods, "train_val", "accuracy").values())
+
+
+def grown(*seen: Look, planned: bool = False) -> list[Look]:
+    """The looks after these summaries."""
+    looks: list[Look] = []
+    for now in seen:
+        number, placed = place_of(now, looks, planned)
+        looks = [*looks[: number - 1], placed]
+    return looks
+
+
+def alphas(*seen: Look, planned: bool = False) -> list[float]:
+    return [one.alpha for one in grown(*seen, planned=planned)]
+
+
+def test_what_a_look_sees() -> None:
+    now = look(3, lacks={"sam": [1]})
+    assert (now.seeds, now.methods, now.missing, now.alpha) == ([0, 1, 2], ["erm", "sam"], {"sam": [1]}, 0.05)
+    failed = [record(*one) for one in grid() if one[0] == "erm"] + [trouble("sam", ("a",), 0, "failed", "nan")]
+    runs = runs_by_method(failed, ["erm", "sam"], "train_val", "accuracy")
+    assert look_at(runs.values()).methods == ["erm"], "without a complete seed it is not seen"
+    text = [record("zero_shot", (d,), 7, 20) for d in "ab"]
+    runs = runs_by_method([*failed, *text], ["zero_shot", "erm"], "train_val", "accuracy", ["zero_shot"])
+    seen = look_at(runs.values(), [("erm", "zero_shot")])
+    assert (seen.seeds, seen.missing, seen.compare) == ([0, 1, 2], {}, [["erm", "zero_shot"]]), "no seed of its own"
+
+
+def test_unplanned_looks_spend_a_part_each() -> None:
+    more_seeds, more_methods = look(5), look(5, ("erm", "sam", "mix"))
+    assert alphas(look(3)) == [0.05]
+    assert alphas(look(3), more_seeds, more_methods) == [0.05, 0.0125, 0.00625]
+    assert alphas(look(3), look(3), more_seeds, more_seeds) == [0.05, 0.0125], "the same summary is the same look"
+    assert math.fsum(alphas(*(look(seeds) for seeds in range(3, 40)))) <= 0.075
+
+
+def test_missing_seeds_that_are_repaired_make_a_look() -> None:
+    assert alphas(look(3, lacks={"sam": [2]}), look(3)) == [0.05, 0.0125]
+    assert alphas(look(3, lacks={"sam": [2]}), look(3, lacks={"sam": [1]})) == [0.05, 0.0125]
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        ([look(5), look(10), look(20)], [0.010, 0.015, 0.025]),
+        ([look(5), look(5), look(10)], [0.010, 0.015]),
+        ([look(3), look(5), look(10)], [0.05, 0.0125, 0.00625]),  # began unplanned
+        ([look(5), look(5, ("erm", "mix", "sam")), look(10)], [0.010, 0.0125, 0.00625]),  # other methods
+        ([look(5), look(10, ("erm", "mix", "sam"))], [0.010, 0.0125]),
+        ([look(5), look(7), look(10)], [0.010, 0.0125, 0.00625]),  # a look between
+        ([look(5), look(20)], [0.010, 0.0125]),  # one left out
+        ([look(10)], [0.05]),
+    ],
+)
+def test_planned_looks(seen: list[Look], expected: list[float]) -> None:
+    assert alphas(*seen, planned=True) == expected
+    assert math.fsum(expected) <= 0.075
+    assert alphas(*seen)[0] == 0.05, "not planned"
+
+
+def test_verdicts_that_were_found_stay() -> None:
+    first = [
+        comparison("sam", here="better"), comparison("mix", here="worse", elsewhere="worse"), comparison("irm"),
+    ]  # fmt: skip
+    second = [comparison("irm", here="better", look=2), comparison("mix", here="worse", elsewhere="worse", look=1)]
+    before = [Look([0, 1, 2], [], {}, 0.05).with_found(first), Look([*range(5)], [], {}, 0.0125).with_found(second)]
+    assert before[0].found == [
+        ["train_val", "sam", "erm", "better", "unknown"], ["train_val", "mix", "erm", "worse", "worse"]
+    ]  # fmt: skip
+    lost = "no verdict: predictions are missing"
+    now = [
+        comparison("sam", look=3), comparison("mix", here="no verdict", look=3, note=f"{lost}; other"),
+        comparison("irm", elsewhere="better", look=3), comparison("sam", "mix", look=3, here="better"),
+        comparison("sam", selection="val_domain", look=3),
+    ]  # fmt: skip
+    kept = with_earlier_verdicts(now, before)
+    assert [(row.here, row.elsewhere, row.look) for row in kept] == [
+        ("better", "unknown", 1), ("worse", "worse", 1), ("better", "better", 2), ("better", "unknown", 3),
+        ("no clear difference", "unknown", 3),
+    ]  # fmt: skip
+    assert kept[1].note == "other", "a verdict has no reason for none"
+    assert with_earlier_verdicts(now, []) == now
+
+
+def test_looks_are_read_as_they_were_written() -> None:
+    one = Look([0, 1], ["erm", "sam"], {"sam": [1]}, 0.0125, [["sam", "erm"]]).with_found(
+        [comparison("sam", here="worse")]
+    )
+    entry = json.loads(json.dumps(one.to_json(), allow_nan=False))
+    assert looks_of({"looks": [entry]}) == [one]
+    jsonschema.Draft202012Validator({"$defs": SCHEMA["$defs"], **SCHEMA["$defs"]["look"]}).validate(entry)
+    assert looks_of({"looks": []}) == []
+
+
+def of_an_earlier_version(*rows: Comparison, **changes: Any) -> dict[str, Any]:
+    encoders = ("small", "large") if any(" @ " in row.first for row in rows) else ()
+    runs = two_sets()
+    if encoders:
+        runs = [run | {"method": f"{run['method']} @ {one}"} for one in encoders for run in runs]
+    made = with_comparisons(results_of(runs, encoders=encoders), *rows)
+    return earlier(made) | {"runs": [Record.from_json(run) for run in runs]} | changes
+
+
+def test_verdicts_of_an_earlier_version_are_the_first_look() -> None:
+    row = comparison("xdomainmix", here="better", elsewhere="better")
+    [first] = looks_of(of_an_earlier_version(row))
+    assert (first.seeds, first.methods, first.alpha) == ([0, 1], ["erm", "xdomainmix"], 0.05)
+    assert first.found == [["train_val", "xdomainmix", "erm", "better", "better"]]
+    one_set = comparison("xdomainmix", here="worse", sets=1)
+    assert looks_of(of_an_earlier_version(one_set))[0].found == [["train_val", "xdomainmix", "erm", "worse", "unknown"]]
+    assert looks_of(of_an_earlier_version(comparison("xdomainmix")))[0].found == [], "it looked, and found nothing"
+    assert looks_of(of_an_earlier_version(comparison("xdomainmix", here="no verdict"))) == []
+    assert looks_of(of_an_earlier_version(row, summary=[])) == []
+
+
+def test_an_earlier_version_and_what_it_found_besides() -> None:
+    """Verdicts between encoders stay; those of the oracle go."""
+    rows = [comparison("xdomainmix @ small", "erm @ small"), comparison(*PAIRS[0], 0.1, "worse", "worse")]
+    results = of_an_earlier_version(*rows)
+    assert looks_of(results)[0].found == [["train_val", *PAIRS[0], "worse", "worse"]]
+    plain = of_an_earlier_version(comparison("xdomainmix", here="better", elsewhere="better"))
+    plain["summary"] = [row | {"selection": "oracle"} for row in plain["summary"]] + [
+        row | {"versus_erm": None} for row in plain["summary"]
+    ]
+    assert looks_of(plain)[0].found == []
+
+
+def test_a_deterministic_method_of_an_earlier_version() -> None:
+    """It had the first seed alone, and does not lack the others."""
+    results = of_an_earlier_version(comparison("xdomainmix"))
+    results["runs"] = [run for run in results["runs"] if run.method == "erm" or run.seed == 0]
+    [first] = looks_of(results)
+    assert (first.seeds, first.missing) == ([0, 1], {})
+
+
+def test_no_p_anywhere_is_no_verdict_to_keep() -> None:
+    made = summarised([record(*one) for one in grid(2)], [])
+    assert made.looks == [] and not made.settled and made.comparisons[0].p_here is None

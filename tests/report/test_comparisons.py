@@ -1,0 +1,301 @@
+"""Comparisons as reports show them, what the table could have found, and results of earlier versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from example_runs import comparison, earlier, results_of, run_of, with_comparisons
+from scipy import stats
+from test_headline import screen
+from test_more_tables import two_sets
+from test_results_schema import validate
+
+from xdm_ft.evaluation.comparison import Comparison, PValue
+from xdm_ft.evaluation.looks import Look
+from xdm_ft.report.comparisons import (
+    beside_rows,
+    cells_of,
+    comparisons_of,
+    further,
+    header_of,
+    here_words,
+    what_it_finds,
+)
+from xdm_ft.report.csv_rows import csv_rows
+from xdm_ft.report.markdown import markdown, tables_of
+from xdm_ft.report.page import differences
+from xdm_ft.report.sentence import sentence
+from xdm_ft.report.side_by_side import side_by_side
+
+BOTH = ("small", "large")
+
+
+def under_both(**recipe: Any) -> dict[str, Any]:
+    runs = [run | {"method": f"{run['method']} @ {one}"} for one in BOTH for run in two_sets()]
+    return results_of(runs, encoders=BOTH, **recipe)
+
+
+def table_of(*rows: Comparison, looks: list[Look] | None = None, **recipe: Any) -> dict[str, Any]:
+    results = with_comparisons(results_of(two_sets(), **recipe), *rows)
+    return results | {"looks": [look.to_json() for look in looks or []]}
+
+
+# --------------------------------------------------------------------------------------------------- rows and columns
+
+
+def test_the_first_comparison_under_its_own_encoder_stands_beside_a_row() -> None:
+    rows = [
+        comparison("erm @ small", "erm @ large"), comparison("xdomainmix @ small", "sam @ small"),
+        comparison("xdomainmix @ small", "erm @ small"), comparison("erm @ small", "erm @ large", selection="oracle"),
+    ]  # fmt: skip
+    results = with_comparisons(under_both(), *rows)
+    assert comparisons_of(results, "train_val") == rows[:3]
+    assert beside_rows(results, "train_val") == {"xdomainmix @ small": rows[1]}
+    assert further(results, "train_val") == [rows[0], rows[2]] and further(results, "oracle") == rows[3:]
+
+
+@pytest.mark.parametrize(
+    ("row", "metric", "words"),
+    [
+        (comparison("m", here="better"), "accuracy", "better"),
+        (comparison("m", here="worse", sets=1, domains=1), "accuracy", "worse on this domain"),
+        (comparison("m", here="better", sets=1, domains=2), "accuracy", "better on these domains"),
+        (comparison("m", sets=1), "accuracy", "no clear difference"),
+        (comparison("m", equal_within=0.01), "accuracy", "no clear difference, equal within 1 point"),
+        (comparison("m", equal_within=0.025), "accuracy", "no clear difference, equal within 2.5 points"),
+        (comparison("m", equal_within=0.1), "nll", "no clear difference, equal within 0.1"),
+    ],
+)
+def test_the_words_of_a_cell(row: Comparison, metric: str, words: str) -> None:
+    assert here_words(row, metric) == words
+
+
+def test_cells() -> None:
+    row = comparison("m", "erm", 0.1, "better", p_here=PValue(0.0001, 0.0003))
+    half, wide = stats.t.ppf(0.975, 5) * 2, stats.t.ppf(0.975, 1) * 5
+    cells = cells_of(row, "accuracy", header_of([row]))
+    assert cells == [
+        f"{10 - half:+.1f} to {10 + half:+.1f}", "<0.001", "better", f"{10 - wide:+.1f} to {10 + wide:+.1f}", "0.300",
+        "unknown",
+    ]  # fmt: skip
+    one = comparison("m", sets=1, here="no verdict", error=None)
+    assert header_of([one]) == ("95% here (unadjusted)", "p here (Holm)", "here")
+    assert cells_of(one, "accuracy", header_of([one])) == ["not estimated", "–", "no verdict"]
+    assert cells_of(None, "accuracy", header_of([one])) == ["–"] * 3
+
+
+# -------------------------------------------------------------------------------------------------- what a table finds
+
+SEEDS = {"share_seeds": 0.9, "share_images": 0.1}
+IMAGES = {"share_seeds": 0.05, "share_images": 0.95}
+FIXED = {"seeds": None, "share_seeds": 0.0, "share_images": 1.0, "freedom_seeds": None}
+OTHER = {"other_error": 0.01, "other_freedom": 9.0}
+FOUR = {"sets": 4, "domains": 4}
+
+
+def finds(freedom: float, error: float = 0.02, comparisons: int = 1, alpha: float = 0.05) -> str:
+    quantiles = stats.t.ppf(1 - alpha / (2 * comparisons), freedom) + stats.t.ppf(0.8, freedom)
+    return f"{100 * quantiles * error:.1f} points"
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        (
+            [comparison("m", **SEEDS)],
+            f"3 seeds find {finds(5)} in one comparison with 80% probability; the seeds are the limit; 10 seeds: ",
+        ),
+        (
+            [comparison("m", **SEEDS), comparison("n", **SEEDS)],
+            f"3 seeds find {finds(5, comparisons=2)} among 2 comparisons with 80% probability; the seeds are the limit",
+        ),
+        (
+            [comparison("m", seeds=9, **OTHER)],
+            f"9 seeds find {finds(5)} in one comparison with 80% probability (paired by seed {finds(9, 0.01)}; from 10 "
+            "common seeds on rows are paired); the seeds are the limit; 10 seeds: ",
+        ),
+        (
+            [comparison("m", seeds=10, paired=True, **OTHER)],
+            f"10 seeds find {finds(5)} in one comparison with 80% probability (not paired by seed {finds(9, 0.01)}; "
+            "from 10 common seeds on rows are paired); the seeds are the limit; 20 seeds: ",
+        ),
+        (
+            [comparison("m", seeds=11)],
+            "probability; the seeds are the limit; 22 seeds: ",
+        ),
+        (
+            [comparison("m", freedom=45.0, **IMAGES)],
+            f"3 seeds find {finds(45)} in one comparison with 80% probability; the test images, or their groups, are "
+            "the limit: more seeds are useless",
+        ),
+        (
+            [comparison("m", share_seeds=0.45, share_images=0.55)],
+            "; the test images, or their groups, limit most; 10 seeds: ",
+        ),
+        (
+            [comparison("m", freedom=50.0, **FIXED)],
+            f"test images alone find {finds(50)} in one comparison with 80% probability; more test images would help",
+        ),
+    ],
+)
+def test_the_smallest_difference_and_what_limits_it(rows: list[Comparison], line: str) -> None:
+    [found] = what_it_finds(table_of(*rows), "train_val", "accuracy")
+    assert line in found and ("useless" in line or "help" in line) == (found.endswith(line))
+
+
+def test_what_more_seeds_would_cost() -> None:
+    """Every model of the example trains for a second: four for each seed."""
+    row = comparison("m", **SEEDS)
+    [line] = what_it_finds(table_of(row), "train_val", "accuracy")
+    assert line.endswith(" points (28 s of training more)")
+    results = table_of(row)
+    for run in results["runs"]:
+        run["train_seconds"] *= 10
+    assert what_it_finds(results, "train_val", "accuracy")[0].endswith("(5 min of training more)")
+    for run in results["runs"]:
+        del run["train_seconds"]
+    assert what_it_finds(results, "train_val", "accuracy")[0].endswith(" points")
+
+
+def test_what_can_be_shown_for_new_domains() -> None:
+    wide = finds(3, 0.05)
+    _, one = what_it_finds(table_of(comparison("m", **FOUR)), "train_val", "accuracy")
+    assert one == f"with 4 domains nothing below {wide} can be shown for new ones"
+    _, two = what_it_finds(table_of(comparison("m", **FOUR), comparison("n", **FOUR)), "train_val", "accuracy")
+    assert two == (
+        f"with 4 domains nothing below {finds(3, 0.05, 2)} can be shown for new ones; declare one comparison "
+        f"(report.compare): {wide}"
+    )
+    for sets in (1, 2):
+        row = comparison("m", sets=sets, domains=4, error_elsewhere=None if sets == 1 else 0.05)
+        assert len(what_it_finds(table_of(row), "train_val", "accuracy")) == 1
+    _, loss = what_it_finds(table_of(comparison("m", **FOUR)), "train_val", "nll")
+    assert "nothing below 0." in loss and "points" not in loss
+
+
+def test_a_second_look_says_what_is_spent() -> None:
+    first, second = Look([0, 1, 2], [], {}, 0.05), Look([0, 1, 2, 3], [], {}, 0.0125)
+    [line, look] = what_it_finds(table_of(comparison("m"), looks=[first, second]), "train_val", "accuracy")
+    assert look == "look 2 at this run, at α = 0.0125; 0.0625 is spent in all"
+    assert f"find {finds(5, alpha=0.0125)} in" in line
+    assert len(what_it_finds(table_of(comparison("m"), looks=[first]), "train_val", "accuracy")) == 1
+
+
+def test_a_changed_declaration_is_named() -> None:
+    def last(looked: list[list[str]], declared: list[list[str]] | None) -> str:
+        recipe = {} if declared is None else {"report": {"compare": declared}}
+        look = Look([0, 1, 2], [], {}, 0.05, looked)
+        return what_it_finds(table_of(comparison("m"), looks=[look], **recipe), "train_val", "accuracy")[-1]
+
+    changed = "report.compare was changed after the first look, which declared "
+    assert last([], [["m", "erm"]]) == f"{changed}nothing"
+    assert last([["m", "erm"], ["n", "erm"]], [["m", "erm"]]) == f"{changed}m − erm, n − erm"
+    for same in ([], [["m", "erm"]]):
+        assert "changed" not in last(same, same) and "changed" not in last([], None)
+
+
+def test_a_declaration_under_several_encoders_is_not_a_change() -> None:
+    pairs = [[f"xdomainmix @ {one}", f"erm @ {one}"] for one in BOTH]
+    looks = [Look([0, 1, 2], [], {}, 0.05, pairs).to_json()]
+    for declared, same in (([["xdomainmix", "erm"]], True), (pairs, True), (pairs[:1], False)):
+        results = with_comparisons(under_both(report={"compare": declared}), comparison(*pairs[0])) | {"looks": looks}
+        lines = what_it_finds(results, "train_val", "accuracy")
+        assert any("report.compare was changed" in line for line in lines) != same, declared
+
+
+def test_nothing_could_be_tested() -> None:
+    few = "no verdict: it needs 3 seeds, and 2 are complete; images assumed independent"
+    rows = [comparison("m", here="no verdict", note=few), comparison("n", here="no verdict", note="no verdict: other")]
+    assert what_it_finds(table_of(*rows), "train_val", "accuracy") == [
+        "no difference can be found; no verdict: it needs 3 seeds, and 2 are complete"
+    ]
+    assert what_it_finds(table_of(), "train_val", "accuracy") == []
+
+
+# ----------------------------------------------------------------------------------------------------- earlier versions
+
+
+def test_an_earlier_version_is_read() -> None:
+    """Its word was about new domains too, where there were several; the intervals stay what they were."""
+    row = comparison("xdomainmix", here="better", elsewhere="better")
+    results = earlier(table_of(row, comparison("erm", "xdomainmix", -0.1)))
+    [erm, mix] = comparisons_of(results, "train_val")
+    assert (erm.first, erm.second, erm.here, erm.elsewhere) == ("erm", "xdomainmix", "no clear difference", "unknown")
+    assert (mix.first, mix.second, mix.difference, mix.here, mix.elsewhere) == (
+        "xdomainmix", "erm", 0.1, "better", "better"
+    )  # fmt: skip
+    assert mix.p_here == mix.p_elsewhere == row.p_here
+    for found, known in ((mix.on_these, row.on_these), (mix.on_others, row.on_others)):
+        assert found is not None and known is not None
+        assert found.interval() == pytest.approx(known.interval(), abs=1e-6)
+    assert what_it_finds(results, "train_val", "accuracy") == [], "it kept no degrees of freedom"
+
+
+@pytest.mark.parametrize(
+    ("row", "here", "elsewhere"),
+    [
+        (comparison("xdomainmix", here="worse", sets=1), "worse", "unknown"),
+        (comparison("xdomainmix", here="no verdict"), "no verdict", "unknown"),
+        (comparison("xdomainmix"), "no clear difference", "unknown"),
+        (comparison("xdomainmix", here="worse", elsewhere="worse"), "worse", "worse"),
+    ],
+)
+def test_the_words_of_an_earlier_version(row: Comparison, here: str, elsewhere: str) -> None:
+    results = earlier(table_of(row))
+    [found] = comparisons_of(results, "train_val")
+    assert (found.here, found.elsewhere) == (here, elsewhere)
+    if row.sets == 1:
+        assert results["summary"][1]["versus_erm"]["verdict"] == "worse on these domains"
+
+
+def test_every_report_of_an_earlier_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several encoders: rows versus ERM, and a pair of encoders."""
+    better = comparison("xdomainmix @ small", "erm @ small", 0.1, "better", "better")
+    pair = comparison("erm @ small", "erm @ large", -0.05, "no clear difference")
+    results = earlier(with_comparisons(under_both(), better, pair))
+    assert [one["verdict"] for one in results["encoder_pairs"]] == ["not distinguishable"]
+    validate(results)
+    run = run_of(results)
+    first, *rest = tables_of(run)
+    cells = dict(zip(first.header, first.rows[1], strict=True))
+    assert (cells["versus erm"], cells["here"], cells["elsewhere"]) == ("+10.0", "better", "better")
+    [pairs] = [table for table in rest if table.heading == "Further comparisons"]
+    assert pairs.rows[0][:3] == ("erm @ small", "erm @ large", "-5.0") and "no clear difference" in pairs.rows[0]
+    assert "## How to read" in markdown(run) and "not distinguishable" not in markdown(run)
+    rows = [row for row in csv_rows(run) if row.get("compared_with")]
+    assert [(row["of"], row["here"], row["elsewhere"]) for row in rows] == [
+        ("mean", "better", "better"), ("encoders", "no clear difference", "unknown")
+    ]  # fmt: skip
+    [line, _] = [line for line in screen(run, capsys, monkeypatch, 120).splitlines() if line.startswith("xdomainmix")]
+    assert line.split()[-3:] == ["+10.0", "better", "better"]
+    assert "under erm, small is -5.0 against large, no clear difference here" in sentence(run)
+    panel, more = differences.panel(run), differences.further_panel(run)
+    assert panel is not None and [cell.text for cell in panel.tables[0].rows[0]][-1] == "better"
+    assert more is not None and more.tables[0].rows[0][0].text == "erm @ small − erm @ large"
+    both, _ = side_by_side([run, run], [])
+    assert [row[both.header.index("here")] for row in both.rows].count("better") == 2
+
+
+def test_the_earliest_versions_name_the_reference_in_the_note() -> None:
+    rows = [comparison("xdomainmix", "last block"), comparison("last block", "erm")]
+    runs = [*two_sets(), *(one | {"method": "last block"} for one in two_sets()[:4])]
+    results = earlier(with_comparisons(results_of(runs), *rows))
+    for row in results["summary"]:
+        if row["versus_erm"]:
+            row["versus_erm"]["note"] = (
+                f"compared with {row['versus_erm'].pop('reference')}; images assumed independent"
+            )
+    assert {row.first: row.second for row in comparisons_of(results, "train_val")} == {
+        "xdomainmix": "last block", "last block": "erm"
+    }  # fmt: skip
+    for row in results["summary"]:
+        if row["versus_erm"]:
+            row["versus_erm"]["note"] = "images assumed independent"
+    results["recipe"]["methods"] = [{"name": "erm", "label": "plain"}, "xdomainmix", "last block"]
+    results["summary"][0]["method"] = "plain"
+    assert {row.second for row in comparisons_of(results, "train_val")} == {"plain"}, (
+        "the ERM that is compared with none"
+    )

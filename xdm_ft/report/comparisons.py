@@ -1,0 +1,269 @@
+"""The comparisons of a run as reports show them: beside a row, or in a table of their own, and what they could find."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from scipy.special import stdtrit
+
+from xdm_ft.errors import plural
+from xdm_ft.evaluation.comparison import ALPHA, BETTER, EQUAL, NO_VERDICT, UNKNOWN, WORSE, Comparison, PValue
+from xdm_ft.evaluation.detectable import Family, more_seeds
+from xdm_ft.evaluation.encoders import EncoderPair, split_label, with_encoder
+from xdm_ft.evaluation.looks import Look
+from xdm_ft.report.table_rows import (
+    EMPTY,
+    IN_PERCENT,
+    Results,
+    items,
+    own_rule,
+    p_value,
+    scaled,
+    several_encoders,
+)
+
+COMPARED = "compared with "  # began the note that named the reference, in results of earlier versions
+HERE = "95% here (unadjusted)", "p here (Holm)", "here"
+ELSEWHERE = "95% elsewhere (unadjusted)", "p elsewhere (Holm)", "elsewhere"
+NORMAL = 1.959964  # 97.5% quantile
+LITTLE = 0.9  # more seeds that leave so much of the smallest difference are no use
+
+
+def comparisons_of(results: Results, rule: str) -> list[Comparison]:
+    """Returns the comparisons under a selection rule; those of an earlier version as far as it kept them."""
+    if "comparisons" in results:
+        known = [Comparison.from_json(entry) for entry in results["comparisons"]]
+    else:
+        known = [*_rows_of_earlier_versions(results), *_pairs_of_earlier_versions(results)]
+    return [row for row in known if row.selection == rule]
+
+
+def beside_rows(results: Results, rule: str) -> dict[str, Comparison]:
+    """Returns {label of a row: the comparison that is shown beside it}: its first one under its own encoder."""
+    shown = dict[str, Comparison]()
+    for row in comparisons_of(results, rule):
+        if _same_encoder(row, results):
+            shown.setdefault(row.first, row)
+    return shown
+
+
+def further(results: Results, rule: str) -> list[Comparison]:
+    """Returns the comparisons that are not shown beside a row, such as those between encoders."""
+    beside = beside_rows(results, rule)
+    return [row for row in comparisons_of(results, rule) if beside.get(row.first) != row]
+
+
+def between_encoders(row: Comparison, results: Results) -> bool:
+    """Returns whether both sides are one method under two encoders."""
+    (first, one), (second, other) = _sides(row, results)
+    return first == second and one != other
+
+
+def _same_encoder(row: Comparison, results: Results) -> bool:
+    (_, one), (_, other) = _sides(row, results)
+    return one == other
+
+
+def _sides(row: Comparison, results: Results) -> list[tuple[str, str | None]]:
+    encoders = several_encoders(results)
+    return [split_label(label, encoders) for label in (row.first, row.second)]
+
+
+def here_words(row: Comparison, metric: str) -> str:
+    """Returns the verdict on these domains as a cell."""
+    words = f"{row.here} {row.where}" if row.is_found and row.sets == 1 else row.here
+    return words if row.equal_within is None else f"{words}, equal within {_margin(row.equal_within, metric)}"
+
+
+def _margin(margin: float, metric: str) -> str:
+    points = round(100 * margin, 6)
+    return f"{points:g} point{'' if points == 1 else 's'}" if metric in IN_PERCENT else f"{margin:g}"
+
+
+def header_of(rows: Sequence[Comparison]) -> tuple[str, ...]:
+    """Returns the heads of the columns of `cells_of`."""
+    return HERE + ELSEWHERE if any(row.sets > 1 for row in rows) else HERE
+
+
+def cells_of(row: Comparison | None, metric: str, header: Sequence[str]) -> list[str]:
+    """Returns a cell for each column of `header_of`."""
+    if row is None:
+        return [EMPTY] * len(header)
+    cells = []
+    for estimate, p, words in (
+        (row.on_these, row.p_here, here_words(row, metric)),
+        (row.on_others, row.p_elsewhere, row.elsewhere),
+    ):
+        ends = estimate and estimate.interval()
+        between = f"{scaled(ends.low, metric, True)} to {scaled(ends.high, metric, True)}" if ends else "not estimated"
+        cells += [between, p_value(None if p is None else p.holm), words]
+    return cells[: len(header)]
+
+
+def what_it_finds(results: Results, rule: str, metric: str) -> list[str]:
+    """Returns lines that stand below a table: the smallest difference that it finds, what limits it, and its look.
+
+    Results of an earlier version have none: it kept no degrees of freedom.
+    """
+    if "comparisons" not in results:
+        return []
+    rows = comparisons_of(results, rule)
+    looks = [Look(**entry) for entry in results.get("looks", ())]
+    alpha = looks[-1].alpha if looks else ALPHA
+    family = Family.of(rows, alpha)
+    if family is None:
+        reasons = dict.fromkeys(note for row in rows for note in row.note.split("; ") if note.startswith(NO_VERDICT))
+        return [f"no difference can be found; {reason}" for reason in [*reasons][:1]]
+    lines = [_here(family, metric, _seconds_per_seed(results))]
+    if (smallest := family.elsewhere()) is not None:
+        alone = family.elsewhere(1) if family.count > 1 else None
+        hint = f"; declare one comparison (report.compare): {_size(alone, metric)}" if alone is not None else ""
+        lines.append(
+            f"with {family.sets} domains nothing below {_size(smallest, metric)} can be shown for new ones{hint}"
+        )
+    if alpha != ALPHA:
+        spent = math.fsum(look.alpha for look in looks)
+        lines.append(f"look {len(looks)} at this run, at α = {alpha:g}; {spent:g} is spent in all")
+    if looks and sorted(looks[0].compare) != sorted(_declared(results)):
+        was = ", ".join(" − ".join(pair) for pair in looks[0].compare) or "nothing"
+        lines.append(f"report.compare was changed after the first look, which declared {was}")
+    return lines
+
+
+def _declared(results: Results) -> list[list[str]]:
+    """Returns the pairs of `report.compare` as labels of rows, as `Recipe.declared` does."""
+    pairs = [list(pair) for pair in results["recipe"].get("report", {}).get("compare", ())]
+    encoders = several_encoders(results)
+    every = {method for method, encoder in (split_label(label, encoders) for label in items(results)) if encoder}
+    return [
+        row
+        for pair in pairs
+        for row in ([[with_encoder(m, one) for m in pair] for one in encoders] if pair[0] in every else [pair])
+    ]
+
+
+def forecast(results: Results, metric: str, seeds: int, declared: int) -> list[str]:
+    """Returns what a run of this plan with so many seeds will find, by the variances of an earlier one; [] if unknown.
+
+    `declared`: number of comparisons that it declares; 0: all are in the family.
+    """
+    family = Family.of(comparisons_of(results, own_rule(results) or ""), ALPHA)
+    if family is None or family.seeds is None:
+        return []
+    family = replace(family, count=declared or family.count)
+    size = _size(family.here(seeds), metric)
+    return [f"{plural(seeds, 'seed')} will find {size} {_among(family.count)} with 80% probability"]
+
+
+def _among(count: int) -> str:
+    return f"among {plural(count, 'comparison')}" if count > 1 else "in one comparison"
+
+
+def _here(family: Family, metric: str, seconds: float) -> str:
+    """The smallest difference here, what limits it and what would help."""
+    now, seeds, among = family.here(), family.seeds, _among(family.count)
+    who = "test images alone" if seeds is None else plural(seeds, "seed")
+    line = f"{who} find{'s' if seeds == 1 else ''} {_size(now, metric)} {among} with 80% probability"
+    if family.other is not None:
+        names = ("not paired", "paired") if seeds == 10 else ("paired", "not paired")
+        line += f" ({names[0]} by seed {_size(family.other, metric)}; from 10 common seeds on rows are paired)"
+    if seeds is None:
+        return f"{line}; more test images would help"
+    more = more_seeds(seeds)
+    then = family.here(more)
+    if family.images_limit and then > LITTLE * now:
+        return f"{line}; the test images, or their groups, are the limit: more seeds are useless"
+    limit = "the test images, or their groups, limit most" if family.images_limit else "the seeds are the limit"
+    cost = f" ({_duration(seconds * (more - seeds))} of training more)" if seconds else ""
+    return f"{line}; {limit}; {more} seeds: {_size(then, metric)}{cost}"
+
+
+def _size(difference: float, metric: str) -> str:
+    return f"{scaled(difference, metric)}{' points' if metric in IN_PERCENT else ''}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _seconds_per_seed(results: Results) -> float:
+    """Returns the seconds of training of all models of one seed."""
+    spent: dict[int, float] = {}
+    for run in results["runs"]:
+        spent[run["seed"]] = spent.get(run["seed"], 0.0) + (run.get("train_seconds") or 0.0)
+    return math.fsum(spent.values()) / len(spent) if spent else 0.0
+
+
+# ------------------------------------------------------------------------------------------ results of earlier versions
+
+
+def _rows_of_earlier_versions(results: Results) -> list[Comparison]:
+    return [
+        _earlier(results, row["selection"], row["method"], _reference(row, results), row["versus_erm"])
+        for row in results["summary"]
+        if row["versus_erm"]
+    ]
+
+
+def _pairs_of_earlier_versions(results: Results) -> list[Comparison]:
+    return [
+        _earlier(results, one["selection"], *EncoderPair(one["method"], one["first"], one["second"]).rows, one)
+        for one in results.get("encoder_pairs", ())
+    ]
+
+
+def _earlier(results: Results, rule: str, first: str, second: str, versus: Mapping[str, Any]) -> Comparison:
+    """Returns a comparison that an earlier version wrote. Its verdict was about new domains too, where it had several.
+
+    Its intervals give back the errors, with the degrees of freedom that it had for domains, and a normal one for seeds
+    and images.
+    """
+    held_out = {tuple(run["test_domains"]) for run in results["runs"]}
+    word, _, where = versus["verdict"].partition(" ")
+    found = word in (BETTER, WORSE)
+    images, domains = (
+        None if versus[key] is None else (versus[key]["high"] - versus[key]["low"]) / 2
+        for key in ("seeds_and_images", "domains")
+    )
+    p = None if versus["p"] is None else PValue(versus["p"], versus["p_holm"])
+    return Comparison(
+        selection=rule,
+        first=first,
+        second=second,
+        sets=len(held_out),
+        domains=sum(map(len, held_out)),
+        seeds=None,
+        paired=True,
+        difference=versus["difference"],
+        error=None if images is None else images / NORMAL,
+        freedom=None,
+        share_seeds=None,
+        share_images=None,
+        freedom_seeds=None,
+        freedom_images=None,
+        other_error=None,
+        other_freedom=None,
+        error_elsewhere=None if domains is None else domains / float(stdtrit(len(held_out) - 1, 0.975)),
+        p_here=p,
+        p_elsewhere=p if len(held_out) > 1 else None,
+        note=versus["note"],
+        here=word if found else NO_VERDICT if versus["verdict"] == NO_VERDICT else EQUAL,
+        elsewhere=word if found and not where else UNKNOWN,
+    )
+
+
+def _reference(row: Mapping[str, Any], results: Results) -> str:
+    """Returns what a row was compared with. The earliest versions named it in the note, if there were several."""
+    versus = row["versus_erm"]
+    if "reference" in versus:
+        return str(versus["reference"])
+    notes = str(versus["note"]).split("; ")
+    named = [note.removeprefix(COMPARED) for note in notes if note.startswith(COMPARED)]
+    without = [one for one in results["summary"] if one["versus_erm"] is None and one["mean"] is not None]
+    plain = [one["method"] for one in without if items(results).get(one["method"], {}).get("name") == "erm"]
+    encoders = several_encoders(results)
+    own = split_label(row["method"], encoders)[1]
+    return next(iter([*named, *(one for one in plain if split_label(one, encoders)[1] == own)]), "erm")
