@@ -47,7 +47,9 @@ def test_only_tested_rows_of_the_family_count() -> None:
         comparison("m"), comparison("none", here="no verdict"), comparison("not declared", p_here=PValue(0.2, None)),
         comparison("equal", error=0.0, freedom=None),
     ]  # fmt: skip
-    assert family(*rows).rows == rows[:1]
+    found = family(*rows)
+    assert (found.rows, found.count) == (rows[:1], 2), "Holm's correction counts equal predictions too"
+    assert found.here() == pytest.approx(by_hand(0.05, 2, 5.0, 0.02))
     assert Family.of(rows[1:], 0.05) is None and Family.of([], 0.05) is None
 
 

@@ -189,6 +189,8 @@ def test_declared_comparisons_alone_are_the_family() -> None:
     assert "declare" not in one.note and "declare" not in irm.note
     versus = made.rows[1].versus_erm
     assert versus is not None and versus["verdict"] == "no verdict" and versus["p"] == sam.p_here.plain
+    turned = both(FOUR, methods=NAMES, compare=[("erm", "sam")])
+    assert [(row.first, row.second) for row in turned.comparisons] == [("erm", "sam"), ("irm", "erm"), ("one", "erm")]
     again = both(FOUR, methods=NAMES, compare=[("sam", "gone")]).comparisons
     assert {row.here for row in again} == {"no verdict"}, "what is declared has no row yet"
 

@@ -30,8 +30,9 @@ class Family:
     @classmethod
     def of(cls, comparisons: Iterable[Comparison], alpha: float) -> Family | None:
         """Returns the family of comparisons under one selection rule; None if none of them could be tested."""
-        tested = [row for row in comparisons if row.p_here is not None and row.p_here.holm is not None and row.error]
-        return cls(tested, alpha, len(tested)) if tested else None
+        counted = [row for row in comparisons if row.p_here is not None and row.p_here.holm is not None]
+        tested = [row for row in counted if row.error]  # equal predictions have a p of 1, and no error
+        return cls(tested, alpha, len(counted)) if tested else None
 
     @property
     def seeds(self) -> int | None:

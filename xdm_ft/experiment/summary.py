@@ -45,7 +45,7 @@ def summary_of(
     augmented = {item.label: augmentation(recipe, item) for item in methods}
     labels, deterministic = [item.label for item in methods], [item.label for item in methods if item.is_text]
     own = runs_by_method(picked_trials(records, plan.rules[0], metric), labels, plan.rules[0], metric, deterministic)
-    number, look = place_of(look_at(own.values(), recipe.report.compare), looks, recipe.auto_seeds)
+    number, look = place_of(look_at(own.values(), recipe.declared), looks, recipe.auto_seeds)
     before, margin = looks[: number - 1], recipe.report.margin
     rows, comparisons = list[SummaryRow](), list[Comparison]()
     for rule in plan.rules:
