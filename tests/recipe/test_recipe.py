@@ -1,6 +1,7 @@
 """Strict recipes: every fault at once, each with its place."""
 
 import re
+from typing import Any
 
 import pytest
 import yaml
@@ -123,11 +124,20 @@ def test_pairs_that_can_not_be_compared(text: str, compare: str, expected: list[
         assert fault.startswith(f"r.yaml:6: report.compare{start}")
 
 
-def test_other_methods_on_the_command_line_leave_the_pairs_that_they_have() -> None:
+@pytest.mark.parametrize(
+    ("methods", "declared"),
+    [("[erm, sam, rsc]", ()), ("[erm, sam, rsc, {name: erm, label: less}]", (("sam", "erm"), ("less", "erm")))],
+)
+def test_other_methods_on_the_command_line_end_a_declaration(methods: str, declared: tuple[Any, ...]) -> None:
+    """A pair that is left would keep the new rows from a verdict; more rows leave the declaration as it is."""
     text = f"{GOOD}report: {{compare: [[sam, erm], [less, erm]]}}\n"
     recipe = parse(text, "r.yaml")
-    apply_override(recipe, "methods=[erm, sam, rsc]")
-    assert check(recipe).declared == (("sam", "erm"),)
+    apply_override(recipe, f"methods={methods}")
+    assert check(recipe).declared == declared
+
+
+def test_a_declaration_on_the_command_line_must_name_rows() -> None:
+    text = f"{GOOD}report: {{compare: [[sam, erm], [less, erm]]}}\n"
     [fault] = faults(text, "methods=[erm, sam]", "report.compare=[[less, erm]]")
     assert fault.startswith('command line: report.compare.0: no row "less"')
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Solver
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.errors import UserError, did_you_mean, plural
+from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
@@ -213,13 +213,16 @@ def _without_stale_keys(text: RecipeText, key: Key, model: type[Block], values: 
 
 
 def _without_stale_pairs(text: RecipeText, recipe: Recipe) -> Recipe:
-    """If an override sets other methods or encoders, removes the pairs of `report.compare` that lack a row."""
-    if not text.overridden & {("methods",), ("encoders",)} or text.is_overridden(("report", "compare")):
+    """If an override of methods or encoders leaves a pair of `report.compare` without a row, removes all pairs.
+
+    The pairs that are left would keep other rows from a verdict.
+    """
+    compare = recipe.report.compare
+    whole = all({*pair} <= {*recipe.labels} for pair in compare)
+    if whole or not text.overridden & {("methods",), ("encoders",)} or text.is_overridden(("report", "compare")):
         return recipe
-    kept = tuple(pair for pair in recipe.report.compare if {*pair} <= {*recipe.labels})
-    if dropped := len(recipe.report.compare) - len(kept):
-        logger.info("%s: report.compare: %s ignored, without a row for both", text.origin, plural(dropped, "pair"))
-    return replace(recipe, report=recipe.report.model_copy(update={"compare": kept}))
+    logger.info("%s: report.compare is ignored, as it names rows that there are no more", text.origin)
+    return replace(recipe, report=recipe.report.model_copy(update={"compare": ()}))
 
 
 def _methods(faults: Faults, values: Any, encoder: Component) -> tuple[MethodItem, ...]:
