@@ -12,6 +12,7 @@ from scipy import stats
 
 from xdm_ft.evaluation.comparison import holm
 from xdm_ft.evaluation.conventions import DOMAINBED, WILDS
+from xdm_ft.evaluation.looks import Look
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Pick, Record, Status
 from xdm_ft.evaluation.summary import Summary, protocol_line, summarise
@@ -210,6 +211,15 @@ def test_look_and_margin_reach_the_verdicts() -> None:
     [row] = both(grid(), look=(3, 1e-9), margin=0.9).comparisons
     assert (row.look, row.here, row.equal_within) == (3, "no clear difference", None)
     assert [row.equal_within for row in both(grid(), margin=0.9).comparisons] == [0.9]
+
+
+def test_what_an_earlier_look_found_is_in_the_row_too() -> None:
+    equal = [(m, ("a",), s, 30 + s) for m in ("erm", "sam") for s in range(3)]
+    before = [Look([0, 1, 2], ["erm", "sam"], {}, 0.05, [], [["train_val", "sam", "erm", "better", "unknown"]])]
+    rows, [comparison], *_ = both(equal, look=(2, 0.0125), before=before)
+    assert (comparison.here, comparison.look) == ("better", 1)
+    assert rows[1].versus_erm is not None
+    assert rows[1].versus_erm["verdict"] == "better on this domain"
 
 
 def test_a_deterministic_method_has_no_variance_over_seeds() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from xdm_ft.evaluation.comparison import ALPHA, Comparison, judge
 from xdm_ft.evaluation.conventions import Convention
 from xdm_ft.evaluation.encoders import encoder_pairs
-from xdm_ft.evaluation.looks import Look
+from xdm_ft.evaluation.looks import Look, with_earlier_verdicts
 from xdm_ft.evaluation.predictions import Prediction
 from xdm_ft.evaluation.records import Point, Record, SummaryRow
 from xdm_ft.evaluation.runs import SPLIT, Held, Runs, runs_by_method, set_name
@@ -84,6 +84,7 @@ def summarise(
     deterministic: Collection[str] = (),
     convention: Convention | None = None,
     look: tuple[int, float] = (1, ALPHA),
+    before: Sequence[Look] = (),
     margin: float | None = None,
 ) -> Summary:
     """Returns one row per method under one selection rule, in the order of `methods`, and the comparisons between them.
@@ -106,6 +107,7 @@ def summarise(
         deterministic: the methods of which all seeds would give the same model.
         convention: how the data set's benchmark measures spread; None if it has no convention.
         look: number and significance level of this look.
+        before: the looks before it, whose verdicts stay.
         margin: half of the range in which rows are equal, in the metric's unit.
     """
     _refuse_duplicates(records)
@@ -120,6 +122,7 @@ def summarise(
     known = {names: row for names, row in measured.items() if row is not None}
     family = [names in compare if compare else True for names in known]
     judged = judge(metric, [*known.values()], family, alpha=look[1], look=look[0], margin=margin)
+    judged = with_earlier_verdicts(judged, before)
     by_pair = dict(zip(known, judged, strict=True))
     rows = [
         SummaryRow(

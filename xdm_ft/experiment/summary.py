@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.errors import plural
 from xdm_ft.evaluation.comparison import UNKNOWN, Comparison
-from xdm_ft.evaluation.looks import Look, look_at, place_of, with_earlier_verdicts
+from xdm_ft.evaluation.looks import Look, look_at, place_of
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.evaluation.references import Compared, erm_of_each
@@ -46,7 +46,7 @@ def summary_of(
     labels, deterministic = [item.label for item in methods], [item.label for item in methods if item.is_text]
     own = runs_by_method(picked_trials(records, plan.rules[0], metric), labels, plan.rules[0], metric, deterministic)
     number, look = place_of(look_at(own.values(), recipe.declared), looks, recipe.auto_seeds)
-    before, margin = looks[: number - 1], recipe.report.margin
+    margin = recipe.report.margin
     rows, comparisons = list[SummaryRow](), list[Comparison]()
     for rule in plan.rules:
         picked = picked_trials(records, rule, metric)
@@ -72,9 +72,10 @@ def summary_of(
             deterministic=deterministic,
             convention=BENCHMARKS[benchmark].convention if benchmark else None,
             look=(number, look.alpha),
+            before=looks[: number - 1],
             margin=None if margin is None else margin / (100 if metric in IN_PERCENT else 1),
         )
-        comparisons += with_earlier_verdicts(of_rule.comparisons, before)
+        comparisons += of_rule.comparisons
         for row in of_rule.rows:
             draws = len({record.trial for record in records if record.method == row.method})
             flags = _flags(records, picked, row.method, rule) or None
@@ -86,7 +87,7 @@ def summary_of(
     return Summary(
         rows,
         comparisons,
-        [*before, look.with_found(new)] if judged else [*looks],
+        [*looks[: number - 1], look.with_found(new)] if judged else [*looks],
         all(one.is_found or one.equal_within for one in judged if one.selection == plan.rules[0]),
     )
 
