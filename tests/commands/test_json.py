@@ -149,7 +149,7 @@ def test_validate_doctor_ls_and_cp(recipe):
 
     found = call("validate", "demo", "training.steps=10")
     assert found["recipe"]["training"]["steps"] == 10 and "a photo of a zero" in found["prompts"]
-    assert found["plan"]["images"] == 1797 and found["plan"]["steps"] == 150
+    assert found["plan"]["images"] == 1797 and found["plan"]["steps"] == 250
     checks = call("doctor", "nowhere", status=2)
     assert (checks["ok"], checks["faults"]) == (False, 1)
     assert [(one["check"], bool(one["remedy"])) for one in checks["checks"] if not one["ok"]] == [("recipe", True)]

@@ -44,14 +44,15 @@ def test_two_encoders_at_two_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for encoder in ("vit", "test_resnet")
         for method, erm in (("erm", ""), ("last", "erm"), ("sam", "last"))
     }
-    pairs = [pair for pair in found["encoder_pairs"] if pair["selection"] == "train_val"]
-    assert [(pair["method"], pair["first"], pair["second"]) for pair in pairs] == [
-        (method, "vit", "test_resnet") for method in ("erm", "last", "sam")
+    compared = [pair for pair in found["comparisons"] if pair["selection"] == "train_val"]
+    assert [(pair["first"], pair["second"]) for pair in compared if pair["second"].endswith(" @ test_resnet")][-3:] == [
+        (f"{method} @ vit", f"{method} @ test_resnet") for method in ("erm", "last", "sam")
     ]
     means = {row["method"]: row["mean"] for row in own}
-    for pair in pairs:
-        first, second = (means[f"{pair['method']} @ {pair[side]}"] for side in ("first", "second"))
-        assert pair["difference"] == pytest.approx(first - second)
+    for pair in compared:
+        assert pair["difference"] == pytest.approx(means[pair["first"]] - means[pair["second"]])
+    of_rows = {(row["encoder"], str(row["trainable"])) for row in own}
+    assert of_rows == {(encoder, cut) for encoder in ("vit", "test_resnet") for cut in ("False", "{'blocks': 1}")}
     trained = {run["method"]: run["trained_parameters"] for run in found["runs"]}
     assert trained["erm @ vit"] == 7 * (64 + 1) < trained["last @ vit"] == trained["sam @ vit"]
     with Path("output/small/results.csv").open(newline="") as file:
@@ -61,4 +62,4 @@ def test_two_encoders_at_two_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }
     assert sum(row["of"] == "encoders" for row in rows) == 3
     text = Path("output/small/results.md").read_text()
-    assert "### Pairs of encoders" in text and "### Cost" in text
+    assert "### Further comparisons" in text and "### Cost" in text
