@@ -18,8 +18,9 @@ from test_summary import grid, record, trouble
 
 from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.looks import Look, look_at, looks_of, place_of, with_earlier_verdicts
-from xdm_ft.evaluation.records import Record
+from xdm_ft.evaluation.records import Entries, Record
 from xdm_ft.evaluation.runs import runs_by_method
+from xdm_ft.report.comparisons import all_comparisons
 
 TWO = ("erm", "sam")
 
@@ -118,9 +119,9 @@ def test_looks_are_read_as_they_were_written() -> None:
         [comparison("sam", here="worse")]
     )
     entry = json.loads(json.dumps(one.to_json(), allow_nan=False))
-    assert looks_of({"looks": [entry]}) == [one]
+    assert looks_of({"looks": [entry]}, []) == [one]
     jsonschema.Draft202012Validator({"$defs": SCHEMA["$defs"], **SCHEMA["$defs"]["look"]}).validate(entry)
-    assert looks_of({"looks": []}) == []
+    assert looks_of({"looks": []}, []) == []
 
 
 def of_an_earlier_version(*rows: Comparison, **changes: Any) -> dict[str, Any]:
@@ -132,35 +133,40 @@ def of_an_earlier_version(*rows: Comparison, **changes: Any) -> dict[str, Any]:
     return earlier(made) | {"runs": [Record.from_json(run) for run in runs]} | changes
 
 
+def looks(results: dict[str, Any]) -> list[Look]:
+    """As a run that grows reads them."""
+    return looks_of(results, all_comparisons(results | {"runs": Entries(results["runs"])}))
+
+
 def test_verdicts_of_an_earlier_version_are_the_first_look() -> None:
     row = comparison("xdomainmix", here="better", elsewhere="better")
-    [first] = looks_of(of_an_earlier_version(row))
+    [first] = looks(of_an_earlier_version(row))
     assert (first.seeds, first.methods, first.alpha) == ([0, 1], ["erm", "xdomainmix"], 0.05)
     assert first.found == [["train_val", "xdomainmix", "erm", "better", "better"]]
     one_set = comparison("xdomainmix", here="worse", sets=1)
-    assert looks_of(of_an_earlier_version(one_set))[0].found == [["train_val", "xdomainmix", "erm", "worse", "unknown"]]
-    assert looks_of(of_an_earlier_version(comparison("xdomainmix")))[0].found == [], "it looked, and found nothing"
-    assert looks_of(of_an_earlier_version(comparison("xdomainmix", here="no verdict"))) == []
-    assert looks_of(of_an_earlier_version(row, summary=[])) == []
+    assert looks(of_an_earlier_version(one_set))[0].found == [["train_val", "xdomainmix", "erm", "worse", "unknown"]]
+    assert looks(of_an_earlier_version(comparison("xdomainmix")))[0].found == [], "it looked, and found nothing"
+    assert looks(of_an_earlier_version(comparison("xdomainmix", here="no verdict"))) == []
+    assert looks(of_an_earlier_version(row, summary=[])) == []
 
 
 def test_an_earlier_version_and_what_it_found_besides() -> None:
     """Verdicts between encoders stay; those of the oracle go."""
     rows = [comparison("xdomainmix @ small", "erm @ small"), comparison(*PAIRS[0], 0.1, "worse", "worse")]
     results = of_an_earlier_version(*rows)
-    assert looks_of(results)[0].found == [["train_val", *PAIRS[0], "worse", "worse"]]
+    assert looks(results)[0].found == [["train_val", *PAIRS[0], "worse", "worse"]]
     plain = of_an_earlier_version(comparison("xdomainmix", here="better", elsewhere="better"))
     plain["summary"] = [row | {"selection": "oracle"} for row in plain["summary"]] + [
         row | {"versus_erm": None} for row in plain["summary"]
     ]
-    assert looks_of(plain)[0].found == []
+    assert looks(plain) == []
 
 
 def test_a_deterministic_method_of_an_earlier_version() -> None:
     """It had the first seed alone, and does not lack the others."""
     results = of_an_earlier_version(comparison("xdomainmix"))
     results["runs"] = [run for run in results["runs"] if run.method == "erm" or run.seed == 0]
-    [first] = looks_of(results)
+    [first] = looks(results)
     assert (first.seeds, first.missing) == ([0, 1], {})
 
 

@@ -112,12 +112,12 @@ def finds(freedom: float, error: float = 0.02, comparisons: int = 1, alpha: floa
         ),
         (
             [comparison("m", seeds=9, **OTHER)],
-            f"9 seeds find {finds(5)} in one comparison with 80% probability (paired by seed {finds(9, 0.01)}; from 10 "
-            "common seeds on rows are paired); the seeds are the limit; 10 seeds: ",
+            f"9 seeds find {finds(5)} in one comparison with 80% probability ({finds(9, 0.01)} if paired by seed; from "
+            "10 common seeds on rows are paired); the seeds are the limit; 10 seeds: ",
         ),
         (
             [comparison("m", seeds=10, paired=True, **OTHER)],
-            f"10 seeds find {finds(5)} in one comparison with 80% probability (not paired by seed {finds(9, 0.01)}; "
+            f"10 seeds find {finds(5)} in one comparison with 80% probability ({finds(9, 0.01)} if not paired by seed; "
             "from 10 common seeds on rows are paired); the seeds are the limit; 20 seeds: ",
         ),
         (

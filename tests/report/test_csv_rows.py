@@ -46,7 +46,7 @@ def test_the_comparison_is_that_of_the_summary() -> None:
         name: mean[name] for name in ("p_here", "p_here_holm", "p_elsewhere", "p_elsewhere_holm", "elsewhere", "note")
     }
     assert [*text.values()] == ["0.01", "0.02", "0.15", "0.3", "unknown", "images assumed independent"]
-    assert (mean["here"], mean["look"], mean["compared_with"]) == ("better, equal within 20 points", "2", "erm")
+    assert (mean["here"], mean["equal_within"], mean["look"], mean["compared_with"]) == ("better", "0.2", "2", "erm")
     ends = [
         (f"{what}_low", f"{what}_high", half)
         for what, half in (("here", 0.02 * 2.570582), ("elsewhere", 0.05 * 12.706205))

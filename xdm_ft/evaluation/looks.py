@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from xdm_ft.evaluation.comparison import ALPHA, BETTER, NO_VERDICT, UNKNOWN, WORSE, Comparison
-from xdm_ft.evaluation.encoders import EncoderPair
+from xdm_ft.evaluation.comparison import ALPHA, NO_VERDICT, UNKNOWN, Comparison
 from xdm_ft.evaluation.runs import Runs, runs_by_method
 from xdm_ft.evaluation.trials import ORACLE, picked_trials
 
@@ -86,34 +85,20 @@ def with_earlier_verdicts(rows: Iterable[Comparison], before: Sequence[Look]) ->
     return kept
 
 
-def looks_of(results: Mapping[str, Any]) -> list[Look]:
+def looks_of(results: Mapping[str, Any], comparisons: Iterable[Comparison]) -> list[Look]:
     """Returns the looks of results.json, whose `runs` are records.
 
-    Verdicts that an earlier version wrote without looks count as the first; the oracle's do not, as it has none now.
+    Verdicts that an earlier version wrote without looks, in `comparisons`, count as the first; the oracle's do not.
     """
     if "looks" in results:
         return [Look(**entry) for entry in results["looks"]]
-    own = results["recipe"]["protocol"]["selection"]
-    compared = [row for row in results.get("summary", ()) if (row["versus_erm"] or {}).get("p") is not None]
-    if not compared:
+    judged = [row for row in comparisons if row.p_here is not None and row.selection != ORACLE]
+    if not judged:
         return []
-    versus = [
-        (row["selection"], row["method"], row["versus_erm"].get("reference", "erm"), row["versus_erm"])
-        for row in compared
-    ]
-    versus += [
-        (one["selection"], *EncoderPair(one["method"], one["first"], one["second"]).rows, one)
-        for one in results.get("encoder_pairs", ())
-    ]
-    found = []
-    for rule, first, second, one in versus:
-        word, _, where = one["verdict"].partition(" ")
-        if word in (BETTER, WORSE) and rule != ORACLE:  # without "on this domain": over domains too
-            found.append([rule, first, second, word, UNKNOWN if where else word])
-    labels = [row["method"] for row in results["summary"] if row["selection"] == own]
-    metric = compared[0]["metric"]
-    runs = runs_by_method(picked_trials(results["runs"], own, metric), labels, own, metric)
+    rule, metric = (results["recipe"]["protocol"][key] for key in ("selection", "metric"))
+    labels = [row["method"] for row in results["summary"] if row["selection"] == rule]
+    runs = runs_by_method(picked_trials(results["runs"], rule, metric), labels, rule, metric)
     # a method that had one seed beside others with several was deterministic
-    most = max(len(one.planned_seeds) for one in runs.values())
-    known = [replace(one, deterministic=len(one.planned_seeds) == 1 < most) for one in runs.values()]
-    return [replace(look_at(known), found=found)]
+    most = max((len(one.planned_seeds) for one in runs.values()), default=1)
+    seen = [replace(one, deterministic=len(one.planned_seeds) == 1 < most) for one in runs.values()]
+    return [look_at(seen).with_found(judged)]

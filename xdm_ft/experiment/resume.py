@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.looks import Look, looks_of
-from xdm_ft.evaluation.records import Identity, Record, record_in
+from xdm_ft.evaluation.records import Entries, Identity, Record, record_in
 from xdm_ft.experiment.growing import FINAL_FITS, Generation, comparable, grown_from, labels_of, refused_changes
 from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.progress import progress
 from xdm_ft.protocol.splits import AUTO, LOOKS
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
+from xdm_ft.report.comparisons import all_comparisons
 from xdm_ft.report.finished import final_fits_of
 from xdm_ft.storage.addresses import predictions_in
 from xdm_ft.storage.checkpoint import differences
@@ -190,7 +191,7 @@ def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -
     }
     wait_for_everyone(accelerator)  # all processes must have read before the main one writes
     generations = () if found is None else grown_from(found, recipe.resolved())
-    looks = [] if found is None else looks_of(found)
+    looks = [] if found is None else looks_of(found, all_comparisons(found | {"runs": Entries(found["runs"])}))
     return Earlier(records, final_fits, results.get("environment"), results.get("recipe"), generations, looks)
 
 

@@ -32,13 +32,16 @@ NORMAL = 1.959964  # 97.5% quantile
 LITTLE = 0.9  # more seeds that leave so much of the smallest difference are no use
 
 
-def comparisons_of(results: Results, rule: str) -> list[Comparison]:
-    """Returns the comparisons under a selection rule; those of an earlier version as far as it kept them."""
+def all_comparisons(results: Results) -> list[Comparison]:
+    """Returns the comparisons under all selection rules; those of an earlier version as far as it kept them."""
     if "comparisons" in results:
-        known = [Comparison.from_json(entry) for entry in results["comparisons"]]
-    else:
-        known = [*_rows_of_earlier_versions(results), *_pairs_of_earlier_versions(results)]
-    return [row for row in known if row.selection == rule]
+        return [Comparison.from_json(entry) for entry in results["comparisons"]]
+    return [*_rows_of_earlier_versions(results), *_pairs_of_earlier_versions(results)]
+
+
+def comparisons_of(results: Results, rule: str) -> list[Comparison]:
+    """Returns the comparisons under a selection rule."""
+    return [row for row in all_comparisons(results) if row.selection == rule]
 
 
 def beside_rows(results: Results, rule: str) -> dict[str, Comparison]:
@@ -168,8 +171,8 @@ def _here(family: Family, metric: str, seconds: float) -> str:
     who = "test images alone" if seeds is None else plural(seeds, "seed")
     line = f"{who} find{'s' if seeds == 1 else ''} {_size(now, metric)} {among} with 80% probability"
     if family.other is not None:
-        names = ("not paired", "paired") if seeds == 10 else ("paired", "not paired")
-        line += f" ({names[0]} by seed {_size(family.other, metric)}; from 10 common seeds on rows are paired)"
+        other = "not paired" if family.rows[0].paired else "paired"
+        line += f" ({_size(family.other, metric)} if {other} by seed; from 10 common seeds on rows are paired)"
     if seeds is None:
         return f"{line}; more test images would help"
     more = more_seeds(seeds)

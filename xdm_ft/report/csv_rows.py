@@ -10,7 +10,7 @@ from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.evaluation.runs import Held, set_name
 from xdm_ft.evaluation.summary import Spread
-from xdm_ft.report.comparisons import beside_rows, between_encoders, comparisons_of, here_words
+from xdm_ft.report.comparisons import beside_rows, between_encoders, further
 from xdm_ft.report.costs import Cost, costs
 from xdm_ft.report.encoders import encoder_block, trainable_of, trained_words
 from xdm_ft.report.finished import Run
@@ -23,8 +23,8 @@ COLUMNS = (
     "metric", "mean", "std", "stderr",
     *(column for measure in MEASURES for column in (measure.name, f"{measure.name}_stderr")),
     "compared_with", "difference", "error", "freedom", "share_seeds", "here_low", "here_high", "p_here",
-    "p_here_holm", "here", "elsewhere_low", "elsewhere_high", "p_elsewhere", "p_elsewhere_holm", "elsewhere", "note",
-    "look", "draws", "gradient_evaluations_low", "gradient_evaluations_high", *Cost._fields,
+    "p_here_holm", "here", "elsewhere_low", "elsewhere_high", "p_elsewhere", "p_elsewhere_holm", "elsewhere",
+    "equal_within", "note", "look", "draws", "gradient_evaluations_low", "gradient_evaluations_high", *Cost._fields,
     "failed", "skipped", "reason", "flags", "protocol",
 )  # fmt: skip
 """`of` is `mean` (over held-out sets), `held_out` (one of these sets), `domain` (of a set of several, accuracy alone)
@@ -49,12 +49,12 @@ def csv_rows(run: Run) -> Iterator[Row]:
         models, start = picked[row.selection], properties(run, row.method) | _of_method(row) | spent
         values = {measure.name: models.mean(row.method, measure) for measure in MEASURES}
         spread = Spread(row.mean, row.std, row.stderr, row.n)
-        compared = _comparison(beside[row.selection].get(row.method), row.metric)
+        compared = _comparison(beside[row.selection].get(row.method))
         yield start | {"of": "mean"} | _numbers(spread, values) | compared | _missing(row)
         for held in models.held_out:
             yield from _of_set(models, row, held, start)
-    for rule, shown in beside.items():
-        yield from (_of_pair(run, row) for row in comparisons_of(run.results, rule) if shown.get(row.first) != row)
+    for rule in beside:
+        yield from (_of_pair(run, row) for row in further(run.results, rule))
 
 
 def _of_pair(run: Run, row: Comparison) -> Row:
@@ -65,7 +65,7 @@ def _of_pair(run: Run, row: Comparison) -> Row:
 
 def comparison_row(row: Comparison, metric: str) -> Row:
     """Returns a row that holds a comparison alone."""
-    return {"method": row.first, "selection": row.selection, "metric": metric} | _comparison(row, metric)
+    return {"method": row.first, "selection": row.selection, "metric": metric} | _comparison(row)
 
 
 def properties(run: Run, method: str) -> Row:
@@ -99,12 +99,11 @@ def _of_method(row: SummaryRow) -> Row:
     }
 
 
-def _comparison(row: Comparison | None, metric: str) -> Row:
+def _comparison(row: Comparison | None) -> Row:
     if row is None:
         return {}
-    cells: Row = {"compared_with": row.second, "here": here_words(row, metric)}
-    cells |= {name: getattr(row, name) for name in ("difference", "error", "freedom", "share_seeds", "elsewhere")}
-    cells |= {"note": row.note, "look": row.look}
+    same = "difference", "error", "freedom", "share_seeds", "here", "elsewhere", "equal_within", "note", "look"
+    cells: Row = {"compared_with": row.second} | {name: getattr(row, name) for name in same}
     for name, estimate, p in (("here", row.on_these, row.p_here), ("elsewhere", row.on_others, row.p_elsewhere)):
         if estimate is not None:
             cells |= {f"{name}_{end}": value for end, value in estimate.interval()._asdict().items()}

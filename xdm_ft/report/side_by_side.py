@@ -64,8 +64,9 @@ def side_by_side(runs: Sequence[Run], between: Sequence[Comparison]) -> list[Res
     domains = list(dict.fromkeys(domain for _, _, row in rows for domain in row.per_test_domain))
     mark = oracle_mark(rule)
     start = ("run", f"method{mark}", "encoder", "encoder is", "augmentation")
-    beside = [beside_rows(run.results, rule).get(row.method) for run, _, row in rows]
-    references = [name for run in runs for name in reference_names(_beside(run), run.results)]
+    of_runs = [_beside(run) for run in runs]
+    beside = [one for own in of_runs for one in own]
+    references = [name for run, own in zip(runs, of_runs, strict=True) for name in reference_names(own, run.results)]
     differences = [difference_text(one, metric) for one in beside]
     versus = {f"{head} of its run": cells for head, cells in versus_columns(references, differences).items()}
     tested = header_of([one for one in beside if one])
