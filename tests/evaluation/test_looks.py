@@ -124,6 +124,16 @@ def test_looks_are_read_as_they_were_written() -> None:
     assert looks_of({"looks": []}, []) == []
 
 
+def test_a_look_lists_what_no_earlier_one_has_found() -> None:
+    here, there = comparison("sam", here="better"), comparison("sam", here="better", elsewhere="better")
+    first = Look([0], ["erm", "sam"], {}, 0.05).with_found([here])
+    assert first.found == [["train_val", "sam", "erm", "better", "unknown"]]
+    assert first.with_found([here, comparison("irm", here="worse")], [first]).found == [
+        ["train_val", "irm", "erm", "worse", "unknown"]
+    ]
+    assert first.with_found([there], [first]).found == [["train_val", "sam", "erm", "better", "better"]]
+
+
 def of_an_earlier_version(*rows: Comparison, **changes: Any) -> dict[str, Any]:
     encoders = ("small", "large") if any(" @ " in row.first for row in rows) else ()
     runs = two_sets()

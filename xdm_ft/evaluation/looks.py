@@ -35,10 +35,10 @@ class Look:
     def saw_the_same(self, other: Look) -> bool:
         return (self.seeds, self.methods, self.missing) == (other.seeds, other.methods, other.missing)
 
-    def with_found(self, rows: Iterable[Comparison]) -> Look:
-        """Returns the look with its verdicts among `rows`."""
-        own = [[r.selection, r.first, r.second, r.here, r.elsewhere] for r in rows if r.is_found]
-        return replace(self, found=own)
+    def with_found(self, rows: Iterable[Comparison], before: Sequence[Look] = ()) -> Look:
+        """Returns the look with the verdicts of `rows` that none of the looks before it has found."""
+        verdicts = [[r.selection, r.first, r.second, r.here, r.elsewhere] for r in rows if r.is_found]
+        return replace(self, found=[one for one in verdicts if all(one not in look.found for look in before)])
 
 
 def look_at(runs: Iterable[Runs], compare: Sequence[Sequence[str]] = ()) -> Look:

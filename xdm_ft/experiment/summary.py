@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.errors import plural
-from xdm_ft.evaluation.comparison import UNKNOWN, Comparison
+from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.looks import Look, look_at, place_of
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Record, SummaryRow
@@ -46,7 +46,7 @@ def summary_of(
     labels, deterministic = [item.label for item in methods], [item.label for item in methods if item.is_text]
     own = runs_by_method(picked_trials(records, plan.rules[0], metric), labels, plan.rules[0], metric, deterministic)
     number, look = place_of(look_at(own.values(), recipe.declared), looks, recipe.auto_seeds)
-    margin = recipe.report.margin
+    before, margin = looks[: number - 1], recipe.report.margin
     rows, comparisons = list[SummaryRow](), list[Comparison]()
     for rule in plan.rules:
         picked = picked_trials(records, rule, metric)
@@ -72,7 +72,7 @@ def summary_of(
             deterministic=deterministic,
             convention=BENCHMARKS[benchmark].convention if benchmark else None,
             look=(number, look.alpha),
-            before=looks[: number - 1],
+            before=before,
             margin=None if margin is None else margin / (100 if metric in IN_PERCENT else 1),
         )
         comparisons += of_rule.comparisons
@@ -82,12 +82,10 @@ def summary_of(
             budget = row.budget | {"draws": draws}
             rows.append(dataclasses.replace(row, budget=budget, flags=flags, augmentation=augmented[row.method]))
     judged = [one for one in comparisons if one.p_here is not None and one.p_here.holm is not None]
-    # a row that an earlier look found may have its verdict elsewhere from this one
-    new = [one for one in judged if one.look == number or one.elsewhere != UNKNOWN]
     return Summary(
         rows,
         comparisons,
-        [*looks[: number - 1], look.with_found(new)] if judged else [*looks],
+        [*before, look.with_found(judged, before)] if judged else [*looks],
         all(one.is_found or one.equal_within for one in judged if one.selection == plan.rules[0]),
     )
 
