@@ -50,6 +50,7 @@ from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features.cache import Features
+from xdm_ft.memory import keep_freed_memory
 from xdm_ft.protocol.splits import Split
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Annotations, Batch, Criteria, Task
@@ -58,7 +59,6 @@ from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.training.bank.train import chunk_heads
 from xdm_ft.training.bank.validation import BankValidation
-from xdm_ft.training.memory import keep_freed_memory
 from xdm_ft.xdomainmix import order_statistic
 
 IMAGES = 10_000

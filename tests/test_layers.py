@@ -28,6 +28,7 @@ LAYERS = [
     "data",
     "storage",
     "progress",
+    "memory",
     "randomness",
     "tensors",
     "settings",

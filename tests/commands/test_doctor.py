@@ -59,9 +59,10 @@ def test_healthy(images, doctor):
     text = "\n".join(lines)
     assert status == 0 and lines[-1] == "no faults"
     for words in (
-        "ok     python: 3.", "libraries: ", "torch 2", "processor: ", "float32 and bf16", "weights: random weights",
+        "ok     python: 3.", "libraries: ", "torch 2", "processor: ", "float32, bf16 (", "weights: random weights",
         "xxh3_128 ", "data: 36 images, 3 domains", "domains: a 12, b 12, c 12", "class cat: 6 6 6",
         "images: all decode", "images and groups: no image occurs twice", "features: 0 of 36 cached",
+        "time: less than a minute on cpu (",
     ):  # fmt: skip
         assert words in text
 

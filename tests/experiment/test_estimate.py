@@ -137,6 +137,32 @@ def test_the_parts_of_the_text() -> None:
     assert document["seconds"] is None and document["problem"] is None and document["text"] == "less than a minute"
 
 
+@pytest.mark.parametrize(("has_bf16", "seconds", "found"), [(True, 1.0, 2.0), (True, 3.0, None), (False, 1.0, None)])
+def test_bf16_is_named_where_it_is_twice_as_fast(
+    has_bf16: bool, seconds: float, found: float | None, measuring: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image takes 4 s in fp32 and `seconds` in bf16, beside 1 s to decode it; `found`: in bf16, with decoding."""
+
+    def whole(self: ImageTimes, encoder: Any, batch_size: int, trains: bool) -> tuple[float, Passes]:
+        in_bf16 = next(encoder.parameters()).dtype == torch.bfloat16
+        return 1.0, Passes(seconds if in_bf16 else 4.0)
+
+    monkeypatch.setattr("xdm_ft.experiment.image_times.own_cores", lambda: 1)
+    monkeypatch.setattr(ImageTimes, "whole", whole)
+    monkeypatch.setattr(module, "cpu_has_bf16", lambda: has_bf16)
+    plan, encoders = planned("methods=[erm]")
+    images = len(plan.dataset)
+    one = estimate(plan, encoders, CPU)
+    assert one.features == 5.0 * images
+    assert one.features_in_bf16 == (None if found is None else found * images)
+    assert ("features.precision=bf16 would take " in one.text()) == (found is not None)
+    assert one.to_json()["features_seconds_in_bf16"] == one.features_in_bf16
+    already, _ = planned("methods=[erm]", "features.precision=bf16")
+    assert estimate(already, encoders, CPU).features_in_bf16 is None
+    monkeypatch.setattr(module, "SMALL_SECONDS", 1e9)
+    assert "bf16" not in estimate(plan, encoders, CPU).text()
+
+
 def test_known_models_take_no_time(measuring: None, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, encoders = planned("methods=[erm]")
     timed: list[int] = []

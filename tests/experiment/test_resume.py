@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from small_runs import recipe, results
 
 from xdm_ft.evaluation.records import Record
-from xdm_ft.experiment.resume import RECORDS, recorded
+from xdm_ft.experiment.resume import RECORDS, keeping_choices, recorded
 from xdm_ft.storage.run_directory import RunDirectory
 
 OK = Record("erm", ("a",), 0, 0, {}, "ok", train_seconds=1.0)
@@ -21,3 +22,12 @@ def test_a_model_that_was_trained_again_counts_as_trained(first: str, tmp_path: 
     RunDirectory(tmp_path, first).append(RECORDS, FAILED.to_json())
     RunDirectory(tmp_path, second).append(RECORDS, OK.to_json())
     assert recorded(RunDirectory(tmp_path)) == {OK.key: OK}
+
+
+def test_a_run_that_goes_on_keeps_the_precision_and_the_batch_size_of_its_features(small_pacs: Path) -> None:
+    """On another machine the defaults of both may be others."""
+    short = "methods=[erm]", "protocol.test_domains=[sketch]"
+    begun = results(*short, "features.batch_size=7", "features.precision=bf16")["recipe"]["features"]
+    assert (begun["batch_size"], begun["precision"]) == (7, "bf16")
+    assert results(*short, "protocol.seeds=2")["recipe"]["features"] == begun
+    assert keeping_choices(recipe(*short, "features.batch_size=5")).features.batch_size == 5

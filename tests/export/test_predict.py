@@ -56,6 +56,11 @@ def decode_slowly():
     inference.decode = lambda *given: (time.sleep(0.01), decode(*given))[1]
 
 
+def decode_slowly_in_workers():
+    decode_slowly()
+    inference.worker_count = lambda device: 2
+
+
 def rows(text):
     return list(csv.DictReader(text.splitlines()))
 
@@ -288,11 +293,11 @@ def many(images, tmp_path, times=MANY):
     return "many.csv"
 
 
-def begun(small_model, tmp_path, images, *options):
+def begun(small_model, tmp_path, images, *options, first=decode_slowly):
     """A process that has some predictions of many on the disk, and its children."""
     table = many(images, tmp_path)
     arguments = ["predict", str(small_model.model), table, "--batch-size", "4", "--out", "out.csv", *options]
-    process = begin(arguments, tmp_path, tmp_path / "log", tmp_path / "log", first=decode_slowly)
+    process = begin(arguments, tmp_path, tmp_path / "log", tmp_path / "log", first=first)
     until = time.monotonic() + 60
     while not (tmp_path / "out.csv.unfinished").exists() or len((tmp_path / "out.csv.unfinished").read_bytes()) < 2000:
         assert time.monotonic() < until and process.is_alive(), (tmp_path / "log").read_text()
@@ -325,14 +330,16 @@ def test_killed_and_resumed(small_model, images, tmp_path, options):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", [decode_slowly, decode_slowly_in_workers])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals(small_model, images, tmp_path, number, status):
-    process, workers = begun(small_model, tmp_path, images, "--quiet")
+def test_signals(small_model, images, tmp_path, number, status, first):
+    process, workers = begun(small_model, tmp_path, images, "--quiet", first=first)
     os.killpg(process.pid, number)
     process.join()
     said = "xdm-ft: interrupted; finished work is kept; run the same command with --resume to resume\n"
     assert process.exitcode == status and (tmp_path / "log").read_text() == said
-    assert workers and not psutil.wait_procs(workers, 5)[1]
+    assert len(workers) == (2 if first is decode_slowly_in_workers else 0)
+    assert not psutil.wait_procs(workers, 5)[1]
 
 
 def test_entropy_spread_and_columns():

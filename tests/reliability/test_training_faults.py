@@ -13,8 +13,8 @@ import torch
 
 from xdm_ft.cli import main
 from xdm_ft.experiment import train
+from xdm_ft.memory import out_of_memory_as_user_error
 from xdm_ft.training.end_to_end.gradients import StepGradients
-from xdm_ft.training.memory import out_of_memory_as_user_error
 
 RECIPE = """\
 name: small

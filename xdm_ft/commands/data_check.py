@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from xdm_ft.features.file_hashes import FileHashes
     from xdm_ft.recipe.checked import Recipe
 
-Checked = Generator[Finding, None, tuple[ImageDataset, "FileHashes"] | None]
+Checked = Generator[Finding, None, tuple[ImageDataset, "FileHashes", Plan | None] | None]
 
 
 def check_data(recipe: Recipe, preprocessing: Preprocessing | None) -> Checked:
-    """Yields findings. Returns the data and a hash of every image, or None if the data can not be read at all.
+    """Yields findings. Returns the data, a hash of every image, and the plan, if data and recipe fit.
+
+    None: the data can not be read at all.
 
     `preprocessing` is the encoder's; None if the encoder can not be built.
     """
@@ -50,7 +52,7 @@ def check_data(recipe: Recipe, preprocessing: Preprocessing | None) -> Checked:
     if plan is not None:
         found += plan_faults(plan)
     yield from found or [Finding("images and groups", "no image occurs twice, no group is in both training and test")]
-    return dataset, hashes
+    return dataset, hashes, plan
 
 
 def _with_any_counts(recipe: Recipe) -> ImageDataset | None:

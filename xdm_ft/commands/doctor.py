@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from xdm_ft.data import ImageDataset
     from xdm_ft.encoders import Encoder
+    from xdm_ft.experiment.estimate import Encoders
+    from xdm_ft.experiment.plan import Plan
     from xdm_ft.features.file_hashes import FileHashes
     from xdm_ft.recipe.checked import Recipe
 
@@ -133,11 +135,13 @@ def devices() -> Iterator[Finding]:
     import torch
 
     from xdm_ft.experiment.machine import cores
+    from xdm_ft.features import cpu_has_bf16
 
     memory = psutil.virtual_memory()
     free, total = memory.available / GIGABYTE, memory.total / GIGABYTE
+    bf16 = "bf16 (in hardware)" if cpu_has_bf16() else "bf16 (slowly)"
     yield Finding(
-        "processor", f"{plural(cores(), 'core')}, {free:.1f} of {total:.1f} GB free; float32 and bf16, no fp16"
+        "processor", f"{plural(cores(), 'core')}, {free:.1f} of {total:.1f} GB free; float32, {bf16}, no fp16"
     )
     for number in range(torch.cuda.device_count()):
         left, whole = (size / GIGABYTE for size in torch.cuda.mem_get_info(number))
@@ -216,8 +220,21 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     checked = yield from check_data(recipe, read[0].preprocessing if read else None)
     if checked is None:
         return
+    dataset, hashes, plan = checked
     for label, encoder in encoders.items():
-        yield from _guarded("cache", partial(cache_space, recipe, label, encoder, *checked))
+        yield from _guarded("cache", partial(cache_space, recipe, label, encoder, dataset, hashes))
+    if plan is not None and encoders.keys() == by_label(recipe).keys():
+        yield from _guarded("time", partial(time_of, plan, encoders))
+
+
+def time_of(plan: Plan, encoders: Encoders) -> Iterator[Finding]:
+    """Reports how long the run will take, and what would make it faster."""
+    from xdm_ft.experiment.estimate import estimate
+    from xdm_ft.experiment.machine import launched
+
+    with launched(plan.recipe) as accelerator:
+        found = estimate(plan, encoders, accelerator)
+    yield Finding("time", f"{found.text()} on {found.device}")
 
 
 def _reads_cache(recipe: Recipe, label: str | None) -> bool:

@@ -124,7 +124,7 @@ def _columns(rows: list[tuple[str, ...]]) -> Iterator[str]:
 
 
 def evaluate(
-    model: Model, name: str, path: str, *, group: str | None, domains: Sequence[str] | None, batch_size: int
+    model: Model, name: str, path: str, *, group: str | None, domains: Sequence[str] | None, batch_size: int | None
 ) -> Evaluation:
     """Returns the metrics of a model on the labelled images of a folder or table.
 
@@ -133,7 +133,7 @@ def evaluate(
     count, are counted, and leave no verdict. Raises `UserError` for a site that can not be read or a label that the
     model lacks.
     """
-    if batch_size < 1:
+    if batch_size is not None and batch_size < 1:
         raise UserError(f"--batch-size: {batch_size} is not positive")
     config = model.config
     site = read_site(path, config.class_names, config.renamed, group)
@@ -176,7 +176,7 @@ def evaluate(
 
 
 def _answered(
-    model: Model, site: Site, trained: np.ndarray | None, batch_size: int, cache: Path
+    model: Model, site: Site, trained: np.ndarray | None, batch_size: int | None, cache: Path
 ) -> tuple[Labelled, dict[str, str]]:
     """Returns the images that can be read with the model's logits, and {image: reason} of the others."""
     logits, kept, unreadable, start = [], [], dict[str, str](), 0

@@ -20,7 +20,7 @@ from xdm_ft.export.runs import Choice
 from xdm_ft.export.sources import Sources, counted
 from xdm_ft.export.tables import Format, format_of, header_of, line_of, write_table
 from xdm_ft.export.unfinished import Tally, Unfinished, open_unfinished, refuse_taken
-from xdm_ft.features import FeatureSettings
+from xdm_ft.features import fast_batch_size
 from xdm_ft.progress import Progress, progress
 from xdm_ft.storage.digests import digest, json_digest, tensors_digest
 from xdm_ft.storage.user_paths import expanded
@@ -127,7 +127,7 @@ def predict(
     total = sources.count()
     model = load(folder, device=device, precision=precision, encoder_weights=encoder_weights, choice=choice)
     output.columns.refuse(model, output.grouped)
-    size = batch_size or FeatureSettings().batch_size
+    size = batch_size or fast_batch_size(model.device.type)
     batches = partial(stream, model, batch_size=size, cache=cache_of(folder))
     with progress("predicting", total, "images") as bar:
         if output.out is None:

@@ -28,9 +28,11 @@ from xdm_ft.experiment.machine import cores
 from xdm_ft.experiment.parallel import one_thread
 from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel
 from xdm_ft.experiment.prepared import Prepared, PreparedEncoder
+from xdm_ft.features import Precision, cpu_has_bf16
 from xdm_ft.features.cache import Features
 from xdm_ft.features.forward import frozen_copy
 from xdm_ft.features.lookup import cached_images
+from xdm_ft.memory import keep_freed_memory
 from xdm_ft.progress import duration
 from xdm_ft.training import Identity
 from xdm_ft.training.bank.cached_data import CachedData
@@ -46,6 +48,7 @@ SMALL_SECONDS = 30.0  # a run that surely takes no longer is not measured
 MEASURING_SECONDS = 2.0  # for the heads of all methods together, and as much for the encoder
 SECONDS_PER_MODEL = 0.01  # to test a model and to write its files
 MADE_UP = 1024  # distinct made-up features
+MUCH_FASTER = 2.0  # times; extraction in another precision is then worth a word
 NAMED = 5  # methods, at most, that the first line of a resumed run names
 # a generous bound, for runs that need no measurement: seconds of the fixed cost of a head's step and of an image that
 # is decoded, operations per second
@@ -60,6 +63,7 @@ class Estimate:
     features: float | None = None  # seconds of extraction
     training: float | None = None  # seconds of training
     problem: str | None = None  # why it could not be measured
+    features_in_bf16: float | None = None  # seconds of extraction, where it would be at least twice as fast
 
     @property
     def seconds(self) -> float | None:
@@ -72,12 +76,17 @@ class Estimate:
             return "less than a minute"
         parts = [("features", self.features), ("training", self.training)]
         several = ", ".join(f"{what} {duration(rounded(s))}" for what, s in parts if s > 0.05 * self.seconds)
-        shown = "," in several and self.seconds > 100
-        return f"about {duration(rounded(self.seconds))}" + (f" ({several})" if shown else "")
+        text = f"about {duration(rounded(self.seconds))}"
+        text += f" ({several})" if "," in several and self.seconds > 100 else ""
+        if self.features_in_bf16 is not None:
+            fast, slow = (duration(rounded(seconds)) for seconds in (self.features_in_bf16, self.features))
+            text += f"; features.precision=bf16 would take {fast} instead of {slow} for features on this processor"
+        return text
 
     def to_json(self) -> dict[str, Any]:
         """Seconds are null where they were not measured: because of `problem`, or as all takes less than a minute."""
         seconds = {"seconds": self.seconds, "features_seconds": self.features, "training_seconds": self.training}
+        seconds["features_seconds_in_bf16"] = self.features_in_bf16
         return {"device": self.device, **seconds, "problem": self.problem, "text": self.text()}
 
 
@@ -105,10 +114,16 @@ def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Co
     ]
     if sum(measured.at_most for measured in of_encoders) < SMALL_SECONDS:
         return Estimate(where)
+    keep_freed_memory()  # as the run will do
+    precision, on_cpu = plan.recipe.features.precision, accelerator.device.type == "cpu"
     try:
         with torch.random.fork_rng():
-            features = sum(measured.features() for measured in of_encoders)
-            return Estimate(where, features, sum(measured.training() for measured in of_encoders))
+            features, in_bf16 = sum(measured.features(precision) for measured in of_encoders), None
+            if precision == "fp32" and on_cpu and features > SMALL_SECONDS and cpu_has_bf16():
+                in_bf16 = sum(measured.features("bf16") for measured in of_encoders)
+            training = sum(measured.training() for measured in of_encoders)
+            much_faster = in_bf16 is not None and features >= MUCH_FASTER * in_bf16
+            return Estimate(where, features, training, features_in_bf16=in_bf16 if much_faster else None)
     except Exception as error:  # the run itself reports what is wrong, if it is wrong there too
         return Estimate(where, problem=f"{type(error).__name__}: {error}")
 
@@ -194,14 +209,14 @@ class _Measured:
     def _trains_encoder(self, model: PlannedModel | ExtraModel) -> bool:
         return model.item.trainable is not False
 
-    def features(self) -> float:
-        """Seconds to compute what the cache lacks: features, and activations of cuts."""
+    def features(self, precision: Precision) -> float:
+        """Seconds to compute in this precision what the cache lacks: features, and activations of cuts."""
         settings, seconds = self.plan.recipe.features, 0.0
         wanted: list[tuple[Encoder, int]] = [(self.encoder, self._missing)]
         wanted += [(cut.below, cut.activations.missing) for cut in self._cuts if cut.is_cached]
         for encoder, missing in wanted:
             if missing:
-                model = frozen_copy(encoder, settings.precision, self.accelerator.device)
+                model = frozen_copy(encoder, precision, self.accelerator.device)
                 decode, passes = self._times.whole(model, settings.batch_size, trains=False)
                 seconds += missing * self._times.beside(decode, passes.forward)
         return seconds / self.accelerator.num_processes

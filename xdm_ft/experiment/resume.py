@@ -19,6 +19,7 @@ from xdm_ft.evaluation.looks import Look, looks_of
 from xdm_ft.evaluation.records import Entries, Identity, Record, record_in
 from xdm_ft.experiment.growing import FINAL_FITS, Generation, comparable, grown_from, labels_of, refused_changes
 from xdm_ft.experiment.heartbeat import wait_for_everyone
+from xdm_ft.features import FeatureSettings
 from xdm_ft.progress import progress
 from xdm_ft.protocol.splits import AUTO, LOOKS
 from xdm_ft.recipe.checked import Recipe
@@ -65,7 +66,8 @@ def opened(recipe: Recipe, accelerator: Accelerator) -> Iterator[RunDirectory]:
 
 
 def keeping_choices(recipe: Recipe) -> Recipe:
-    """Returns the recipe with the final fit and, if it sets none, the augmentation of the run in its directory.
+    """Returns the recipe with the final fit of the run in its directory and, where it sets none, its augmentation, and
+    the precision and batch size of its features, whose defaults depend on the machine.
 
     With `protocol.seeds: auto` it has the seeds of the first look that has all seeds of the run. An override, or an
     export by an earlier version, may have added the final fit. Earlier versions trained all methods without
@@ -79,6 +81,9 @@ def keeping_choices(recipe: Recipe) -> Recipe:
         seeds = before["protocol"]["seeds"]
         begun_looks = [count for count in LOOKS if [*range(count)][: len(seeds)] == seeds]
         recipe = recipe.with_seeds(begun_looks[0]) if recipe.auto_seeds and begun_looks else recipe
+        given = recipe.features.model_dump(include=recipe.features.model_fields_set)
+        of_run = {key: before["features"][key] for key in ("precision", "batch_size")}
+        recipe = dataclasses.replace(recipe, features=FeatureSettings.model_validate(of_run | given))
         kept = recipe.with_augmentation(augmentation) if recipe.data_common.train_augmentation is None else recipe
     except (Damaged, KeyError, TypeError, ValueError, AttributeError):  # `opened` reports what is wrong with it
         return recipe

@@ -15,7 +15,7 @@ from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.overall import overall
 from xdm_ft.experiment.parallel import run_forked
 from xdm_ft.experiment.results import Outcome, ResultsFile
-from xdm_ft.training.memory import libraries_left_out
+from xdm_ft.memory import libraries_left_out
 
 
 class DoneModels(NamedTuple):

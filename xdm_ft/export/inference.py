@@ -5,24 +5,28 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from xdm_ft.data._images import OF_THE_MACHINE, EncodedImages, UnreadableImage, decode, memory_of
-from xdm_ft.data._loading import image_loader, loaded
+from xdm_ft.data._loading import image_loader, loaded, own_cores
+from xdm_ft.data._transforms import normalized, resizing_transform
 from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.export.model import Model
 from xdm_ft.export.sources import Item
-from xdm_ft.features import FeatureSettings
+from xdm_ft.features import FeatureSettings, fast_batch_size
 from xdm_ft.features.cache_key import key_of, key_parts_of
 from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.lookup import Lookup
 from xdm_ft.features.store import cache_path
+from xdm_ft.memory import keep_freed_memory
 from xdm_ft.report.finished import is_run, read_run
 
 MAX_WORKERS = 4  # by default
@@ -47,7 +51,7 @@ class _Loaded(NamedTuple):
     """A batch as a worker returns it."""
 
     items: list[Item]
-    pixels: Tensor | None  # float32 [B,3,H,W], black where nothing is to be computed; None: nothing at all
+    pixels: Tensor | None  # uint8 [B,S,S,3], black where nothing is to be computed; None: nothing at all
     cached: dict[int, Tensor]  # position → features [K]
     unreadable: dict[int, str]
 
@@ -55,29 +59,32 @@ class _Loaded(NamedTuple):
 class Inputs(Dataset[_Loaded]):
     """Item `items` is a whole batch. It is always as large: the products of a shorter one round differently."""
 
-    def __init__(self, model: Model, batch_size: int, lookup: Lookup | None) -> None:
+    def __init__(self, model: Model, batch_size: int, lookup: Lookup | None, threads: int = 0) -> None:
+        """`threads` of this process decode a batch."""
         size, self.least_side = model.config.preprocessing.size, model.config.preprocessing.least_side
-        self.transform, self.shape, self.lookup = model.transform, (batch_size, 3, size, size), lookup
+        self.transform, self.lookup = resizing_transform(model.config.preprocessing), lookup
+        self.shape = (batch_size, size, size, 3)
+        self._map = ThreadPoolExecutor(threads, "decoder").map if threads else map
 
     def __getitem__(self, items: list[Item]) -> _Loaded:
-        pixels: Tensor | None = None
-        cached, unreadable = dict[int, Tensor](), dict[int, str]()
-        for position, item in enumerate(items):
-            try:
-                with memory_of(printable(item.path)):
-                    content = _content(item, self.lookup is not None)
-                    found = None if self.lookup is None or isinstance(content, Path) else self.lookup.find(content)
-                    if isinstance(found, Tensor):
-                        cached[position] = found
-                    elif isinstance(found, str):
-                        unreadable[position] = found
-                    else:
-                        image = self.transform(decode(content, printable(item.path), self.least_side))
-                        pixels = torch.zeros(self.shape) if pixels is None else pixels
-                        pixels[position] = image
-            except UnreadableImage as error:
-                unreadable[position] = error.reason
-        return _Loaded(items, pixels, cached, unreadable)
+        pixels = np.zeros(self.shape, np.uint8)
+        found = dict(enumerate(self._map(self._of, items, pixels)))
+        cached = {position: one for position, one in found.items() if isinstance(one, Tensor)}
+        unreadable = {position: one for position, one in found.items() if isinstance(one, str)}
+        nothing = len(cached) + len(unreadable) == len(items)
+        return _Loaded(items, None if nothing else torch.from_numpy(pixels), cached, unreadable)
+
+    def _of(self, item: Item, pixels: np.ndarray) -> Tensor | str | None:
+        """Returns the cached features [K], why the image does not decode, or None: `pixels` [S,S,3] are filled."""
+        try:
+            with memory_of(printable(item.path)):
+                content = _content(item, self.lookup is not None)
+                found = None if self.lookup is None or isinstance(content, Path) else self.lookup.find(content)
+                if found is None:
+                    pixels[:] = self.transform(decode(content, printable(item.path), self.least_side))
+                return found
+        except UnreadableImage as error:
+            return error.reason
 
 
 def _content(item: Item, whole: bool) -> bytes | Path:
@@ -99,33 +106,41 @@ def _content(item: Item, whole: bool) -> bytes | Path:
 
 
 def stream(
-    model: Model, items: Iterable[Item], *, batch_size: int, cache: Path | None = None, workers: int | None = None
+    model: Model,
+    items: Iterable[Item],
+    *,
+    batch_size: int | None = None,
+    cache: Path | None = None,
+    workers: int | None = None,
 ) -> Iterator[Batch]:
-    """Yields the images in batches of `batch_size` with the model's features and logits. Holds a few batches at once.
+    """Yields the images in batches with the model's features and logits. Holds a few batches at once.
 
     Images that do not decode are reported, not raised. Each position of a batch is computed alike whatever the others
-    hold, so that a stream that starts again after any batch yields the same bits. `cache`: folder of the feature cache,
-    whose features are used if the encoder is frozen; it may be missing. `workers`: processes that decode; None: see
-    `worker_count`. Raises `UserError` if memory is full.
+    hold, so that a stream that starts again after any batch yields the same bits. `batch_size` None: a fast one on the
+    model's device. `cache`: folder of the feature cache, whose features are used if the encoder is frozen; it may be
+    missing. `workers`: processes that decode; 0: threads decode a batch on all cores between two passes of the encoder;
+    None: see `worker_count`. Raises `UserError` if memory is full.
     """
+    keep_freed_memory()
     lookup = None if cache is None else cached_features(model, cache)
-    count = worker_count(model.device) if workers is None else workers
+    size = fast_batch_size(model.device.type) if batch_size is None else batch_size
+    workers = worker_count(model.device) if workers is None else workers
     rest = iter(items)
-    batches = iter(lambda: list(islice(rest, batch_size)), [])
-    loader = image_loader(Inputs(model, batch_size, lookup), count, model.device, batch_size=None, sampler=batches)
-    smaller = f"give a smaller --batch-size (now {batch_size})"
+    batches = iter(lambda: list(islice(rest, size)), [])
+    inputs = Inputs(model, size, lookup, threads=0 if workers else own_cores())
+    loader = image_loader(inputs, workers, model.device, batch_size=None, sampler=batches)
+    smaller = f"give a smaller --batch-size (now {size})"
     for one in loaded(loader, "predict", smaller):
         try:
-            yield _computed(model, one, batch_size)
+            yield _computed(model, one, size)
         except torch.OutOfMemoryError as error:
-            images = plural(batch_size, "image")
+            images = plural(size, "image")
             raise UserError(f"a batch of {images} needs more memory than {model.device} has; {smaller}") from error
 
 
 def worker_count(device: torch.device) -> int:
-    """Returns the number of processes that decode images by default."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(MAX_WORKERS, cores if device.type == "cuda" else cores // 2))
+    """Returns the number of processes that decode images by default: none on a CPU, as in an extraction."""
+    return 0 if device.type == "cpu" else min(MAX_WORKERS, own_cores())
 
 
 def cache_of(folder: str) -> Path:
@@ -154,8 +169,8 @@ def _computed(model: Model, one: _Loaded, batch_size: int) -> Batch:
     if one.pixels is None:
         encoded = torch.zeros(batch_size, model.config.encoder.width, device=model.device)
     else:
-        pixels = one.pixels.to(model.device, non_blocking=True)
-        encoded = module.encoded(pixels.contiguous(memory_format=torch.channels_last))  # [B,K]
+        pixels = normalized(one.pixels.to(model.device, non_blocking=True), model.config.preprocessing)
+        encoded = module.encoded(pixels)  # [B,K]
     if one.cached:
         places = torch.tensor(list(one.cached), device=model.device)
         encoded[places] = torch.stack(list(one.cached.values())).float().to(model.device)

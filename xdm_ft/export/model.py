@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import cast, get_args
@@ -15,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from xdm_ft.data._images import UnreadableImage, decode, to_rgb
+from xdm_ft.data._loading import own_cores
 from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.errors import UserError
 from xdm_ft.evaluation.feature_distance import Reference
@@ -24,10 +26,11 @@ from xdm_ft.export.hub import download, is_hub_name
 from xdm_ft.export.interchange import ClassEmbeddings, class_embeddings
 from xdm_ft.export.parts import Classifier, Parts, probabilities
 from xdm_ft.export.runs import Choice, read_parts
+from xdm_ft.features import fast_batch_size
+from xdm_ft.memory import keep_freed_memory
 from xdm_ft.report.finished import is_run, read_run
 
 logger = logging.getLogger("xdm_ft")
-BATCH = 32  # images at a time
 OneImage = str | Path | Image.Image | np.ndarray
 Images = OneImage | Iterable[OneImage]
 
@@ -102,13 +105,15 @@ class Model:
 
     @torch.no_grad()
     def _encoded(self, images: Images) -> Iterator[Tensor]:
+        keep_freed_memory()
         rest, size = iter([images] if isinstance(images, OneImage) else images), 0
-        while batch := list(islice(rest, BATCH)):
-            pixels = torch.stack([self.pixels(image) for image in batch])
-            # a shorter last batch rounds differently, and is filled up; a few images alone are not worth it
-            size = max(size, len(batch))
-            filled = torch.cat([pixels, pixels.new_zeros(size - len(batch), *pixels.shape[1:])])
-            yield self.module.encoded(filled.to(self.device))[: len(batch)]
+        with ThreadPoolExecutor(own_cores(), "decoder") as decoders:
+            while batch := list(islice(rest, fast_batch_size(self.device.type))):
+                pixels = torch.stack([*decoders.map(self.pixels, batch)])
+                # a shorter last batch rounds differently, and is filled up; a few images alone are not worth it
+                size = max(size, len(batch))
+                filled = torch.cat([pixels, pixels.new_zeros(size - len(batch), *pixels.shape[1:])])
+                yield self.module.encoded(filled.to(self.device))[: len(batch)]
 
     def pixels(self, image: OneImage) -> Tensor:
         """Returns the preprocessed pixels float32 [3,H,W]. Raises `UserError` for an image that does not decode."""

@@ -28,6 +28,7 @@ from xdm_ft.features import FeatureSettings, Precision
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.store import Store
 from xdm_ft.features.views import View, ViewTransform
+from xdm_ft.memory import keep_freed_memory
 from xdm_ft.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -147,6 +148,7 @@ class Extraction:
         free = len(self.store.unclaimed())
         if not free:
             return 0  # no workers are started for nothing
+        keep_freed_memory()
         computed = 0
         try:
             with ThreadPoolExecutor(1, "shard writer") as writer:  # at its end it waits for the shard that it writes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xdm_ft.interrupt import deferred, stop_requested
+from xdm_ft.memory import keep_freed_memory
 from xdm_ft.progress import Progress, unseen
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.tensors import Annotations, Criteria
@@ -19,7 +20,6 @@ from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.bank.stacked import Bank, algorithm_of, settings_of, stack, step
 from xdm_ft.training.bank.state import ChunkState
 from xdm_ft.training.bank.validation import BankValidation
-from xdm_ft.training.memory import keep_freed_memory
 from xdm_ft.training.schedule import learning_rate_factor
 from xdm_ft.training.selection import Selector, evaluation_steps, known_values
 

@@ -26,6 +26,7 @@ from xdm_ft.data import Augmentation, ImageDataset
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.interrupt import Interrupted, deferred, stop_requested
+from xdm_ft.memory import PeakMemory
 from xdm_ft.progress import Progress, unseen
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.storage.checkpoint import Checkpoint
@@ -44,7 +45,6 @@ from xdm_ft.training.end_to_end.prediction import inputs_of, predict
 from xdm_ft.training.end_to_end.state import LoopState
 from xdm_ft.training.end_to_end.unread import Read
 from xdm_ft.training.end_to_end.validation import EndToEndValidation
-from xdm_ft.training.memory import PeakMemory
 from xdm_ft.training.schedule import learning_rate_factor
 from xdm_ft.training.selection import Selector, evaluation_steps, known_values
 
