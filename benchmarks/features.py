@@ -6,7 +6,9 @@
 
 Extraction. Every round measures, one after the other, so that other programs disturb all alike:
 
-f           images per second of the forward pass alone, on preprocessed images in memory
+f           images per second of the forward pass alone, on preprocessed images in memory: of batch sizes from 4 to 64,
+            both memory layouts, and one thread or one per core, those that were fastest on a few images; freed memory
+            is kept
 d           images per second of reading, decoding and preprocessing alone, by as many processes as there are cores
 workers n   images per second of `extract` with that number of workers, from an empty cache to features in memory;
             "default": `features.workers: null`
@@ -27,6 +29,8 @@ docs/results.md, "Speed of extraction", has measured numbers. The last line is J
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import json
 import os
 import statistics
@@ -35,6 +39,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,11 +59,15 @@ from xdm_ft.features.cache import Features, cached_views, extract
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.forward import DTYPES, frozen_copy
 from xdm_ft.features.store import cache_folder
+from xdm_ft.memory import keep_freed_memory
 from xdm_ft.protocol.splits import Protocol, splits
 
 SHARD = 1024  # rows of a made-up shard: as extraction cuts a million
 WIDTH = 512  # of made-up features
 BATCH = 96  # of the first step
+BATCH_SIZES = (4, 8, 16, 32, 64)
+LAYOUTS = (torch.channels_last, torch.contiguous_format)
+FEW = 128  # images that choose among them
 
 
 class Some(ImageFiles):
@@ -122,16 +131,41 @@ def seconds() -> float:
     return sum(os.times()[:4]) if torch.get_num_threads() == 1 else time.perf_counter()
 
 
-def forward_rate(model: Encoder, pixels: Tensor, images: int) -> float:
-    """Images per second; `pixels` [B,3,S,S] pass through as often as `images` need. `model`: of `frozen_copy`."""
-    passes = max(1, images // len(pixels))
-    with torch.inference_mode():
-        model(pixels).cpu()
-        started = seconds()
-        for _ in range(passes):
-            z = model(pixels)
-        z.cpu()  # waits for a GPU
-    return passes * len(pixels) / (seconds() - started)
+class Forward(NamedTuple):
+    """A way to compute the forward pass. `model`: of `frozen_copy`, in the layout of `pixels` [B,3,S,S]."""
+
+    model: Encoder
+    pixels: Tensor
+    threads: int
+
+    def rate(self, images: int) -> float:
+        """Images per second; the pixels pass through as often as `images` need."""
+        passes, before = max(1, images // len(self.pixels)), torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        with torch.inference_mode():
+            self.model(self.pixels).cpu()
+            started = seconds()
+            for _ in range(passes):
+                z = self.model(self.pixels)
+            z.cpu()  # waits for a GPU
+        took = seconds() - started
+        torch.set_num_threads(before)
+        return passes * len(self.pixels) / took
+
+    def __str__(self) -> str:
+        layout = "channels last" if self.pixels.is_contiguous(memory_format=torch.channels_last) else "contiguous"
+        return f"{len(self.pixels)} images, {layout}, {self.threads} thread(s)"
+
+
+def fastest(model: Encoder, pixels: Tensor) -> Forward:
+    """Returns the fastest way of all batch sizes, layouts and numbers of threads; `pixels` [64,3,S,S]."""
+    threads = sorted({1, torch.get_num_threads()})
+    models = [copy.deepcopy(model).to(memory_format=layout) for layout in LAYOUTS]
+    ways = [
+        Forward(own, pixels[:size].contiguous(memory_format=layout), number)
+        for (own, layout), size, number in itertools.product(zip(models, LAYOUTS, strict=True), BATCH_SIZES, threads)
+    ]
+    return max(ways, key=lambda way: way.rate(FEW))
 
 
 def decoding_rate(dataset: ImageDataset, preprocessing: Preprocessing, batch: int) -> float:
@@ -171,11 +205,12 @@ def extraction(given: argparse.Namespace, folder: Path) -> dict[str, object]:
     paths = chosen_images(given.images, given.count) if given.images else made_up_images(folder, given.count)
     dataset, stored = Some(paths), DTYPES[given.precision]
     model = frozen_copy(encoder, given.precision, device)
-    first = Decoded(dataset, encoder.preprocessing)[list(range(given.batch))]
-    pixels = first.to(device, stored).contiguous(memory_format=torch.channels_last)
+    keep_freed_memory()
+    first = Decoded(dataset, encoder.preprocessing)[list(range(max(BATCH_SIZES)))]
+    forward = fastest(model, first.to(device, stored))
     found: dict[str, list[float]] = {}
     for _ in range(given.rounds):
-        f = forward_rate(model, pixels, len(dataset))
+        f = forward.rate(len(dataset))
         d = decoding_rate(dataset, encoder.preprocessing, given.batch)
         bound = min(f, d) if device.type == "cuda" else 1 / (1 / f + 1 / d)
         speeds = {"f": f, "d": d, "bound": bound}
@@ -187,6 +222,7 @@ def extraction(given: argparse.Namespace, folder: Path) -> dict[str, object]:
         for name, value in speeds.items():
             found.setdefault(name, []).append(value)
     medians = {name: statistics.median(values) for name, values in found.items()}
+    print(f"f: {forward}; extraction: {given.batch} images\n")
     print("| | images/s | share | shares of the rounds |\n|---|---:|---:|---|")
     for name, value in medians.items():
         if not name.endswith("_share"):
@@ -194,7 +230,7 @@ def extraction(given: argparse.Namespace, folder: Path) -> dict[str, object]:
             share = f"{statistics.median(shares):.3f}" if shares else ""
             print(f"| {name} | {value:.1f} | {share} | {' '.join(f'{one:.3f}' for one in shares)} |")
     about = {"device": str(device), "threads": torch.get_num_threads(), "images": len(dataset), "model": given.model}
-    return {**about, "precision": given.precision, **medians}
+    return {**about, "precision": given.precision, "batch": given.batch, "forward": str(forward), **medians}
 
 
 def made_up_tree(root: Path, rows: int) -> None:
@@ -270,7 +306,8 @@ def main() -> None:
     parser.add_argument("--model-kwargs", type=json.loads, default={}, help="its arguments, as JSON")
     parser.add_argument("--weights", help="file with its weights (default: random)")
     parser.add_argument("--size", type=int, default=224, help="pixels (default: 224)")
-    parser.add_argument("--batch", type=int, default=64, help="features.batch_size (default: 64)")
+    own = FeatureSettings().batch_size
+    parser.add_argument("--batch", type=int, default=own, help=f"features.batch_size (default: {own} here)")
     parser.add_argument("--precision", default="fp32", choices=sorted(DTYPES))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of PyTorch (default: cores)")
     parser.add_argument("--workers", type=number_or_default, nargs="+", default=[None, 0, 1, 2])

@@ -24,16 +24,19 @@ import torch
 
 import xdm_ft
 from xdm_ft.data._loading import image_loader, loaded
+from xdm_ft.data._transforms import normalized
 from xdm_ft.export.inference import Inputs, stream
 from xdm_ft.export.model import Model
 from xdm_ft.export.sources import Item, Sources
+from xdm_ft.features import fast_batch_size
+from xdm_ft.memory import keep_freed_memory
 
 
 def forward(model: Model, items: Sequence[Item], batch_size: int) -> Callable[[], float]:
     """Returns a function that measures images per second of the forward pass; as many images as `items`."""
     pixels = Inputs(model, batch_size, None)[list(items[:batch_size])].pixels
     assert pixels is not None
-    pixels = pixels.to(model.device).contiguous(memory_format=torch.channels_last)
+    pixels = normalized(pixels.to(model.device), model.config.preprocessing)
 
     @torch.inference_mode()
     def measured() -> float:
@@ -68,13 +71,15 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("images", nargs="+")
     parser.add_argument("--count", type=int, default=1024, help="images of each measurement")
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, help="default: as `xdm-ft predict` has it")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    model, batch_size = xdm_ft.load(arguments.model), arguments.batch_size
+    model = xdm_ft.load(arguments.model)
+    batch_size = arguments.batch_size or fast_batch_size(model.device.type)
     items = list(islice(Sources(arguments.images), arguments.count // batch_size * batch_size))
     cores = len(os.sched_getaffinity(0))
+    keep_freed_memory()
     measured_forward = forward(model, items, batch_size)
     measured_forward()
     found: dict[str, list[float]] = {}
