@@ -244,12 +244,9 @@ def moved(method: str, shape: Shape) -> int:
     gather = 2 * features
     passes = gather + 2 * features  # the product with the head, forward and for its gradient
     if method == "xdomainmix":
-        scores = 2 * (2 * features + 2 * features)  # rows of weights gathered; their product with z
-        masks = 2 * (features + mask) + 12 * mask  # M_c and M_d; their four products
-        parts = features + 4 * (mask + features)
-        mixing = 6 * features + features  # own parts and two of partners; z̃ is written
+        augmenting = features + 2 * mask + features  # z is read; both masks and z̃ are written
         # and z̃ goes through the class head, z through the domain head
-        passes += scores + masks + parts + mixing + 2 * 2 * features
+        passes += augmenting + 2 * 2 * features
     weights = 4 * parameters(method, shape)
     return passes + weights * (1 + 1 + 7)  # forward, gradient, and the update: 4 tensors read, 3 written
 

@@ -264,6 +264,7 @@ def negated(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
 
 def test_another_equation_4_is_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """End to end, where gradients flow to z, and in a bank."""
+    monkeypatch.setenv("XDM_FT_KERNELS", "0")
     algorithm, given = XDomainMix(setup()), batch()
     parameters, buffers = torch.func.stack_module_state([algorithm, XDomainMix(setup(seed=1))])
 

@@ -100,7 +100,7 @@ ENGINES = {"bank": bank, "end to end": end_to_end}
 
 def test_the_tables_name_functions() -> None:
     assert {"linear_scores", "exceeds", "decompose", "draw_partners", "mix", "order_statistic.reference"} < {*named()}
-    assert len(named()) == 14
+    assert len(named()) == 12
     paragraph = CONTRIBUTING.partition("## A kernel behind one function")[2].partition("\n\n")[2].partition("\n\n")[0]
     called, rest = paragraph.split("calls", maxsplit=1)[1].split(";", maxsplit=1)
     assert {*re.findall(r"`(\w+)`", called)} == {

@@ -9,13 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numba.core.caching import NullCache
 from numba.core.dispatcher import Dispatcher
 from test_order_statistic import SCORES
 from torch import Tensor
 
-from xdm_ft.tensors import Parts
-from xdm_ft.xdomainmix import Partners, _numba, decompose, decomposition, draw_partners, mix, mixing, specific_mask
+from xdm_ft.algorithms import Setup
+from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.heads.linear import Linear
+from xdm_ft.heads.mlp import MLP
+from xdm_ft.tensors import Batch, Task
+from xdm_ft.xdomainmix import Partners, _numba, decompose, draw_partners, linear_scores, mix, order_statistic
+from xdm_ft.xdomainmix.augmentation import mix_masked, select_and_mix
 
 TRITON = """
 import torch
@@ -39,48 +46,89 @@ print(cache.cache_dir)
 """
 
 
-@pytest.fixture
-def parts() -> Parts:
-    generator = torch.Generator().manual_seed(0)
-    z, masks = torch.randn(50, 37, generator=generator), torch.rand(2, 50, 37, generator=generator) > 0.5
-    return decompose(z, *masks)
+def plain(z: Tensor, choices: tuple[Tensor, ...], selection: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`select_and_mix` by the functions of the equations."""
+    by_class, by_domain = (linear_scores(z, *selection[first : first + 2]) for first in (0, 3))
+    masks = (order_statistic.reference(by_class, selection[2]), order_statistic.reference(by_domain, selection[5]))
+    same, other, lam, keep = choices
+    everyone = torch.ones(len(z), dtype=torch.bool)
+    return mix(decompose(z, *masks), Partners(same, other, everyone, everyone), lam, keep), *masks
 
 
-@pytest.fixture
-def choices() -> tuple[Partners, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    y, domain = torch.randint(0, 30, (50,), generator=generator), torch.randint(0, 2, (50,), generator=generator)
-    partners = draw_partners(y, domain, torch.rand(50, 2, generator=generator))
-    assert not partners.has_same.all()
-    return partners, torch.rand(50, 2, generator=generator), torch.rand(50, generator=generator) > 0.3
+def problem(seed: int, batch: int, width: int, special: float = 0.3) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Features and slopes, of which the share `special` are zeros of both signs, ties, infinities and NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(rows: int) -> Tensor:
+        odd = torch.tensor([0.0, -0.0, 0.0, 1.0, 1.0, -2.0, 1e-40, torch.inf, torch.nan])
+        odd = odd[torch.randint(len(odd), (rows, width), generator=generator)]
+        rare = torch.rand(rows, width, generator=generator) < special * torch.rand(rows, 1, generator=generator)
+        return torch.where(rare, odd, torch.randn(rows, width, generator=generator))
+
+    y, domain = (torch.randint(0, high, (batch,), generator=generator) for high in (3, 2))
+    draws = torch.rand(5, batch, generator=generator)
+    partners = draw_partners(y, domain, draws[:2].T)  # in a small batch many have none
+    lam = torch.where(torch.stack((partners.has_same, partners.has_other), 1), draws[2:4].T, 1.0)
+    ranks = torch.randint(0, width, (2, 1), generator=generator)
+    choices = [partners.same, partners.other, lam, draws[4] > 0.3]
+    return values(batch), choices, [values(3), y, ranks[0], values(2), domain, ranks[1]]
 
 
-def plain_mix(parts: Parts, partners: Partners, lam: Tensor, keep: Tensor) -> Tensor:
-    acting = torch.where(torch.stack((partners.has_same, partners.has_other), 1), lam, 1.0)
-    return mixing.reference(parts, partners.same, partners.other, acting, keep)
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Also of the signs of zeros; all NaNs are alike."""
+    if one.dtype == torch.bool:
+        return torch.equal(one, other)
+    bits = [torch.where(t.isnan(), torch.nan, t).contiguous().view(torch.int32) for t in (one, other)]
+    return torch.equal(*bits)
 
 
-def test_parts() -> None:
-    """Also of infinities and NaN, which do not reach parts that leave them out."""
-    z = torch.where(torch.rand(20, 30) > 0.9, torch.inf, torch.randn(20, 30))
-    z[3, 5] = torch.nan
-    masks = torch.rand(2, 20, 30) > 0.5
-    for found, expected in zip(decompose(z, *masks), decomposition.reference(z, *masks), strict=True):
-        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
-
-
-@pytest.mark.parametrize("space", [(), (2, 3)])
-def test_mixed_features_and_their_gradient(
-    space: tuple[int, ...], parts: Parts, choices: tuple[Partners, Tensor, Tensor]
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 12), st.integers(1, 40), st.sampled_from([0, 0.02, 1]))
+def test_one_head_and_stacked_heads_are_those_of_the_equations(
+    seed: int, heads: int, batch: int, width: int, special: float
 ) -> None:
-    maps = [part[(..., *(None for _ in space))].expand(*part.shape, *space) * torch.rand(space) for part in parts]
-    one, two = (Parts(*(part.clone().requires_grad_() for part in maps)) for _ in range(2))
-    found, expected = mix(one, *choices), plain_mix(two, *choices)
-    assert torch.equal(found, expected)
-    upstream = torch.randn(found.shape)
-    gradients = torch.autograd.grad(found, one, upstream), torch.autograd.grad(expected, two, upstream)
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
+    """Heads differ in their ranks; both with masks to find and with given masks."""
+    of_heads = [problem(seed + head, batch, width, special) for head in range(heads)]
+    expected = [plain(*of_head) for of_head in of_heads]
+    for (z, choices, selection), (mixed, *masks) in zip(of_heads, expected, strict=True):
+        found = select_and_mix(z, choices, selection)
+        assert all(same_bits(*pair) for pair in zip(found, (mixed, *masks), strict=True))
+        assert same_bits(mix_masked(z, choices, masks), mixed)
+    z, choices, selection = (
+        torch.stack(first) if isinstance(first[0], Tensor) else [torch.stack(each) for each in zip(*first, strict=True)]
+        for first in zip(*of_heads, strict=True)
+    )
+    stacked = [torch.stack(each) for each in zip(*expected, strict=True)]
+    found = torch.func.vmap(select_and_mix)(z, choices, selection)
+    assert all(same_bits(*pair) for pair in zip(found, stacked, strict=True))
+    assert same_bits(torch.func.vmap(mix_masked)(z, choices, stacked[1:]), stacked[0])
+
+
+def test_tensors_that_heads_share() -> None:
+    z, choices, selection = problem(0, 9, 20)
+    expected = plain(z, choices, selection)[0]
+    dims = (None, None, [None, None, 0, None, None, None])
+    ranks = torch.stack([selection[2], (selection[2] + 7) % 20])
+    mixed = torch.func.vmap(select_and_mix, dims)(z, choices, [*selection[:2], ranks, *selection[3:]])[0]
+    assert same_bits(mixed[0], expected)
+    assert same_bits(mixed[1], plain(z, choices, [*selection[:2], ranks[1], *selection[3:]])[0])
+
+
+def test_gradients() -> None:
+    """Of one head and of stacked heads; several samples have the same partner."""
+    z, choices, selection = problem(1, 40, 30, special=0)
+    assert len(choices[0].unique()) < 35
+    upstream = torch.randn(2, 40, 30)
+    one, stacked = z.clone().requires_grad_(), torch.stack([z, 2 * z]).requires_grad_()
+    expected = [
+        torch.autograd.grad(plain(one * factor, choices, selection)[0], one, upstream[head])[0] / factor
+        for head, factor in enumerate((1, 2))
+    ]
+    mixed, *masks = select_and_mix(one, choices, selection)
+    for found in (mixed, mix_masked(one, choices, masks)):
+        torch.testing.assert_close(torch.autograd.grad(found, one, upstream[0])[0], expected[0])
+    of_heads = torch.func.vmap(select_and_mix, (0, None, None))(stacked, choices, selection)[0]
+    torch.testing.assert_close(torch.autograd.grad(of_heads, stacked, upstream)[0], torch.stack(expected))
 
 
 def test_gradients_by_finite_differences() -> None:
@@ -90,38 +138,50 @@ def test_gradients_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda z: mix(decompose(z, *masks), partners, lam, keep), z)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_floats_are_computed_plainly(
-    dtype: torch.dtype, parts: Parts, choices: tuple[Partners, Tensor, Tensor]
-) -> None:
-    other = Parts(*(part.to(dtype) for part in parts))
-    assert torch.equal(mix(other, *choices), plain_mix(other, *choices))
-    assert decompose(other.csds, *(parts.csds != 0, parts.csdg != 0)).csds.dtype == dtype
-
-
-def test_a_nan_stays_with_its_sample(choices: tuple[Partners, Tensor, Tensor]) -> None:
-    z = torch.randn(50, 30)
+def test_a_nan_stays_with_its_sample() -> None:
+    z, choices, selection = problem(2, 50, 30, special=0)
     z[3, 5] = torch.nan
-    mask = specific_mask(z, 0.5)
-    mixed = mix(decompose(z, mask, mask), *choices)
+    mixed, *masks = select_and_mix(z, choices, selection)
     assert mixed.isnan().any(1).nonzero().tolist() == [[3]]
+    assert not any(mask[3].any() for mask in masks)
 
 
-def test_they_are_what_runs(
-    parts: Parts, choices: tuple[Partners, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called = []
-    for name in ("exceeds", "parts", "mix"):
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels, in the order in which they run from now on."""
+    names: list[str] = []
+    for name in ("exceeds", "augment", "mix"):
         kernel = getattr(_numba, name)
-        monkeypatch.setattr(_numba, name, lambda *given, n=name, k=kernel: (called.append(n), k(*given))[1])
-    mask = specific_mask(parts.csds, 0.5)
-    mix(decompose(parts.csds, mask, mask), *choices)
-    assert called == ["exceeds", "parts", "mix"]
+        monkeypatch.setattr(_numba, name, lambda *given, n=name, k=kernel: (names.append(n), k(*given))[1])
+    return names
+
+
+@pytest.mark.parametrize("head", [Linear, MLP])
+def test_they_are_what_trains(head: type, called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients of both passes of a sharpness-aware step, with kernels and by the equations."""
+    setup = Setup(Task(("a", "b"), ("x", "y", "z")), 20, steps=10, seed=0, head=head)
+    method, place = XDomainMix(setup, warmup_steps=0), torch.arange(30)
+    z = torch.randn(30, 20).relu().requires_grad_()
+    batch = Batch(z, place % 2, place % 3, place, place)
+
+    def passes() -> list[Tensor]:
+        first = method(z, batch, 3)
+        second = method(z, batch, 3, first.reuse)
+        gradients = [torch.autograd.grad(losses.total, z)[0] for losses in (first, second)]
+        return [first.total, second.total, *gradients, *first.reuse.values()]
+
+    fast = passes()
+    assert called == ["augment", "mix"]
+    monkeypatch.setenv("XDM_FT_KERNELS", "0")
+    torch.testing.assert_close(fast, passes(), atol=1e-7, rtol=1e-6)
+    monkeypatch.delenv("XDM_FT_KERNELS")
+    method.double()(z.double(), batch, 3)
+    assert called[2:] == ["exceeds", "exceeds"], "of other floats the scores alone are float32"
 
 
 def test_no_compiled_file_is_kept_that_could_be_damaged() -> None:
     kernels = [kernel for kernel in vars(_numba).values() if isinstance(kernel, Dispatcher)]
-    assert len(kernels) == 5 and sum(len(kernel.signatures) for kernel in kernels) == 6, "compiled at once"
+    assert len(kernels) == 7 and sum(len(kernel.signatures) for kernel in kernels) == 8, "compiled at once"
     assert all(isinstance(kernel._cache, NullCache) for kernel in kernels)
 
 

@@ -24,9 +24,12 @@ from xdm_ft.xdomainmix import (
     linear_scores,
     mix,
 )
+from xdm_ft.xdomainmix.augmentation import mix_masked, select_and_mix
 from xdm_ft.xdomainmix.decomposition import rank_of
+from xdm_ft.xdomainmix.importance import target_gradient
 from xdm_ft.xdomainmix.order_statistic import exceeds
 from xdm_ft.xdomainmix.partners import OtherPartner
+from xdm_ft.xdomainmix.stacking import runs_kernel
 from xdm_ft.xdomainmix.threshold import quantile_cycle, quantile_stage
 
 CLASS_QUANTILE = 0.5
@@ -130,8 +133,8 @@ class XDomainMix(Algorithm):
         make = setup.head if domain_head is None else Linear
         self.domain_head = make(setup.width, setup.task.num_domains, setup.seed, Stream.DOMAIN_INIT)
         # tensors on the device, which a step reads without a copy from Python
-        self.class_rank: Tensor  # of τ_c among K scores, int64 []
-        self.register_buffer("class_rank", torch.tensor(rank_of(CLASS_QUANTILE, setup.width)), persistent=False)
+        self.class_rank: Tensor  # of τ_c among K scores, int64 [1]
+        self.register_buffer("class_rank", torch.tensor([rank_of(CLASS_QUANTILE, setup.width)]), persistent=False)
         self.domain_ranks: Tensor  # of τ_d, int64 [stages]
         ranks = [rank_of(quantile, setup.width) for quantile in quantile_cycle()]
         self.register_buffer("domain_ranks", torch.tensor(ranks), persistent=False)
@@ -164,22 +167,36 @@ class XDomainMix(Algorithm):
         `reuse` holds the masks of a first pass, and its draws, if it has made them; None: both are computed.
         """
         known = dict(reuse or {})
-        masks = {name: known[name] for name in MASKS} if known else self.masks(z, batch, step)
-        parts = decompose(z, *(masks[name] for name in MASKS))  # (4)
         if "lam" in known:
             partners, lam, keep = Partners(*(known[name] for name in Partners._fields)), known["lam"], known["keep"]
         else:
             partners, lam, keep = self.draws(batch, step)
-        return Augmented(mix(parts, partners, lam, keep), partners, lam, keep, masks)  # (5)(6)(7)
+        masks = {name: known[name] for name in MASKS} if known else None
+        choices = partners.same, partners.other, lam, keep
+        if z.ndim > 2 or not runs_kernel(z, "cpu"):
+            masks = self.masks(z, batch, step) if masks is None else masks
+            mixed = mix(decompose(z, *masks.values()), partners, lam, keep)  # (4)(5)(6)(7)
+        elif masks is not None:
+            mixed = mix_masked(z, choices, tuple(masks.values()))
+        else:
+            of_class = *slopes(self.head, z, batch.y), self.class_rank
+            of_domain = *slopes(self.domain_head, z, batch.domain), self.domain_rank(step)
+            mixed, *found = select_and_mix(z, choices, (*of_class, *of_domain))
+            masks = dict(zip(MASKS, found, strict=True))
+        return Augmented(mixed, partners, lam, keep, masks)
 
     def masks(self, z: Tensor, batch: Batch, step: int | Tensor) -> dict[str, Tensor]:
         """Returns M_c and M_d, bool [B,K]: `class_mask` and `domain_mask`."""
         by_class, by_domain = scores(self.head, z, batch.y), scores(self.domain_head, z, batch.domain)  # (1)(2)
+        of_class, of_domain = exceeds(by_class, self.class_rank), exceeds(by_domain, self.domain_rank(step))  # (3)
+        return dict(zip(MASKS, (of_class, of_domain), strict=True))
+
+    def domain_rank(self, step: int | Tensor) -> Tensor:
+        """Returns the rank of τ_d among K scores, int64 [1]."""
         stage = quantile_stage(step - self.warmup_steps, self.quantile_steps, len(self.domain_ranks))
         # indexing by a tensor [] would read its value from the device
-        rank = self.domain_ranks[stage] if isinstance(stage, int) else self.domain_ranks.index_select(0, stage[None])[0]
-        of_class, of_domain = exceeds(by_class, self.class_rank), exceeds(by_domain, rank)  # (3)
-        return dict(zip(MASKS, (of_class, of_domain), strict=True))
+        ranks = self.domain_ranks
+        return ranks[stage : stage + 1] if isinstance(stage, int) else ranks.index_select(0, stage[None])
 
     def draws(self, batch: Batch, step: int | Tensor) -> tuple[Partners, Tensor, Tensor]:
         """Returns x_i and x_j, λ1 and λ2 in effect [B,2], and bool [B]: whether Z_c,d is kept."""
@@ -232,6 +249,13 @@ def scores(head: Head, z: Tensor, target: Tensor) -> Tensor:
     if isinstance(head, Linear):
         return linear_scores(z, head.weight, target)
     return autograd_scores(z, head, target)
+
+
+def slopes(head: Head, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns rows [R,K] and each sample's place in them, int64 [B]: a row times z is the sample's `scores`."""
+    if isinstance(head, Linear):
+        return head.weight, target
+    return target_gradient(z, head, target), torch.arange(len(z), device=z.device)
 
 
 def mixed_domains(batch: Batch, augmented: Augmented, num_domains: int) -> Tensor:

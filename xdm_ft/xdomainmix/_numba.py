@@ -1,6 +1,6 @@
-"""The kernels of `specific_mask`, `decompose` and `mix` on a CPU, for float32.
+"""The kernels of `exceeds` and of `XDomainMix.augment` on a CPU, for float32.
 
-An import compiles them, in 1 to 2 seconds. numba could keep them on the disk, but it executes what it finds there
+An import compiles them, in about 3 seconds. numba could keep them on the disk, but it executes what it finds there
 without a check: a damaged file gives wrong numbers or kills the process.
 """
 
@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from numba import boolean, float32, int32, int64, njit, void
 from torch import Tensor
-
-from xdm_ft.tensors import Parts
 
 INFINITE, NAN = 0x7F800000, 0x7FFFFFFF  # `_order` of +∞, and of a NaN: NaNs lie above +∞ or below −∞
 GUESSES = 24  # then bisection takes over; half of the rows need at most five
@@ -24,19 +22,23 @@ def exceeds(rows: Tensor, ranks: Tensor) -> Tensor:
     return mask
 
 
-def parts(z: Tensor, of_class: Tensor, of_domain: Tensor) -> tuple[Tensor, ...]:
-    """`decomposition.reference` of masks like z."""
-    found = tuple(torch.empty(z.shape) for _ in Parts._fields)
-    _parts(*(tensor.contiguous().view(-1).numpy() for tensor in (z, of_class, of_domain, *found)))
-    return found
+def augment(z: Tensor, choices: tuple[Tensor, ...], selection: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """`augmentation.select_and_mix`; `selection` may hold ranks of m blocks of samples, [m]."""
+    masks = tuple(torch.empty(z.shape, dtype=torch.bool) for _ in range(2))
+    mixed = torch.empty(z.shape)
+    _augment(*_arrays(z, *selection, *choices, *masks, mixed))
+    return mixed, *masks
 
 
-def mix(parts: Parts, *choices: Tensor) -> Tensor:
-    """`mixing.reference`."""
-    mixed = torch.empty(parts.csds.shape)
-    features = (tensor.contiguous().flatten(1).numpy() for tensor in (*parts, mixed))
-    _mix(*features, *(tensor.contiguous().numpy() for tensor in choices))
+def mix(z: Tensor, choices: tuple[Tensor, ...], masks: tuple[Tensor, ...]) -> Tensor:
+    """`augmentation.mix_masked`."""
+    mixed = torch.empty(z.shape)
+    _mix(*[*_arrays(z, *choices, *masks, mixed), 0, len(z)])
     return mixed
+
+
+def _arrays(*tensors: Tensor) -> list[Any]:
+    return [tensor.detach().contiguous().numpy() for tensor in tensors]
 
 
 @njit(nogil=True)
@@ -86,33 +88,67 @@ def _divider(row: Any, rank: int, guess: Any) -> Any:
     return np.int32(high)
 
 
+@njit(nogil=True)
+def _mask(bits: Any, rank: int, guess: Any, row: Any, mask: Any) -> Any:
+    """Writes the mask of a row of scores, given as bits; `row` is scratch. Returns a guess for the next row."""
+    for k in range(row.size):
+        row[k] = _order(bits[k])
+    tau = _divider(row, rank, guess)
+    for k in range(row.size):
+        mask[k] = row[k] > tau
+    return guess if tau == NAN else tau
+
+
 @njit(void(int32[:, ::1], int64[::1], boolean[:, ::1]), nogil=True)
 def _exceeds(bits: Any, ranks: Any, mask: Any) -> None:
     row, guess = np.empty(bits.shape[1], np.int32), np.int32(0)
     block = max(1, len(bits) // len(ranks))
     for n in range(len(bits)):
+        guess = _mask(bits[n], ranks[n // block], guess, row, mask[n])
+
+
+MATRIX, MASK, PLACES = float32[:, ::1], boolean[:, ::1], int64[::1]
+
+
+@njit(void(MATRIX, MATRIX, PLACES, int64, int64, int64, MASK), nogil=True)
+def _select(z: Any, slopes: Any, target: Any, rank: int, first: int, last: int, mask: Any) -> None:
+    """Equations (1) to (3) of the samples from `first` to `last`: the scores stay in the cache."""
+    scores, row, guess = np.empty(z.shape[1], np.float32), np.empty(z.shape[1], np.int32), np.int32(0)
+    for n in range(first, last):
+        slope, sample = slopes[target[n]], z[n]
         for k in range(row.size):
-            row[k] = _order(bits[n, k])
-        tau = _divider(row, ranks[n // block], guess)
-        for k in range(row.size):
-            mask[n, k] = row[k] > tau
-        guess = guess if tau == NAN else tau  # for the next row
+            scores[k] = slope[k] * sample[k]
+        guess = _mask(scores.view(np.int32), rank, guess, row, mask[n])
 
 
-@njit(void(float32[::1], *2 * [boolean[::1]], *4 * [float32[::1]]), nogil=True)
-def _parts(z: Any, of_class: Any, of_domain: Any, csds: Any, csdg: Any, cgds: Any, cgdg: Any) -> None:
-    nothing = np.float32(-0.0)
-    for k in range(z.size):
-        c, d = of_class[k], of_domain[k]  # `&` of both, as `and` would branch on every element
-        csds[k], csdg[k] = z[k] if c & d else nothing, z[k] if c & (not d) else nothing
-        cgds[k], cgdg[k] = z[k] if (not c) & d else nothing, z[k] if (not c) & (not d) else nothing
-
-
-@njit(void(*5 * [float32[:, ::1]], int64[::1], int64[::1], float32[:, ::1], boolean[::1]), nogil=True)
-def _mix(csds: Any, csdg: Any, cgds: Any, cgdg: Any, mixed: Any, same: Any, other: Any, lam: Any, keep: Any) -> None:
-    for n in range(len(mixed)):
-        i, j, lam_1, lam_2 = same[n], other[n], lam[n, 0], lam[n, 1]
+@njit(void(MATRIX, PLACES, PLACES, MATRIX, boolean[::1], MASK, MASK, MATRIX, int64, int64), nogil=True)
+def _mix(
+    z: Any, same: Any, other: Any, lam: Any, keep: Any, of_class: Any, of_domain: Any, mixed: Any, first: int, last: int
+) -> None:
+    """Equations (4) to (7) of the samples from `first` to `last`, in the order of `mix`'s sum: no part is written."""
+    zero, nothing = np.float32(0), np.float32(-0.0)
+    for n in range(first, last):
+        i, j, lam_1, lam_2, kept = same[n], other[n], lam[n, 0], lam[n, 1], keep[n]
         rest_1, rest_2 = np.float32(1) - lam_1, np.float32(1) - lam_2
-        for k in range(mixed.shape[1]):
-            own = lam_1 * csds[n, k] + rest_1 * csds[i, k] if keep[n] else np.float32(0)
-            mixed[n, k] = own + (lam_2 * cgds[n, k] + rest_2 * cgds[j, k]) + csdg[n, k] + cgdg[n, k]
+        for k in range(z.shape[1]):
+            own, c, d = z[n, k], of_class[n, k], of_domain[n, k]
+            csds, csdg = own if c & d else nothing, own if c & (not d) else nothing
+            cgds, cgdg = own if (not c) & d else nothing, own if (not c) & (not d) else nothing
+            csds_i = z[i, k] if of_class[i, k] & of_domain[i, k] else nothing
+            cgds_j = z[j, k] if (not of_class[j, k]) & of_domain[j, k] else nothing
+            specific = lam_1 * csds + rest_1 * csds_i if kept else zero
+            mixed[n, k] = specific + (lam_2 * cgds + rest_2 * cgds_j) + csdg + cgdg
+
+
+@njit(void(MATRIX, *2 * [MATRIX, PLACES, PLACES], PLACES, PLACES, MATRIX, boolean[::1], MASK, MASK, MATRIX), nogil=True)
+def _augment(
+    z: Any, class_slopes: Any, y: Any, class_ranks: Any, domain_slopes: Any, domain: Any, domain_ranks: Any,
+    same: Any, other: Any, lam: Any, keep: Any, of_class: Any, of_domain: Any, mixed: Any,
+) -> None:  # fmt: skip
+    """Block by block, which holds the samples of one head and their partners: they are in the cache when mixed."""
+    block = max(1, len(z) // len(class_ranks))
+    for head in range(len(class_ranks)):
+        first, last = head * block, min(len(z), (head + 1) * block)
+        _select(z, class_slopes, y, class_ranks[head], first, last, of_class)
+        _select(z, domain_slopes, domain, domain_ranks[head], first, last, of_domain)
+        _mix(z, same, other, lam, keep, of_class, of_domain, mixed, first, last)

@@ -6,14 +6,12 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from xdm_ft.tensors import Parts
 from xdm_ft.xdomainmix.order_statistic import exceeds
-from xdm_ft.xdomainmix.stacking import runs_kernel, stacked
 
 
 def specific_mask(scores: Tensor, quantile: float | Fraction | Tensor) -> Tensor:
@@ -68,43 +66,7 @@ def decompose(z: Tensor, class_mask: Tensor, domain_mask: Tensor) -> Parts:
         Four tensors like z. The gradient of each element of z is that of the one part that contains it.
     """
     space = (None,) * (z.ndim - class_mask.ndim)
-    parts: tuple[Tensor, ...] = _Parts.apply(z, class_mask[(..., *space)], domain_mask[(..., *space)])
-    return Parts(*parts)
-
-
-def reference(z: Tensor, of_class: Tensor, of_domain: Tensor) -> tuple[Tensor, ...]:
-    """`decompose` in plain torch, which the kernel must equal. Masks are like z, or [...,B,K,1,1] for maps."""
+    of_class, of_domain = class_mask[(..., *space)], domain_mask[(..., *space)]
     nothing = torch.full((), -0.0, dtype=z.dtype, device=z.device)
-    return tuple(torch.where(mask, z, nothing) for mask in _combinations(of_class, of_domain))
-
-
-def _combinations(of_class: Tensor, of_domain: Tensor) -> tuple[Tensor, ...]:
-    """Returns the masks of the four parts, in the order of `Parts`."""
-    return of_class & of_domain, of_class & ~of_domain, ~of_class & of_domain, ~(of_class | of_domain)
-
-
-class _Parts(torch.autograd.Function):
-    @staticmethod
-    def forward(z: Tensor, of_class: Tensor, of_domain: Tensor) -> tuple[Tensor, ...]:
-        if not runs_kernel(z, "cpu") or z.shape != of_class.shape:
-            return reference(z, of_class, of_domain)
-        # `torch.where` takes twenty times as long on a CPU: it branches on every element of an irregular mask
-        from xdm_ft.xdomainmix import _numba  # takes two seconds to import
-
-        return _numba.parts(z, of_class, of_domain)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        masks = _combinations(*ctx.saved_tensors)
-        terms = (torch.where(mask, gradient, 0.0) for mask, gradient in zip(masks, gradients, strict=True))
-        return torch.stack(tuple(terms)).sum(0), None, None
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        return _Parts.apply(*stacked(info, in_dims, tensors)), (0,) * 4
+    masks = of_class & of_domain, of_class & ~of_domain, ~of_class & of_domain, ~(of_class | of_domain)
+    return Parts(*(torch.where(mask, z, nothing) for mask in masks))

@@ -15,7 +15,7 @@ def exceeds(scores: Tensor, rank: int | Tensor) -> Tensor:
 
     Args:
         scores: float [...,K]; also under `torch.func.vmap`.
-        rank: 0 … K−1; a tensor, int64 [], if it depends on the step or differs between heads.
+        rank: 0 … K−1; a tensor, int64 [] or [1], if it depends on the step or differs between heads.
 
     Returns:
         bool [...,K], without gradient.
@@ -46,7 +46,7 @@ class _Exceeds(torch.autograd.Function):
     def forward(scores: Tensor, rank: Tensor) -> Tensor:
         rows, ranks = scores.reshape(-1, scores.shape[-1]), rank.reshape(-1)  # [n,K]; one rank per block of rows
         if runs_kernel(rows, "cpu"):
-            from xdm_ft.xdomainmix import _numba  # takes two seconds to import
+            from xdm_ft.xdomainmix import _numba  # takes three seconds to import
 
             mask = _numba.exceeds(rows, ranks)
         elif runs_kernel(rows, "cuda"):

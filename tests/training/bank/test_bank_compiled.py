@@ -107,6 +107,7 @@ def test_a_compiled_training_is_the_same_but_for_rounding(monkeypatch: pytest.Mo
         assert torch.equal(value, found[4].selected["train_val"].state[name])
 
 
+@pytest.mark.slow
 def test_without_a_compiler_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import torch._inductor.config as config
 

@@ -1,14 +1,20 @@
-"""Stacked models of one method, and a training step of all of them: one call of the loss under `torch.func.vmap`."""
+"""Stacked models of one method, and a training step of all of them: one call of the loss under `torch.func.vmap`.
+
+A bank of one calls the loss without `vmap`, which would double the time of its step. Products are then computed by
+other routines, whose rounding differs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
+from torch.utils._pytree import tree_map
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.heads import Head
@@ -87,11 +93,11 @@ def inner_step(bank: Bank, batch: Batch, now: Tensor, phase: str) -> Tensors:
     gradients = {name: every_gradient.pop(name) for name in bank.main}
     if bank.sharpness is not None:
         centre = {name: parameter.detach() for name, parameter in bank.main.items()}
-        offset = vmap(partial(_offset, bank.sharpness))(centre, gradients, bank.numbers)
+        offset = _each_head(bank, partial(_offset, bank.sharpness), centre, gradients, bank.numbers)
         # new leaves: the second gradient is taken at θ + offset, with the offset as a constant
         perturbed = {name: (centre[name] + offset[name]).requires_grad_() for name in centre}
         second = _losses(bank, perturbed, batch, step, phase, losses.reuse)
-        gradients = vmap(bank.sharpness.combine)(gradients, _gradients(second.total, perturbed))
+        gradients = _each_head(bank, bank.sharpness.combine, gradients, _gradients(second.total, perturbed))
     if bank.clip_norm is not None:
         gradients = clip(gradients, bank.clip_norm)
     bank.optimizer.step(bank.main | bank.auxiliary, gradients | every_gradient, bank.factors.index_select(0, now))
@@ -119,8 +125,15 @@ def _losses(bank: Bank, main: Tensors, batch: Batch, step: Tensor, phase: str, r
         return functional_call(bank.template, state, (fields["x"], Batch(**fields), step, reuse or None, phase))
 
     state = {**main, **bank.auxiliary, **bank.buffers, **bank.fixed}
-    losses: Losses = vmap(of_one_head)(state, batch.fields(), reuse or {})
+    losses: Losses = _each_head(bank, of_one_head, state, batch.fields(), reuse or {})
     return losses
+
+
+def _each_head(bank: Bank, function: Callable[..., Any], *given: Tensors) -> Any:
+    """Calls a function of one head's tensors for every head; tensors [H,…] → the function's results, [H,…] each."""
+    if len(bank.lr) > 1:
+        return vmap(function)(*given)
+    return tree_map(lambda tensor: tensor[None], function(*tree_map(lambda tensor: tensor.squeeze(0), given)))
 
 
 def _offset(sharpness: Sharpness, parameters: Tensors, gradients: Tensors, numbers: Tensors) -> Tensors:
