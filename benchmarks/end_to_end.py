@@ -12,7 +12,7 @@ the bare loop; ratios are medians over the turns. It is wall time, as the loader
 step       a method's step ÷ ERM's step
 memory     the most that torch allocates in a training ÷ ERM's, weights and optimizer included
 bare       images per second of ERM ÷ those of: encoder, linear head, cross-entropy, backward, Adam, on batches that
-           are tensors on the device already
+           are tensors on the device already, in the same memory layout
 
 The last line is JSON.
 """
@@ -41,6 +41,7 @@ from xdm_ft.data import ImageDataset
 from xdm_ft.data._transforms import PreprocessingOverrides
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders.timm import Timm
+from xdm_ft.memory import keep_freed_memory
 from xdm_ft.progress import Progress
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.components import find
@@ -48,6 +49,7 @@ from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Job, Trained, Training
+from xdm_ft.training.end_to_end.model import is_cnn
 from xdm_ft.training.end_to_end.train import train_model
 
 CLASSES, DOMAINS, IMAGES = 7, 3, 1200
@@ -92,6 +94,7 @@ class Stamps(Progress):
 class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         torch.manual_seed(0)
+        keep_freed_memory()  # for the bare loop, too
         size = PreprocessingOverrides(size=arguments.size)
         self.encoder: Encoder = Timm(model=arguments.model, weights=None, preprocessing=size)
         self.dataset, self.steps = MadeUp(arguments.size), arguments.steps + 3
@@ -138,18 +141,15 @@ class Bench:
     def bare_seconds(self) -> float:
         """Returns the median time of a step of a loop that does nothing else."""
         device = self.accelerator.device
-        encoder, head = (
-            copy.deepcopy(self.encoder).to(device).train(),
-            nn.Linear(self.encoder.width, CLASSES).to(device),
-        )
+        layout = torch.channels_last if is_cnn(self.encoder) else torch.contiguous_format  # as `train_model`
+        encoder = copy.deepcopy(self.encoder).to(device, memory_format=layout).train()
+        head = nn.Linear(self.encoder.width, CLASSES).to(device)
         for parameter in encoder.parameters():
             parameter.requires_grad_()
         optimizer = torch.optim.Adam([*encoder.parameters(), *head.parameters()], lr=1e-4)
         side = self.encoder.preprocessing.size
-        x, y = (
-            torch.randn(4, self.batch, 3, side, side, device=device),
-            torch.arange(self.batch, device=device) % CLASSES,
-        )
+        x = [torch.randn(self.batch, 3, side, side, device=device).to(memory_format=layout) for _ in range(4)]
+        y = torch.arange(self.batch, device=device) % CLASSES
         taken = []
         for step in range(self.steps):
             started = time.perf_counter()

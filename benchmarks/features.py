@@ -2,13 +2,14 @@
 
     python benchmarks/features.py                              MobileNetV2 with random weights on made-up JPEG images
     python benchmarks/features.py --images FOLDER --weights FILE --model-kwargs '{"bn_eps": 1e-3, "pad_type": "same"}'
+    python benchmarks/features.py --rounds 0 --rows 0 --sizes mobilenetv2_100 resnet50     batch sizes alone
     python benchmarks/features.py --rows 1000000 --rounds 0 --keep FOLDER    a warm start alone
 
 Extraction. Every round measures, one after the other, so that other programs disturb all alike:
 
-f           images per second of the forward pass alone, on preprocessed images in memory: of batch sizes from 4 to 64,
+f           images per second of the forward pass alone, on preprocessed images in memory: of batch sizes from 2 to 64,
             both memory layouts, and one thread or one per core, those that were fastest on a few images; freed memory
-            is kept
+            is kept. `--sizes` prints the speeds of all batch sizes in the layout channels last
 d           images per second of reading, decoding and preprocessing alone, by as many processes as there are cores
 workers n   images per second of `extract` with that number of workers, from an empty cache to features in memory;
             "default": `features.workers: null`
@@ -65,7 +66,7 @@ from xdm_ft.protocol.splits import Protocol, splits
 SHARD = 1024  # rows of a made-up shard: as extraction cuts a million
 WIDTH = 512  # of made-up features
 BATCH = 96  # of the first step
-BATCH_SIZES = (4, 8, 16, 32, 64)
+BATCH_SIZES = (2, 4, 8, 16, 32, 64)
 LAYOUTS = (torch.channels_last, torch.contiguous_format)
 FEW = 128  # images that choose among them
 
@@ -168,6 +169,22 @@ def fastest(model: Encoder, pixels: Tensor) -> Forward:
     return max(ways, key=lambda way: way.rate(FEW))
 
 
+def batch_sizes(given: argparse.Namespace) -> dict[str, list[float]]:
+    """Measures f of models with random weights at each batch size, and prints a table."""
+    found: dict[str, list[float]] = {}
+    print("| images in a pass | " + " | ".join(map(str, BATCH_SIZES)) + " |\n|---|" + "---:|" * len(BATCH_SIZES))
+    for name in given.sizes:
+        encoder = Timm(model=name, weights=None, preprocessing=PreprocessingOverrides(size=given.size))
+        model = frozen_copy(encoder, given.precision, torch.device("cpu"))
+        pixels = torch.randn(max(BATCH_SIZES), 3, given.size, given.size, dtype=DTYPES[given.precision])
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        ways = [Forward(model, pixels[:size], torch.get_num_threads()) for size in BATCH_SIZES]
+        rounds = [[way.rate(2 * max(BATCH_SIZES)) for way in ways] for _ in range(3)]
+        found[name] = [statistics.median(rates) for rates in zip(*rounds, strict=True)]
+        print(f"| {name} | " + " | ".join(f"{rate:.1f}" for rate in found[name]) + " |", flush=True)
+    return found
+
+
 def decoding_rate(dataset: ImageDataset, preprocessing: Preprocessing, batch: int) -> float:
     """Images per second of as many processes as there are cores, which have been started before."""
     rows = list(range(len(dataset)))
@@ -205,7 +222,6 @@ def extraction(given: argparse.Namespace, folder: Path) -> dict[str, object]:
     paths = chosen_images(given.images, given.count) if given.images else made_up_images(folder, given.count)
     dataset, stored = Some(paths), DTYPES[given.precision]
     model = frozen_copy(encoder, given.precision, device)
-    keep_freed_memory()
     first = Decoded(dataset, encoder.preprocessing)[list(range(max(BATCH_SIZES)))]
     forward = fastest(model, first.to(device, stored))
     found: dict[str, list[float]] = {}
@@ -309,6 +325,10 @@ def main() -> None:
     own = FeatureSettings().batch_size
     parser.add_argument("--batch", type=int, default=own, help=f"features.batch_size (default: {own} here)")
     parser.add_argument("--precision", default="fp32", choices=sorted(DTYPES))
+    parser.add_argument("--sizes", nargs="+", metavar="MODEL", help="models of timm whose batch sizes are measured")
+    parser.add_argument(
+        "--given-back", action="store_true", help="keep no freed memory before the first extraction"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of PyTorch (default: cores)")
     parser.add_argument("--workers", type=number_or_default, nargs="+", default=[None, 0, 1, 2])
     parser.add_argument("--rounds", type=int, default=3, help="0: no measurement of extraction")
@@ -316,7 +336,11 @@ def main() -> None:
     parser.add_argument("--keep", help="folder for the files of the warm start, which the same command uses again")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    if not given.given_back:
+        keep_freed_memory()
     results: dict[str, object] = {"cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
+    if given.sizes:
+        results["sizes"] = batch_sizes(given)
     if given.rounds:
         with tempfile.TemporaryDirectory() as folder:
             results["extraction"] = extraction(given, Path(folder))

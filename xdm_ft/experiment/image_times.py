@@ -19,6 +19,7 @@ from xdm_ft.data._transforms import Preprocessing, evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders._cut import Below
 from xdm_ft.training.bank.timing import seconds_of
+from xdm_ft.training.end_to_end.model import is_cnn
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -121,14 +122,21 @@ class ImageTimes:
         return Passes(one, train(max(2, min(n, int(self.seconds / 12 / one)))) if trains else 0.0)
 
     def whole(self, encoder: Encoder, batch_size: int, trains: bool) -> tuple[float, Passes]:
-        """Returns the seconds to decode an image, and those through the encoder. Training changes its gradients."""
+        """Returns the seconds to decode an image, and those through the encoder.
+
+        Changes the encoder's memory layout, to that in which it trains, and its gradients.
+        """
         decode, pixels = self.decoded(encoder.preprocessing)
+        if is_cnn(encoder):
+            encoder.to(memory_format=torch.channels_last)
         return decode, self.passes(encoder, pixels.to(stored_type(encoder)), batch_size, trains)
 
     def cut(self, below: Below, batch_size: int) -> CutPasses:
         """Measures a copy of the encoder, cut, as it trains."""
         decode, pixels = self.decoded(below.preprocessing)
         part = copy.deepcopy(below).to(self.accelerator.device).cut
+        if is_cnn(part.encoder):
+            part.encoder.to(memory_format=torch.channels_last)  # as it trains
         part.freeze()
         part.train_above()
         with torch.no_grad(), self.accelerator.autocast():

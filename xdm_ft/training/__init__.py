@@ -83,7 +83,7 @@ class Training(Block):
         Precision | None,
         Field(
             description="autocast of a trainable encoder (end to end only); null: the value of `accelerate launch "
-            "--mixed_precision`, or no"
+            "--mixed_precision`, or no; bf16 is for CPUs too that compute it themselves (`xdm-ft doctor` says)"
         ),
     ] = None
     tf32: Annotated[

@@ -108,6 +108,7 @@ def images_of(encoder: Encoder, rows: Tensor) -> Tensor:
 def trained_by_hand(job: Job, encoder: Encoder, training: Training, above: tuple[str, ...]) -> dict[str, Tensor]:
     """ERM and SGD on the whole model; what does not lie above has no gradient and stays in eval mode."""
     encoder, algorithm = copy.deepcopy(encoder), job.make(job.setup)
+    encoder.to(memory_format=torch.channels_last)  # convolutions of another layout round differently
     head = algorithm.head
     for name, module in encoder.named_modules():
         module.training = f"{name}.".startswith(above)

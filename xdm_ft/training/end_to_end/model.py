@@ -82,8 +82,8 @@ class EndToEnd(nn.Module):
         self._encode: Callable[[Tensor], Tensor] = self.encode
 
     def placed(self, device: torch.device) -> EndToEnd:
-        """Moves the model to a device, and returns it. A CNN on a GPU gets the memory layout of its fast kernels."""
-        self.channels_last = device.type == "cuda" and is_cnn(self.encoder)
+        """Moves the model to a device, and returns it. A CNN gets the memory layout of its fast kernels."""
+        self.channels_last = is_cnn(self.encoder)
         self.to(device)
         if self.channels_last:
             self.to(memory_format=torch.channels_last)
@@ -165,7 +165,7 @@ class EndToEnd(nn.Module):
             weights[name].copy_(value)
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns a copy on the CPU of all that training has changed, under the encoder's plain names.
+        """Returns a contiguous copy on the CPU of all that training has changed, under the encoder's plain names.
 
         Low-rank updates are merged into the weights of their layers.
         """
@@ -174,7 +174,8 @@ class EndToEnd(nn.Module):
             plain = merged_state(self.encoder)
             own = {name: tensor for name, tensor in state.items() if not name.startswith("encoder.")}
             state = {f"encoder.{name}": plain[name] for name in touched_names(self.encoder)} | own
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        layout = torch.contiguous_format  # safetensors saves no other
+        return {name: tensor.detach().to("cpu", copy=True, memory_format=layout) for name, tensor in state.items()}
 
 
 def is_cnn(encoder: nn.Module) -> bool:

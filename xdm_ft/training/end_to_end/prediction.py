@@ -13,6 +13,7 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.data import ImageDataset
 from xdm_ft.encoders import Encoder
 from xdm_ft.interrupt import Interrupted, stop_requested
+from xdm_ft.memory import keep_freed_memory
 from xdm_ft.progress import pulse
 from xdm_ft.training import Job, Precision
 from xdm_ft.training.end_to_end.inputs import CachedActivations, ComputedActivations, Images, Inputs
@@ -92,6 +93,7 @@ def predict(
     preprocessing and the weights that were not trained, and is not changed. `precision` None: the accelerator's mixed
     precision, as in training. Raises `UserError`, which names the image, if an image does not decode.
     """
+    keep_freed_memory()
     algorithm = job.make(job.setup)
     assert isinstance(algorithm, Algorithm)
     model = EndToEnd(copy.deepcopy(encoder), algorithm, "frozen", part.trainable, merged=True)

@@ -26,7 +26,7 @@ from xdm_ft.data import Augmentation, ImageDataset
 from xdm_ft.encoders import Encoder
 from xdm_ft.errors import UserError
 from xdm_ft.interrupt import Interrupted, deferred, stop_requested
-from xdm_ft.memory import PeakMemory
+from xdm_ft.memory import PeakMemory, keep_freed_memory
 from xdm_ft.progress import Progress, unseen
 from xdm_ft.randomness import Stream, bits
 from xdm_ft.storage.checkpoint import Checkpoint
@@ -100,6 +100,7 @@ def train_model(
     refuse_unsupported(job, accelerator)
     algorithm = job.make(job.setup)
     assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
+    keep_freed_memory()
     memory = PeakMemory(accelerator.device)
     inner = EndToEnd(copy.deepcopy(encoder), algorithm, batch_norm, part.trainable, seed=job.seed)
     inner = inner.placed(accelerator.device).train()
