@@ -14,6 +14,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is: as the comma
 
 from collections.abc import Generator, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -31,6 +32,24 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.mkdtemp(prefix="xdm-ft-tests-")
         os.environ["XDM_FT_CACHE"] = folder
         config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test marked `needs(PACKAGE, …)` is skipped where one is missing."""
+    for mark in item.iter_markers("needs"):
+        missing = [package for package in mark.args if find_spec(package) is None]
+        if missing:
+            pytest.skip(f"needs {', '.join(missing)}: pip install -e '.[full]'")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """A third of the time of collecting tests was spent on looking for garbage, of which it makes little."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -81,6 +81,7 @@ def test_the_examples_of_every_help_are_true():
                 assert arguments.seed in trained.protocol.seeds
 
 
+@pytest.mark.slow
 def test_started_as_a_module_it_is_the_same_program(tmp_path):
     """`python -m xdm_ft` names the command as the installed script does."""
     helped = python("-m", "xdm_ft", "--help", cwd=tmp_path)

@@ -60,6 +60,7 @@ def bash(tmp_path):
     return lambda line: offered(line, tmp_path)
 
 
+@pytest.mark.slow
 def test_bash_completes(bash):
     assert bash("xdm-ft va") == ["validate"]
     assert {"clip_folder", "clip_pacs"} <= {*bash("xdm-ft run clip_")}

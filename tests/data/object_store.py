@@ -9,8 +9,6 @@ from pathlib import Path
 from unittest import mock
 from urllib import request
 
-import pytest
-
 NAMES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
 
 
@@ -35,18 +33,18 @@ class Bucket:
 
 @contextmanager
 def object_store() -> Iterator[Bucket]:
-    """Yields an empty bucket. Skips the test where the server or s3fs is not installed."""
-    why = "moto's server and s3fs are not installed: pip install 'moto[server]' s3fs"
-    server = pytest.importorskip("moto.server", reason=why)
-    file_system = pytest.importorskip("s3fs", reason=why).S3FileSystem
-    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    """Yields an empty bucket."""
+    from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
+
+    running = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     running.start()
     host, port = running.get_host_and_port()
     endpoint = f"http://{host}:{port}"
     try:
         with mock.patch.dict(os.environ, dict(zip(NAMES, (endpoint, "testing", "testing", "us-east-1"), strict=True))):
-            file_system.clear_instance_cache()  # those that know another endpoint
+            S3FileSystem.clear_instance_cache()  # those that know another endpoint
             yield Bucket(endpoint)
     finally:
-        file_system.clear_instance_cache()
+        S3FileSystem.clear_instance_cache()
         running.stop()

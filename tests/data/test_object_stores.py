@@ -17,7 +17,7 @@ from xdm_ft.errors import UserError
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.storage import remote
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_cache")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("moto", "s3fs"), pytest.mark.usefixtures("own_cache")]
 
 
 @pytest.fixture

@@ -11,23 +11,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_transformers
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-transformers = pytest.importorskip("transformers", reason="pip install 'xdm_ft[transformers]'")
-
-import tiny_transformers  # noqa: E402
-
-from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides, evaluation_transform  # noqa: E402
-from xdm_ft.encoders import TextEncoder  # noqa: E402
-from xdm_ft.encoders._cut import Cut  # noqa: E402
-from xdm_ft.encoders._processor import TOLERANCE, from_processor  # noqa: E402
-from xdm_ft.encoders.transformers import Transformers  # noqa: E402
-from xdm_ft.errors import UserError  # noqa: E402
-from xdm_ft.features.cache_key import weights_digest  # noqa: E402
-from xdm_ft.recipe import components  # noqa: E402
+from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
+from xdm_ft.encoders import TextEncoder
+from xdm_ft.encoders._cut import Cut
+from xdm_ft.encoders._processor import TOLERANCE, from_processor
+from xdm_ft.encoders.transformers import Transformers
+from xdm_ft.errors import UserError
+from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.recipe import components
 
 CLASSES = ("dog", "polar_bear", "guitar")
 BOTH = ("a photo of a {}", "a sketch of a {}")

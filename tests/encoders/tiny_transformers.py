@@ -7,13 +7,9 @@ from typing import Any
 
 import torch
 import transformers
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.processors import TemplateProcessing
-from transformers.utils import logging
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-logging.disable_progress_bar()
+transformers.utils.logging.disable_progress_bar()
 SIDE = 32
 IMAGE = {
     "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48,
@@ -70,9 +66,9 @@ def processor(kind: str) -> Any:
 
 def tokenizer() -> Any:
     """Splits at spaces; adds </s>."""
-    own = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    own.pre_tokenizer = Whitespace()
-    own.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    own = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    own.pre_tokenizer = pre_tokenizers.Whitespace()
+    own.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=own, unk_token="<unk>", pad_token="<pad>", eos_token="</s>"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -16,14 +15,11 @@ import pytest
 from warm_processes import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_RAY = importlib.util.find_spec("ray") is None
 
 
 @contextmanager
 def cluster() -> Iterator[Any]:
     """A cluster on this machine: a head without cores, and two nodes with one core each."""
-    if NO_RAY:
-        pytest.skip("needs ray: pip install 'xdm_ft[ray]'")
     environment = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_start_wait_time_s": f"{PATIENCE:.0f}",  # Ray crashes at what is no integer

@@ -94,6 +94,7 @@ def rows(images, part):
     return one.rows, one.y.numpy(), images.domain_of[one.domain].numpy() if part != "test" else one.domain.numpy()
 
 
+@pytest.mark.slow
 def test_every_picked_model_is_measured_and_the_state_is_gone(folder):
     found, run = analysis(folder / "out/small"), read_run(folder / "out/small")
     keys = [(m["method"], tuple(m["test_domains"]), m["seed"], m["trial"]) for m in found["models"]]
@@ -221,6 +222,7 @@ def test_a_second_analysis_measures_nothing_and_a_grown_run_the_new_models_only(
     assert [one for one in grown if one["method"] != "rsc"] == json.loads(before)["models"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_analysis_goes_on_and_ends_the_same(folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(folder / "out/small", tmp_path / "small")
     run, measured, inner = tmp_path / "small", [], analysing.entry
@@ -282,6 +284,7 @@ def test_calibration_without_validation_images_of_one_class_and_of_a_domain_that
     assert list(trained_on["domains"]) == ["c"] and trained_on["temperature"] is None
 
 
+@pytest.mark.slow
 def test_a_sample_has_as_many_images_of_every_domain_and_depends_on_their_number_alone(folder, models):
     recipe = load(str(folder / "small.yaml"))
     plan = make_plan(recipe, read_data(recipe))

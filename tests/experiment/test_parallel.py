@@ -132,7 +132,7 @@ with handled(resumable=True):
 """
 
 
-@pytest.mark.parametrize("to_all", [False, True])
+@pytest.mark.parametrize("to_all", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_process_that_waits_for_others_lets_them_save(to_all, tmp_path):
     command = [sys.executable, "-c", SAVES, str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

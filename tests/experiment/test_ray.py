@@ -11,7 +11,7 @@ from typing import Any
 import miniature
 import pytest
 import small_runs
-from clusters import NO_RAY, cluster, hashes, keep_to_one_core, kill_the_one_with, metrics, on
+from clusters import cluster, hashes, keep_to_one_core, kill_the_one_with, metrics, on
 from warm_processes import PATIENCE, begin, interrupted
 
 from xdm_ft.cli import main
@@ -60,6 +60,7 @@ class TestRefusals:
         line = self.refused(capsys)
         assert line == "xdm-ft: cluster.name: ray needs the package ray; run: pip install 'xdm_ft[ray]'"
 
+    @pytest.mark.slow
     def test_a_local_run_imports_no_ray(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "ray", None)  # its import raises
         assert not run(small_runs.recipe("methods=[linear_probe]")).failed
@@ -76,7 +77,7 @@ class TestRefusals:
             capsys, "cluster.gpus_per_model=2"
         )
 
-    @pytest.mark.skipif(NO_RAY, reason="needs ray: pip install 'xdm_ft[ray]'")
+    @pytest.mark.needs("ray")
     @pytest.mark.parametrize(
         ("address", "problem"),
         [
@@ -133,6 +134,7 @@ class Watched:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("ray")
 class TestNodes:
     @pytest.fixture(autouse=True)
     def here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from xdm_ft.experiment.cluster_extraction import _Stretches
 from xdm_ft.features import forward
 from xdm_ft.features.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("ray")]
 PER_CLASS, IMAGES, SHARD = 12, 336, 32  # of a shard, instead of hundreds
 SIZE = 448  # an image takes 25 ms, and a shard nearly a second
 LARGE = f"encoder={{name: timm, model: test_vit, preprocessing: {{size: {SIZE}}}, kwargs: {{img_size: {SIZE}}}}}"

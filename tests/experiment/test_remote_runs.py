@@ -48,6 +48,7 @@ def test_a_run_on_remote_data(trainable: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("moto", "s3fs")
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_run_on_an_object_store(workers: str, tmp_path: Path) -> None:
     """The libraries behind `s3://` run threads and a loop of events: worker processes are forked all the same."""

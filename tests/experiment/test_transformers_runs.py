@@ -7,9 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("transformers", reason="pip install 'xdm_ft[transformers]'")
-
 import small_runs
 import tiny_transformers
 from exported import choice_of, exported, held_out, recorded
@@ -18,6 +15,7 @@ from xdm_ft.commands.validate import validate
 from xdm_ft.errors import UserError
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import describe
+from xdm_ft.export.onnx import PACKAGES
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 
@@ -53,9 +51,8 @@ def test_zero_shot_and_heads_from_text_with_clip() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.needs(*PACKAGES)
 def test_siglip_end_to_end_to_onnx() -> None:
-    for package in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(package, reason="pip install 'xdm_ft[onnx]'")
     keys = ("encoder.trainable=true", "training.steps=2", "methods=[erm]")
     results = small_runs.results("protocol.test_domains=[photo]", encoder("siglip"), *keys)
     check(results, onnx=True)

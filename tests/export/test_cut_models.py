@@ -25,6 +25,7 @@ from xdm_ft.errors import UserError
 from xdm_ft.export.directory import read_config
 from xdm_ft.export.hub import _checked_files
 from xdm_ft.export.model import load
+from xdm_ft.export.onnx import PACKAGES
 from xdm_ft.export.runs import Choice, read_parts
 from xdm_ft.report.finished import read_run
 from xdm_ft.storage.run_directory import RunDirectory
@@ -217,8 +218,8 @@ class TestOneEncoder:
         assert "LoRA of rank 2 in the last 2 blocks" in Path("lora/README.md").read_text()
         assert Path("all/encoder.safetensors").exists() and not Path("all/encoder_part.safetensors").exists()
 
+    @pytest.mark.needs(*PACKAGES)
     def test_onnx_of_low_rank_updates(self, tmp_path: Path) -> None:
-        pytest.importorskip("onnxruntime")
         found = trained(tmp_path, f"methods=[{LORA}]")
         written = export_model(str(RUN), "model", choice_of(found["runs"][0]), onnx=True)
         assert written.onnx is not None and written.onnx.difference < 1e-5

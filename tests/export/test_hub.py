@@ -139,9 +139,10 @@ def test_a_path_of_one_component_is_a_leak_where_it_exists():
     assert list(leaks_of("/tmp")) == ["/tmp"]
 
 
+@pytest.mark.needs("onnx", "onnxscript")
 def test_an_onnx_file_is_searched(tmp_path):
-    onnx = pytest.importorskip("onnx", reason="pip install 'xdm_ft[onnx]'")
-    pytest.importorskip("onnxscript")
+    import onnx
+
     node = onnx.helper.make_node("Relu", ["a"], ["b"], name="relu")
     ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "ab"]
     onnx_model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", ends[:1], ends[1:]))

@@ -96,9 +96,8 @@ def test_open_clip_loads_a_fine_tuned_clip_and_takes_the_head_as_class_embedding
 
 
 @pytest.mark.slow
+@pytest.mark.needs(*PACKAGES)
 def test_onnx_runtime_predicts_from_image_files(images):
-    for package in PACKAGES:
-        pytest.importorskip(package, reason="pip install 'xdm_ft[onnx]'")
     torch.manual_seed(0)
     Path("onnx_model").mkdir()
     model = parts(*small_models.timm("test_vit"), temperature=0.1)

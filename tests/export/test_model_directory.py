@@ -129,6 +129,7 @@ def test_a_fresh_process_runs_the_example() -> None:
 
 
 class TestWhichModel:
+    @pytest.mark.slow
     def test_the_final_fit_is_the_default_and_is_trained_once(self) -> None:
         run("methods=[erm, linear_probe]")
         assert "final_fit" not in json.loads((RUN / "results.json").read_text())

@@ -18,8 +18,7 @@ from xdm_ft.export.leaks import leaks_in
 from xdm_ft.export.model import Model
 from xdm_ft.export.onnx import write_onnx
 
-for package in own.PACKAGES:
-    pytest.importorskip(package, reason="pip install 'xdm_ft[onnx]'")
+pytestmark = pytest.mark.needs(*own.PACKAGES)
 
 
 def session(path: Path):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from exported import choice_of, recorded, run
@@ -18,11 +17,13 @@ from safetensors.torch import load_file
 
 from xdm_ft.commands.export import export_model
 from xdm_ft.export.model import load
+from xdm_ft.export.onnx import PACKAGES
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared/assets"
 WEIGHTS = SHARED / "weights/mobilenetv2_100.keras_in1k_int8deq.fp16.safetensors"
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.needs(*PACKAGES),
     pytest.mark.skipif(not (SHARED / "pacs").is_dir(), reason="no PACS images in ../shared/assets/pacs"),
 ]
 IMAGES = 3  # of each class and domain
@@ -61,6 +62,8 @@ def check(record: dict[str, Any], with_encoder: bool, atol: float = 1e-6) -> Non
     if with_encoder:
         model = load(target, precision="fp32")
         pixels = torch.stack([model.pixels(path) for path in paths]).numpy()
+        import onnxruntime
+
         session = onnxruntime.InferenceSession(f"{target}/model.onnx", providers=["CPUExecutionProvider"])
         [probabilities] = session.run(["probabilities"], {"pixels": pixels})
         np.testing.assert_allclose(probabilities, model.predict_proba(paths), rtol=0, atol=1e-4)

@@ -32,6 +32,7 @@ def exported_to(target: str) -> set[bytes]:
     return {bytes(row) for row in load_file(Path(target) / TRAINING_IMAGES)["xxh3_128"]}
 
 
+@pytest.mark.slow
 def test_a_fold_has_its_own_and_a_final_fit_all_images() -> None:
     run("methods=[erm]")
     first, *_ = sorted(Path("data/PACS/photo").rglob("*.png"))

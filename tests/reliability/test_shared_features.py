@@ -85,7 +85,7 @@ def weights_file(path: Path, seed: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "ended"),
     [
-        ("image", False),
+        pytest.param("image", False, marks=pytest.mark.slow),
         pytest.param("weights", True, marks=pytest.mark.slow),
         pytest.param("image", True, marks=pytest.mark.slow),
         pytest.param("weights", False, marks=pytest.mark.slow),
