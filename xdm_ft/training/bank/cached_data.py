@@ -37,6 +37,7 @@ def batches(jobs: Sequence[Job], data: CachedData, begin: int = 0) -> Iterator[B
     """Yields the batches of all steps from `begin` on: x [H,B,K]; y, domain, index, place [H,B].
 
     Each head has its own rows. If the method mixes inputs, the batches have `partner`, `partner_y` and `has_partner`.
+    If all heads have the same rows, x is a view of one [B,K]: a step reads it from the cache, not from memory.
     """
     annotations = data.annotations
     device = annotations.labels.device
@@ -56,11 +57,14 @@ def batches(jobs: Sequence[Job], data: CachedData, begin: int = 0) -> Iterator[B
         read, placed = rows, place
         if partners is not None and bool((partners.place >= size).any()):  # from outside the batch: read them too
             read, placed = torch.cat([rows, partners.row], -1), torch.cat([place, partners.place], -1)  # [S,H,2B]
-        views = _drawn_views(jobs, data.features, placed, first)
+        elif len(samplers) == 1:
+            read, placed = rows[:, :1], place[:, :1]  # [S,1,B]
+        views = _drawn_views(jobs[: read.shape[1]], data.features, placed, first)
         for number, x in enumerate(_gathered(data.features, read, views)):
+            x = x.expand(len(jobs), -1, -1)
             batch = Batch(x[:, :size], labels[number], domains[number], rows[number], place[number])
             if partners is not None:
-                theirs = x[:, size:] if read is not rows else x.take_along_dim(partners.place[number][..., None], 1)
+                theirs = x[:, size:] if x.shape[1] > size else x.take_along_dim(partners.place[number][..., None], 1)
                 y, found = annotations.labels[partners.row[number]], partners.found[number]
                 batch = batch._replace(partner=theirs, partner_y=y, has_partner=found)
             yield batch

@@ -116,7 +116,8 @@ def chunks(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
     The result depends on the jobs and on the kind of device only.
 
     The jobs of a chunk have the same number of training domains, the same steps, and the same settings, except for
-    STACKED, buffers, and the settings of averaging.
+    STACKED, buffers, and the settings of averaging. Trials of one split and seed, whose batches are the same, share a
+    chunk if they fill more than half of it.
     """
     groups: dict[Any, list[Job]] = {}
     for job in jobs:
@@ -131,11 +132,20 @@ def chunks(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
             *(tuple(sorted(s.items(), key=str)) for s in settings),
         )
         groups.setdefault(alike, []).append(job)
-    cut = []
+    cut = list[list[Job]]()
     for group in groups.values():
         size = chunk_heads(group[0], device)
-        cut += [group[first : first + size] for first in range(0, len(group), size)]
+        trials: dict[tuple[int, int], list[Job]] = {}
+        for job in group:
+            trials.setdefault((id(job.split), job.seed), []).append(job)
+        parts = [part for of_one in trials.values() for part in _cut(of_one, size)]
+        rest = [job for part in parts if 2 * len(part) <= size for job in part]
+        cut += [part for part in parts if 2 * len(part) > size] + _cut(rest, size)
     return cut
+
+
+def _cut(jobs: list[Job], size: int) -> list[list[Job]]:
+    return [jobs[first : first + size] for first in range(0, len(jobs), size)]
 
 
 def chunk_heads(job: Job, device: torch.device) -> int:
