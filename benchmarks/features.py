@@ -68,7 +68,7 @@ WIDTH = 512  # of made-up features
 BATCH = 96  # of the first step
 BATCH_SIZES = (2, 4, 8, 16, 32, 64)
 LAYOUTS = (torch.channels_last, torch.contiguous_format)
-FEW = 128  # images that choose among them
+FEW = 64  # images that choose among them
 
 
 class Some(ImageFiles):
@@ -179,8 +179,7 @@ def batch_sizes(given: argparse.Namespace) -> dict[str, list[float]]:
         pixels = torch.randn(max(BATCH_SIZES), 3, given.size, given.size, dtype=DTYPES[given.precision])
         pixels = pixels.contiguous(memory_format=torch.channels_last)
         ways = [Forward(model, pixels[:size], torch.get_num_threads()) for size in BATCH_SIZES]
-        rounds = [[way.rate(2 * max(BATCH_SIZES)) for way in ways] for _ in range(3)]
-        found[name] = [statistics.median(rates) for rates in zip(*rounds, strict=True)]
+        found[name] = [way.rate(FEW) for way in ways]
         print(f"| {name} | " + " | ".join(f"{rate:.1f}" for rate in found[name]) + " |", flush=True)
     return found
 
@@ -326,9 +325,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=own, help=f"features.batch_size (default: {own} here)")
     parser.add_argument("--precision", default="fp32", choices=sorted(DTYPES))
     parser.add_argument("--sizes", nargs="+", metavar="MODEL", help="models of timm whose batch sizes are measured")
-    parser.add_argument(
-        "--given-back", action="store_true", help="keep no freed memory before the first extraction"
-    )
+    parser.add_argument("--given-back", action="store_true", help="keep no freed memory before the first extraction")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of PyTorch (default: cores)")
     parser.add_argument("--workers", type=number_or_default, nargs="+", default=[None, 0, 1, 2])
     parser.add_argument("--rounds", type=int, default=3, help="0: no measurement of extraction")
