@@ -43,7 +43,7 @@ def cpu_has_bf16() -> bool:
 def fast_batch_size(device: str) -> int:
     """Returns a number of images per forward pass that is fast on a device of this kind ("cpu", "cuda").
 
-    On a CPU activations should stay near its caches: of 2 to 64, 16 was the fastest or within 3% of it for MobileNetV2,
+    On a CPU activations should stay near its caches: of 2 to 64, 16 was the fastest or within 6% of it for MobileNetV2,
     ResNet-50, DenseNet-121, ViT-B/16 and ViT-B/32. On a GPU nothing was measured.
     """
     return 16 if device == "cpu" else 64
