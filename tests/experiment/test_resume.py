@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,14 @@ def test_a_model_that_was_trained_again_counts_as_trained(first: str, tmp_path: 
     assert recorded(RunDirectory(tmp_path)) == {OK.key: OK}
 
 
-def test_a_run_that_goes_on_keeps_the_precision_and_the_batch_size_of_its_features(small_pacs: Path) -> None:
+def test_a_run_that_goes_on_keeps_the_precision_and_the_batch_size_of_its_features(
+    small_pacs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """On another machine the defaults of both may be others."""
     short = "methods=[erm]", "protocol.test_domains=[sketch]"
     begun = results(*short, "features.batch_size=7", "features.precision=bf16")["recipe"]["features"]
     assert (begun["batch_size"], begun["precision"]) == (7, "bf16")
+    caplog.set_level(logging.INFO, "xdm_ft")
     assert results(*short, "protocol.seeds=2")["recipe"]["features"] == begun
+    assert "features.precision: bf16, as when this run started" in caplog.messages
     assert keeping_choices(recipe(*short, "features.batch_size=5")).features.batch_size == 5

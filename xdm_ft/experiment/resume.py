@@ -83,7 +83,10 @@ def keeping_choices(recipe: Recipe) -> Recipe:
         recipe = recipe.with_seeds(begun_looks[0]) if recipe.auto_seeds and begun_looks else recipe
         given = recipe.features.model_dump(include=recipe.features.model_fields_set)
         of_run = {key: before["features"][key] for key in ("precision", "batch_size")}
-        recipe = dataclasses.replace(recipe, features=FeatureSettings.model_validate(of_run | given))
+        features = FeatureSettings.model_validate(of_run | given)
+        if features.precision != recipe.features.precision:
+            logger.info("features.precision: %s, as when this run started", features.precision)
+        recipe = dataclasses.replace(recipe, features=features)
         kept = recipe.with_augmentation(augmentation) if recipe.data_common.train_augmentation is None else recipe
     except (Damaged, KeyError, TypeError, ValueError, AttributeError):  # `opened` reports what is wrong with it
         return recipe

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 
 # Heads trained at once, and bytes of their features at a step. With fewer heads the fixed cost of a step is shared by
-# fewer; with more heads there are fewer chunks for other processes. On a CPU the features of a step stay below glibc's
-# largest mmap threshold (`training.memory`): larger blocks go back to the system after every step, which costs page
-# faults. A GPU launches a step's operators for 256 heads as fast as for 32.
+# fewer; with more heads there are fewer chunks for other processes. Another number changes the rounding of results. A
+# GPU launches a step's operators for 256 heads as fast as for 32.
 CHUNK_HEADS, CHUNK_BYTES = 32, 32 << 20
 GPU_CHUNK_HEADS, GPU_CHUNK_BYTES = 256, 256 << 20
 
