@@ -234,7 +234,7 @@ def time_of(plan: Plan, encoders: Encoders) -> Iterator[Finding]:
 
     with launched(plan.recipe) as accelerator:
         found = estimate(plan, encoders, accelerator)
-    yield Finding("time", f"{found.text()} on {found.device}")
+    yield Finding("time", f"{found.text()} on {found.device}, if nothing is trained yet")
 
 
 def _reads_cache(recipe: Recipe, label: str | None) -> bool:
