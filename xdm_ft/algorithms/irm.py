@@ -48,7 +48,8 @@ class IRM(AnnealedPenalty):
         half = 2 * batch.domain + rank_in_domain(batch.domain, domains) % 2  # [B], 0…2D−1
         means, present = domain_means(slope, half, 2 * domains, self.sample_weight(batch))
         both = present.view(domains, 2).all(1)  # [D]
-        return means.view(domains, 2).prod(1).sum() / both.sum().clamp(min=1)
+        first, second = means.view(domains, 2).unbind(1)  # the backward pass of prod rounds by its neighbours in a bank
+        return (first * second).sum() / both.sum().clamp(min=1)
 
 
 def rank_in_domain(domain: Tensor, num_domains: int) -> Tensor:
