@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from xdm_ft.data._transforms import Preprocessing, resizing_transform
+from xdm_ft.images.transforms import Preprocessing, resizing_transform
 
 Decoder = Callable[[bytes], Image.Image]
 SIDE = 224

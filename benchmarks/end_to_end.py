@@ -37,17 +37,17 @@ from torch import nn
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.averaging.swad import SWAD
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._transforms import PreprocessingOverrides
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.memory import keep_freed_memory
-from xdm_ft.progress import Progress
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.components import find
+from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.progress import Progress
+from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.end_to_end.model import is_cnn
 from xdm_ft.training.end_to_end.train import train_model

@@ -48,10 +48,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._files import ImageFiles
-from xdm_ft.data._loading import image_loader, loaded
-from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
+from xdm_ft.containers.files import ImageFiles
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders.timm import Timm
@@ -60,8 +57,11 @@ from xdm_ft.features.cache import Features, cached_views, extract
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.forward import DTYPES, frozen_copy
 from xdm_ft.features.store import cache_folder
-from xdm_ft.memory import keep_freed_memory
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.loader import image_loader, loaded
+from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.protocol.splits import Protocol, splits
+from xdm_ft.runtime.memory import keep_freed_memory
 
 SHARD = 1024  # rows of a made-up shard: as extraction cuts a million
 WIDTH = 512  # of made-up features

@@ -50,10 +50,10 @@ from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features.cache import Features
-from xdm_ft.memory import keep_freed_memory
 from xdm_ft.protocol.splits import Split
+from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.bank.stacked import stack, step

@@ -30,9 +30,9 @@ import torch
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
 from xdm_ft.evaluation.records import Pick, Record
 from xdm_ft.evaluation.summary import summarise
-from xdm_ft.memory import PeakMemory
+from xdm_ft.runtime.memory import PeakMemory
+from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.tensors import Score
 
 CLASSES, GROUPS, RULE, HELD = 62, 5000, "val_domain", ("site",)
 FILES = 10  # different files of predictions; each one serves several models

@@ -60,7 +60,7 @@ from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
-from xdm_ft.tensors import Annotations, Batch, Criteria, Task
+from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.train import chunks, train_chunk
 from xdm_ft.training.solvers import solve

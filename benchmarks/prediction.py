@@ -23,13 +23,13 @@ from itertools import islice
 import torch
 
 import xdm_ft
-from xdm_ft.data._loading import image_loader, loaded
-from xdm_ft.data._transforms import normalized
 from xdm_ft.export.inference import Inputs, stream
 from xdm_ft.export.model import Model
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.features import fast_batch_size
-from xdm_ft.memory import keep_freed_memory
+from xdm_ft.images.loader import image_loader, loaded
+from xdm_ft.images.transforms import normalized
+from xdm_ft.runtime.memory import keep_freed_memory
 
 
 def forward(model: Model, items: Sequence[Item], batch_size: int) -> Callable[[], float]:

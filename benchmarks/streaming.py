@@ -34,7 +34,7 @@ from xdm_ft.features.cache_key import key_of
 from xdm_ft.features.shards import Contents, contents_of, write_shard
 from xdm_ft.features.store import Store
 from xdm_ft.protocol.splits import Split
-from xdm_ft.tensors import Annotations, Criteria, Task
+from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.train import CHUNK_HEADS, chunks, train_chunk
 from xdm_ft.training.bank.validation import BankValidation

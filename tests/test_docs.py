@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from xdm_ft.algorithms import Solver
-from xdm_ft.cli import parser
+from xdm_ft.cli.parser import parser
 from xdm_ft.recipe.components import find, names
 from xdm_ft.recipe.read import load
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from xdm_ft import interrupt
+from xdm_ft.runtime import interrupt
 
 WORK = """
 import sys, time
-from xdm_ft.interrupt import Interrupted, deferred, handled, stop_requested
+from xdm_ft.runtime.interrupt import Interrupted, deferred, handled, stop_requested
 
 def patient():
     with deferred():
@@ -137,7 +137,7 @@ def test_a_forked_process_handles_its_own_signals_in_silence(capfd: pytest.Captu
 
 SAVES_FIRST = """
 import os, time
-from xdm_ft import interrupt
+from xdm_ft.runtime import interrupt
 interrupt.handle()
 # no print, which could be the one that the signal interrupts
 with (

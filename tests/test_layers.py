@@ -9,7 +9,6 @@ LAYERS = [
     "run",
     "__main__",
     "cli",
-    "commands",
     "export",
     "experiment",
     "recipe",
@@ -24,17 +23,14 @@ LAYERS = [
     "averaging",
     "sharpness",
     "xdomainmix",
+    "cut",
     "encoders",
+    "weights",
     "data",
+    "containers",
+    "images",
     "storage",
-    "progress",
-    "memory",
-    "randomness",
-    "tensors",
-    "settings",
-    "terminal",
-    "interrupt",
-    "errors",
+    "runtime",
     "version",
 ]
 NOT_TO_SHADOW = {
@@ -149,6 +145,6 @@ def test_nothing_directly_inside_shadows_another_package():
 
 
 def test_tensors_imports_torch_only():
-    tree = ast.parse((PACKAGE / "tensors.py").read_text())
+    tree = ast.parse((PACKAGE / "runtime/tensors.py").read_text())
     names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert names == {"__future__", "dataclasses", "typing", "torch"}

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch.func import vmap
 
-from xdm_ft.randomness import BETA_KNOTS, Stream, beta, beta_quantiles, bits, integers, normal, permutation, uniform
+from xdm_ft.runtime.randomness import (
+    BETA_KNOTS,
+    Stream,
+    beta,
+    beta_quantiles,
+    bits,
+    integers,
+    normal,
+    permutation,
+    uniform,
+)
 
 WORD = (1 << 64) - 1
 

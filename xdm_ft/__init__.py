@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from xdm_ft.errors import UserError
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:

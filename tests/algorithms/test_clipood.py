@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.clipood import CLIPood
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.training import Training
 
 CLASSES, WIDTH, SCALE = 4, 6, 100.0

@@ -13,7 +13,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver
 from xdm_ft.recipe.components import find, names
-from xdm_ft.tensors import Batch, Losses, Task
+from xdm_ft.runtime.tensors import Batch, Losses, Task
 
 METHODS = {name: find("algorithms", name) for name in names("algorithms")}
 HEADS = {name: cls for name in names("heads") if (cls := find("heads", name)).trained}

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import stack_module_state
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.tensors import Batch
+from xdm_ft.runtime.tensors import Batch
 from xdm_ft.training.bank.inputs import OnInputs
 
 FIELDS = ("x", "y", "domain", "index", "place")

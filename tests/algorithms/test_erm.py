@@ -6,7 +6,7 @@ from torch.func import vmap
 
 from xdm_ft.algorithms import Setup, mean_loss
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.runtime.tensors import Batch, Task
 
 TASK = Task(("a", "b", "c"), ("x", "y"))
 

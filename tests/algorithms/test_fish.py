@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.fish import Fish, meta_step
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.runtime.tensors import Batch, Task
 
 TASK = Task(tuple("abc"), tuple("xyz"))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.groupdro import GroupDRO
-from xdm_ft.tensors import Batch
+from xdm_ft.runtime.tensors import Batch
 
 
 def batch(domain: Tensor) -> Batch:

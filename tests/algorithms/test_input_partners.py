@@ -10,7 +10,7 @@ from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms._input_mixing import draw_partners, pick_other
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixup import Mixup
-from xdm_ft.tensors import InputPartners, Samples, Task
+from xdm_ft.runtime.tensors import InputPartners, Samples, Task
 
 STEPS, BATCH, TRAINING = 50, 12, 40
 TASK = Task(tuple("abcde"), tuple("xyz"))

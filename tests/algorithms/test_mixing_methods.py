@@ -15,8 +15,8 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.lisa import LISA, box, cut_mix
 from xdm_ft.algorithms.mixup import Mixup, mix_up
-from xdm_ft.errors import UserError
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.tensors import Batch, Task
 
 TASK = Task(tuple("abcd"), tuple("xyz"))
 WIDTH, ROWS = 7, 60

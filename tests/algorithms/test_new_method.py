@@ -10,8 +10,8 @@ import miniature
 import pytest
 
 import xdm_ft.algorithms
-from xdm_ft.cli import main
-from xdm_ft.commands.ls import listing
+from xdm_ft.cli.ls import listing
+from xdm_ft.cli.parser import main
 from xdm_ft.recipe.search import preset_ranges
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from pydantic import Field
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.tensors import Losses
+from xdm_ft.runtime.tensors import Losses
 
 
 class Smoothed(Algorithm):
@@ -57,8 +57,8 @@ from pydantic import Field
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.heads.linear import Linear
-from xdm_ft.randomness import Stream
-from xdm_ft.tensors import Losses
+from xdm_ft.runtime.randomness import Stream
+from xdm_ft.runtime.tensors import Losses
 
 PROJECTED = 8
 
@@ -96,7 +96,7 @@ from torch import nn
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.randomness import Stream, uniform
+from xdm_ft.runtime.randomness import Stream, uniform
 
 
 class Jittered(ERM):

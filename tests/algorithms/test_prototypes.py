@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Candidate, Setup
 from xdm_ft.algorithms.prototypes import Prototypes, best_scale, class_means
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.runtime.tensors import Batch, Task
 
 CLASSES, WIDTH = 4, 6
 Y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 0, 1])  # nothing of class 3

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.vrex import VREx
-from xdm_ft.errors import UserError
-from xdm_ft.tensors import Batch
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.tensors import Batch
 
 
 def batch(domain: list[int]) -> Batch:

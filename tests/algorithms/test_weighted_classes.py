@@ -20,7 +20,7 @@ from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.vrex import VREx
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.recipe.components import find, names
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.runtime.tensors import Batch, Task
 
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
 ALGORITHMS = sorted(name for name, cls in FOUND.items() if issubclass(cls, Algorithm))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Setup, xdomainmix
 from xdm_ft.algorithms.xdomainmix import Noise, XDomainMix
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.xdomainmix import Partners
 
 GOLDEN = np.load(Path(__file__).resolve().parents[1] / "golden" / "clip_trajectory_sgd.npz")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xdm_ft.analysis.embedding import Pair, embedding, linear_map, pair, silhouette, specific_and_generic
 from xdm_ft.heads.linear import Linear
-from xdm_ft.randomness import Stream
+from xdm_ft.runtime.randomness import Stream
 from xdm_ft.xdomainmix import linear_scores
 
 WIDTH = 12

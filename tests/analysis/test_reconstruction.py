@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from xdm_ft.analysis.reconstruction import Autoencoder, decoder, mixed_maps, read_autoencoder, vgg_encoder
-from xdm_ft.errors import UserError
 from xdm_ft.heads.linear import Linear
+from xdm_ft.runtime.errors import UserError
 
 # number in the published files: (outputs, inputs)
 OF_ENCODER = {0: (3, 3), 2: (64, 3), 5: (64, 64), 9: (128, 64), 12: (128, 128), 16: (256, 128), 19: (256, 256),

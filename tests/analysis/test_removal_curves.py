@@ -10,7 +10,7 @@ from xdm_ft.analysis.importance import area, removal_curves
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
-from xdm_ft.randomness import Stream
+from xdm_ft.runtime.randomness import Stream
 
 WIDTH, CLASSES, DOMAINS = 20, 4, 2
 

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import nn
 
 from xdm_ft.analysis.reconstruction import decoder, vgg_encoder
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.storage.run_directory import LOCK
 
 RECIPE = """\
@@ -148,7 +148,7 @@ def test_other_data_is_refused(finished: Path, run: Path, tmp_path: Path, capsys
 def test_features_of_another_device_are_noted(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from xdm_ft.commands import analyse
+    from xdm_ft.cli import analyse
 
     read_run = analyse.read_run
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from warm_processes import xdm_ft
 
-from xdm_ft.cli import EXAMPLES, main, parser
+from xdm_ft.cli.parser import EXAMPLES, main, parser
 from xdm_ft.recipe.read import load
 from xdm_ft.storage.results_file import COSTS, write_results
 
@@ -59,7 +59,7 @@ def one_line(result, *words):
 
 
 def test_help_is_immediate_and_loads_nothing_heavy():
-    code = "import sys; from xdm_ft.cli import parser; parser(); print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
+    code = "import sys; from xdm_ft.cli.parser import parser; parser(); print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from xdm_ft.recipe import components, read
 from xdm_ft.recipe.override_keys import COMPONENTS, component_keys, override_keys
-from xdm_ft.settings import Block
+from xdm_ft.runtime.settings import Block
 
 PROGRAMS = Path(sys.executable).parent
 COMPLETE = """

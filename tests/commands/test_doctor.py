@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 
 PACS = Path(__file__).resolve().parents[2] / ".." / "shared" / "assets" / "pacs"
 RECIPE = """\

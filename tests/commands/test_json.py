@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 from warm_processes import xdm_ft
 
-from xdm_ft.cli import parser
-from xdm_ft.commands.answer import Answer, as_json
-from xdm_ft.progress import progress
+from xdm_ft.cli.answer import Answer, as_json
+from xdm_ft.cli.parser import parser
+from xdm_ft.runtime.progress import progress
 
 VERBS = next(action.choices for action in parser()._actions if action.dest == "verb")
 DOCS = Path(__file__).resolve().parents[2] / "docs/command_line.md"
@@ -174,8 +174,8 @@ def test_numbers_that_json_lacks_are_null():
 
 NOISY = """
 import os, subprocess, sys
-from xdm_ft import cli
-from xdm_ft.commands import cp
+from xdm_ft.cli import parser
+from xdm_ft.cli import cp
 copy = cp.copy
 def noisy(*arguments):
     print("python prints")
@@ -183,7 +183,7 @@ def noisy(*arguments):
     subprocess.run(["echo", "a child prints"])
     return copy(*arguments)
 cp.copy = noisy
-sys.exit(cli.main(sys.argv[1:]))
+sys.exit(parser.main(sys.argv[1:]))
 """
 
 
@@ -207,7 +207,7 @@ def test_quiet_prints_the_result_and_warnings_only(recipe):
 def test_quiet_shows_no_bar_on_a_terminal(level, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(logging.getLogger("xdm_ft"), "level", level)
-    monkeypatch.setattr("xdm_ft.progress.BAR_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr("xdm_ft.runtime.progress.BAR_AFTER_SECONDS", 0.0)
     monkeypatch.delenv("TQDM_DISABLE", raising=False)  # --quiet of an earlier test in this process
     with progress("features", 2, "images") as bar:
         bar.advance(2)

@@ -2,7 +2,7 @@
 
 import re
 
-from xdm_ft.commands.ls import listing
+from xdm_ft.cli.ls import listing
 
 
 def test_methods_say_what_they_work_on():

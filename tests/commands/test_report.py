@@ -14,7 +14,7 @@ from example_runs import results_of
 from filelock import FileLock
 from test_more_tables import two_sets
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.report import written
 from xdm_ft.report.csv_rows import COLUMNS
 from xdm_ft.report.finished import Run

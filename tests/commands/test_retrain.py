@@ -9,8 +9,8 @@ from pathlib import Path
 import miniature
 import pytest
 
-from xdm_ft.cli import main
-from xdm_ft.commands.cache import referenced_by
+from xdm_ft.cli.cache import referenced_by
+from xdm_ft.cli.parser import main
 from xdm_ft.storage.results_file import COSTS, read_results
 from xdm_ft.storage.run_directory import RunDirectory
 

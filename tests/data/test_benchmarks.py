@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from xdm_ft.errors import UserError
 from xdm_ft.protocol.splits import Protocol, splits
 from xdm_ft.recipe import components
+from xdm_ft.runtime.errors import UserError
 
 FIVE = ("pacs", "vlcs", "officehome", "terraincognita", "domainnet")
 PACS = Path(__file__).resolve().parents[2] / ".." / "shared" / "assets" / "pacs"

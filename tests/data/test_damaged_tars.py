@@ -17,7 +17,7 @@ from range_server import served
 
 from xdm_ft.data import webdataset
 from xdm_ft.data.webdataset import WebDataset
-from xdm_ft.errors import UserError
+from xdm_ft.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 IMAGES = 20

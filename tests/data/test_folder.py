@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from xdm_ft.data._images import UnreadableImage
 from xdm_ft.data.folder import Folder
-from xdm_ft.errors import UserError
+from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.recipe.components import find, settings_model
+from xdm_ft.runtime.errors import UserError
 
 
 def put(root: Path, *names: str) -> None:

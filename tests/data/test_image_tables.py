@@ -11,19 +11,19 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from xdm_ft.data._image_tables import Columns
-from xdm_ft.data._images import UnreadableImage
-from xdm_ft.data._transforms import PreprocessingOverrides
+from xdm_ft.containers.image_tables import Columns
 from xdm_ft.data.folder import Folder
 from xdm_ft.data.hub import Hub
 from xdm_ft.data.imagefolder import ImageFolder
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import extract
 from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.images.decode import UnreadableImage
+from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.protocol.splits import Protocol, splits
+from xdm_ft.runtime.errors import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,8 @@ import pytest
 from made_up import MadeUp
 from PIL import Image
 
-from xdm_ft.data._images import (
-    UnreadableImage,
-    decode,
-    extensions,
-    formats,
-    scan,
-    unreadable_message,
-)
-from xdm_ft.errors import printable
+from xdm_ft.images.decode import UnreadableImage, decode, extensions, formats, scan, unreadable_message
+from xdm_ft.runtime.errors import printable
 
 NOISE = np.random.default_rng(0).integers(0, 256, (6, 8, 3), dtype=np.uint8)
 

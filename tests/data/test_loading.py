@@ -14,9 +14,8 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from xdm_ft.data import _loading
-from xdm_ft.data._loading import image_loader, loaded
-from xdm_ft.errors import UserError
+from xdm_ft.images.loader import image_loader, loaded
+from xdm_ft.runtime.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -88,7 +87,7 @@ def test_after_a_stop_request_an_error_ends_the_batches(monkeypatch: pytest.Monk
     loader = image_loader(Rows(error=error), 0, CPU, batch_size=None)
     with pytest.raises(type(error)):
         list(loaded(loader, "key", "do this"))
-    monkeypatch.setattr(_loading, "stop_requested", lambda: True)
+    monkeypatch.setattr(loader, "stop_requested", lambda: True)
     assert list(loaded(loader, "key", "do this")) == [0, 1, 2, 3, 4]
 
 

@@ -22,14 +22,14 @@ from encoded_images import labels_of, png, same, write_parquet, write_tar
 from fsspec.registry import _registry
 from range_server import Served, served
 
+from xdm_ft.containers.image_tables import Columns
+from xdm_ft.containers.pieces import RecentlyUsed
+from xdm_ft.containers.tar import Keys
 from xdm_ft.data import webdataset
-from xdm_ft.data._image_tables import Columns
-from xdm_ft.data._pieces import RecentlyUsed
-from xdm_ft.data._tar_index import Keys
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.webdataset import WebDataset, expanded_braces
-from xdm_ft.errors import UserError
 from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import remote
 from xdm_ft.storage.remembered import remembered
 

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from xdm_ft.data.table import Table
-from xdm_ft.errors import UserError
 from xdm_ft.protocol.splits import Protocol, splits
 from xdm_ft.recipe.components import find, settings_model
+from xdm_ft.runtime.errors import UserError
 
 NAMES = ("a.png", "b.png", "c d.png", "sub/e.png")
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from pydantic import ValidationError
 
-from xdm_ft.data._transforms import (
+from xdm_ft.images.transforms import (
     Preprocessing,
     PreprocessingOverrides,
     augmenting_transform,

@@ -16,9 +16,9 @@ from PIL import Image
 from xdm_ft.data._wilds_release import release_class
 from xdm_ft.data.camelyon17 import Camelyon17
 from xdm_ft.data.fmow import Fmow
-from xdm_ft.errors import UserError
 from xdm_ft.evaluation.metrics import metric, score
 from xdm_ft.protocol.splits import Protocol, splits
+from xdm_ft.runtime.errors import UserError
 
 OFFICIAL = {"name": "official", "selection": "val_domain"}
 

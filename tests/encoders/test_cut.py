@@ -16,19 +16,19 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
+from xdm_ft.cut.cut import Below, Cut, depth_from_top, describe_chain
 from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.encoders._cut import Below, Cut, depth_from_top, describe_chain
 from xdm_ft.encoders.open_clip import OpenClip
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import extract
 from xdm_ft.features.cache_key import key_of, key_parts
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.forward import frozen_copy
 from xdm_ft.features.store import cache_folder
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
+from xdm_ft.runtime.errors import UserError
 
 
 def parameters_above(cut: Cut) -> dict[str, nn.Parameter]:

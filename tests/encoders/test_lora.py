@@ -15,13 +15,13 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from xdm_ft.cut.cut import Cut
+from xdm_ft.cut.lora import SplitAttention, add_lora, merged_state, touched_names
+from xdm_ft.cut.trainable import Lora
 from xdm_ft.encoders import Encoder
-from xdm_ft.encoders._cut import Cut
-from xdm_ft.encoders._lora import SplitAttention, add_lora, merged_state, touched_names
-from xdm_ft.encoders._trainable import Lora
 from xdm_ft.encoders.open_clip import OpenClip
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.errors import UserError
+from xdm_ft.runtime.errors import UserError
 
 CLIP: dict[str, Any] = {
     "embed_dim": 24,
@@ -371,7 +371,7 @@ def test_an_update_without_effect_is_refused() -> None:
 
 
 def test_without_peft_one_line_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xdm_ft.encoders._lora.find_spec", lambda name: None)
+    monkeypatch.setattr("xdm_ft.cut.lora.find_spec", lambda name: None)
     assert refused(vit(), VIT_BLOCKS) == (
         'trainable.lora: needs peft, which is not installed; pip install "xdm_ft[lora]"'
     )

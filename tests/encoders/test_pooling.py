@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from xdm_ft.data._transforms import PreprocessingOverrides
-from xdm_ft.encoders._cut import Cut
+from xdm_ft.cut.cut import Cut
 from xdm_ft.encoders.open_clip import OpenClip
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.errors import UserError
+from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.recipe.read import load
+from xdm_ft.runtime.errors import UserError
 
 DEMO = {"model": "demo", "weights": "demo"}
 POOLINGS = ("cls", "mean", "cls_mean")

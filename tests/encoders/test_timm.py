@@ -12,10 +12,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from xdm_ft.data._transforms import PreprocessingOverrides, evaluation_transform
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.errors import UserError
+from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform
 from xdm_ft.recipe import components
+from xdm_ft.runtime.errors import UserError
 
 MOBILENET = {"bn_eps": 1e-3, "pad_type": "same"}
 HALF = PreprocessingOverrides(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), crop=1.0)

@@ -18,14 +18,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
+from xdm_ft.cut.cut import Cut
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.encoders._cut import Cut
-from xdm_ft.encoders._processor import TOLERANCE, from_processor
 from xdm_ft.encoders.transformers import Transformers
-from xdm_ft.errors import UserError
 from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.recipe import components
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.weights.processor import TOLERANCE, from_processor
 
 CLASSES = ("dog", "polar_bear", "guitar")
 BOTH = ("a photo of a {}", "a sketch of a {}")
@@ -174,13 +174,13 @@ def test_processors_are_expressed_or_refused(make, expected: dict[str, object] |
 @pytest.mark.parametrize("change", [{"interpolation": "bicubic"}, {"mean": (0.48, 0.5, 0.5)}, {"resize": "native"}])
 def test_the_comparison_with_the_processor_can_fail(change: dict[str, object], monkeypatch) -> None:
     """What differs a little from a processor is found: otherwise the tolerance would hide wrong settings."""
-    from xdm_ft.encoders import _processor
+    from xdm_ft.weights import processor
 
-    right = from_processor(processor := transformers.ViTImageProcessor(), "acme/own")
+    right = from_processor(own := transformers.ViTImageProcessor(), "acme/own")
     wrong = Preprocessing(**right.model_dump() | change)
     assert TOLERANCE <= 1
-    assert all(_processor._agrees(processor, right, _processor._noise(*size)) for size in _processor.SIZES)
-    assert not all(_processor._agrees(processor, wrong, _processor._noise(*size)) for size in _processor.SIZES)
+    assert all(processor._agrees(own, right, processor._noise(*size)) for size in processor.SIZES)
+    assert not all(processor._agrees(own, wrong, processor._noise(*size)) for size in processor.SIZES)
 
 
 def test_overrides_replace_parts_or_all(saved, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Pick, Record
 from xdm_ft.evaluation.runs import Runs
 from xdm_ft.evaluation.versus import Pair, WithoutGroups, compared
-from xdm_ft.tensors import Score
+from xdm_ft.runtime.tensors import Score
 
 Right = dict[tuple[str, str, int], np.ndarray]  # {(method, domain, seed): which images are right}
 SIZES = {"a": [9, 8, 7, 3, 2, 1], "b": [5, 5, 5, 5], "c": [12, 4, 4, 4], "d": [6, 6, 6, 2, 2, 2]}

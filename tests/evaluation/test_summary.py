@@ -16,7 +16,7 @@ from xdm_ft.evaluation.looks import Look
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Pick, Record, Status
 from xdm_ft.evaluation.summary import Summary, protocol_line, summarise
-from xdm_ft.tensors import Score
+from xdm_ft.runtime.tensors import Score
 
 Run = tuple[str, tuple[str, ...], int, int]  # method, held-out domains, seed, images that are right
 ROWS = 50

@@ -9,16 +9,15 @@ if __name__ == "__main__":
     import torch
     from accelerate import Accelerator
 
-    from xdm_ft import interrupt
-    from xdm_ft.experiment import heartbeat
-    from xdm_ft.progress import pulse
+    from xdm_ft.runtime import interrupt, watchdog
+    from xdm_ft.runtime.progress import pulse
     from xdm_ft.training.end_to_end.accelerated import shut_down
 
-    heartbeat.EVERY_SECONDS, heartbeat.SILENCE_SECONDS = 0.2, 4.0
+    watchdog.EVERY_SECONDS, watchdog.SILENCE_SECONDS = 0.2, 4.0
     mode, accelerator = sys.argv[1], Accelerator()
     accelerator.wait_for_everyone()
     interrupt.handle(resumable=True)
-    with heartbeat.heartbeat(accelerator):
+    with watchdog.heartbeat(accelerator):
         print("begins", flush=True)
         if accelerator.process_index == 1:
             if mode == "stops":
@@ -29,12 +28,12 @@ if __name__ == "__main__":
                 time.sleep(0.2)
                 pulse.beat()
         elif mode == "hangs beside work":
-            heartbeat.AGAIN = 1000  # the second rank reports
+            watchdog.AGAIN = 1000  # the second rank reports
             while True:  # until the launcher's signal, which only Python code notices
                 time.sleep(0.1)
                 pulse.beat()
         if mode == "hangs in a step":
             accelerator.reduce(torch.ones(1))
-        heartbeat.wait_for_everyone(accelerator)
+        watchdog.wait_for_everyone(accelerator)
     print("done", flush=True)
     shut_down(accelerator)

@@ -9,7 +9,7 @@ from pathlib import Path
 if __name__ == "__main__":
     import psutil
 
-    from xdm_ft.cli import main
+    from xdm_ft.cli.parser import main
     from xdm_ft.experiment import records
     from xdm_ft.storage.run_directory import RunDirectory
 

@@ -15,7 +15,7 @@ import torch
 from analysed import analysis
 
 from xdm_ft.analysis.invariance import Invariance
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.experiment import analysing
 from xdm_ft.experiment.analysing.calibration import calibration
 from xdm_ft.experiment.analysing.images import FROZEN, Limits, split_images

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from xdm_ft.cli import main
-from xdm_ft.commands.validate import validate
+from xdm_ft.cli.parser import main
+from xdm_ft.cli.validate import validate
 from xdm_ft.experiment import run, summary
 from xdm_ft.experiment.results import read_results
 from xdm_ft.experiment.resume import keeping_choices

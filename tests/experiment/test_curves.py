@@ -22,9 +22,9 @@ from xdm_ft.experiment import plan as plan_module
 from xdm_ft.experiment import train as train_module
 from xdm_ft.experiment.curves import write_curves
 from xdm_ft.experiment.sessions import write_sessions
+from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.events import Scalars, heads_sub_run, read_scalars, sub_run, trial_sub_run
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.tensors import Score
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 SEARCH = ("search={trials: 2, preset: frozen}", "protocol.seeds=2", "protocol.test_domains=[sketch]")

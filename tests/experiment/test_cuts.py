@@ -11,9 +11,8 @@ import pytest
 import torch
 from small_runs import recipe
 
-from xdm_ft.commands import doctor
-from xdm_ft.commands.validate import validate
-from xdm_ft.errors import UserError
+from xdm_ft.cli import doctor
+from xdm_ft.cli.validate import validate
 from xdm_ft.experiment import cut_costs
 from xdm_ft.experiment.cuts import RecipeCut, counted_unhashed, cuts_of, decided
 from xdm_ft.experiment.machine import launched
@@ -21,6 +20,7 @@ from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.prepared import Prepared, build_encoders, check_low_rank, prepare
 from xdm_ft.experiment.results import inputs
 from xdm_ft.experiment.resume import Earlier
+from xdm_ft.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 CPU = torch.device("cpu")

@@ -18,13 +18,13 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from xdm_ft.cli import main
-from xdm_ft.errors import UserError
+from xdm_ft.cli.parser import main
 from xdm_ft.experiment.data_faults import faults, roles
 from xdm_ft.experiment.plan import Plan, describe, make_plan, read_data
 from xdm_ft.experiment.results import about
 from xdm_ft.features import file_hashes
 from xdm_ft.recipe.read import load
+from xdm_ft.runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))

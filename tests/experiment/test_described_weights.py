@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present as without_prefix
 
-from xdm_ft.data._images import decode
-from xdm_ft.data._transforms import Preprocessing, evaluation_transform
 from xdm_ft.encoders import Encoder
 from xdm_ft.experiment import records
 from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.images.decode import decode
+from xdm_ft.images.transforms import Preprocessing, evaluation_transform
 from xdm_ft.recipe.blocks import EncoderCommon
 from xdm_ft.recipe.components import find, settings_model
 

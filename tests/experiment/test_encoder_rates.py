@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from small_runs import recipe, results
 
-from xdm_ft.errors import UserError
 from xdm_ft.experiment.final_fit import combined
 from xdm_ft.experiment.plan import hparams, make_plan, read_data, searched
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.read import load
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.training.end_to_end import train
 
 pytestmark = pytest.mark.usefixtures("small_pacs")

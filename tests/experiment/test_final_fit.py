@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.averaging import Interval, Segment
-from xdm_ft.errors import UserError
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment import run
 from xdm_ft.experiment.final_fit import combined, fit_of_runs, median, mode
@@ -20,7 +19,8 @@ from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoders, prepare
 from xdm_ft.protocol.derived_splits import all_domains
-from xdm_ft.tensors import Criteria, Task
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.tensors import Criteria, Task
 from xdm_ft.training import Job
 from xdm_ft.training.bank.train import train_chunk
 

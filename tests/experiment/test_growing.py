@@ -17,7 +17,6 @@ import pytest
 import small_runs
 import yaml
 
-from xdm_ft.errors import UserError
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment import run, summary
 from xdm_ft.experiment.growing import Generation, generation, grown_from, refused_changes
@@ -26,6 +25,7 @@ from xdm_ft.experiment.results import ResultsFile, in_order
 from xdm_ft.recipe.read import load
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.results_file import COSTS
 from xdm_ft.training.bank import train as bank
 

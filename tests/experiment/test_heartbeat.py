@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from xdm_ft.experiment import heartbeat
-from xdm_ft.experiment.heartbeat import Watch, hung_message
-from xdm_ft.progress import Progress, pulse
+from xdm_ft.runtime import watchdog
+from xdm_ft.runtime.progress import Progress, pulse
+from xdm_ft.runtime.watchdog import Watch, hung_message
 
 ROOT = Path(__file__).resolve().parents[2]
 SCENARIO = Path(__file__).with_name("heartbeat_scenario.py")
@@ -36,8 +36,8 @@ class Shared(dict[str, bytes]):
 
 @pytest.fixture
 def three_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "EVERY_SECONDS", 10.0)
-    monkeypatch.setattr(heartbeat, "SILENCE_SECONDS", 30.0)
+    monkeypatch.setattr(watchdog, "EVERY_SECONDS", 10.0)
+    monkeypatch.setattr(watchdog, "SILENCE_SECONDS", 30.0)
 
 
 @pytest.mark.usefixtures("three_looks")

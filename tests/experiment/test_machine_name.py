@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import small_runs
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 
 NAME = "name-of-this-machine"
 

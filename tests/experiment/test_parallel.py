@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from xdm_ft.errors import UserError
 from xdm_ft.experiment.parallel import run_forked
+from xdm_ft.runtime.errors import UserError
 
 
 @pytest.mark.parametrize("processes", [1, 3])
@@ -114,7 +114,7 @@ def test_no_process_outlives_the_one_that_forked_it(tmp_path):
 SAVES = """
 import os, pathlib, sys, time
 from xdm_ft.experiment.parallel import run_forked
-from xdm_ft.interrupt import Interrupted, deferred, handled, stop_requested
+from xdm_ft.runtime.interrupt import Interrupted, deferred, handled, stop_requested
 folder = pathlib.Path(sys.argv[1])
 def work(number):
     if number == 0:

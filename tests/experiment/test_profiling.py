@@ -11,7 +11,7 @@ import torch
 
 from xdm_ft.experiment.machine import set_precision_on_gpus
 from xdm_ft.experiment.profiling import profiled
-from xdm_ft.progress import unseen
+from xdm_ft.runtime.progress import unseen
 
 
 def take_steps(file: Path | None, steps: int) -> None:

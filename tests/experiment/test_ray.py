@@ -14,13 +14,13 @@ import small_runs
 from clusters import cluster, hashes, keep_to_one_core, kill_the_one_with, metrics, on
 from warm_processes import PATIENCE, begin, interrupted
 
-from xdm_ft.cli import main
-from xdm_ft.errors import UserError
+from xdm_ft.cli.parser import main
 from xdm_ft.experiment import cluster_connection, cluster_queue, run, train
 from xdm_ft.experiment.cluster import _Pieces
 from xdm_ft.experiment.cluster_task import Begun, versions_of
 from xdm_ft.experiment.growing import refused_changes
 from xdm_ft.experiment.results import Outcome
+from xdm_ft.runtime.errors import UserError
 
 SEARCH = """\
 name: small

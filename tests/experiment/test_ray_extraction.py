@@ -17,8 +17,8 @@ from range_server import served
 from safetensors.torch import load_file
 from warm_processes import begin, interrupted
 
-from xdm_ft.cli import main
-from xdm_ft.commands.features import Filled, fill_cache
+from xdm_ft.cli.features import Filled, fill_cache
+from xdm_ft.cli.parser import main
 from xdm_ft.experiment import run
 from xdm_ft.experiment.cluster_extraction import _Stretches
 from xdm_ft.features import forward

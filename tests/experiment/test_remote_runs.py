@@ -11,7 +11,7 @@ from object_store import object_store
 from range_server import served
 from small_runs import results
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 
 
 def scores(found: dict[str, Any]) -> list[Any]:

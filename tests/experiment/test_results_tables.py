@@ -7,7 +7,7 @@ import jsonschema
 import miniature
 import pytest
 
-from xdm_ft.commands.run import run_recipe
+from xdm_ft.cli.run import run_recipe
 from xdm_ft.evaluation.conventions import DOMAINBED, WILDS
 from xdm_ft.recipe.read import check
 from xdm_ft.recipe.text import parse

@@ -23,7 +23,7 @@ from xdm_ft.export.promise import promise
 from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course, without
 from xdm_ft.protocol.splits import splits
 from xdm_ft.report.finished import read_run
-from xdm_ft.tensors import Criteria, Task
+from xdm_ft.runtime.tensors import Criteria, Task
 from xdm_ft.training import Job
 from xdm_ft.training.bank.train import train_chunk
 

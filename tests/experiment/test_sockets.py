@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from small_runs import RECIPE
 
-from xdm_ft.errors import UserError
 from xdm_ft.experiment.machine import on_loopback
+from xdm_ft.runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SCENARIO = str(Path(__file__).with_name("sockets_scenario.py"))

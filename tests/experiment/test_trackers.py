@@ -12,7 +12,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import LoggerType
 from small_runs import RECIPE
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.experiment import trackers
 from xdm_ft.storage.events import read_scalars
 

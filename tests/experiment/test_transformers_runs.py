@@ -11,11 +11,11 @@ import small_runs
 import tiny_transformers
 from exported import choice_of, exported, held_out, recorded
 
-from xdm_ft.commands.validate import validate
-from xdm_ft.errors import UserError
+from xdm_ft.cli.validate import validate
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import describe
 from xdm_ft.export.onnx import PACKAGES
+from xdm_ft.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 

@@ -81,7 +81,7 @@ def _main(
     environment: Mapping[str, str],
     first: Callable[[], None] | None,
 ) -> None:
-    from xdm_ft.cli import main
+    from xdm_ft.cli.parser import main
 
     os.setsid()
     gc.freeze()  # what the server has imported; a collection of it would take longer than most runs

@@ -9,7 +9,7 @@ import numpy as np
 import small_runs
 from safetensors.torch import load_file
 
-from xdm_ft.commands.export import export_model
+from xdm_ft.cli.export import export_model
 from xdm_ft.export.model import Model, load
 from xdm_ft.export.runs import Choice
 

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from small_models import parts, photographs
 
 import xdm_ft
-from xdm_ft.cli import main
-from xdm_ft.errors import UserError
+from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.new_site import NewSite
 from xdm_ft.export.card import card
 from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.export.directory import read_config
 from xdm_ft.export.export import export
 from xdm_ft.export.inference import cached_features
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import json_digest
 
 SURROGATE = "a\ud800b"

@@ -18,16 +18,16 @@ from exported import CLIP, DATA, RUN, choice_of, exported, held_out, recorded
 from safetensors.torch import load_file, save_file
 
 import xdm_ft
-from xdm_ft.cli import main
-from xdm_ft.commands.evaluate import evaluate
-from xdm_ft.commands.export import export_model
-from xdm_ft.errors import UserError
+from xdm_ft.cli.evaluate import evaluate
+from xdm_ft.cli.export import export_model
+from xdm_ft.cli.parser import main
 from xdm_ft.export.directory import read_config
 from xdm_ft.export.hub import _checked_files
 from xdm_ft.export.model import load
 from xdm_ft.export.onnx import PACKAGES
 from xdm_ft.export.runs import Choice, read_parts
 from xdm_ft.report.finished import read_run
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
 
 VIT = "name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}"

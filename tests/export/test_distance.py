@@ -17,15 +17,15 @@ from sklearn.covariance import ledoit_wolf
 from small_runs import recipe
 
 import xdm_ft
-from xdm_ft.cli import main
-from xdm_ft.commands.export import export_model
-from xdm_ft.errors import UserError
+from xdm_ft.cli.export import export_model
+from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.feature_distance import Reference
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.export.hub import FILES, READ
 from xdm_ft.export.model import load
 from xdm_ft.export.runs import Choice
 from xdm_ft.protocol.derived_splits import with_validation
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.addresses import reference_beside, reference_file
 from xdm_ft.storage.run_directory import RunDirectory
 

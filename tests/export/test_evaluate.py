@@ -12,8 +12,7 @@ import xxhash
 from safetensors.numpy import load_file
 from scipy.stats import t
 
-from xdm_ft.cli import main
-from xdm_ft.errors import UserError
+from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.comparison import Estimate
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.evaluation.new_site import new_site
@@ -22,6 +21,7 @@ from xdm_ft.export.evaluate import Labelled, at_site, judged
 from xdm_ft.export.site import has_domains, read_site
 from xdm_ft.export.sources import Item
 from xdm_ft.export.training_images import TRAINING_IMAGES, are_among, checksums, first_of_each
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.checksummed import write_arrays
 from xdm_ft.storage.run_directory import RunDirectory
 

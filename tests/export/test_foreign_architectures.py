@@ -21,15 +21,15 @@ from safetensors.torch import save_file
 from small_models import parts, photographs
 
 import xdm_ft
-from xdm_ft.encoders._foreign import check_sizes, no_remote_code
-from xdm_ft.encoders._transformers_source import architecture
 from xdm_ft.encoders.open_clip import OpenClip
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.encoders.transformers import Transformers
-from xdm_ft.errors import UserError
 from xdm_ft.export.export import export
 from xdm_ft.export.hub import push
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import json_digest
+from xdm_ft.weights.foreign import check_sizes, no_remote_code
+from xdm_ft.weights.transformers_source import architecture
 
 MARKER = "code_of_others_has_run"
 CODE = f"""

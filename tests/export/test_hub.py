@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from small_models import parts, photographs
 
 import xdm_ft
-from xdm_ft.errors import UserError
 from xdm_ft.export.directory import write_directory
 from xdm_ft.export.hub import push
 from xdm_ft.export.leaks import leaks_in, leaks_of
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import json_digest
 
 

@@ -13,12 +13,12 @@ from PIL import Image
 from small_runs import recipe
 
 import xdm_ft
-from xdm_ft.data import _images
-from xdm_ft.data._images import decode
+import xdm_ft.images.decode as decode_module
 from xdm_ft.experiment import run
 from xdm_ft.export.inference import NOT_FINITE, cached_features, stream
 from xdm_ft.export.parts import probabilities
 from xdm_ft.export.sources import Item, Sources
+from xdm_ft.images.decode import decode
 from xdm_ft.training.end_to_end import inputs
 
 
@@ -80,9 +80,9 @@ def test_drafts_are_those_of_the_run(tmp_path, monkeypatch, trainable):
     )  # fmt: skip
     sizes = set()
     with monkeypatch.context() as patch:
-        to_rgb = _images.to_rgb
+        to_rgb = decode_module.to_rgb
         patch.setattr(inputs, "worker_count", lambda accelerator: 0)  # what other processes decode is not seen
-        patch.setattr(_images, "to_rgb", lambda image: sizes.add(image.size) or to_rgb(image))
+        patch.setattr(decode_module, "to_rgb", lambda image: sizes.add(image.size) or to_rgb(image))
         assert not run(made).failed
     assert sizes == ({(400, 300), (100, 75)} if trainable else {(100, 75)})  # all are decoded whole once, as a check
     model, sources = xdm_ft.load(Path(made.output.dir) / made.name, held_out="sketch"), Sources(["data"])

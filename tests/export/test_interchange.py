@@ -14,12 +14,12 @@ from PIL import Image
 from small_models import Tiny, parts, photographs
 
 import xdm_ft
-from xdm_ft.errors import UserError
 from xdm_ft.export.export import export
 from xdm_ft.export.interchange import class_embeddings
 from xdm_ft.export.model import Model
 from xdm_ft.export.onnx import PACKAGES, write_onnx
 from xdm_ft.export.parts import Classifier
+from xdm_ft.runtime.errors import UserError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "deploying.md"
 

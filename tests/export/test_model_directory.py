@@ -22,13 +22,13 @@ from safetensors.torch import load_file, save_file
 from small_models import CLASSES, parts, timm
 
 import xdm_ft
-from xdm_ft.cli import main
-from xdm_ft.commands.export import export_model
-from xdm_ft.errors import UserError
+from xdm_ft.cli.export import export_model
+from xdm_ft.cli.parser import main
 from xdm_ft.export.export import export
 from xdm_ft.export.model import load
 from xdm_ft.export.runs import Choice
 from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import json_digest
 
 pytestmark = pytest.mark.usefixtures("small_pacs")

@@ -15,7 +15,7 @@ import torch
 from exported import choice_of, recorded, run
 from safetensors.torch import load_file
 
-from xdm_ft.commands.export import export_model
+from xdm_ft.cli.export import export_model
 from xdm_ft.export.model import load
 from xdm_ft.export.onnx import PACKAGES
 

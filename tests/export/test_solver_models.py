@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from exported import RUN, choice_of, exported, held_out, recorded, run
 
-from xdm_ft.cli import main
-from xdm_ft.errors import UserError
+from xdm_ft.cli.parser import main
 from xdm_ft.export.model import Model, load
 from xdm_ft.export.runs import Choice
+from xdm_ft.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 METHODS = "methods=[erm, {name: knn, neighbours: [1, 3]}, prototypes]"

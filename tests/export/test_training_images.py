@@ -13,8 +13,8 @@ from exported import RUN, run
 from safetensors.numpy import load_file
 from test_hub import FakeApi
 
-from xdm_ft.cli import main
-from xdm_ft.commands.export import export_model
+from xdm_ft.cli.export import export_model
+from xdm_ft.cli.parser import main
 from xdm_ft.export.directory import read_config
 from xdm_ft.export.model import load
 from xdm_ft.export.runs import Choice

@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from warm_processes import begin, server, xdm_ft
 
-from xdm_ft.errors import UserError
 from xdm_ft.export import inference, unfinished
 from xdm_ft.export.sources import Item
 from xdm_ft.export.unfinished import Unfinished, open_unfinished
+from xdm_ft.runtime.errors import UserError
 
 ABOUT = {"model": "m"}
 HELD_AT = 3000  # bytes

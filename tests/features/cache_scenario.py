@@ -16,14 +16,14 @@ import xxhash
 from PIL import Image
 from torch import Tensor, nn
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._images import decode
-from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.features import FeatureSettings, forward
 from xdm_ft.features.cache import Features, extract
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.store import cache_folder
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.decode import decode
+from xdm_ft.images.transforms import Preprocessing
 
 SIZE, WIDTH = 8, 5
 SHARD = 32  # images per shard, instead of hundreds

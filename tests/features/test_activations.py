@@ -13,17 +13,17 @@ import torch
 from cache_scenario import SHARD, SIZE, WIDTH, Pixels, features_of
 from torch import Tensor, nn
 
-from xdm_ft.commands.cache import list_cache, verify_cache
-from xdm_ft.data._transforms import Preprocessing
+from xdm_ft.cli.cache import list_cache, verify_cache
+from xdm_ft.cut.cut import Below, Cut
 from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.encoders._cut import Below, Cut
-from xdm_ft.errors import UserError
 from xdm_ft.features import cache, forward
 from xdm_ft.features.cache import Features
 from xdm_ft.features.maintenance import prune, stores
 from xdm_ft.features.manifest import read_manifest
 from xdm_ft.features.shards import contents_of, write_shard
 from xdm_ft.features.store import Store
+from xdm_ft.images.transforms import Preprocessing
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.training.end_to_end.inputs import CachedActivations
 
 IMAGES = 70

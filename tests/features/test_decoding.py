@@ -10,13 +10,13 @@ import pytest
 from cache_scenario import Files, write_images
 from PIL import Image
 
-from xdm_ft.commands.cache import list_cache, prune_cache, verify_cache
-from xdm_ft.data._transforms import Preprocessing
-from xdm_ft.errors import UserError
+from xdm_ft.cli.cache import list_cache, prune_cache, verify_cache
 from xdm_ft.features import decoding, maintenance
 from xdm_ft.features.decoding import undecodable
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.maintenance import prune
+from xdm_ft.images.transforms import Preprocessing
+from xdm_ft.runtime.errors import UserError
 
 OWN = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, size=8, resize="pad")
 STRIP = "too long and narrow"

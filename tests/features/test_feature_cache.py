@@ -19,17 +19,17 @@ from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write
 from safetensors.torch import load_file
 from torch import Tensor
 
-from xdm_ft.data._image_tables import ImageTable
-from xdm_ft.data._images import EncodedImages
-from xdm_ft.data._transforms import PreprocessingOverrides, evaluation_transform
+from xdm_ft.containers.image_tables import ImageTable
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings, cache, cache_key, forward, views
 from xdm_ft.features.cache import Features
 from xdm_ft.features.manifest import read_manifest
 from xdm_ft.features.store import cache_folder
 from xdm_ft.features.views import View
+from xdm_ft.images.decode import EncodedImages
+from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform
+from xdm_ft.runtime.errors import UserError
 
 
 def every_row(features: Features) -> Tensor:

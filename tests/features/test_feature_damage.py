@@ -14,10 +14,10 @@ import torch
 from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write_images
 from safetensors.torch import load_file
 
-from xdm_ft.errors import UserError
 from xdm_ft.features import store
 from xdm_ft.features.cache import Features
 from xdm_ft.features.shards import Shard, open_shard, write_shard
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import atomic
 from xdm_ft.storage.checksummed import Damaged
 

@@ -13,7 +13,7 @@ from cache_scenario import SHARD, Pixels, Tiny, digest, features_of
 from xdm_ft.features import forward
 from xdm_ft.features.cache_key import key_of, key_parts
 from xdm_ft.features.forward import Elsewhere, Extraction, frozen_copy
-from xdm_ft.progress import Progress
+from xdm_ft.runtime.progress import Progress
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

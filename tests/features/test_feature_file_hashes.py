@@ -16,9 +16,9 @@ import torch
 import xxhash
 from cache_scenario import Files, Pixels, features_of, write_images
 
-from xdm_ft.errors import UserError
 from xdm_ft.features import file_hashes
 from xdm_ft.features.file_hashes import FileHashes, hash_files
+from xdm_ft.runtime.errors import UserError
 
 
 @pytest.fixture

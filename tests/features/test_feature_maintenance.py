@@ -12,7 +12,7 @@ import torch
 from cache_scenario import SHARD, WIDTH, Pixels, Tiny, features_of
 from filelock import FileLock
 
-from xdm_ft.commands.cache import list_cache, prune_cache, verify_cache
+from xdm_ft.cli.cache import list_cache, prune_cache, verify_cache
 from xdm_ft.features import cache
 from xdm_ft.features.maintenance import Cached, prune, stores, verify
 from xdm_ft.features.manifest import read_manifest, write_manifest

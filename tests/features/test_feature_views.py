@@ -11,13 +11,13 @@ import xxhash
 from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write_images
 from torch import Tensor
 
-from xdm_ft.commands.cache import list_cache, verify_cache
-from xdm_ft.data import Augmentation
-from xdm_ft.data._transforms import training_transform
+from xdm_ft.cli.cache import list_cache, verify_cache
 from xdm_ft.features import cache, store, views
 from xdm_ft.features.cache import Features
 from xdm_ft.features.maintenance import prune, stores, verify
-from xdm_ft.randomness import Stream, bits
+from xdm_ft.images.dataset import Augmentation
+from xdm_ft.images.transforms import training_transform
+from xdm_ft.runtime.randomness import Stream, bits
 
 N = 70  # three shards of each view
 ROWS = torch.arange(N)
@@ -159,7 +159,7 @@ def list_cache_of(path: Path) -> list[str]:
 def test_disk_space_for_all_views_is_checked_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
-    from xdm_ft.errors import UserError
+    from xdm_ft.runtime.errors import UserError
 
     free = 2 * N * WIDTH * 4  # bytes of two of the three passes
     monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))

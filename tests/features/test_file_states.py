@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xdm_ft.data._files import ImageFiles, PathsBelow
+from xdm_ft.containers.files import ImageFiles, PathsBelow
 from xdm_ft.features import file_states as module
 from xdm_ft.features.file_hashes import FileHashes, hash_files
 from xdm_ft.features.file_states import FileStates, file_states

@@ -17,15 +17,15 @@ from cache_scenario import Tiny, digest, features_of
 from encoded_images import write_parquet
 from range_server import Served, served
 
-from xdm_ft.data._image_rows import ImageRows
-from xdm_ft.data._loading import image_loader, loaded
-from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.data.parquet import Parquet
-from xdm_ft.errors import UserError
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import extract
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.store import cache_path
+from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.loader import image_loader, loaded
+from xdm_ft.images.transforms import evaluation_transform
+from xdm_ft.runtime.errors import UserError
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "remote.py"
 

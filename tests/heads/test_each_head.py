@@ -12,7 +12,7 @@ from torch import Tensor
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
-from xdm_ft.randomness import Stream, uniform
+from xdm_ft.runtime.randomness import Stream, uniform
 from xdm_ft.xdomainmix import autograd_scores
 
 

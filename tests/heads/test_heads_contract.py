@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 
 from xdm_ft.heads import Head
-from xdm_ft.randomness import Stream
 from xdm_ft.recipe.components import find, names
+from xdm_ft.runtime.randomness import Stream
 
 EVERY: dict[str, type[Head]] = {name: find("heads", name) for name in names("heads")}
 HEADS = {name: cls for name, cls in EVERY.items() if cls.trained}

@@ -13,10 +13,9 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from xdm_ft.data._image_rows import DrawnRows, ImageRows
-from xdm_ft.data._transforms import Preprocessing, evaluation_transform, training_transform
 from xdm_ft.data.folder import Folder
-from xdm_ft.errors import UserError
+from xdm_ft.images.image_rows import DrawnRows, ImageRows
+from xdm_ft.images.transforms import Preprocessing, evaluation_transform, training_transform
 from xdm_ft.protocol.samplers import (
     ClassBalancedSampler,
     PerDomainSampler,
@@ -25,6 +24,7 @@ from xdm_ft.protocol.samplers import (
     sampler,
     steps_of,
 )
+from xdm_ft.runtime.errors import UserError
 
 LABELS = torch.arange(1000) % 3
 POOLS = [torch.tensor([3, 1, 4]), torch.tensor([10, 15, 19, 12, 16]), torch.tensor([26])]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from made_up import MadeUp
 
 from xdm_ft.data.digits import Digits
-from xdm_ft.errors import UserError
 from xdm_ft.protocol.splits import Protocol, Split, leave_one_domain_out, official, splits
+from xdm_ft.runtime.errors import UserError
 
 
 def parts(split: Split) -> dict[str, np.ndarray]:

@@ -12,8 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.commands.ls import listing
-from xdm_ft.errors import UserError
+from xdm_ft.cli.ls import listing
 from xdm_ft.experiment.plan import PlannedModel, hparams
 from xdm_ft.experiment.records import flags
 from xdm_ft.experiment.summary import references
@@ -23,6 +22,7 @@ from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import Component, MethodItem, drawn_item
 from xdm_ft.recipe.read import check
 from xdm_ft.recipe.text import apply_override, parse
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.training import Selected
 
 TRAINED = [n for n in components.names("algorithms") if issubclass(components.find("algorithms", n), Algorithm)]

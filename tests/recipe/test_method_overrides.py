@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 import xdm_ft
-from xdm_ft.errors import UserError
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.read import check, load
 from xdm_ft.recipe.text import apply_override, parse, recipe_of
+from xdm_ft.runtime.errors import UserError
 
 RECIPE = """\
 name: habits

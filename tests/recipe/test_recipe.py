@@ -7,13 +7,13 @@ import pytest
 import yaml
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.commands.validate import resolved_with_meanings
-from xdm_ft.errors import UserError
+from xdm_ft.cli.validate import resolved_with_meanings
 from xdm_ft.experiment.prepared import build_encoders
 from xdm_ft.recipe import components
 from xdm_ft.recipe.method_overrides import split_name
 from xdm_ft.recipe.read import check, load
 from xdm_ft.recipe.text import apply_override, parse
+from xdm_ft.runtime.errors import UserError
 
 GOOD = """\
 name: good

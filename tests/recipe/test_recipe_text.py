@@ -2,8 +2,8 @@
 
 import pytest
 
-from xdm_ft.errors import UserError
 from xdm_ft.recipe.text import apply_override, copy_recipe, find_recipe, parse
+from xdm_ft.runtime.errors import UserError
 
 TEXT = """\
 # a comment

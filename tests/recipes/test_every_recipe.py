@@ -20,15 +20,15 @@ from safetensors.torch import save_file
 from sklearn.utils import Bunch
 
 from xdm_ft.algorithms import Setup
-from xdm_ft.commands.ls import listing
-from xdm_ft.commands.validate import validate
+from xdm_ft.cli.ls import listing
+from xdm_ft.cli.validate import validate
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.recipe import components
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.read import load
 from xdm_ft.recipe.text import recipe_folder
-from xdm_ft.tensors import Task
+from xdm_ft.runtime.tensors import Task
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {path.stem: path for path in sorted(recipe_folder().glob("*.yaml"))}

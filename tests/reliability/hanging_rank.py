@@ -9,12 +9,12 @@ import time
 from typing import Any
 
 if __name__ == "__main__":
-    from xdm_ft.cli import main
-    from xdm_ft.experiment import heartbeat
+    from xdm_ft.cli.parser import main
+    from xdm_ft.runtime import watchdog
     from xdm_ft.training.bank import train as bank
     from xdm_ft.training.end_to_end import train as loop
 
-    heartbeat.EVERY_SECONDS, heartbeat.SILENCE_SECONDS = 0.5, float(sys.argv[1])
+    watchdog.EVERY_SECONDS, watchdog.SILENCE_SECONDS = 0.5, float(sys.argv[1])
     steps = 0
 
     def hanging(step: Any) -> Any:

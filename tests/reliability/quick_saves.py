@@ -52,6 +52,6 @@ def killed_at_sync(number: int, counts: Path, cores: int) -> None:
 
 if __name__ == "__main__":
     save_after_every_step(int(sys.argv[1]))
-    from xdm_ft.cli import main
+    from xdm_ft.cli.parser import main
 
     sys.exit(main(sys.argv[2:]))

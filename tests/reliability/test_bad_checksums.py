@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from what_runs_leave import fill, numbers
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.storage.checksummed import Damaged, read_checked, read_tensors
 from xdm_ft.storage.run_directory import RunDirectory
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.data.folder import Folder
 
 RECIPE = """\

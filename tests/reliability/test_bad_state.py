@@ -13,7 +13,7 @@ import miniature
 import pytest
 from what_runs_leave import fill, numbers
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.storage.digests import json_digest
 
 

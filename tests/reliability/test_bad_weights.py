@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 
 RECIPE = """\
 name: small

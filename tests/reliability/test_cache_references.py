@@ -9,7 +9,7 @@ import miniature
 import pytest
 from rights import of_a_user
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.storage.results_file import write_results
 
 RECIPE = """\

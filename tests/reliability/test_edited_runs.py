@@ -12,7 +12,7 @@ import pytest
 import yaml
 from what_runs_leave import fill
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.recipe.read import check
 from xdm_ft.recipe.text import parse
 from xdm_ft.storage.results_file import write_results

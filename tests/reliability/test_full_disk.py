@@ -14,13 +14,13 @@ import pytest
 import torch
 from what_runs_leave import fill, numbers
 
-from xdm_ft.cli import main
-from xdm_ft.errors import UserError
+from xdm_ft.cli.parser import main
 from xdm_ft.experiment import plan
 from xdm_ft.experiment import results as results_module
 from xdm_ft.experiment import train as train_module
 from xdm_ft.experiment.parallel import run_forked
 from xdm_ft.experiment.results import Outcome, ResultsFile
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import checkpoint
 from xdm_ft.storage.atomic import replace_text
 from xdm_ft.storage.checksummed import append_lines, write_tensors

@@ -13,11 +13,11 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from xdm_ft.cli import main
-from xdm_ft.errors import UserError
+from xdm_ft.cli.parser import main
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.read import check, load
 from xdm_ft.recipe.text import parse, recipe_folder
+from xdm_ft.runtime.errors import UserError
 
 NAMES = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
 PACKAGED = {name: yaml.safe_load((recipe_folder() / f"{name}.yaml").read_text()) for name in NAMES}

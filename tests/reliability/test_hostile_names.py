@@ -15,8 +15,8 @@ from markdown_it import MarkdownIt
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.plugins.hparams import metadata
 
-from xdm_ft.cli import main
-from xdm_ft.errors import printable
+from xdm_ft.cli.parser import main
+from xdm_ft.runtime.errors import printable
 from xdm_ft.storage.events import read_scalars, sub_run
 
 HTML, IMAGE = "<script>alert(1)<!--script>", "<img src=x onerror=alert(1)>"  # a folder's name has no slash

@@ -16,13 +16,13 @@ import pytest
 from made_up import MadeUp
 from PIL import Image
 
-from xdm_ft.data._cells import MISSING, alike, name_in
-from xdm_ft.data._image_tables import Columns
+from xdm_ft.containers.cells import MISSING, alike, name_in
+from xdm_ft.containers.image_tables import Columns
 from xdm_ft.data.folder import Folder
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.table import Table
-from xdm_ft.errors import UserError
 from xdm_ft.experiment.data_faults import names_spelt_alike
+from xdm_ft.runtime.errors import UserError
 
 NAMES = ("a.png", "b.png", "c.png", "d.png")
 COLUMNS = ("label", "domain", "group")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from what_runs_leave import fill, numbers
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.storage import checkpoint
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.checksummed import Damaged, read_checked

@@ -9,7 +9,7 @@ from pathlib import Path
 import miniature
 import pytest
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 
 RECIPE = """\
 name: odd

@@ -15,7 +15,7 @@ import miniature
 import pytest
 from rights import of_a_user
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 
 RECIPE = """\
 name: small

@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 from rights import of_a_user
 
-from xdm_ft.cli import main
-from xdm_ft.commands.features import fill_cache
-from xdm_ft.interrupt import Interrupted
+from xdm_ft.cli.features import fill_cache
+from xdm_ft.cli.parser import main
 from xdm_ft.recipe.read import load
+from xdm_ft.runtime.interrupt import Interrupted
 
 RECIPE = """\
 name: small

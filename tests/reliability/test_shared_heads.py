@@ -13,7 +13,7 @@ from quick_saves import save_after_every_step
 from real_runs import Run, bank, kill_until_done, leftovers, outcome, ranks
 from test_bad_state import flip_a_digit, folder_instead, garbage, remove, truncate
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.experiment import engines, plan, results
 from xdm_ft.experiment.resume import RECORDS, recorded
 from xdm_ft.export.runs import Choice, read_parts

@@ -15,7 +15,8 @@ import pytest
 from real_runs import ROOT, Run, end_to_end
 from warm_processes import begin
 
-from xdm_ft import cli, interrupt
+from xdm_ft.cli import parser
+from xdm_ft.runtime import interrupt
 
 KEPT = "xdm-ft: interrupted; finished work is kept; run the same command to resume\n"
 SIGNALLED = """
@@ -33,10 +34,10 @@ sys.exit(main(sys.argv[3:]))
 
 
 def slow_images() -> None:
-    from xdm_ft.data import _images
+    from xdm_ft.images import decode
 
-    decode = _images.to_rgb
-    _images.to_rgb = lambda image: (time.sleep(0.2), decode(image))[1]
+    decode = decode.to_rgb
+    decode.to_rgb = lambda image: (time.sleep(0.2), decode(image))[1]
 
 
 def workers_of(pid: int, count: int) -> list[psutil.Process]:
@@ -151,9 +152,9 @@ def test_a_rank_whose_partner_has_died(
         raise RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:7556.")
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(cli, "_ls", broken)
+    monkeypatch.setattr(parser, "_ls", broken)
     before = {number: signal.getsignal(number) for number in interrupt.STOPPING}
-    assert cli.main(["ls"]) == 1
+    assert parser.main(["ls"]) == 1
     for number, handler in before.items():
         signal.signal(number, handler)
     assert capsys.readouterr().err.count("another process has died") == (0 if asked else 1)

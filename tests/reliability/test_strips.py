@@ -16,13 +16,13 @@ import torch
 from made_up import MadeUp
 from PIL import Image
 
-from xdm_ft.cli import main
-from xdm_ft.data._image_rows import ImageRows
-from xdm_ft.data._images import UnreadableImage, decode, scan
-from xdm_ft.data._pillow_warnings import pillow_warnings
-from xdm_ft.data._transforms import NotAStrip, Preprocessing, evaluation_transform, training_transform
+from xdm_ft.cli.parser import main
 from xdm_ft.data.folder import Folder
-from xdm_ft.errors import UserError
+from xdm_ft.images.decode import UnreadableImage, decode, scan
+from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.pillow_warnings import pillow_warnings
+from xdm_ft.images.transforms import NotAStrip, Preprocessing, evaluation_transform, training_transform
+from xdm_ft.runtime.errors import UserError
 
 RECIPE = """\
 name: small

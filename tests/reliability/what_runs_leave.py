@@ -9,7 +9,7 @@ from typing import Any
 import miniature
 import pytest
 
-from xdm_ft.cli import main
+from xdm_ft.cli.parser import main
 from xdm_ft.experiment import summary
 
 RECIPE = """\

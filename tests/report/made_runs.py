@@ -13,7 +13,7 @@ from xdm_ft.evaluation.comparison import EQUAL, UNKNOWN, Comparison
 from xdm_ft.evaluation.encoders import split_label
 from xdm_ft.evaluation.records import Pick, Record, SummaryRow
 from xdm_ft.report.finished import Run
-from xdm_ft.tensors import Score
+from xdm_ft.runtime.tensors import Score
 
 NOTE = "images assumed independent"
 Values = Mapping[str, Mapping[str, float]]  # {method: {held-out domain: value of the metric}}

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.metrics import metric, per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import Pick, Record
 from xdm_ft.evaluation.summary import Summary, summarise
+from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.storage.addresses import images_file
 from xdm_ft.storage.run_directory import RunDirectory

@@ -15,8 +15,8 @@ from xdm_ft.evaluation.records import Pick, Record
 from xdm_ft.report import written
 from xdm_ft.report.finished import read_run
 from xdm_ft.report.model_table import parquet_of
+from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.tensors import Score
 
 
 def score(accuracy: float) -> Score:

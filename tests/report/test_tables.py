@@ -18,7 +18,7 @@ from xdm_ft.report.markdown import markdown
 from xdm_ft.report.result_table import result_table
 from xdm_ft.report.table_rows import groups
 from xdm_ft.report.tables import as_text
-from xdm_ft.terminal import write
+from xdm_ft.runtime.terminal import write
 
 EXAMPLE = Path(__file__).parent / "results_example.json"
 

@@ -11,10 +11,10 @@ import pytest
 from example_runs import results_of, run_of
 from test_more_tables import two_sets
 
-from xdm_ft.errors import UserError
 from xdm_ft.report import written
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.written import refresh_reports, write_reports
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
 
 TABLES = ("results.md", "results.csv")

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from xdm_ft.errors import UserError
-from xdm_ft.interrupt import resumed_by
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.interrupt import resumed_by
 from xdm_ft.storage import atomic
 from xdm_ft.storage.atomic import UNFINISHED, Together, disk_errors, order_metadata, remove_unfinished, replace_text
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xdm_ft.errors import UserError
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.checksummed import Damaged, append_lines, read_lines
 from xdm_ft.storage.run_directory import RunDirectory
 

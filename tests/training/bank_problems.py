@@ -16,10 +16,10 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.features.cache import Features
 from xdm_ft.heads.linear import Linear
 from xdm_ft.protocol.splits import Split
-from xdm_ft.randomness import Stream
+from xdm_ft.runtime.randomness import Stream
+from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Losses, Task
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.storage.checkpoint import Checkpoint
-from xdm_ft.tensors import Annotations, Batch, Criteria, Losses, Task
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.bank.train import chunks, train_chunk

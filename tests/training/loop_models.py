@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.data.digits import Digits
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
+from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.protocol.splits import Split
-from xdm_ft.randomness import Stream
+from xdm_ft.runtime.randomness import Stream
+from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Losses, Task
 from xdm_ft.sharpness import Sharpness
-from xdm_ft.tensors import Annotations, Batch, Criteria, Losses, Task
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.inputs import Images

@@ -26,12 +26,12 @@ from xdm_ft.algorithms.fish import Fish
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixstyle import MixStyle
 from xdm_ft.algorithms.mixup import Mixup
-from xdm_ft.data._image_rows import ImageRows
-from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.errors import UserError
+from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.transforms import evaluation_transform
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.tensors import Batch, Losses, Task
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Batch, Losses, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.cached_data import batches
 from xdm_ft.training.bank.stacked import stack, step

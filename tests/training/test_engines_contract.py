@@ -26,17 +26,17 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.data._image_rows import ImageRows
-from xdm_ft.data._transforms import evaluation_transform
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.features.cache import Features
 from xdm_ft.heads import Head
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
+from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.protocol.samplers import PerDomainSampler
 from xdm_ft.recipe.components import find, names
+from xdm_ft.runtime.tensors import Batch, Criteria, Losses
 from xdm_ft.sharpness import Sharpness
-from xdm_ft.tensors import Batch, Criteria, Losses
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.training.bank.train import train_chunk

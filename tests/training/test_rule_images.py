@@ -22,7 +22,7 @@ from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.protocol.splits import Metric, Split
-from xdm_ft.tensors import Annotations, Criteria
+from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.bank.cached_data import CachedData

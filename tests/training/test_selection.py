@@ -7,8 +7,8 @@ import pytest
 import torch
 from bank_problems import job_of
 
-from xdm_ft.errors import UserError
-from xdm_ft.tensors import Criteria
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.training.selection import Selector, evaluation_steps, known_values, rows_of_rules
 
 

@@ -21,8 +21,8 @@ from xdm_ft.algorithms import Candidate, LossAverage, Setup, mean_loss
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.zero_shot import ZeroShot
 from xdm_ft.features.cache import Features
-from xdm_ft.progress import pulse
-from xdm_ft.tensors import Batch, Criteria, Task
+from xdm_ft.runtime.progress import pulse
+from xdm_ft.runtime.tensors import Batch, Criteria, Task
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.class_weights import balanced
@@ -83,8 +83,8 @@ import torch
 from bank_problems import job_of
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.features.cache import Features
-from xdm_ft.tensors import Batch, Criteria
-from xdm_ft.memory import PeakMemory
+from xdm_ft.runtime.tensors import Batch, Criteria
+from xdm_ft.runtime.memory import PeakMemory
 from xdm_ft.training.solvers import solve
 import dataclasses, bank_problems
 n, width, classes = 200_000, 512, bank_problems.CLASSES

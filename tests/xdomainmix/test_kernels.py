@@ -20,7 +20,7 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.xdomainmix import Partners, _numba, decompose, draw_partners, linear_scores, mix, order_statistic
 from xdm_ft.xdomainmix.augmentation import mix_masked, select_and_mix
 

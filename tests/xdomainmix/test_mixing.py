@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from xdm_ft.tensors import Parts
+from xdm_ft.runtime.tensors import Parts
 from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, draw_partners, linear_scores, mix, specific_mask
 
 GOLDEN = np.load(Path(__file__).resolve().parents[1] / "golden" / "mixing.npz")

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.errors import UserError, plural
-from xdm_ft.tensors import Batch, Losses
+from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.tensors import Batch, Losses
 
 
 class AnnealedPenalty(Algorithm):

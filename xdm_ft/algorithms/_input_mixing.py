@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.tensors import InputPartners, Samples
+from xdm_ft.runtime.tensors import InputPartners, Samples
 
 PartnerSource = Annotated[
     Literal["batch", "all"],

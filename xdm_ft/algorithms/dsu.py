@@ -12,9 +12,9 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.mixstyle import keys_at, moments
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError
-from xdm_ft.randomness import Stream, normal, uniform
-from xdm_ft.tensors import Batch
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.randomness import Stream, normal, uniform
+from xdm_ft.runtime.tensors import Batch
 
 
 class DSU(ERM):

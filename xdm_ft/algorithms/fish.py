@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.randomness import Stream, permutation
+from xdm_ft.runtime.randomness import Stream, permutation
 
 
 class Fish(ERM):

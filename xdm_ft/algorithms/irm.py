@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup, domain_means
 from xdm_ft.algorithms._annealing import AnnealedPenalty
-from xdm_ft.tensors import Batch
+from xdm_ft.runtime.tensors import Batch
 
 
 class IRM(AnnealedPenalty):

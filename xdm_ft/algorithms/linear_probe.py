@@ -14,9 +14,9 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Candidate, Setup, Solver, mean_loss
-from xdm_ft.progress import pulse
-from xdm_ft.settings import OneOrMany
-from xdm_ft.tensors import Batch
+from xdm_ft.runtime.progress import pulse
+from xdm_ft.runtime.settings import OneOrMany
+from xdm_ft.runtime.tensors import Batch
 
 MOST_ITERATIONS = 2000
 MEMORY = 20  # pairs of steps and gradient changes that L-BFGS keeps

@@ -12,9 +12,9 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms._input_mixing import PartnerSource, draw_partners
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.mixup import mix_up, mixed_labels, partners_of
-from xdm_ft.errors import UserError
-from xdm_ft.randomness import Stream, beta, beta_quantiles, uniform
-from xdm_ft.tensors import Batch, InputPartners, Samples
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.randomness import Stream, beta, beta_quantiles, uniform
+from xdm_ft.runtime.tensors import Batch, InputPartners, Samples
 
 
 class LISA(ERM):

@@ -12,8 +12,8 @@ from torch import Tensor
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms._input_mixing import PartnerSource, draw_partners, permuted
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.randomness import Stream, beta, beta_quantiles, uniform
-from xdm_ft.tensors import Batch, InputPartners, Samples
+from xdm_ft.runtime.randomness import Stream, beta, beta_quantiles, uniform
+from xdm_ft.runtime.tensors import Batch, InputPartners, Samples
 
 
 class Mixup(ERM):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.heads.linear import Linear
-from xdm_ft.tensors import Batch, Losses
+from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.xdomainmix import specific_mask
 from xdm_ft.xdomainmix.decomposition import as_tensor
 from xdm_ft.xdomainmix.importance import target_gradient

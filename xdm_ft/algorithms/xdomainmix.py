@@ -11,19 +11,12 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.errors import UserError
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
-from xdm_ft.randomness import Stream, uniform
-from xdm_ft.tensors import Batch, Losses
-from xdm_ft.xdomainmix import (
-    Partners,
-    autograd_scores,
-    decompose,
-    draw_partners,
-    linear_scores,
-    mix,
-)
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.randomness import Stream, uniform
+from xdm_ft.runtime.tensors import Batch, Losses
+from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, draw_partners, linear_scores, mix
 from xdm_ft.xdomainmix.augmentation import mix_masked, select_and_mix
 from xdm_ft.xdomainmix.decomposition import rank_of
 from xdm_ft.xdomainmix.importance import target_gradient

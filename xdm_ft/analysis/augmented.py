@@ -11,8 +11,8 @@ from torch import Tensor
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.encoders import Encoder
-from xdm_ft.randomness import Stream, permutation
-from xdm_ft.tensors import Batch, Samples
+from xdm_ft.runtime.randomness import Stream, permutation
+from xdm_ft.runtime.tensors import Batch, Samples
 from xdm_ft.training.end_to_end.stage_modules import StageModules
 from xdm_ft.xdomainmix import domain_quantile
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xdm_ft.randomness import Stream, uniform
+from xdm_ft.runtime.randomness import Stream, uniform
 from xdm_ft.xdomainmix.importance import target_gradient
 
 Logits = Callable[[Tensor], Tensor]  # features [B,K] → logits [B,C], sample by sample

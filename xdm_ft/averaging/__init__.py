@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from xdm_ft.settings import SearchRanges
+from xdm_ft.runtime.settings import SearchRanges
 
 Tensors = dict[str, Tensor]  # parameter name → value
 

@@ -12,11 +12,11 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._files import ImageFiles, PathsBelow, numbered
-from xdm_ft.data._images import NAMED_AT_MOST
-from xdm_ft.data._trees import images_below, refuse_missing_folder
-from xdm_ft.errors import UserError, printable
+from xdm_ft.containers.files import ImageFiles, PathsBelow, numbered
+from xdm_ft.containers.trees import images_below, refuse_missing_folder
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.decode import NAMED_AT_MOST
+from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.user_paths import expanded
 
 logger = logging.getLogger("xdm_ft")

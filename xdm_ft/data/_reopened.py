@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.errors import UserError
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.runtime.errors import UserError
 
 
 def reopened(block: Mapping[str, Any]) -> ImageDataset:

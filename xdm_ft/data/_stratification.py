@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from xdm_ft.randomness import Stream, bits
+from xdm_ft.runtime.randomness import Stream, bits
 
 
 def validation_part(

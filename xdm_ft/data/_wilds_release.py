@@ -20,7 +20,7 @@ from filelock import FileLock
 from PIL import Image
 from pydantic import Field
 
-from xdm_ft.errors import UserError, printable
+from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.user_paths import expanded
 
 logger = logging.getLogger("xdm_ft")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xdm_ft.data._files import ImageFiles, numbered
+from xdm_ft.containers.files import ImageFiles, numbered
 from xdm_ft.data._wilds_release import Download, Root, open_release
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from xdm_ft.data import ImageDataset
 from xdm_ft.data._stratification import validation_part
-from xdm_ft.randomness import Stream, bits, integers
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.runtime.randomness import Stream, bits, integers
 
 SIDE = 32  # px
 STYLES = ("ink", "chalk", "blurred", "texture")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.data._files import ImageFiles
+from xdm_ft.containers.files import ImageFiles
 from xdm_ft.data._wilds_release import Download, Root, open_release
 
 if TYPE_CHECKING:

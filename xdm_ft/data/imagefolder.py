@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xdm_ft.data._image_tables import Columns, ImageTable, load
-from xdm_ft.data._trees import TREE, refuse_missing_folder
-from xdm_ft.errors import UserError, printable
+from xdm_ft.containers.image_tables import Columns, ImageTable, load
+from xdm_ft.containers.trees import TREE, refuse_missing_folder
+from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.user_paths import expanded
 
 FROM_FOLDERS = Columns(domain=None)  # imagefolder has classes and splits only, so that domains are read as splits

@@ -10,12 +10,12 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.data import Container, Pieces
-from xdm_ft.data._image_tables import OWN_COLUMNS, Columns
-from xdm_ft.data._named_columns import Column, named, parts_of
-from xdm_ft.data._parquet_files import FileIndex, read_footer, read_images, read_index
-from xdm_ft.data._pieces import CacheSize, Piece, PiecedImages, read_files
-from xdm_ft.errors import UserError, printable
+from xdm_ft.containers.image_tables import OWN_COLUMNS, Columns
+from xdm_ft.containers.named_columns import Column, named, parts_of
+from xdm_ft.containers.parquet import FileIndex, read_footer, read_images, read_index
+from xdm_ft.containers.pieces import CacheSize, Piece, PiecedImages, read_files
+from xdm_ft.images.dataset import Container, Pieces
+from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.remembered import remembered
 from xdm_ft.storage.remote import FileState, is_remote, listed, states_of
 from xdm_ft.storage.user_paths import expanded

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
+from xdm_ft.containers.files import numbered
 from xdm_ft.data._benchmarks import BenchmarkFolders, Counts, Root
-from xdm_ft.data._files import numbered
-from xdm_ft.errors import UserError, printable
+from xdm_ft.runtime.errors import UserError, printable
 
 logger = logging.getLogger("xdm_ft")
 

@@ -12,12 +12,12 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.data import Container, Pieces
-from xdm_ft.data._files import numbered
-from xdm_ft.data._named_columns import Column, named, parts_of
-from xdm_ft.data._pieces import CacheSize, Piece, PiecedImages, in_loader, read_files
-from xdm_ft.data._tar_index import OWN_KEYS, Keys, Members, TarIndex, read_tar
-from xdm_ft.errors import UserError, printable
+from xdm_ft.containers.files import numbered
+from xdm_ft.containers.named_columns import Column, named, parts_of
+from xdm_ft.containers.pieces import CacheSize, Piece, PiecedImages, in_loader, read_files
+from xdm_ft.containers.tar import OWN_KEYS, Keys, Members, TarIndex, read_tar
+from xdm_ft.images.dataset import Container, Pieces
+from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.remembered import remembered
 from xdm_ft.storage.remote import FileState, is_remote, listed, read_range, states_of
 from xdm_ft.storage.user_paths import expanded

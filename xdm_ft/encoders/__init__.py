@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from xdm_ft.data._transforms import Preprocessing
-from xdm_ft.encoders._chain import Chain, find_chain
-from xdm_ft.encoders._prompts import expand_templates, fill, in_words
+from xdm_ft.images.transforms import Preprocessing
+from xdm_ft.weights.blocks_chain import Chain, find_chain
+from xdm_ft.weights.prompts import expand_templates, fill, in_words
 
 
 class Portable(NamedTuple):

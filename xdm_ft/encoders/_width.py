@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError
+from xdm_ft.runtime.errors import UserError
 
 NOT_TAKEN = (RuntimeError, AssertionError, ValueError, TypeError)
 """What libraries raise for images of a size that a model does not take."""

@@ -15,20 +15,20 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.encoders._arguments import check_hub_weights, refuse_reserved, unknown_model, wrong_kwargs
-from xdm_ft.encoders._blocks import timm_blocks
-from xdm_ft.encoders._corpora import corpora_in
-from xdm_ft.encoders._downloads import check_hub_cache, download_failed, network_error
-from xdm_ft.encoders._files import is_file_name, mismatch, read_weights
-from xdm_ft.encoders._foreign import check_sizes
-from xdm_ft.encoders._pooling import PoolingChoice, pooling_part, refused, timm_pooled, timm_reason
-from xdm_ft.encoders._stage_names import timm_stage_names
-from xdm_ft.encoders._versions import versions
 from xdm_ft.encoders._width import measure_width
-from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
+from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.user_paths import expanded
+from xdm_ft.weights.arguments import check_hub_weights, refuse_reserved, unknown_model, wrong_kwargs
+from xdm_ft.weights.blocks import timm_blocks
+from xdm_ft.weights.corpora import corpora_in
+from xdm_ft.weights.downloads import check_hub_cache, download_failed, network_error
+from xdm_ft.weights.files import is_file_name, mismatch, read_weights
+from xdm_ft.weights.foreign import check_sizes
+from xdm_ft.weights.pooling import PoolingChoice, pooling_part, refused, timm_pooled, timm_reason
+from xdm_ft.weights.stage_names import timm_stage_names
+from xdm_ft.weights.versions import versions
 
 OWN_PREPROCESSING = PreprocessingOverrides()
 RESERVED = (

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from xdm_ft.evaluation.metrics import per_image_nll
-from xdm_ft.randomness import Stream, permutation
+from xdm_ft.runtime.randomness import Stream, permutation
 
 LOWEST, HIGHEST = 0.01, 100.0
 """There is no T outside: logits that separate all images perfectly would get T → 0, and certainty everywhere; logits

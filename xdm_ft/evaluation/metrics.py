@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.tensors import Score
+from xdm_ft.runtime.tensors import Score
 
 HIGHER_IS_BETTER: dict[str, bool] = {
     "accuracy": True,

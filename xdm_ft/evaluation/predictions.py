@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.records import Identity
-from xdm_ft.randomness import Stream, permutation
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.runtime.randomness import Stream, permutation
 
 BLOCKS = 1000
 """Largest number of groups for metrics that are not a mean over images. Such a metric needs sums per class, domain or

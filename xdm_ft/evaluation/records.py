@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
-from xdm_ft.errors import UserError
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.addresses import folder_of
-from xdm_ft.tensors import Score
 
 Identity = tuple[str, tuple[str, ...], int, int]
 """What identifies a model in results: method, test domains, seed, trial."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from xdm_ft.evaluation.records import Record
-from xdm_ft.tensors import Score
+from xdm_ft.runtime.tensors import Score
 
 SPLIT = "test"
 

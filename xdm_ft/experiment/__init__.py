@@ -33,7 +33,6 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.estimate import first_line
     from xdm_ft.experiment.final_fit import final_fits
     from xdm_ft.experiment.growing import growth
-    from xdm_ft.experiment.heartbeat import from_main, heartbeat, wait_for_everyone
     from xdm_ft.experiment.machine import as_launched, launched
     from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
     from xdm_ft.experiment.prepared import build_encoders, check_low_rank, image_hashes, prepare, with_text
@@ -43,8 +42,9 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     from xdm_ft.experiment.sessions import write_sessions
     from xdm_ft.experiment.summary import summary_of
     from xdm_ft.experiment.trackers import installed_trackers, log_results
-    from xdm_ft.progress import pulse
     from xdm_ft.report.written import refresh_reports
+    from xdm_ft.runtime.progress import pulse
+    from xdm_ft.runtime.watchdog import from_main, heartbeat, wait_for_everyone
     from xdm_ft.storage.run_directory import COPIES
 
     recipe = keeping_choices(as_launched(recipe))

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from xdm_ft.errors import UserError, plural
-from xdm_ft.interrupt import STOPPING
 from xdm_ft.recipe.blocks import Cluster
 from xdm_ft.recipe.checked import Recipe
+from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.interrupt import STOPPING
 
 logger = logging.getLogger("xdm_ft")
 CONNECT_SECONDS = 5.0

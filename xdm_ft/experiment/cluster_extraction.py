@@ -19,14 +19,14 @@ import numpy as np
 import torch
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError, plural
 from xdm_ft.experiment.cluster_connection import connected, device_of
 from xdm_ft.experiment.cluster_queue import Attempt, Part, Queue, fitting
 from xdm_ft.experiment.cluster_task import Post
 from xdm_ft.features.forward import Elsewhere, Extraction, frozen_copy
-from xdm_ft.interrupt import Interrupted, stop_requested
-from xdm_ft.progress import Progress
 from xdm_ft.recipe.checked import Recipe
+from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.interrupt import Interrupted, stop_requested
+from xdm_ft.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -17,12 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from xdm_ft.errors import UserError
 from xdm_ft.experiment.cluster_connection import first_line
 from xdm_ft.experiment.cluster_task import Begun, Ending, Line, Work, versions_of
-from xdm_ft.interrupt import RESUME, Interrupted, deferred, stop_requested
 from xdm_ft.recipe.blocks import Cluster
-from xdm_ft.terminal import complain
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.interrupt import RESUME, Interrupted, deferred, stop_requested
+from xdm_ft.runtime.terminal import complain
 
 logger = logging.getLogger("xdm_ft")
 POLL_SECONDS = 0.2

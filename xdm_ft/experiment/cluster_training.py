@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError
 from xdm_ft.experiment.cluster_task import Post
 from xdm_ft.experiment.engines import Engines, Model, Piece
 from xdm_ft.experiment.overall import SLOT, Overall
@@ -25,6 +24,7 @@ from xdm_ft.experiment.prepared import Prepared, build_encoder
 from xdm_ft.experiment.results import Outcome
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.recipe.checked import Recipe
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.storage.run_directory import RunDirectory
 

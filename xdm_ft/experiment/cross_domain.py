@@ -12,13 +12,13 @@ from collections.abc import Collection, Mapping
 
 from xdm_ft.evaluation.records import Identity
 from xdm_ft.experiment.engines import Engines, Model, Request
-from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.jobs import Known, make_job
 from xdm_ft.experiment.plan import ExtraModel, extra_models
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.train import train
 from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course
-from xdm_ft.tensors import Criteria
+from xdm_ft.runtime.tensors import Criteria
+from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.training import Job
 
 logger = logging.getLogger("xdm_ft")

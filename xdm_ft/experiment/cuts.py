@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xdm_ft.data import ImageDataset
+from xdm_ft.cut.cut import Below, Cut
+from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.encoders import Encoder
-from xdm_ft.encoders._cut import Below, Cut
-from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import cached_views
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.lookup import cached_images
 from xdm_ft.features.store import cache_path, is_writable
+from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.training.end_to_end.model import cut_of

@@ -7,16 +7,16 @@ from itertools import combinations
 
 import numpy as np
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._cells import alike
-from xdm_ft.data._images import NAMED_AT_MOST
-from xdm_ft.errors import plural
+from xdm_ft.containers.cells import alike
 from xdm_ft.evaluation.runs import set_name
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import index_folder
 from xdm_ft.features.file_hashes import FileHashes, hash_files
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.protocol.splits import Split
+from xdm_ft.runtime.errors import plural
 from xdm_ft.storage.csv_cells import csv_line
 from xdm_ft.storage.run_directory import COPIES, RunDirectory
 

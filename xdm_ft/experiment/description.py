@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from xdm_ft.encoders._prompts import expand_templates
 from xdm_ft.experiment.plan import Plan, PlannedModel, hparams
 from xdm_ft.experiment.prepared import Prepared, PreparedEncoder
 from xdm_ft.experiment.summary import protocol_of
 from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.training import Selected
+from xdm_ft.weights.prompts import expand_templates
 
 FEW = 10  # images: the mean of fewer says much about each of them
 

@@ -20,15 +20,15 @@ from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared, build_encoder
 from xdm_ft.experiment.profiling import profiled
 from xdm_ft.features.cache import Features
-from xdm_ft.memory import out_of_memory_as_user_error
-from xdm_ft.progress import Progress
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.method_item import MethodItem
+from xdm_ft.runtime.memory import out_of_memory_as_user_error
+from xdm_ft.runtime.progress import Progress
+from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.tensors import Criteria
 from xdm_ft.training import Identity, Job, Selected, Trained, Training
 from xdm_ft.training.selection import FINAL_FIT
 from xdm_ft.version import __version__

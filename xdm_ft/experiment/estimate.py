@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from xdm_ft.data._loading import own_cores
 from xdm_ft.encoders import Encoder, TextEncoder
-from xdm_ft.errors import plural
 from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.cuts import RecipeCut, counted_unhashed, cuts_of
 from xdm_ft.experiment.engines import SOLVER_PASSES
@@ -32,8 +30,10 @@ from xdm_ft.features import Precision, cpu_has_bf16
 from xdm_ft.features.cache import Features
 from xdm_ft.features.forward import frozen_copy
 from xdm_ft.features.lookup import cached_images
-from xdm_ft.memory import keep_freed_memory
-from xdm_ft.progress import duration
+from xdm_ft.images.loader import own_cores
+from xdm_ft.runtime.errors import plural
+from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.progress import duration
 from xdm_ft.training import Identity
 from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.bank.timing import seconds_of, timed

@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.averaging import Interval
-from xdm_ft.errors import plural
 from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.evaluation.trials import MethodChoice, picked_trials
 from xdm_ft.experiment.description import weights_metadata
 from xdm_ft.experiment.engines import Engines, Model, Request
-from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.experiment.jobs import make_job
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
 from xdm_ft.experiment.records import restarted
@@ -36,10 +34,12 @@ from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.search import Value
+from xdm_ft.runtime.errors import plural
+from xdm_ft.runtime.tensors import Criteria
+from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job, Selected
 from xdm_ft.training.selection import FINAL_FIT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from xdm_ft.errors import UserError, printable
+from xdm_ft.runtime.errors import UserError, printable
 
 
 @dataclass(frozen=True)

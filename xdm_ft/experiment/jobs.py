@@ -11,7 +11,7 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.protocol.splits import Split
-from xdm_ft.tensors import Task
+from xdm_ft.runtime.tensors import Task
 from xdm_ft.training import Job
 from xdm_ft.training.class_weights import balanced
 

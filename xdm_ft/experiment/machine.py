@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
-from xdm_ft.data._loading import own_cores
-from xdm_ft.errors import UserError
 from xdm_ft.features import on_cpu_by_request
+from xdm_ft.images.loader import own_cores
 from xdm_ft.recipe.checked import Recipe
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.training import Precision
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from xdm_ft.errors import printable
-from xdm_ft.progress import LOG_EVERY_SECONDS, Progress, duration, pulse, shows_bars
-from xdm_ft.terminal import with_bar
+from xdm_ft.runtime.errors import printable
+from xdm_ft.runtime.progress import LOG_EVERY_SECONDS, Progress, duration, pulse, shows_bars
+from xdm_ft.runtime.terminal import with_bar
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

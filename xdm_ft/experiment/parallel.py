@@ -14,9 +14,9 @@ from multiprocessing.process import BaseProcess
 
 import torch
 
-from xdm_ft.errors import UserError
-from xdm_ft.interrupt import Interrupted, before_exit, deferred, end_with_parent, handle, held_back
-from xdm_ft.terminal import complain
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.interrupt import Interrupted, before_exit, deferred, end_with_parent, handle, held_back
+from xdm_ft.runtime.terminal import complain
 
 SECONDS_TO_SAVE = 10.0  # after one process has failed, the time for the others to save and exit
 

@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._loading import own_cores
+from xdm_ft.cut.cut import require_blocks
+from xdm_ft.cut.trainable import LowRank, Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
-from xdm_ft.encoders._cut import require_blocks
-from xdm_ft.encoders._trainable import LowRank, Trainable
-from xdm_ft.errors import UserError
 from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.cluster_extraction import extraction_on
 from xdm_ft.experiment.cuts import counted, counted_unhashed, cuts_of, decided
-from xdm_ft.experiment.heartbeat import from_main, wait_for_everyone
 from xdm_ft.features.cache import Features, extract
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.features.decoding import undecodable
 from xdm_ft.features.file_hashes import FileHashes, hash_files
 from xdm_ft.features.forward import refuse_unreadable
 from xdm_ft.features.store import cache_folder
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.loader import own_cores
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.faults import checked_algorithm
 from xdm_ft.recipe.method_item import Component, MethodItem
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage.digests import digest
 from xdm_ft.training import Job
 from xdm_ft.training.end_to_end.model import check_trainable, check_updates

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xdm_ft.progress import Progress
+from xdm_ft.runtime.progress import Progress
 from xdm_ft.storage.atomic import replace_file
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ import numpy as np
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Solver
-from xdm_ft.data import ImageDataset
 from xdm_ft.evaluation.calibration import temperature, validation_nll
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
@@ -30,12 +29,13 @@ from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.resume import RECORDS
 from xdm_ft.experiment.train import NOTHING, DoneModels, train
 from xdm_ft.experiment.training_features import keep_references, own_reference
+from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.protocol.splits import SELECTION_SPLIT, Split
 from xdm_ft.recipe.search import at_the_edge
+from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.addresses import address_in, folder_among_heads, images_file, method_folder, model_folder
 from xdm_ft.storage.events import sub_run
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.tensors import Score
 from xdm_ft.training import Job, Selected, Trained
 from xdm_ft.training.rule_images import BY_DOMAIN, RuleImages, rule_images
 from xdm_ft.training.selection import best_finish, split_of

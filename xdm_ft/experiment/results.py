@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.encoders._trainable import LastBlocks, LowRank
-from xdm_ft.errors import UserError, did_you_mean
+from xdm_ft.cut.trainable import LastBlocks, LowRank
 from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.records import Entries, Identity, Record, SummaryRow
 from xdm_ft.evaluation.summary import Summary
@@ -28,8 +26,10 @@ from xdm_ft.experiment.growing import GROWN_FROM, comparable, generation
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.experiment.resume import Earlier
+from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.report.finished import Run, read_run
+from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory

@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from xdm_ft.errors import UserError
 from xdm_ft.evaluation.looks import Look, looks_of
 from xdm_ft.evaluation.records import Entries, Identity, Record, record_in
 from xdm_ft.experiment.growing import FINAL_FITS, Generation, comparable, grown_from, labels_of, refused_changes
-from xdm_ft.experiment.heartbeat import wait_for_everyone
 from xdm_ft.features import FeatureSettings
-from xdm_ft.progress import progress
 from xdm_ft.protocol.splits import AUTO, LOOKS
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.report.comparisons import all_comparisons
 from xdm_ft.report.finished import final_fits_of
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.progress import progress
+from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.addresses import predictions_in
 from xdm_ft.storage.checkpoint import differences
 from xdm_ft.storage.checksummed import Damaged

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from xdm_ft.errors import printable
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment.plan import Plan
+from xdm_ft.runtime.errors import printable
 from xdm_ft.storage.events import sub_run, trial_sub_run
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.sessions import Session

@@ -6,8 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
-from xdm_ft.errors import plural
+from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.looks import Look, look_at, place_of
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
@@ -22,6 +21,7 @@ from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import MethodItem
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
 from xdm_ft.report.table_rows import IN_PERCENT
+from xdm_ft.runtime.errors import plural
 from xdm_ft.storage.run_directory import RunDirectory
 
 

@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from xdm_ft.errors import UserError, printable
 from xdm_ft.experiment.growing import label_of
 from xdm_ft.experiment.results import Results
-from xdm_ft.progress import pulse
 from xdm_ft.recipe.checked import Recipe
+from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.events import read_scalars
 from xdm_ft.storage.names import file_name
 

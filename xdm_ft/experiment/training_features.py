@@ -15,10 +15,10 @@ from xdm_ft.experiment.engines import Model
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.features.cache import Features
-from xdm_ft.progress import Progress, progress
 from xdm_ft.protocol.derived_splits import with_validation
 from xdm_ft.protocol.splits import Split
-from xdm_ft.randomness import Stream, permutation
+from xdm_ft.runtime.progress import Progress, progress
+from xdm_ft.runtime.randomness import Stream, permutation
 from xdm_ft.storage.addresses import reference_beside, reference_file
 from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.run_directory import RunDirectory

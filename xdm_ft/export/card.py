@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from xdm_ft.errors import plural, printable
 from xdm_ft.evaluation.new_site import LEVELS, gain_words, rank_words
 from xdm_ft.experiment.summary import trained_words
 from xdm_ft.export.config import AtHeldOut, Expected, ModelConfig
+from xdm_ft.runtime.errors import plural, printable
 
 HUB = "hf-hub:"
 HUB_METRICS = {"accuracy": "accuracy", "macro_f1": "f1", "auroc": "roc_auc"}  # ours → id on the hub

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
-from xdm_ft.data._transforms import Preprocessing
-from xdm_ft.encoders._trainable import Trainable
+from xdm_ft.cut.trainable import Trainable
 from xdm_ft.evaluation.calibration import HIGHEST, LOWEST
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.new_site import NewSite, Scale
-from xdm_ft.settings import Block
+from xdm_ft.images.transforms import Preprocessing
+from xdm_ft.runtime.settings import Block
 
 FORMAT: Literal[1] = 1  # of config.json; raise it when an earlier version could misread the file
 ModelPrecision = Literal["fp32", "bf16", "fp16"]

@@ -17,17 +17,17 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.encoders._files import is_file_name
-from xdm_ft.encoders._foreign import TEXT_CONFIG, check_sizes, refuse_sources
-from xdm_ft.errors import UserError
 from xdm_ft.export import reference, training_images
 from xdm_ft.export.config import FORMAT, EncoderConfig, EncoderIdentity, ModelConfig, PartConfig
 from xdm_ft.export.parts import Parts, build_encoder, build_head, first_fault, load_trained, part_of
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.heads import Head
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import replace_text
 from xdm_ft.storage.checksummed import Damaged, json_object, write_checked, write_tensors
 from xdm_ft.storage.digests import json_digest, tensors_digest
+from xdm_ft.weights.files import is_file_name
+from xdm_ft.weights.foreign import TEXT_CONFIG, check_sizes, refuse_sources
 
 CONFIG, WEIGHTS, ENCODER, PART = "config.json", "model.safetensors", "encoder.safetensors", "encoder_part.safetensors"
 LOCAL = ("local-dir:",)  # model names that are folders

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from xdm_ft.errors import UserError
 from xdm_ft.export.card import card
 from xdm_ft.export.directory import write_directory
 from xdm_ft.export.onnx import OnnxFile, write_onnx
 from xdm_ft.export.parts import Parts
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_text, sync, umask
 
 EXAMPLE = '''\

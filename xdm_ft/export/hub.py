@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.encoders._downloads import check_hub_cache, network_error
-from xdm_ft.encoders._foreign import TEXT_CONFIG
-from xdm_ft.errors import UserError, printable
 from xdm_ft.export.config import ModelConfig
 from xdm_ft.export.directory import CONFIG, ENCODER, PART, WEIGHTS, read_config
 from xdm_ft.export.leaks import leaks_in
 from xdm_ft.export.onnx import ONNX
 from xdm_ft.export.reference import REFERENCE
 from xdm_ft.export.training_images import TRAINING_IMAGES
+from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.version import __version__
+from xdm_ft.weights.downloads import check_hub_cache, network_error
+from xdm_ft.weights.foreign import TEXT_CONFIG
 
 PREFIX = "hf-hub:"
 NEEDED = (CONFIG, WEIGHTS)

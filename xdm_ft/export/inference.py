@@ -15,10 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from xdm_ft.data._images import OF_THE_MACHINE, EncodedImages, UnreadableImage, decode, memory_of
-from xdm_ft.data._loading import image_loader, loaded, own_cores
-from xdm_ft.data._transforms import normalized, resizing_transform
-from xdm_ft.errors import UserError, plural, printable
 from xdm_ft.export.model import Model
 from xdm_ft.export.sources import Item
 from xdm_ft.features import FeatureSettings, fast_batch_size
@@ -26,8 +22,12 @@ from xdm_ft.features.cache_key import key_of, key_parts_of
 from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.lookup import Lookup
 from xdm_ft.features.store import cache_path
-from xdm_ft.memory import keep_freed_memory
+from xdm_ft.images.decode import OF_THE_MACHINE, EncodedImages, UnreadableImage, decode, memory_of
+from xdm_ft.images.loader import image_loader, loaded, own_cores
+from xdm_ft.images.transforms import normalized, resizing_transform
 from xdm_ft.report.finished import is_run, read_run
+from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.runtime.memory import keep_freed_memory
 
 MAX_WORKERS = 4  # by default
 READ_AT_MOST = 1 << 30  # bytes of a file that are read at once; a larger one is decoded from the disk

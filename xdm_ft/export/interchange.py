@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xdm_ft.errors import UserError
 from xdm_ft.export.parts import Classifier
 from xdm_ft.heads import Head
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
+from xdm_ft.runtime.errors import UserError
 
 
 class ClassEmbeddings(NamedTuple):

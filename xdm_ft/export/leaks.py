@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xdm_ft.errors import UserError
 from xdm_ft.export.onnx import check_installed
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.checksummed import Damaged, read_tensors
 
 _IMAGE = re.compile(

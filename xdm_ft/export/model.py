@@ -15,10 +15,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from xdm_ft.data._images import UnreadableImage, decode, to_rgb
-from xdm_ft.data._loading import own_cores
-from xdm_ft.data._transforms import evaluation_transform
-from xdm_ft.errors import UserError
 from xdm_ft.evaluation.feature_distance import Reference
 from xdm_ft.export.config import ModelPrecision
 from xdm_ft.export.directory import CONFIG, read_directory
@@ -27,8 +23,12 @@ from xdm_ft.export.interchange import ClassEmbeddings, class_embeddings
 from xdm_ft.export.parts import Classifier, Parts, probabilities
 from xdm_ft.export.runs import Choice, read_parts
 from xdm_ft.features import fast_batch_size
-from xdm_ft.memory import keep_freed_memory
+from xdm_ft.images.decode import UnreadableImage, decode, to_rgb
+from xdm_ft.images.loader import own_cores
+from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.report.finished import is_run, read_run
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.memory import keep_freed_memory
 
 logger = logging.getLogger("xdm_ft")
 OneImage = str | Path | Image.Image | np.ndarray

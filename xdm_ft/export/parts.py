@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from xdm_ft.data._transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError
 from xdm_ft.evaluation.feature_distance import Reference
 from xdm_ft.export.config import HeadConfig, ModelConfig, ModelPrecision
 from xdm_ft.features import Precision
 from xdm_ft.features.forward import frozen_copy
 from xdm_ft.heads import Head
+from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find, settings_model
+from xdm_ft.runtime.errors import UserError
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SINGLE = "head"  # name of the head in a weights file; those of an ensemble are `members.<seed>`

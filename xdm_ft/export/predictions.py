@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from xdm_ft.errors import UserError
 from xdm_ft.export.inference import Batch
 from xdm_ft.export.model import Model
 from xdm_ft.export.parts import probabilities
+from xdm_ft.runtime.errors import UserError
 
 Row = list[str | float | bool | int | None]
 OF_CLASS = "p:"  # prefix of the columns of probabilities: a class may have the name of another column

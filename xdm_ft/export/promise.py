@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from xdm_ft.errors import UserError, plural
 from xdm_ft.evaluation.comparison import Estimate, HeldOut
 from xdm_ft.evaluation.description import interval_of, over_seeds_and_groups
 from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance, without_each_group
@@ -25,6 +24,7 @@ from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.runs import Held, Runs
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.export.config import AtHeldOut, Expected
+from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.run_directory import RunDirectory
 

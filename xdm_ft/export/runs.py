@@ -14,10 +14,8 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from xdm_ft.algorithms.wise_ft import interpolate
-from xdm_ft.data._transforms import Preprocessing
+from xdm_ft.cut.trainable import Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
-from xdm_ft.encoders._trainable import Trainable
-from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.evaluation.feature_distance import Reference
 from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.trials import picked_trials
@@ -29,8 +27,10 @@ from xdm_ft.export.promise import promise
 from xdm_ft.export.reference import digest_of, of_run
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.heads import Head
+from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.recipe.blocks import ListedEncoder
 from xdm_ft.report.finished import ORACLE, Run
+from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.addresses import reference_beside, reference_file
 from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.digests import tensors_digest

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdm_ft.data._files import groups_of, numbered
-from xdm_ft.data._trees import images_below, refuse_missing_folder
+from xdm_ft.containers.files import groups_of, numbered
+from xdm_ft.containers.trees import images_below, refuse_missing_folder
 from xdm_ft.data.table import Table
-from xdm_ft.errors import UserError, did_you_mean, plural, printable
 from xdm_ft.export.sources import TABLES, Item
+from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
 from xdm_ft.storage.user_paths import expanded
 
 logger = logging.getLogger("xdm_ft")

@@ -11,13 +11,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from xdm_ft.data._cells import name_in
-from xdm_ft.data._files import group_of
-from xdm_ft.data._table_rows import csv_rows
-from xdm_ft.data._trees import is_image, visible_entries
+from xdm_ft.containers.cells import name_in
+from xdm_ft.containers.files import group_of
+from xdm_ft.containers.table_rows import csv_rows
+from xdm_ft.containers.trees import is_image, visible_entries
 from xdm_ft.data.table import path_in
-from xdm_ft.errors import UserError, plural, printable
-from xdm_ft.progress import pulse
+from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.user_paths import expanded
 
 STDIN = "-"

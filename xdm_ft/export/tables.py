@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from xdm_ft.errors import UserError
 from xdm_ft.export.predictions import Row
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.csv_cells import csv_line
 
 Format = Literal["csv", "jsonl", "parquet"]

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import xxhash
 
-from xdm_ft.errors import UserError, printable
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.prepared import index_folder
 from xdm_ft.experiment.resume import written_recipe
@@ -26,11 +25,12 @@ from xdm_ft.export.reference import read_part
 from xdm_ft.export.sources import Item
 from xdm_ft.features.file_hashes import READER_THREADS, hash_file, hash_files
 from xdm_ft.features.file_states import regular
-from xdm_ft.progress import progress
 from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.protocol.splits import SELECTION_SPLIT, splits
 from xdm_ft.recipe.read import check
 from xdm_ft.report.finished import Run
+from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.runtime.progress import progress
 from xdm_ft.storage.checksummed import write_arrays
 from xdm_ft.storage.digests import digest, tensors_digest
 

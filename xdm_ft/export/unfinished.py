@@ -19,11 +19,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from xdm_ft.data._images import NAMED_AT_MOST
-from xdm_ft.errors import UserError, printable
 from xdm_ft.export.predictions import Row
 from xdm_ft.export.sources import Item
-from xdm_ft.progress import pulse
+from xdm_ft.images.decode import NAMED_AT_MOST
+from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_file, sync
 from xdm_ft.storage.checksummed import Damaged, checked_line, checked_lines, end_of_last_line
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from xdm_ft.settings import Block
+from xdm_ft.runtime.settings import Block
 
 Precision = Literal["fp32", "bf16", "fp16"]
 CutUse = Literal["cache", "compute", "auto"]

@@ -13,9 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.data import Augmentation, ImageDataset
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError, plural
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_parts
 from xdm_ft.features.file_hashes import DistinctImages, FileHashes
@@ -24,7 +22,9 @@ from xdm_ft.features.maintenance import stores
 from xdm_ft.features.shards import Shard, open_shard
 from xdm_ft.features.store import Store, cache_folder, complete, is_writable
 from xdm_ft.features.views import View, all_views
-from xdm_ft.progress import pulse
+from xdm_ft.images.dataset import Augmentation, ImageDataset
+from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.checksummed import Damaged
 
 logger = logging.getLogger("xdm_ft")

@@ -14,9 +14,9 @@ import PIL
 import torch
 from torch import Tensor, nn
 
-from xdm_ft.data._transforms import Preprocessing
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import Precision
+from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.storage.digests import digest
 from xdm_ft.version import __version__
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
-from xdm_ft.errors import UserError
 from xdm_ft.features.shards import Contents
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import disk_errors
 
 LOCK_SECONDS = 60.0  # at most, for another process that claims images

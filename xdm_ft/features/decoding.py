@@ -14,15 +14,15 @@ import PIL
 import torch
 from PIL import Image
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._images import scan
-from xdm_ft.data._transforms import NotAStrip, Preprocessing
-from xdm_ft.errors import UserError
 from xdm_ft.features.cache import unreadable_rows
 from xdm_ft.features.cache_key import SCHEMA
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.store import DECODED, Store, complete, is_writable
-from xdm_ft.progress import Progress
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.decode import scan
+from xdm_ft.images.transforms import NotAStrip, Preprocessing
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.progress import Progress
 from xdm_ft.storage.atomic import disk_errors
 from xdm_ft.version import __version__
 

@@ -26,14 +26,14 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from xdm_ft.data import Container, ImageDataset
-from xdm_ft.errors import UserError
 from xdm_ft.features.file_states import Stamp, absolute, file_states, reason, regular
 from xdm_ft.features.hash_index import run_on_index
 from xdm_ft.features.piece_hashes import changed_container, hash_pieces
 from xdm_ft.features.shards import Contents, contents_of
 from xdm_ft.features.store import is_writable
-from xdm_ft.progress import progress
+from xdm_ft.images.dataset import Container, ImageDataset
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.progress import progress
 
 READER_THREADS = 8  # more than cores: on a network disk most of the time is spent waiting
 READ_BYTES = 1 << 22

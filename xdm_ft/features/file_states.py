@@ -12,11 +12,11 @@ import torch
 import xxhash
 from torch.utils.data import Dataset
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._files import ImageFiles
-from xdm_ft.data._images import OF_THE_MACHINE
-from xdm_ft.data._loading import image_loader, loaded, own_cores
-from xdm_ft.progress import pulse
+from xdm_ft.containers.files import ImageFiles
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.decode import OF_THE_MACHINE
+from xdm_ft.images.loader import image_loader, loaded, own_cores
+from xdm_ft.runtime.progress import pulse
 
 ROWS_AT_ONCE = 1 << 14  # that a process looks at; the hash of the paths depends on it
 _NO_FILE = (-1, -1, -1)

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._images import UnreadableImage, memory_of, unreadable_message
-from xdm_ft.data._loading import image_loader, loaded, own_cores
-from xdm_ft.data._transforms import Preprocessing, normalized
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError, plural
 from xdm_ft.features import FeatureSettings, Precision
 from xdm_ft.features.file_hashes import FileHashes
 from xdm_ft.features.store import Store
 from xdm_ft.features.views import View, ViewTransform
-from xdm_ft.memory import keep_freed_memory
-from xdm_ft.progress import Progress
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.decode import UnreadableImage, memory_of, unreadable_message
+from xdm_ft.images.loader import image_loader, loaded, own_cores
+from xdm_ft.images.transforms import Preprocessing, normalized
+from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IMAGES_PER_SHARD = 256  # at least, and few, so that little is lost when an extraction is killed

@@ -9,8 +9,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
-from xdm_ft.errors import UserError
 from xdm_ft.features.claims import file_mode, locked
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors
 
 logger = logging.getLogger("xdm_ft")

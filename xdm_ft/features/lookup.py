@@ -10,7 +10,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from xdm_ft.data import Augmentation
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_of, key_parts
@@ -18,6 +17,7 @@ from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.shards import Shard, open_shard
 from xdm_ft.features.store import SHARDS, cache_path
 from xdm_ft.features.views import all_views
+from xdm_ft.images.dataset import Augmentation
 from xdm_ft.storage.checksummed import Damaged
 
 logger = logging.getLogger("xdm_ft")

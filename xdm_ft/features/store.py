@@ -31,13 +31,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.errors import UserError, plural
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache_key import key_of
 from xdm_ft.features.claims import Claim, living_claims, locked
 from xdm_ft.features.manifest import MANIFEST, read_manifest, write_manifest
 from xdm_ft.features.shards import ContentIndex, Contents, Shard, open_shard, write_shard
-from xdm_ft.progress import Progress, progress, pulse
+from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.progress import Progress, progress, pulse
 from xdm_ft.storage.atomic import disk_errors, remove_unfinished
 from xdm_ft.storage.cache_root import cache_root
 from xdm_ft.storage.checksummed import Damaged

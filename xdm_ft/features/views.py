@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from xdm_ft.data import Augmentation
-from xdm_ft.data._transforms import (
+from xdm_ft.images.dataset import Augmentation
+from xdm_ft.images.transforms import (
     Preprocessing,
     augmenting_transform,
     drawing_from,
     resizing_transform,
     training_transform,
 )
-from xdm_ft.randomness import Stream, bits
+from xdm_ft.runtime.randomness import Stream, bits
 
 SEED = 0  # of the augmentations; the same in every run, so that runs of all seeds share the cached views
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from xdm_ft.randomness import uniform
-from xdm_ft.settings import SearchRanges
+from xdm_ft.runtime.randomness import uniform
+from xdm_ft.runtime.settings import SearchRanges
 
 
 class Head(nn.Module, ABC):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.data import ImageDataset
+from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.protocol.splits import Split, check_classes, stratified_part
 
 LEFT_OUT = ("left_out_0", "left_out_1")

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from xdm_ft.errors import UserError
-from xdm_ft.randomness import Stream, integers, permutation
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.randomness import Stream, integers, permutation
 
 SamplerName = Literal["per_domain", "class_balanced", "pooled"]
 

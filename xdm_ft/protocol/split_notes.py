@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xdm_ft.data import ImageDataset
-from xdm_ft.data._images import NAMED_AT_MOST
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.decode import NAMED_AT_MOST
 
 
 def seen_or_unseen(test_domains: Sequence[str], train_domains: Sequence[str]) -> str:

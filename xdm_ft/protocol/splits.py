@@ -11,13 +11,13 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from xdm_ft.data import ImageDataset
 from xdm_ft.data._stratification import validation_part
-from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.evaluation.looks import PLANNED
+from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.protocol.domainbed_split import validation_rows
 from xdm_ft.protocol.split_notes import gaps, images_per_class, independence, seen_or_unseen
-from xdm_ft.settings import Block, OneOrMany
+from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.runtime.settings import Block, OneOrMany
 
 Rule = Literal["train_val", "val_domain", "cross_domain", "oracle"]
 SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_domain", "oracle": "test_val"}

@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from xdm_ft.algorithms import HeadInit
-from xdm_ft.data import Augmentation
-from xdm_ft.encoders._prompts import Prompts
-from xdm_ft.encoders._trainable import Trainable
-from xdm_ft.settings import Block
+from xdm_ft.cut.trainable import Trainable
+from xdm_ft.images.dataset import Augmentation
+from xdm_ft.runtime.settings import Block
+from xdm_ft.weights.prompts import Prompts
 
 
 def _one_line(text: str | None) -> str | None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xdm_ft.data import Augmentation
-from xdm_ft.encoders._trainable import LowRank
+from xdm_ft.cut.trainable import LowRank
 from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.features import FeatureSettings
+from xdm_ft.images.dataset import Augmentation
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
 from xdm_ft.recipe.blocks import Cluster, DataCommon, ListedEncoder, Output
 from xdm_ft.recipe.method_item import Component, MethodItem
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import as_text
 from xdm_ft.report import ReportSettings
-from xdm_ft.settings import Block
+from xdm_ft.runtime.settings import Block
 from xdm_ft.training import Training
 
 

@@ -14,8 +14,8 @@ from typing import Any, get_type_hints
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
-from xdm_ft.errors import UserError, did_you_mean
-from xdm_ft.settings import Block
+from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.runtime.settings import Block
 
 FOLDERS = {
     "methods": "algorithms",

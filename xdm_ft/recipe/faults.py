@@ -8,8 +8,6 @@ import sys
 from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.encoders._pooling import outside_text_space
-from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.recipe.checked import Recipe
 from xdm_ft.recipe.method_item import (
     MethodItem,
@@ -21,8 +19,10 @@ from xdm_ft.recipe.method_item import (
 )
 from xdm_ft.recipe.search import TRAINING_KEYS
 from xdm_ft.recipe.text import Key, RecipeText
-from xdm_ft.tensors import Task
+from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.runtime.tensors import Task
 from xdm_ft.training import Training
+from xdm_ft.weights.pooling import outside_text_space
 
 # keys that other blocks depend on
 PROTOCOL: Key = ("protocol", "name")

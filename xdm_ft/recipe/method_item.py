@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
 from xdm_ft.algorithms import HeadInit, Solver
-from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable
+from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.recipe.blocks import EncoderCommon, MethodCommon
 from xdm_ft.recipe.search import TRAINING_KEYS, Value, settings_of
 from xdm_ft.recipe.text import Key
-from xdm_ft.settings import Block
+from xdm_ft.runtime.settings import Block
 from xdm_ft.training import Training
 
 B = TypeVar("B", bound=Block)

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Solver
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.errors import UserError, did_you_mean
 from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
@@ -25,7 +24,8 @@ from xdm_ft.recipe.override_keys import keys_meant
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import Key, RecipeText, dotted, read_recipe
 from xdm_ft.report import ReportSettings
-from xdm_ft.settings import Block
+from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.runtime.settings import Block
 from xdm_ft.training import Training
 
 logger = logging.getLogger("xdm_ft")

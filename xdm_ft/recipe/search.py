@@ -15,9 +15,9 @@ from zlib import crc32
 import torch
 from pydantic import Field, model_validator
 
-from xdm_ft.randomness import Stream, uniform
 from xdm_ft.recipe import components
-from xdm_ft.settings import Block, OneOrMany
+from xdm_ft.runtime.randomness import Stream, uniform
+from xdm_ft.runtime.settings import Block, OneOrMany
 
 Value = float | int | str | bool
 Bounds = tuple[float, float]

@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from xdm_ft.errors import UserError, did_you_mean, printable
 from xdm_ft.recipe import components
+from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 
 DEEPEST = 50  # nested brackets; PyYAML's time grows with the square of their number
 Key = tuple[str | int, ...]  # ("methods", 2, "p_discard")

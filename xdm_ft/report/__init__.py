@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from xdm_ft.settings import Block, OneOrMany
+from xdm_ft.runtime.settings import Block, OneOrMany
 
 
 class ReportSettings(Block):

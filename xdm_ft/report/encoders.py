@@ -7,14 +7,7 @@ from typing import Any
 
 from xdm_ft.evaluation.encoders import split_label
 from xdm_ft.report.costs import bytes_text, count_text
-from xdm_ft.report.table_rows import (
-    EMPTY,
-    Results,
-    ResultTable,
-    encoder_label,
-    items,
-    several_encoders,
-)
+from xdm_ft.report.table_rows import EMPTY, Results, ResultTable, encoder_label, items, several_encoders
 
 ENCODER_COLUMNS = ("encoder", "model", "pre-training", "width", "parameters", "ms per image", "features on disk")
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from xdm_ft.errors import plural, printable
 from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import SummaryRow
@@ -20,17 +19,11 @@ from xdm_ft.report.encoders import split_row
 from xdm_ft.report.finished import ORACLE, Run, final_fits_of
 from xdm_ft.report.result_table import difference_text, reference_names
 from xdm_ft.report.sentence import sentence
-from xdm_ft.report.table_rows import (
-    EMPTY,
-    each_once,
-    in_unit,
-    number,
-    versus_columns,
-    with_spread,
-)
+from xdm_ft.report.table_rows import EMPTY, each_once, in_unit, number, versus_columns, with_spread
 from xdm_ft.report.tables import encoded
+from xdm_ft.runtime.errors import plural, printable
+from xdm_ft.runtime.terminal import write
 from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, PAGE
-from xdm_ft.terminal import write
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -14,7 +14,7 @@ from xdm_ft.evaluation.summary import Spread
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.report.finished import Run
 from xdm_ft.report.table_rows import metric_words
-from xdm_ft.tensors import Score
+from xdm_ft.runtime.tensors import Score
 
 
 class Measure(NamedTuple):

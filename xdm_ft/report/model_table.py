@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.evaluation.records import Record
-from xdm_ft.tensors import Score
+from xdm_ft.runtime.tensors import Score
 
 if TYPE_CHECKING:
     import pyarrow

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from xdm_ft.errors import printable
 from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT, UNKNOWN, Comparison
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.new_site import (
@@ -26,6 +25,7 @@ from xdm_ft.report.comparisons import beside_rows, between_encoders, further
 from xdm_ft.report.encoders import split_row
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.table_rows import IN_PERCENT, metric_words, scaled, with_unit
+from xdm_ft.runtime.errors import printable
 
 UNSEEN = "domains never trained on"  # `tested_on` of a run whose test domains train no model
 NAMED = 3  # methods, or encoders, at most, that the sentence names

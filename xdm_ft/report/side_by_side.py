@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.errors import UserError, printable
 from xdm_ft.evaluation.comparison import Comparison, judge
 from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.evaluation.runs import Runs, set_name
@@ -19,15 +18,8 @@ from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.measures import Picked, other_measures
 from xdm_ft.report.more_tables import cell
 from xdm_ft.report.result_table import comparison_table, difference_text, notes_of, reference_names
-from xdm_ft.report.table_rows import (
-    ResultTable,
-    budget_text,
-    in_unit,
-    number,
-    oracle_mark,
-    versus_columns,
-    with_spread,
-)
+from xdm_ft.report.table_rows import ResultTable, budget_text, in_unit, number, oracle_mark, versus_columns, with_spread
+from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.run_directory import RunDirectory
 
 LONGEST = 60  # characters of a value in a message

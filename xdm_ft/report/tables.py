@@ -9,8 +9,8 @@ import io
 from collections.abc import Iterable
 from typing import Any, Literal, TextIO
 
-from xdm_ft.errors import printable
 from xdm_ft.report.table_rows import ResultTable
+from xdm_ft.runtime.errors import printable
 
 MINIMUM_WIDTH = 100  # characters, for output to a file or pipe
 

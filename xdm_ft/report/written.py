@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from xdm_ft.errors import UserError
 from xdm_ft.report.csv_rows import csv_rows, csv_text
 from xdm_ft.report.finished import Run
 from xdm_ft.report.markdown import markdown
 from xdm_ft.report.model_table import LARGE, parquet_of
 from xdm_ft.report.page import PLOTS, write_page
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.checksummed import Damaged, read_object
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
 
-from xdm_ft.settings import SearchRanges
+from xdm_ft.runtime.settings import SearchRanges
 
 Tensors = dict[str, Tensor]  # parameter name → value
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from xdm_ft.errors import UserError
-from xdm_ft.interrupt import how_to_resume
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.interrupt import how_to_resume
 
 UNFINISHED = ".unfinished"
 UNFINISHED_TENSORS = ".tmp" + 6 * "?"  # pattern of the temporary files that safetensors itself writes

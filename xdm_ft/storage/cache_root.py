@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from xdm_ft.errors import UserError, printable
+from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.user_paths import expanded
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a Path of s3://bucket has one slash

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from xdm_ft.errors import UserError
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import disk_errors
 from xdm_ft.storage.checksummed import Damaged, read_checked, write_checked
 

@@ -32,7 +32,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from xdm_ft.errors import UserError
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import disk_errors
 from xdm_ft.storage.names import file_name
 

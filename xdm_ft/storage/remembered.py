@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from xdm_ft.errors import UserError
-from xdm_ft.progress import pulse
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.atomic import replace_file
 from xdm_ft.storage.cache_root import cache_root
 from xdm_ft.storage.digests import digest

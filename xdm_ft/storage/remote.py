@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-from xdm_ft.errors import UserError, printable
-from xdm_ft.progress import pulse
+from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.runtime.progress import pulse
 
 logger = logging.getLogger("xdm_ft")
 T = TypeVar("T")

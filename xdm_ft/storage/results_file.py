@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from xdm_ft.errors import UserError
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import Together
 from xdm_ft.storage.checksummed import TOO_DEEP, Damaged, json_object, opened_file
 from xdm_ft.storage.digests import sorted_json

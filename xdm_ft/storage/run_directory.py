@@ -22,8 +22,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from xdm_ft.errors import UserError
-from xdm_ft.progress import pulse
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.addresses import images_file, parts_of, predictions_in
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, remove_unfinished, replace_bytes
 from xdm_ft.storage.checkpoint import Checkpoint, Pace

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from xdm_ft.errors import UserError, printable
+from xdm_ft.runtime.errors import UserError, printable
 
 
 def expanded(path: str | Path, key: str) -> Path:

@@ -14,7 +14,7 @@ from xdm_ft.averaging import Averaging
 from xdm_ft.evaluation.records import Identity
 from xdm_ft.protocol.samplers import BatchSampler, SamplerName, sampler
 from xdm_ft.protocol.splits import Split
-from xdm_ft.settings import Block
+from xdm_ft.runtime.settings import Block
 from xdm_ft.sharpness import Sharpness
 
 Precision = Literal["no", "bf16", "fp16"]

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from xdm_ft.errors import UserError
+from xdm_ft.runtime.errors import UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xdm_ft.evaluation.metrics import is_defined, per_image_nll
 from xdm_ft.evaluation.metrics import metric as metric_of
-from xdm_ft.tensors import Annotations
+from xdm_ft.runtime.tensors import Annotations
 
 BY_DOMAIN = "train_val"
 """The split that is measured as an unweighted mean over its domains: DomainBed averages the accuracies of the training

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from xdm_ft.algorithms import Finish
-from xdm_ft.errors import UserError
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.trials import ORACLE, honest_rule
 from xdm_ft.protocol.splits import SELECTION_SPLIT
-from xdm_ft.tensors import Criteria
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.training import Job, RuleValues, Selected
 
 FINAL_FIT = "final_fit"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Solver
-from xdm_ft.errors import plural
-from xdm_ft.progress import Progress, unseen
-from xdm_ft.tensors import Annotations, Batch, Criteria
+from xdm_ft.runtime.errors import plural
+from xdm_ft.runtime.progress import Progress, unseen
+from xdm_ft.runtime.tensors import Annotations, Batch, Criteria
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.bank.cached_data import cached_logits
 from xdm_ft.training.rule_images import RuleImages, rule_images

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from xdm_ft.tensors import Parts
+from xdm_ft.runtime.tensors import Parts
 from xdm_ft.xdomainmix.order_statistic import exceeds
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from xdm_ft.tensors import Parts
+from xdm_ft.runtime.tensors import Parts
 from xdm_ft.xdomainmix.partners import Partners
 
 

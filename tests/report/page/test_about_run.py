@@ -9,9 +9,9 @@ import pytest
 from made_up_runs import write_run
 from runs_in_memory import run
 
-from xdm_ft.errors import UserError
 from xdm_ft.report.finished import read_run
 from xdm_ft.report.page import about_run
+from xdm_ft.runtime.errors import UserError
 
 
 def test_paths_of_the_machine_are_shortened() -> None:

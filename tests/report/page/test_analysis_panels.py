@@ -14,12 +14,12 @@ import pytest
 from analysis_example import analysis
 from runs_in_memory import DOMAINS, HELD, HOSTILE, run
 
-from xdm_ft.errors import UserError
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page import calibration, divergence, embeddings, importance, invariance
 from xdm_ft.report.page.analysed import significant
 from xdm_ft.report.page.bars import Bar, bars
 from xdm_ft.report.page.panel import Panel, Table
+from xdm_ft.runtime.errors import UserError
 
 MODULES = (invariance, divergence, importance, embeddings, calibration)
 SCHEMA = files("xdm_ft.report").joinpath("analysis.schema.json")

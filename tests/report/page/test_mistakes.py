@@ -13,10 +13,10 @@ from PIL import Image, PngImagePlugin
 
 from xdm_ft.data._reopened import reopened, rows_by_name
 from xdm_ft.data.folder import Folder
-from xdm_ft.errors import UserError
 from xdm_ft.report import page
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page.mistakes import EACH, SIDE, panel
+from xdm_ft.runtime.errors import UserError
 
 SECRET = "name of a patient"
 

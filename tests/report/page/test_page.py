@@ -18,9 +18,9 @@ from made_up_runs import CLASSES, DOMAINS, Named, write_run
 from parsed import Page
 from scipy import stats
 
-from xdm_ft.errors import UserError, printable
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page import write_page
+from xdm_ft.runtime.errors import UserError, printable
 
 METHODS = ("zero_shot", "erm", "xdomainmix", "sam")
 HOSTILE = (

@@ -25,8 +25,8 @@ from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.protocol.samplers import PerDomainSampler, PooledSampler
+from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Training
 from xdm_ft.training.bank.cached_data import batches
 from xdm_ft.training.bank.stacked import Bank, stack, step

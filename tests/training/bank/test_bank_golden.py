@@ -12,7 +12,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup, xdomainmix
 from xdm_ft.algorithms.xdomainmix import Noise, XDomainMix
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.stacked import stack, step
 from xdm_ft.xdomainmix import Partners

@@ -16,7 +16,7 @@ from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.samplers import PerDomainSampler
-from xdm_ft.tensors import Batch, Losses
+from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Training
 from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.bank.validation import BankValidation

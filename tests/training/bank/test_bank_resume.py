@@ -19,7 +19,7 @@ from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.mlp import MLP
-from xdm_ft.interrupt import Interrupted
+from xdm_ft.runtime.interrupt import Interrupted
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.storage.checkpoint import read
 from xdm_ft.training import Job, Schedule, Training

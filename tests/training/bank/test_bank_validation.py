@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.protocol.samplers import PerDomainSampler
-from xdm_ft.tensors import Criteria
+from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.training.bank import validation as validation_module
 from xdm_ft.training.bank.cached_data import batches
 from xdm_ft.training.bank.stacked import Bank, stack

@@ -18,9 +18,9 @@ from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.samplers import PerDomainSampler
-from xdm_ft.randomness import Stream, integers
+from xdm_ft.runtime.randomness import Stream, integers
+from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank import cached_data, validation
 from xdm_ft.training.bank.cached_data import CachedData, batches

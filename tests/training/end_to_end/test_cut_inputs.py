@@ -24,9 +24,9 @@ from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.encoders import Encoder
 from xdm_ft.features.cache import Features
-from xdm_ft.interrupt import Interrupted
+from xdm_ft.runtime.interrupt import Interrupted
+from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.cached_data import CachedData, batches
 from xdm_ft.training.end_to_end.batches import TrainingBatches

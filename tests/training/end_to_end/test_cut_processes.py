@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.encoders._trainable import LastBlocks, LowRank
+from xdm_ft.cut.trainable import LastBlocks, LowRank
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
 from xdm_ft.training.end_to_end.accelerated import shut_down

@@ -25,15 +25,15 @@ from xdm_ft.algorithms.mixstyle import MixStyle, _MixStyleAt
 from xdm_ft.algorithms.wise_ft import interpolate
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.averaging.swad import SWAD
-from xdm_ft.data._image_rows import ImageRows
-from xdm_ft.data._transforms import evaluation_transform
+from xdm_ft.cut.lora import merged_state
+from xdm_ft.cut.trainable import LastBlocks, LowRank
 from xdm_ft.encoders import Encoder
-from xdm_ft.encoders._lora import merged_state
-from xdm_ft.encoders._trainable import LastBlocks, LowRank
-from xdm_ft.errors import UserError
+from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.transforms import evaluation_transform
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.tensors import Batch
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Batch
 from xdm_ft.training import Job, Training
 from xdm_ft.training.end_to_end.gradients import StepGradients
 from xdm_ft.training.end_to_end.model import EncoderPart, EndToEnd

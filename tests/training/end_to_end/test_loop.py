@@ -27,14 +27,14 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.data._image_rows import ImageRows
-from xdm_ft.data._images import UnreadableImage
-from xdm_ft.data._transforms import evaluation_transform, training_transform
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.errors import UserError
-from xdm_ft.randomness import Stream, bits
+from xdm_ft.images.decode import UnreadableImage
+from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.transforms import evaluation_transform, training_transform
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.randomness import Stream, bits
+from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Trained, Training
 from xdm_ft.training.end_to_end.batch_norm import synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches, split_batch

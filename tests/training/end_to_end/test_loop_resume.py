@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from cut_short import Cut, Killed, assert_same
 from loop_models import SmallCNN, WithDomainHead, make_job, one_process, train
 
-from xdm_ft import interrupt
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.fish import Fish
 from xdm_ft.algorithms.irm import IRM
@@ -23,7 +22,8 @@ from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.mlp import MLP
-from xdm_ft.interrupt import Interrupted
+from xdm_ft.runtime import interrupt
+from xdm_ft.runtime.interrupt import Interrupted
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.storage.checkpoint import read, write
 from xdm_ft.training import Job, Schedule, Training

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
-from xdm_ft.data._transforms import PreprocessingOverrides
 from xdm_ft.encoders.timm import Timm
+from xdm_ft.images.transforms import PreprocessingOverrides
+from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness import Tensors
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Training
 from xdm_ft.training.end_to_end.batches import StepBatch
 from xdm_ft.training.end_to_end.gradients import StepGradients

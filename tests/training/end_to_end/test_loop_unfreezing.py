@@ -14,10 +14,10 @@ from loop_models import SmallCNN, digits, final_state, make_job, one_process, ro
 from torch import Tensor
 
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.data._image_rows import ImageRows
-from xdm_ft.data._transforms import evaluation_transform
+from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.transforms import evaluation_transform
+from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Training
 
 TRAINING = Training(batch_size=4, encoder_lr=0.01, schedule=Schedule(name="cosine", warmup_steps=2))

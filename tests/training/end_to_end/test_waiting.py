@@ -22,11 +22,11 @@ from xdm_ft.algorithms.irm import IRM
 from xdm_ft.algorithms.rsc import RSC
 from xdm_ft.algorithms.vrex import VREx
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.runtime.tensors import Losses
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.storage.checkpoint import read, write
-from xdm_ft.tensors import Losses
 from xdm_ft.training import Training
 from xdm_ft.training.end_to_end import unread
 from xdm_ft.training.end_to_end.batch_norm import RunningStatistics

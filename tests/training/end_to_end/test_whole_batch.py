@@ -33,8 +33,8 @@ from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.recipe.components import find, names
+from xdm_ft.runtime.tensors import Batch
 from xdm_ft.sharpness.sam import SAM
-from xdm_ft.tensors import Batch
 from xdm_ft.training import Training
 from xdm_ft.training.end_to_end.batches import TrainingBatches
 from xdm_ft.training.end_to_end.gradients import StepGradients

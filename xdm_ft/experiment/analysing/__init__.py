@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xdm_ft.data._loading import own_cores
 from xdm_ft.evaluation.records import Identity, Record
 from xdm_ft.experiment.analysing.document import KIND, document, finished_entries, plain
 from xdm_ft.experiment.analysing.images import FROZEN, TRAINED, Limits, SplitImages, split_images
@@ -23,8 +22,9 @@ from xdm_ft.experiment.parallel import run_forked
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.experiment.results import inputs
-from xdm_ft.progress import Progress, progress
+from xdm_ft.images.loader import own_cores
 from xdm_ft.report.finished import Run
+from xdm_ft.runtime.progress import Progress, progress
 from xdm_ft.storage.digests import json_digest
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.version import __version__

@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from xdm_ft.errors import plural
 from xdm_ft.evaluation.records import Identity
 from xdm_ft.experiment.analysing.images import FROZEN, TRAINED, SplitImages
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.report.finished import Run
+from xdm_ft.runtime.errors import plural
 from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.run_directory import RunDirectory
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.heads.linear import Linear
-from xdm_ft.progress import pulse
-from xdm_ft.tensors import Batch, Task
+from xdm_ft.runtime.progress import pulse
+from xdm_ft.runtime.tensors import Batch, Task
 
 STRENGTHS = (1.0, 0.1, 0.01, 1e-3)  # penalties of the logistic regression, of which validation images pick one
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.protocol.derived_splits import with_validation
-from xdm_ft.randomness import Stream, permutation
-from xdm_ft.tensors import Annotations
+from xdm_ft.runtime.randomness import Stream, permutation
+from xdm_ft.runtime.tensors import Annotations
 
 
 class Limits(NamedTuple):

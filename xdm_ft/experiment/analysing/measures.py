@@ -21,7 +21,7 @@ from xdm_ft.experiment.analysing.images import Limits
 from xdm_ft.experiment.analysing.model import TrainedModel
 from xdm_ft.experiment.analysing.seen import Encoded, Seen
 from xdm_ft.heads import Head
-from xdm_ft.randomness import Stream, permutation
+from xdm_ft.runtime.randomness import Stream, permutation
 
 Json = dict[str, Any]
 FEWEST = 8  # images that an embedding, a removal curve or a divergence needs

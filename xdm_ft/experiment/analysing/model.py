@@ -12,15 +12,15 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Method
 from xdm_ft.analysis.augmented import augmented_in_encoder
-from xdm_ft.data._image_rows import ImageRows
-from xdm_ft.data._loading import image_loader, loaded
-from xdm_ft.data._transforms import evaluation_transform
-from xdm_ft.errors import UserError
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment.jobs import make_job
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepared import Prepared
-from xdm_ft.progress import pulse
+from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.loader import image_loader, loaded
+from xdm_ft.images.transforms import evaluation_transform
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training.end_to_end.inputs import WORKERS_DIED, worker_count

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from xdm_ft.errors import plural
 from xdm_ft.report.finished import Run
 from xdm_ft.report.how_to_read import how_to_read
 from xdm_ft.report.markdown import flat, without_encoders
 from xdm_ft.report.page import numbers
 from xdm_ft.report.page.panel import Cell, Panel, Table
 from xdm_ft.report.page.places import without_folders
+from xdm_ft.runtime.errors import plural
 
 CLASSES = 60  # classes, at most, that have a column each; of more, each domain has its number of classes and images
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from xdm_ft.errors import UserError, plural
 from xdm_ft.evaluation.records import Identity
 from xdm_ft.report.encoders import encoder_block, trainable_of, trained_words
 from xdm_ft.report.finished import Run
@@ -15,6 +14,7 @@ from xdm_ft.report.page.numbers import set_name
 from xdm_ft.report.page.panel import Cell, Table
 from xdm_ft.report.published import SOURCE, Published, benchmark_of, images_tested, published
 from xdm_ft.report.table_rows import EMPTY, items
+from xdm_ft.runtime.errors import UserError, plural
 
 SCHEMA = 1
 MOST_ROWS = 240  # of a table

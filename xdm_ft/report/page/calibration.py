@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xdm_ft.errors import plural
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page.analysed import bounded, by_set, mean, mean_cell, not_measured, with_part
 from xdm_ft.report.page.calibration_figures import FEWEST, Bins, Dumbbell, dumbbells, reliability
 from xdm_ft.report.page.panel import Cell, Figure, Panel
 from xdm_ft.report.page.styles import listed, method_styles
 from xdm_ft.report.table_rows import EMPTY
+from xdm_ft.runtime.errors import plural
 
 MOST_FIGURES = 12
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from xdm_ft.errors import printable
+from xdm_ft.runtime.errors import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,23 +7,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from xdm_ft.errors import plural
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page.analysed import not_measured
-from xdm_ft.report.page.numbers import (
-    ECE,
-    between,
-    held_out_sets,
-    mean_interval,
-    own_models,
-    set_name,
-)
+from xdm_ft.report.page.numbers import ECE, between, held_out_sets, mean_interval, own_models, set_name
 from xdm_ft.report.page.places import named
 from xdm_ft.report.sentence import sentence
 from xdm_ft.report.table_rows import metric_words, scaled, with_unit
+from xdm_ft.runtime.errors import plural
 
 
 @dataclass(frozen=True)

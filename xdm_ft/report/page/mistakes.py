@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xdm_ft.errors import UserError, plural
 from xdm_ft.evaluation.runs import Held
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page import numbers
 from xdm_ft.report.page.panel import Panel, Thumbnail
 from xdm_ft.report.page.shown import shown_method, shown_sets
 from xdm_ft.report.pooled import confidences
+from xdm_ft.runtime.errors import UserError, plural
 
 if TYPE_CHECKING:
     from PIL import Image
 
-    from xdm_ft.data import ImageDataset
+    from xdm_ft.images.dataset import ImageDataset
 
 EACH = 6  # images per held-out set
 SIDE = 96  # pixels of the longer side, at most
@@ -91,8 +91,8 @@ def _worst(run: Run, method: str, held: Held) -> list[Mistake]:
 
 def _thumbnails(run: Run, found: list[Mistake]) -> tuple[list[Thumbnail], str]:
     """The images that can be read, and a sentence on the others; empty if there is none."""
-    from xdm_ft.data._images import UnreadableImage
     from xdm_ft.data._reopened import reopened, rows_by_name
+    from xdm_ft.images.decode import UnreadableImage
 
     try:
         dataset = reopened(run.results["recipe"]["data"])

@@ -10,10 +10,10 @@ from importlib.resources import files
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
-from xdm_ft.errors import printable
 from xdm_ft.report.page.figures import ON_PAPER
 from xdm_ft.report.page.headline import Headline
 from xdm_ft.report.page.panel import Figure, Panel, Thumbnail
+from xdm_ft.runtime.errors import printable
 from xdm_ft.version import __version__
 
 PIXELS_PER_POINT = 96 / 72

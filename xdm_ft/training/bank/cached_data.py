@@ -11,8 +11,8 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Method
 from xdm_ft.protocol.samplers import BatchSampler
-from xdm_ft.randomness import Stream, integers
-from xdm_ft.tensors import Annotations, Batch, InputPartners, Samples
+from xdm_ft.runtime.randomness import Stream, integers
+from xdm_ft.runtime.tensors import Annotations, Batch, InputPartners, Samples
 from xdm_ft.training import Job
 
 if TYPE_CHECKING:

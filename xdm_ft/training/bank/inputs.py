@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.tensors import Batch
+from xdm_ft.runtime.tensors import Batch
 
 Tensors = dict[str, Tensor]
 

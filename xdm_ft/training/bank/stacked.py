@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.heads import Head
+from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness import Sharpness, Tensors
-from xdm_ft.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule
 from xdm_ft.training.bank.inputs import OnInputs
 from xdm_ft.training.bank.optimizers import Optimizer, clip, make_optimizer

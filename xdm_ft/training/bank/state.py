@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from xdm_ft.errors import plural
-from xdm_ft.interrupt import Interrupted
+from xdm_ft.runtime.errors import plural
+from xdm_ft.runtime.interrupt import Interrupted
 from xdm_ft.sharpness import Tensors
 from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.storage.digests import tensors_digest

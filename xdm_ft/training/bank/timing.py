@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from xdm_ft.tensors import Batch, Criteria
+from xdm_ft.runtime.tensors import Batch, Criteria
 from xdm_ft.training import Job
 from xdm_ft.training.bank.cached_data import BLOCK_STEPS, CachedData, batches
 from xdm_ft.training.bank.stacked import stack, step

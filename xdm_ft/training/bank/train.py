@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xdm_ft.interrupt import deferred, stop_requested
-from xdm_ft.memory import keep_freed_memory
-from xdm_ft.progress import Progress, unseen
+from xdm_ft.runtime.interrupt import deferred, stop_requested
+from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.progress import Progress, unseen
+from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.storage.checkpoint import Checkpoint
-from xdm_ft.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Record, Trained
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
 from xdm_ft.training.bank.cached_data import CachedData, batches

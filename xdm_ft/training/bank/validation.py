@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Method
+from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.sharpness import Tensors
-from xdm_ft.tensors import Criteria
 from xdm_ft.training import Job
 from xdm_ft.training.bank.cached_data import CachedData, fits_in_memory, rows_at_once
 from xdm_ft.training.rule_images import RuleImages, rule_images

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
-from xdm_ft.errors import UserError
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.training import Job
 from xdm_ft.training.end_to_end.model import EndToEnd
 

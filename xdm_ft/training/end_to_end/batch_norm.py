@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from xdm_ft.progress import pulse
+from xdm_ft.runtime.progress import pulse
 from xdm_ft.training.end_to_end.batches import StepBatch
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import all_gather
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.errors import UserError
-from xdm_ft.tensors import Annotations, Batch, InputPartners, Samples
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.tensors import Annotations, Batch, InputPartners, Samples
 from xdm_ft.training import Job
 from xdm_ft.training.end_to_end.inputs import Inputs, RowsToRead, StepRows
 

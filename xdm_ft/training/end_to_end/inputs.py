@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from xdm_ft.data import Augmentation, ImageDataset
-from xdm_ft.data._image_rows import DrawnRows, ImageRows
-from xdm_ft.data._loading import image_loader, loaded
-from xdm_ft.data._transforms import Preprocessing, evaluation_transform, training_transform
 from xdm_ft.features.cache import Features
-from xdm_ft.randomness import Stream, bits, integers
+from xdm_ft.images.dataset import Augmentation, ImageDataset
+from xdm_ft.images.image_rows import DrawnRows, ImageRows
+from xdm_ft.images.loader import image_loader, loaded
+from xdm_ft.images.transforms import Preprocessing, evaluation_transform, training_transform
+from xdm_ft.runtime.randomness import Stream, bits, integers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

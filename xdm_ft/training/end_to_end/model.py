@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import Algorithm
+from xdm_ft.cut.cut import Cut
+from xdm_ft.cut.lora import add_lora, merged_state, touched_names
+from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable, blocks_above
 from xdm_ft.encoders import Encoder
-from xdm_ft.encoders._cut import Cut
-from xdm_ft.encoders._lora import add_lora, merged_state, touched_names
-from xdm_ft.encoders._trainable import LastBlocks, LowRank, Trainable, blocks_above
-from xdm_ft.errors import UserError
 from xdm_ft.features.cache import Features
-from xdm_ft.tensors import Batch
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.tensors import Batch
 from xdm_ft.training.compiling import compiled
 from xdm_ft.training.end_to_end.batch_norm import batch_norm_layers
 from xdm_ft.training.end_to_end.stage_modules import StageModules

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from xdm_ft.encoders._cut import depth_from_top
+from xdm_ft.cut.cut import depth_from_top
 from xdm_ft.training import Training
 from xdm_ft.training.end_to_end.model import EndToEnd
 

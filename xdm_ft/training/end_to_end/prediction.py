@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.data import ImageDataset
 from xdm_ft.encoders import Encoder
-from xdm_ft.interrupt import Interrupted, stop_requested
-from xdm_ft.memory import keep_freed_memory
-from xdm_ft.progress import pulse
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.runtime.interrupt import Interrupted, stop_requested
+from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.progress import pulse
 from xdm_ft.training import Job, Precision
 from xdm_ft.training.end_to_end.inputs import CachedActivations, ComputedActivations, Images, Inputs
 from xdm_ft.training.end_to_end.model import WHOLE, EncoderPart, EndToEnd

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError
-from xdm_ft.tensors import Batch
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.tensors import Batch
 
 
 class StageModules(nn.Module):

@@ -22,16 +22,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.data import Augmentation, ImageDataset
 from xdm_ft.encoders import Encoder
-from xdm_ft.errors import UserError
-from xdm_ft.interrupt import Interrupted, deferred, stop_requested
-from xdm_ft.memory import PeakMemory, keep_freed_memory
-from xdm_ft.progress import Progress, unseen
-from xdm_ft.randomness import Stream, bits
+from xdm_ft.images.dataset import Augmentation, ImageDataset
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.interrupt import Interrupted, deferred, stop_requested
+from xdm_ft.runtime.memory import PeakMemory, keep_freed_memory
+from xdm_ft.runtime.progress import Progress, unseen
+from xdm_ft.runtime.randomness import Stream, bits
+from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import tensors_digest
-from xdm_ft.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Record, Trained
 from xdm_ft.training.averages import Averages
 from xdm_ft.training.end_to_end.accelerated import prepared, refuse_unsupported

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from xdm_ft.tensors import Annotations, Criteria
+from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job
 from xdm_ft.training.averages import LOSS_SPLIT
 from xdm_ft.training.end_to_end.inputs import Inputs

@@ -1,0 +1,283 @@
+"""`xdm-ft doctor`: checks everything that a run needs, and prints a remedy for each fault."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xdm_ft.cli.answer import Answer
+from xdm_ft.experiment.findings import Finding, fault
+from xdm_ft.features import FeatureSettings
+from xdm_ft.recipe.blocks import Cluster
+from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.terminal import show
+
+if TYPE_CHECKING:
+    import torch
+
+    from xdm_ft.encoders import Encoder
+    from xdm_ft.experiment.estimate import Encoders
+    from xdm_ft.experiment.plan import Plan
+    from xdm_ft.features.file_hashes import FileHashes
+    from xdm_ft.images.dataset import ImageDataset
+    from xdm_ft.recipe.checked import Recipe
+
+MODULES = ("torchvision", "timm", "open_clip", "accelerate", "datasets", "wilds", "sklearn", "safetensors", "PIL")
+GIGABYTE = 1e9
+
+
+class Diagnosis(Answer):
+    """The findings. Each check is made when its finding is read, so that `show` can print every finding at once."""
+
+    def __init__(self, findings: Iterator[Finding]) -> None:
+        self._unread = findings
+
+    def show(self) -> None:
+        self.findings = []
+        for finding in self._unread:
+            show(finding)
+            self.findings.append(finding)
+        show(f"{plural(self.faults, 'fault')}, each followed by its remedy (→)" if self.faults else "no faults")
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        return list(self._unread)
+
+    @property
+    def faults(self) -> int:
+        return sum(finding.remedy is not None for finding in self.findings)
+
+    @property
+    def status(self) -> int:
+        """2 if there is a fault, else 0."""
+        return 2 if self.faults else 0
+
+    def to_json(self) -> dict[str, Any]:
+        checks = [
+            {"check": one.what, "ok": one.remedy is None, "found": one.found, "remedy": one.remedy}
+            for one in self.findings
+        ]
+        return {"ok": not self.faults, "faults": self.faults, "checks": checks}
+
+
+def doctor(recipe: str | None, overrides: list[str]) -> Diagnosis:
+    return Diagnosis(_findings(recipe, overrides))
+
+
+def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
+    from xdm_ft.experiment.resume import keeping_choices
+    from xdm_ft.recipe.read import load
+
+    yield from installation()
+    yield from devices()
+    if name is None:
+        yield from _guarded("cache", lambda: cache_disk(FeatureSettings()))
+        yield from _guarded("cluster", lambda: ray_cluster(Cluster()))
+        return
+    try:
+        recipe = keeping_choices(load(name, overrides))
+    except UserError as error:
+        yield from fault("recipe", error)
+        return
+    yield Finding("recipe", f"{recipe.name}, {plural(len(recipe.methods), 'method')}")
+    yield from _guarded("precision", lambda: precision(recipe))
+    yield from _guarded("cache", lambda: cache_disk(recipe.features))
+    yield from _guarded("cluster", lambda: ray_cluster(recipe.cluster))
+    yield from _guarded("recipe's own", lambda: weights_and_data(recipe))
+
+
+def _guarded(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """Yields the findings of a check. A `UserError` that stops it becomes a fault, and the next checks still run."""
+    try:
+        yield from check()
+    except UserError as error:
+        yield from fault(what, error)
+
+
+def installation() -> Iterator[Finding]:
+    """Checks the version of every required library, and that the heavy ones can be imported."""
+    from packaging.requirements import Requirement
+
+    yield Finding("python", sys.version.split()[0])
+    installed, wrong = [], 0
+    for line in importlib.metadata.requires("xdm_ft") or []:
+        needed = Requirement(line)
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(needed.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = "missing"
+        if version == "missing" or not needed.specifier.contains(version, prereleases=True):
+            wrong += 1
+            yield Finding("library", f"{needed.name} is {version}", f"pip install '{needed.name}{needed.specifier}'")
+        installed.append(f"{needed.name} {version}")
+    if not wrong:
+        yield Finding("libraries", ", ".join(installed))
+    for module in MODULES:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # the import of a broken binary can raise any exception
+            problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            yield Finding("library", f"{module} can not be imported ({problem})", "install it again")
+
+
+def devices() -> Iterator[Finding]:
+    """Reports processor cores, memory, GPUs, and the precisions that each supports."""
+    import psutil
+    import torch
+
+    from xdm_ft.experiment.machine import cores
+    from xdm_ft.features import cpu_has_bf16
+
+    memory = psutil.virtual_memory()
+    free, total = memory.available / GIGABYTE, memory.total / GIGABYTE
+    bf16 = "bf16 (in hardware)" if cpu_has_bf16() else "bf16 (slowly)"
+    yield Finding(
+        "processor", f"{plural(cores(), 'core')}, {free:.1f} of {total:.1f} GB free; float32, {bf16}, no fp16"
+    )
+    for number in range(torch.cuda.device_count()):
+        left, whole = (size / GIGABYTE for size in torch.cuda.mem_get_info(number))
+        with torch.cuda.device(number):
+            precisions = "float32, fp16 and bf16" if torch.cuda.is_bf16_supported() else "float32 and fp16, no bf16"
+        name = torch.cuda.get_device_name(number)
+        yield Finding(f"GPU {number}", f"{name}, {left:.1f} of {whole:.1f} GB free; {precisions}")
+    if Path("/proc/driver/nvidia/version").exists() and not torch.cuda.is_available():
+        yield Finding(
+            "GPU",
+            f"an NVIDIA driver is installed, but torch {torch.__version__} sees no GPU",
+            "install torch built for CUDA (https://pytorch.org), or make the GPU visible (CUDA_VISIBLE_DEVICES)",
+        )
+
+
+def precision(recipe: Recipe) -> Iterator[Finding]:
+    """Checks that this machine supports the recipe's precision. Raises `UserError` if the launcher sets another one."""
+    import torch
+
+    from xdm_ft.experiment.machine import as_launched
+
+    asked, cuda = as_launched(recipe).training.mixed_precision, torch.cuda.is_available()
+    if asked == "fp16" and not cuda:
+        yield Finding("precision", "fp16 needs a GPU, torch finds none", "set training.mixed_precision: bf16 or no")
+    elif asked == "bf16" and cuda and not torch.cuda.is_bf16_supported():
+        yield Finding("precision", "this GPU does not support bf16", "set training.mixed_precision: fp16 or no")
+    else:
+        yield Finding("precision", f"training in {'float32' if asked == 'no' else asked}")
+
+
+def cache_disk(settings: FeatureSettings) -> Iterator[Finding]:
+    from xdm_ft.features.store import cache_folder
+
+    folder = cache_folder(settings)
+    yield Finding("cache", f"{folder}, {shutil.disk_usage(folder).free / GIGABYTE:.1f} GB free on its disk")
+
+
+def ray_cluster(settings: Cluster) -> Iterator[Finding]:
+    """Reports version and address of Ray. Raises `UserError` if the recipe names a cluster that is not there."""
+    from xdm_ft.experiment.cluster_connection import address_of, imported_ray, reachable
+
+    if settings.name is not None:
+        yield Finding("cluster", f"Ray {imported_ray().__version__} at {reachable(settings.address)}")
+    elif importlib.util.find_spec("ray") is None:
+        yield Finding("cluster", "Ray is not installed; models train on this machine")
+    else:
+        try:
+            where = f"runs at {address_of(settings.address)}; cluster.name=ray trains there"
+        except UserError:
+            where = "does not run on this machine"
+        yield Finding("cluster", f"Ray {importlib.metadata.version('ray')} {where}")
+
+
+def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
+    """Checks the encoder's weights, the data, and the disk space that the features need."""
+    from xdm_ft.cli.data_check import check_data
+    from xdm_ft.experiment.prepared import build_encoder, by_label, with_text
+    from xdm_ft.features.cache_key import weights_digest
+
+    encoders: dict[str | None, Encoder] = {}
+    for label, component in by_label(recipe).items():
+        what = "weights" if label is None else f"weights of {label}"
+        try:
+            encoder = build_encoder(component, recipe.protocol.seeds[0])
+        except UserError as error:
+            yield from fault(what, error)
+            continue
+        size = sum(tensor.nbytes for tensor in encoder.state_dict().values())
+        number = sum(tensor.numel() for tensor in encoder.state_dict().values())
+        about = f"{encoder.pretraining}; {number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
+        yield Finding(what, f"{about}; {encoder.width} features")
+        encoders[label] = encoder
+    if encoders.keys() == by_label(recipe).keys():
+        recipe = with_text(recipe, encoders)
+    read = [encoder for label, encoder in encoders.items() if _reads_cache(recipe, label)]
+    checked = yield from check_data(recipe, read[0].preprocessing if read else None)
+    if checked is None:
+        return
+    dataset, hashes, plan = checked
+    for label, encoder in encoders.items():
+        yield from _guarded("cache", partial(cache_space, recipe, label, encoder, dataset, hashes))
+    if plan is not None and encoders.keys() == by_label(recipe).keys():
+        yield from _guarded("time", partial(time_of, plan, encoders))
+
+
+def time_of(plan: Plan, encoders: Encoders) -> Iterator[Finding]:
+    """Reports how long the run will take, and what would make it faster."""
+    from xdm_ft.experiment.estimate import estimate
+    from xdm_ft.experiment.machine import launched
+
+    with launched(plan.recipe) as accelerator:
+        found = estimate(plan, encoders, accelerator)
+    yield Finding("time", f"{found.text()} on {found.device}, if nothing is trained yet")
+
+
+def _reads_cache(recipe: Recipe, label: str | None) -> bool:
+    return any(item.encoder_label == label and not recipe.trains_on_images(item) for item in recipe.served)
+
+
+def cache_space(
+    recipe: Recipe, label: str | None, encoder: Encoder, dataset: ImageDataset, hashes: FileHashes
+) -> Iterator[Finding]:
+    """Checks that the features and activations of one encoder that are not cached yet fit on the disk.
+
+    Raises `UserError` if they do not, or if the encoder can not be cut where the recipe says.
+    """
+    from xdm_ft.experiment.cuts import counted, cuts_of
+    from xdm_ft.experiment.summary import trained_words
+    from xdm_ft.features.cache import cached_views
+
+    items = [item for item in recipe.served if item.encoder_label == label]
+    images, needed = hashes.images, 0
+    wanted: list[tuple[str, Encoder]] = []
+    if any(item.trainable is False for item in items):
+        wanted.append(("features", encoder))
+    for cut in cuts_of(recipe, encoder, items, counted(recipe, dataset, hashes, _device(recipe))):
+        what = f"activations, {', '.join(map(trained_words, cut.serves))}"
+        if cut.is_cached:
+            wanted.append((what, cut.below))
+        else:
+            yield Finding(what, f"computed at every step ({cut.why_computed})")
+    for what, of_images in wanted:
+        views = cached_views(of_images, dataset, images, recipe.features, recipe.train_augmentation, _device(recipe))
+        missing, plain = sum(len(store.missing()) for _, store in views), views[0].store
+        own = sum(store.bytes_needed for _, store in views)
+        plain.require_space(needed + own - plain.bytes_needed)
+        needed += own
+        passes = f" in {len(views)} passes" if len(views) > 1 else ""
+        count = len(views) * len(images.contents)
+        yield Finding(what, f"{count - missing} of {count} cached{passes}, {own / 1e6:,.1f} MB more are needed")
+
+
+def _device(recipe: Recipe) -> torch.device:
+    """Returns the device on which a run computes features: the cluster's, or the one that Accelerate chooses."""
+    from accelerate import PartialState
+
+    from xdm_ft.experiment.cluster_connection import device_of
+
+    return device_of(recipe.cluster, PartialState().device)

@@ -1,0 +1,174 @@
+"""Images in files of which a piece (a row group, a run of a tar's members) is read at once, and kept for a while."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any, Generic, Protocol, TypeVar
+
+from pydantic import Field
+
+from xdm_ft.images.dataset import Container, Pieces
+from xdm_ft.images.decode import EncodedImages, FaultInLoader
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.progress import progress
+from xdm_ft.storage.remote import FileState, is_remote
+
+T = TypeVar("T")
+FILES_AT_ONCE = 4
+KEPT = 2  # values at least, whatever their size: threads that read a batch may be on both sides of a border
+FOOTER_BYTES = 2**24  # of the footers of Parquet files that are kept; in memory they take several times as much
+AHEAD = 2  # pieces of a remote file that are read before they are needed
+
+CacheSize = Annotated[
+    int,
+    Field(
+        ge=1,
+        description="MB of memory in every process that reads images, for the row groups (of a tar: runs of members) "
+        "that it read last",
+    ),
+]
+
+
+class RecentlyUsed(Generic[T]):
+    """The values that were used last: of at most `limit` bytes together, or `KEPT` of them. Threads may share them."""
+
+    def __init__(self, limit: int, size: Callable[[T], int]) -> None:
+        self.limit, self.size = limit, size
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Hashable, Future[T]] = OrderedDict()
+        self._bytes: dict[Hashable, int] = {}  # of the values that are loaded
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether the value is here, or is being loaded."""
+        return key in self._values
+
+    def get(self, key: Hashable, load: Callable[[], T]) -> T:
+        """Returns the value of the key, from `load` if it is not here. Threads that ask at once wait for one `load`."""
+        with self._lock:
+            known = self._values.get(key)
+            value = Future[T]() if known is None else known
+            self._values[key] = value
+            self._values.move_to_end(key)
+        if known is not None:
+            return known.result()
+        try:
+            loaded = load()
+        except BaseException as error:
+            with self._lock:
+                del self._values[key]
+            value.set_exception(error)
+            raise
+        value.set_result(loaded)
+        with self._lock:
+            self._bytes[key] = self.size(loaded)
+            self._drop_oldest()
+        return loaded
+
+    def _drop_oldest(self) -> None:
+        for key in [key for key in self._values if key in self._bytes]:
+            if len(self._bytes) <= KEPT or sum(self._bytes.values()) <= self.limit:
+                return
+            del self._values[key], self._bytes[key]
+
+
+class Piece(Protocol):
+    """The encoded images of a piece: item i is the i-th one."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def __getitem__(self, place: int) -> bytes: ...
+
+
+class PiecedImages(EncodedImages):
+    """The images of `container`, row after row. Each process keeps the pieces that it read last, of `cache_mb` MB."""
+
+    container: Container
+    pieces: Pieces  # of the container
+    cache_mb: int
+    _own: _OfProcess | None = None
+    _beginning = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled has read nothing yet."""
+        return {name: value for name, value in vars(self).items() if name != "_own"}
+
+    @abstractmethod
+    def read_piece(self, number: int) -> Piece:
+        """Reads a piece from its file. Threads call it at the same time. Raises `UserError`."""
+
+    def content(self, row: int) -> bytes:
+        number = int(self.pieces.of_row(row))
+        return self.piece(number)[row - self.pieces.rows(number).start]
+
+    def piece(self, number: int) -> Piece:
+        """Returns a piece, read or kept. In a process that reads a remote file alone, the next ones are read too."""
+        own, load = self.own, partial(self._read, number)
+        if number != own.last:
+            is_next, own.last = number - 1 in own.kept, number
+            if is_next and own.reads_ahead and is_remote(self.container.files[int(self.pieces.file_of[number])]):
+                value = own.kept.get(number, load)
+                if (AHEAD + KEPT) * value.nbytes <= own.kept.limit:
+                    own.read_ahead(range(number + 1, min(number + 1 + AHEAD, len(self.pieces.ends))), self._read)
+        return own.kept.get(number, load)
+
+    @property
+    def own(self) -> _OfProcess:
+        """What this process has read: a forked one begins anew, as locks and threads do not survive a fork."""
+        own = self._own
+        if own is None or own.process != os.getpid():
+            with self._beginning:  # threads that ask first must not each begin
+                own = self._own
+                if own is None or own.process != os.getpid():
+                    own = self._own = _OfProcess(self.cache_mb * 10**6)
+        return own
+
+    def _read(self, number: int) -> Piece:
+        with in_loader():
+            return self.read_piece(number)
+
+
+@contextmanager
+def in_loader() -> Iterator[None]:
+    """Context for what workers of a loader may do: a `UserError` stays one line."""
+    try:
+        yield
+    except UserError as error:
+        raise FaultInLoader(str(error)) from error
+
+
+def read_files(read: Callable[[str, FileState], T], files: Sequence[str], states: Sequence[FileState]) -> list[T]:
+    """Returns what `read` returns of every file. Some are read at the same time."""
+    show, found = os.environ.get("RANK", "0") == "0", list[T]()
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool, progress("opening", len(files), "files", show) as bar:
+        for one in pool.map(read, files, states):
+            found.append(one)
+            bar.advance()
+    return found
+
+
+class _OfProcess:
+    """The pieces that one process keeps, and the threads that read ahead."""
+
+    def __init__(self, limit: int) -> None:
+        from torch.utils.data import get_worker_info
+
+        self.process, self.last = os.getpid(), -1
+        self.kept = RecentlyUsed[Piece](limit, lambda piece: piece.nbytes)
+        self.footers = RecentlyUsed[Any](FOOTER_BYTES, lambda footer: int(footer.serialized_size))
+        # processes that divide the images skip what others read
+        self.reads_ahead = get_worker_info() is None and os.environ.get("WORLD_SIZE", "1") == "1"
+        self._threads: ThreadPoolExecutor | None = None
+
+    def read_ahead(self, numbers: range, read: Callable[[int], Piece]) -> None:
+        self._threads = self._threads or ThreadPoolExecutor(AHEAD, "reading ahead")
+        for number in numbers:
+            if number not in self.kept:
+                self._threads.submit(self.kept.get, number, partial(read, number))

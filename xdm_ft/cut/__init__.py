@@ -1,0 +1,1 @@
+"""An encoder cut in two, and low-rank updates of it."""

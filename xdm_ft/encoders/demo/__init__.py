@@ -1,1 +1,0 @@
-"""The tiny CLIP that comes with the package, and the scripts that trained it."""

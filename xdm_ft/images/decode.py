@@ -1,0 +1,208 @@
+"""Decodes a file or bytes to an RGB image; finds and describes images that do not decode."""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.images.pillow_warnings import pillow_warnings
+from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.runtime.progress import progress
+
+ROWS_PER_TASK = 64
+NAMED_AT_MOST = 3  # faults that a message names; it counts the others
+NOT_DECODED = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow recognizes these formats but can not decode them
+EXECUTED = {"EPS"}  # Pillow starts Ghostscript, which runs the file as a program
+OF_THE_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine lacks something; the image may be good
+
+
+class UnreadableImage(Exception):
+    """An image does not decode: `name` of the image for messages, and the `reason`."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
+
+class FaultInLoader(UserError):
+    """`UserError` that stays one line when a DataLoader worker raises it."""
+
+    def __init__(self, text: str) -> None:
+        # A DataLoader re-raises a worker's exception as type(error)(text of the worker's traceback). The last line of
+        # that text is "<class>: <message>", as messages contain no newlines.
+        last = text.rstrip().rsplit("\n", 1)[-1]
+        super().__init__(last.removeprefix(f"{type(self).__module__}.{type(self).__qualname__}: "))
+
+
+@contextmanager
+def memory_of(name: str) -> Iterator[None]:
+    """Context in which one image is decoded and transformed.
+
+    Raises `UserError` with the image's `name` if the machine lacks memory or file handles.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        problem = "memory is full while this image is decoded or resized; free memory, or make the image smaller"
+        raise FaultInLoader(f"{name}: {problem}") from error
+    except OSError as error:
+        if error.errno not in OF_THE_MACHINE:
+            raise
+        raise FaultInLoader(f"{name}: {error.strerror}; free some and run again") from error
+
+
+@lru_cache
+def formats() -> tuple[str, ...]:
+    """Returns Pillow's names of the formats that `decode` reads."""
+    Image.init()
+    return tuple(name for name in Image.OPEN if name not in NOT_DECODED | EXECUTED)
+
+
+@lru_cache
+def extensions() -> frozenset[str]:
+    """Returns the file name extensions of `formats()`, in lower case, with the dot."""
+    known = set(formats())
+    return frozenset(extension for extension, name in Image.registered_extensions().items() if name in known)
+
+
+def decode(source: Path | bytes, name: str, least_side: int | None = None) -> Image.Image:
+    """Returns the first frame as RGB, EXIF orientation applied. Transparent pixels become white.
+
+    16-bit and float greys keep their whole range: 0…65535 and 0…1 become 0…255. `least_side`: a JPEG is decoded at 1/2,
+    1/4 or 1/8 of its size where no side gets shorter than this many pixels (Pillow's draft mode). Raises
+    `UnreadableImage` for a damaged or truncated image, and for an image with more pixels than
+    `PIL.Image.MAX_IMAGE_PIXELS`. Logs Pillow's warnings.
+    """
+    with pillow_warnings.logged(name):
+        return _decoded(source, name, least_side)
+
+
+def _decoded(source: Path | bytes, name: str, least_side: int | None) -> Image.Image:
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=formats()) as image:
+            # Pillow refuses an image only above twice the limit; between the two it warns
+            limit = Image.MAX_IMAGE_PIXELS
+            if limit is not None and image.width * image.height > limit:
+                raise UnreadableImage(name, f"{image.width} × {image.height} pixels, more than the limit of {limit}")
+            if least_side is not None:
+                image.draft(None, (least_side, least_side))
+            image.load()
+            return to_rgb(image)
+    except UnreadableImage as error:
+        raise UnreadableImage(name, error.reason) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # damaged files make Pillow's decoders raise nearly any type
+        if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
+            raise
+        raise UnreadableImage(name, _reason(error)) from error
+
+
+class EncodedImages(ImageDataset):
+    """Images whose content is an encoded image file, on the disk or as bytes. All such data sets decode alike."""
+
+    def image(self, row: int) -> Image.Image:
+        return self._decoded(row, None)
+
+    def draft(self, row: int, least_side: int | None) -> Image.Image:
+        return self.image(row) if least_side is None else self._decoded(row, least_side)
+
+    def _decoded(self, row: int, least_side: int | None) -> Image.Image:
+        content = self.content(row)
+        return decode(content if isinstance(content, bytes) else Path(content), self.name(row), least_side)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "not an image in a format that Pillow reads"
+    if isinstance(error, Image.DecompressionBombError):  # above twice the limit
+        return f"more pixels than the limit of {Image.MAX_IMAGE_PIXELS}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return printable(f"{error}" or type(error).__name__)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Returns an opened image as `decode` does. Raises `UnreadableImage` for grey values of unknown scale."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I") or image.mode == "F":
+        return _from_deep_grey(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _from_deep_grey(image: Image.Image) -> Image.Image:
+    # Pillow's own conversion to 8 bits clips at 255 instead of scaling
+    values = np.asarray(image)
+    if image.mode == "F":
+        if not (values.min() >= 0 and values.max() <= 1):
+            raise UnreadableImage("", "float pixels outside 0…1, so that their scale is unknown")
+        grey = np.rint(values * 255)
+    else:
+        values = values.astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise UnreadableImage("", "integer pixels outside 0…65535, so that their scale is unknown")
+        grey = (values + 128) // 257  # rounded, as 65535 = 255 · 257
+    return Image.fromarray(grey.astype(np.uint8), mode="L").convert("RGB")
+
+
+def scan(
+    dataset: ImageDataset,
+    workers: int,
+    check: Callable[[Image.Image], object] | None = None,
+    show: bool = True,
+    rows: Sequence[int] | None = None,
+) -> dict[int, str]:
+    """Decodes every image, or those of `rows`, once. Returns {row: reason} for those that do not decode, in order.
+
+    `check` may raise `UnreadableImage` for an image that decodes.
+    """
+    wanted = range(len(dataset)) if rows is None else rows
+
+    def faults(rows: Sequence[int]) -> list[tuple[int, str]]:
+        found = []
+        for row in rows:
+            try:
+                with memory_of(dataset.name(row)):
+                    image = dataset.image(row)
+                if check is not None:
+                    check(image)
+            except UnreadableImage as error:
+                found.append((row, error.reason))
+        return found
+
+    tasks = [wanted[first : first + ROWS_PER_TASK] for first in range(0, len(wanted), ROWS_PER_TASK)]
+
+    unreadable: dict[int, str] = {}
+    # threads suffice: Pillow releases the interpreter lock while it decodes
+    with ThreadPoolExecutor(max(1, workers)) as pool, progress("checking", len(wanted), "images", show) as bar:
+        for task, found in zip(tasks, pool.map(faults, tasks), strict=True):
+            unreadable.update(found)
+            bar.advance(len(task), f"{len(unreadable)} unreadable" if unreadable else "")
+    return unreadable
+
+
+def unreadable_message(unreadable: Mapping[int, str], dataset: ImageDataset) -> str:
+    """Returns one line: the number of images that do not decode, the names of the first, and what to do."""
+    named = [f"{dataset.name(row)} ({reason})" for row, reason in list(unreadable.items())[:NAMED_AT_MOST]]
+    more = len(unreadable) - len(named)
+    count = "1 image does" if len(unreadable) == 1 else f"{len(unreadable)} images do"
+    return (
+        f"{count} not decode: {', '.join(named)}{f' and {more} more' if more else ''}; "
+        "repair or remove them, or set data.on_bad_image: skip"
+    )

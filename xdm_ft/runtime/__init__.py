@@ -1,0 +1,1 @@
+"""What every room stands on: errors, the terminal, progress, signals, random numbers, tensors, memory."""

@@ -1,0 +1,1 @@
+"""Where an encoder's weights come from, and what serves its families."""
