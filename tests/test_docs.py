@@ -8,8 +8,8 @@ import pytest
 
 from xdm_ft.algorithms import Solver
 from xdm_ft.cli.parser import parser
+from xdm_ft.recipe.check import load
 from xdm_ft.recipe.components import find, names
-from xdm_ft.recipe.read import load
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

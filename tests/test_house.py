@@ -36,7 +36,7 @@ def test_no_junk_drawers():
 
 def settings() -> list[str]:
     """Every key of every block and component."""
-    from xdm_ft.recipe import read
+    from xdm_ft.recipe import check as read
 
     keys = set()
     for model in (*read.BLOCKS.values(), *(common for _, common in read.COMPONENTS.values()), read.MethodCommon):

@@ -14,7 +14,7 @@ from example_runs import results_of
 from test_more_tables import two_sets
 
 import xdm_ft
-from xdm_ft.recipe.read import check, load
+from xdm_ft.recipe.check import check, load
 from xdm_ft.recipe.text import recipe_of
 from xdm_ft.storage.run_directory import RunDirectory
 

@@ -28,13 +28,12 @@ def run(recipe: str | os.PathLike[str] | Mapping[str, Any], **overrides: Any) ->
     The run directory is `<output.dir>/<name>/`, as on the command line. An interrupted run resumes there; a finished
     run trains nothing again. Raises `UserError` for faults that the caller can repair: recipe, data, weights, disk.
     """
-    from xdm_ft.recipe.finished_run import say_if_finished
-    from xdm_ft.recipe.text import recipe_of
+    from xdm_ft.recipe.text import recipe_of, say_if_finished
 
     text = recipe_of(recipe, overrides)
     say_if_finished(text)
     from xdm_ft.experiment import run as run_recipe  # this imports torch
-    from xdm_ft.recipe.read import check
+    from xdm_ft.recipe.check import check
 
     return run_recipe(check(text))
 

@@ -11,7 +11,7 @@ from PIL import Image
 from warm_processes import xdm_ft
 
 from xdm_ft.cli.parser import EXAMPLES, main, parser
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
 from xdm_ft.storage.results_file import COSTS, write_results
 
 VERBS = next(action.choices for action in parser()._actions if action.dest == "verb")
@@ -59,7 +59,7 @@ def one_line(result, *words):
 
 
 def test_help_is_immediate_and_loads_nothing_heavy():
-    code = "import sys; from xdm_ft.cli.parser import parser; parser(); print({'torch', 'numpy', 'yaml'} & set(sys.modules))"
+    code = "import sys; from xdm_ft.cli.parser import parser; parser(); print({*sys.modules} & {'torch', 'numpy', 'yaml'})"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 

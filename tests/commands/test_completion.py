@@ -12,7 +12,8 @@ from typing import Union, get_args, get_origin
 
 import pytest
 
-from xdm_ft.recipe import components, read
+from xdm_ft.recipe import check as read
+from xdm_ft.recipe import components
 from xdm_ft.recipe.override_keys import COMPONENTS, component_keys, override_keys
 from xdm_ft.runtime.settings import Block
 

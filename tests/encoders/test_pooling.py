@@ -13,7 +13,7 @@ from xdm_ft.cut.cut import Cut
 from xdm_ft.encoders.open_clip import OpenClip
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.images.transforms import PreprocessingOverrides
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
 
 DEMO = {"model": "demo", "weights": "demo"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonschema
 
 from xdm_ft.experiment import run
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
 
 RECIPE = """\
 name: small

@@ -24,7 +24,7 @@ from xdm_ft.experiment.analysing.seen import Encoded
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoders, prepare
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
 from xdm_ft.report.finished import read_run
 from xdm_ft.storage.run_directory import RunDirectory
 

@@ -15,8 +15,8 @@ from xdm_ft.cli.validate import validate
 from xdm_ft.experiment import run, summary
 from xdm_ft.experiment.results import read_results
 from xdm_ft.experiment.resume import keeping_choices
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
+from xdm_ft.recipe.settings import Recipe
 
 pytestmark = pytest.mark.slow
 RUN = Path("output/tiny")

@@ -23,7 +23,7 @@ from xdm_ft.experiment.data_faults import faults, roles
 from xdm_ft.experiment.plan import Plan, describe, make_plan, read_data
 from xdm_ft.experiment.results import about
 from xdm_ft.features import file_hashes
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,8 +21,8 @@ from xdm_ft.experiment import records
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.images.decode import decode
 from xdm_ft.images.transforms import Preprocessing, evaluation_transform
-from xdm_ft.recipe.blocks import EncoderCommon
 from xdm_ft.recipe.components import find, settings_model
+from xdm_ft.recipe.method import EncoderCommon
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 RUN, DATA = Path("output/small"), Path("data/PACS")

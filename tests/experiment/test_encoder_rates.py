@@ -11,8 +11,8 @@ from small_runs import recipe, results
 
 from xdm_ft.experiment.final_fit import combined
 from xdm_ft.experiment.plan import hparams, make_plan, read_data, searched
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.training.end_to_end import train
 

@@ -12,7 +12,7 @@ import miniature
 import pytest
 
 from xdm_ft.cli.run import run_recipe
-from xdm_ft.recipe.read import check
+from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import parse
 
 SCHEMA = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ from xdm_ft.experiment import run, summary
 from xdm_ft.experiment.growing import Generation, generation, grown_from, refused_changes
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.results import ResultsFile, in_order
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
 from xdm_ft.runtime.errors import UserError

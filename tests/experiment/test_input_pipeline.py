@@ -12,7 +12,7 @@ from xdm_ft.cli.validate import resolved_with_meanings
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import describe, make_plan, read_data
 from xdm_ft.recipe import components
-from xdm_ft.recipe.read import check
+from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import parse
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from xdm_ft.experiment.machine import as_launched, start
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]

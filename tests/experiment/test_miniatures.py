@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from xdm_ft.data.fmow import Fmow
 from xdm_ft.experiment import run
-from xdm_ft.recipe.read import check
+from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import parse
 
 RECIPE = """\

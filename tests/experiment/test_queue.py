@@ -16,8 +16,8 @@ import pytest
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment import engines, run, train
 from xdm_ft.experiment.results import Outcome, ResultsFile
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.storage.run_directory import RunDirectory
 
 SMALL = """\

@@ -152,7 +152,7 @@ class TestNodes:
             miniature.domainbed(Path("data"), "pacs")
             Path("small.yaml").write_text(small_runs.RECIPE)
             own, models = END_TO_END, 4
-        from xdm_ft.recipe.read import load
+        from xdm_ft.recipe.check import load
 
         assert not run(load("small.yaml", ["output.dir=here", *own])).failed
         watched = Watched(monkeypatch, nodes)

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from xdm_ft.recipe.read import check
+from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import parse
 
 TINY = {

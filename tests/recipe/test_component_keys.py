@@ -17,10 +17,10 @@ from xdm_ft.experiment.plan import PlannedModel, hparams
 from xdm_ft.experiment.records import flags
 from xdm_ft.experiment.summary import references
 from xdm_ft.recipe import components
-from xdm_ft.recipe.blocks import MethodCommon
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.method_item import Component, MethodItem, drawn_item
-from xdm_ft.recipe.read import check
+from xdm_ft.recipe.check import check
+from xdm_ft.recipe.components import Component
+from xdm_ft.recipe.method import MethodCommon, MethodItem, drawn_item
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import apply_override, parse
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.training import Selected

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xdm_ft.recipe.finished_run import say_if_finished
-from xdm_ft.recipe.text import parse
+from xdm_ft.recipe.text import parse, say_if_finished
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 import xdm_ft
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.read import check, load
+from xdm_ft.recipe.check import check, load
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import apply_override, parse, recipe_of
 from xdm_ft.runtime.errors import UserError
 

@@ -10,8 +10,8 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.cli.validate import resolved_with_meanings
 from xdm_ft.experiment.prepared import build_encoders
 from xdm_ft.recipe import components
-from xdm_ft.recipe.method_overrides import split_name
-from xdm_ft.recipe.read import check, load
+from xdm_ft.recipe.check import check, load
+from xdm_ft.recipe.method import split_name
 from xdm_ft.recipe.text import apply_override, parse
 from xdm_ft.runtime.errors import UserError
 

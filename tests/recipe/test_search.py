@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.recipe import components
+from xdm_ft.recipe.check import load
 from xdm_ft.recipe.components import settings_model
-from xdm_ft.recipe.method_item import drawn_training
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.method import drawn_training
 from xdm_ft.recipe.search import TRAINING_KEYS, Distribution, Search, at_the_edge, preset_ranges, settings_of
 from xdm_ft.training import Training
 

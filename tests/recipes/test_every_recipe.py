@@ -25,8 +25,8 @@ from xdm_ft.cli.validate import validate
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.recipe import components
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import recipe_folder
 from xdm_ft.runtime.tensors import Task
 

@@ -13,7 +13,7 @@ import yaml
 from what_runs_leave import fill
 
 from xdm_ft.cli.parser import main
-from xdm_ft.recipe.read import check
+from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import parse
 from xdm_ft.storage.results_file import write_results
 

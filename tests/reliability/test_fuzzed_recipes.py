@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from xdm_ft.cli.parser import main
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.read import check, load
+from xdm_ft.recipe.check import check, load
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import parse, recipe_folder
 from xdm_ft.runtime.errors import UserError
 

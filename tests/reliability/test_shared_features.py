@@ -16,7 +16,7 @@ from rights import of_a_user
 
 from xdm_ft.cli.features import fill_cache
 from xdm_ft.cli.parser import main
-from xdm_ft.recipe.read import load
+from xdm_ft.recipe.check import load
 from xdm_ft.runtime.interrupt import Interrupted
 
 RECIPE = """\

@@ -19,7 +19,7 @@ from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepared import build_encoders, prepare
 from xdm_ft.experiment.results import inputs
 from xdm_ft.experiment.resume import Earlier, written_recipe
-from xdm_ft.recipe.read import check
+from xdm_ft.recipe.check import check
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.written import write_reports
 from xdm_ft.runtime.errors import UserError, plural, printable

@@ -18,7 +18,7 @@ from xdm_ft.runtime.errors import UserError, plural
 
 if TYPE_CHECKING:
     from xdm_ft.features.file_hashes import FileHashes
-    from xdm_ft.recipe.checked import Recipe
+    from xdm_ft.recipe.settings import Recipe
 
 Checked = Generator[Finding, None, tuple[ImageDataset, "FileHashes", Plan | None] | None]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from xdm_ft.cli.answer import Answer
 from xdm_ft.experiment.findings import Finding, fault
 from xdm_ft.features import FeatureSettings
-from xdm_ft.recipe.blocks import Cluster
+from xdm_ft.recipe.settings import Cluster
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.terminal import show
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from xdm_ft.experiment.plan import Plan
     from xdm_ft.features.file_hashes import FileHashes
     from xdm_ft.images.dataset import ImageDataset
-    from xdm_ft.recipe.checked import Recipe
+    from xdm_ft.recipe.settings import Recipe
 
 MODULES = ("torchvision", "timm", "open_clip", "accelerate", "datasets", "wilds", "sklearn", "safetensors", "PIL")
 GIGABYTE = 1e9
@@ -73,7 +73,7 @@ def doctor(recipe: str | None, overrides: list[str]) -> Diagnosis:
 
 def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
     from xdm_ft.experiment.resume import keeping_choices
-    from xdm_ft.recipe.read import load
+    from xdm_ft.recipe.check import load
 
     yield from installation()
     yield from devices()

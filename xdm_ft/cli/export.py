@@ -25,7 +25,7 @@ from xdm_ft.export.parts import Parts
 from xdm_ft.export.runs import Choice, chosen_method, read_parts
 from xdm_ft.export.training_images import with_training_images
 from xdm_ft.images.decode import UnreadableImage
-from xdm_ft.recipe.read import check
+from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import apply_override
 from xdm_ft.report.costs import seconds_text
 from xdm_ft.report.finished import ORACLE, Run, read_run

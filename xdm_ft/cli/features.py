@@ -14,7 +14,7 @@ from xdm_ft.experiment.prepared import build_encoders, prepare
 from xdm_ft.experiment.summary import trained_words
 from xdm_ft.features.cache import Features
 from xdm_ft.features.store import cache_folder
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.watchdog import heartbeat

@@ -60,26 +60,25 @@ EXAMPLES = {
 
 
 def _run(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.recipe.finished_run import say_if_finished
-    from xdm_ft.recipe.text import read_recipe
+    from xdm_ft.recipe.text import read_recipe, say_if_finished
 
     say_if_finished(read_recipe(arguments.recipe, arguments.overrides))
     from xdm_ft.cli.run import run_recipe  # this imports torch
-    from xdm_ft.recipe.read import load
+    from xdm_ft.recipe.check import load
 
     return run_recipe(load(arguments.recipe, arguments.overrides))
 
 
 def _validate(arguments: argparse.Namespace) -> Answer:
     from xdm_ft.cli.validate import validate
-    from xdm_ft.recipe.read import load
+    from xdm_ft.recipe.check import load
 
     return validate(load(arguments.recipe, arguments.overrides))
 
 
 def _features(arguments: argparse.Namespace) -> Answer:
     from xdm_ft.cli.features import fill_cache
-    from xdm_ft.recipe.read import load
+    from xdm_ft.recipe.check import load
 
     return fill_cache(load(arguments.recipe, arguments.overrides))
 

@@ -25,8 +25,8 @@ from xdm_ft.experiment.records import keep_test_images, train_planned
 from xdm_ft.experiment.results import ResultsFile, about, environment, inputs
 from xdm_ft.experiment.resume import Earlier, opened, recorded, written_recipe
 from xdm_ft.experiment.training_features import keep_references
-from xdm_ft.recipe.blocks import Cluster, Output
-from xdm_ft.recipe.read import check
+from xdm_ft.recipe.check import check
+from xdm_ft.recipe.settings import Cluster, Output
 from xdm_ft.recipe.text import apply_override
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable

@@ -8,7 +8,7 @@ from typing import Any
 from xdm_ft.cli.answer import Answer
 from xdm_ft.experiment import run
 from xdm_ft.experiment.results import Results
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.headline import show_headline
 
 

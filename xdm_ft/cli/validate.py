@@ -24,7 +24,7 @@ from xdm_ft.experiment.prepared import build_encoders, check_low_rank, log_encod
 from xdm_ft.experiment.resume import keeping_choices
 from xdm_ft.experiment.trackers import installed_trackers
 from xdm_ft.protocol.splits import LOOKS
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import Dumper
 from xdm_ft.report.comparisons import forecast
 from xdm_ft.report.finished import is_run, read_run

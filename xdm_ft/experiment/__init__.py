@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Recipe
 
 if TYPE_CHECKING:
     from xdm_ft.experiment.final_fit import Wanted

@@ -17,7 +17,7 @@ from xdm_ft.experiment.cluster_training import File, PieceToTrain, Scalars, Trai
 from xdm_ft.experiment.engines import Engines, Model, Piece
 from xdm_ft.experiment.overall import Counts, Overall
 from xdm_ft.experiment.results import Outcome, ResultsFile
-from xdm_ft.recipe.blocks import Cluster
+from xdm_ft.recipe.settings import Cluster
 
 
 def train_on_cluster(

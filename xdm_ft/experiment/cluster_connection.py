@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from xdm_ft.recipe.blocks import Cluster
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Cluster, Recipe
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.interrupt import STOPPING
 

@@ -23,7 +23,7 @@ from xdm_ft.experiment.cluster_connection import connected, device_of
 from xdm_ft.experiment.cluster_queue import Attempt, Part, Queue, fitting
 from xdm_ft.experiment.cluster_task import Post
 from xdm_ft.features.forward import Elsewhere, Extraction, frozen_copy
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.interrupt import Interrupted, stop_requested
 from xdm_ft.runtime.progress import Progress

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from xdm_ft.experiment.cluster_connection import first_line
 from xdm_ft.experiment.cluster_task import Begun, Ending, Line, Work, versions_of
-from xdm_ft.recipe.blocks import Cluster
+from xdm_ft.recipe.settings import Cluster
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import RESUME, Interrupted, deferred, stop_requested
 from xdm_ft.runtime.terminal import complain

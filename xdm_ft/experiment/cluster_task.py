@@ -18,7 +18,7 @@ import torch
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.experiment.machine import cores, start
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import Interrupted, request_stop
 from xdm_ft.version import __version__

@@ -23,7 +23,7 @@ from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared, build_encoder
 from xdm_ft.experiment.results import Outcome
 from xdm_ft.features.cache_key import weights_digest
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.storage.run_directory import RunDirectory

@@ -21,8 +21,8 @@ from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.lookup import cached_images
 from xdm_ft.features.store import cache_path, is_writable
 from xdm_ft.images.dataset import ImageDataset
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.method_item import MethodItem
+from xdm_ft.recipe.method import MethodItem
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.training.end_to_end.model import cut_of
 
 logger = logging.getLogger("xdm_ft")

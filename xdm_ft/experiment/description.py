@@ -11,7 +11,7 @@ import torch
 from xdm_ft.experiment.plan import Plan, PlannedModel, hparams
 from xdm_ft.experiment.prepared import Prepared, PreparedEncoder
 from xdm_ft.experiment.summary import protocol_of
-from xdm_ft.recipe.method_item import MethodItem
+from xdm_ft.recipe.method import MethodItem
 from xdm_ft.training import Selected
 from xdm_ft.weights.prompts import expand_templates
 

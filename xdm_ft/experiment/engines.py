@@ -21,7 +21,7 @@ from xdm_ft.experiment.prepared import Prepared, build_encoder
 from xdm_ft.experiment.profiling import profiled
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
-from xdm_ft.recipe.method_item import MethodItem
+from xdm_ft.recipe.method import MethodItem
 from xdm_ft.runtime.memory import out_of_memory_as_user_error
 from xdm_ft.runtime.progress import Progress
 from xdm_ft.runtime.tensors import Criteria

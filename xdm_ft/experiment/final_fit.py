@@ -31,9 +31,9 @@ from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.train import train
 from xdm_ft.experiment.training_features import keep_references, own_reference
 from xdm_ft.protocol.derived_splits import all_domains
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.method_item import MethodItem, drawn_item, drawn_training
+from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.search import Value
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.runtime.watchdog import wait_for_everyone

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 
 from xdm_ft.features import on_cpu_by_request
 from xdm_ft.images.loader import own_cores
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.training import Precision
 

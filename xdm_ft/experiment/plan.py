@@ -14,9 +14,9 @@ from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.protocol.derived_splits import LEFT_OUT, all_domains, also_measuring, without
 from xdm_ft.protocol.samplers import steps_of
 from xdm_ft.protocol.splits import LOOKS, Split, rules_of, splits
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.method_item import MethodItem, drawn_item, drawn_training, unfreeze_problem
+from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training, unfreeze_problem
 from xdm_ft.recipe.search import Distribution
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural
 from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Identity, Training

@@ -26,9 +26,10 @@ from xdm_ft.features.forward import refuse_unreadable
 from xdm_ft.features.store import cache_folder
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.loader import own_cores
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.faults import checked_algorithm
-from xdm_ft.recipe.method_item import Component, MethodItem
+from xdm_ft.recipe.check import checked_algorithm
+from xdm_ft.recipe.components import Component
+from xdm_ft.recipe.method import MethodItem
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage.digests import digest

@@ -27,7 +27,7 @@ from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.experiment.resume import Earlier
 from xdm_ft.images.dataset import ImageDataset
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.checksummed import Arrays

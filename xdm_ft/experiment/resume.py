@@ -19,7 +19,7 @@ from xdm_ft.evaluation.records import Entries, Identity, Record, record_in
 from xdm_ft.experiment.growing import FINAL_FITS, Generation, comparable, grown_from, labels_of, refused_changes
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import AUTO, LOOKS
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.report.comparisons import all_comparisons
 from xdm_ft.report.finished import final_fits_of

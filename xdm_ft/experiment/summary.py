@@ -17,8 +17,8 @@ from xdm_ft.evaluation.summary import Summary, protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.plan import Plan, augmentation, augmentations
 from xdm_ft.experiment.prepared import Prepared
-from xdm_ft.recipe.checked import Recipe
-from xdm_ft.recipe.method_item import MethodItem
+from xdm_ft.recipe.method import MethodItem
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
 from xdm_ft.report.table_rows import IN_PERCENT
 from xdm_ft.runtime.errors import plural

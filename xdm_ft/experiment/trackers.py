@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from xdm_ft.experiment.growing import label_of
 from xdm_ft.experiment.results import Results
-from xdm_ft.recipe.checked import Recipe
+from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.events import read_scalars

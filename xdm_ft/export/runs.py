@@ -28,7 +28,7 @@ from xdm_ft.export.reference import digest_of, of_run
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.heads import Head
 from xdm_ft.images.transforms import Preprocessing
-from xdm_ft.recipe.blocks import ListedEncoder
+from xdm_ft.recipe.method import ListedEncoder
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.addresses import reference_beside, reference_file

@@ -27,7 +27,7 @@ from xdm_ft.features.file_hashes import READER_THREADS, hash_file, hash_files
 from xdm_ft.features.file_states import regular
 from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.protocol.splits import SELECTION_SPLIT, splits
-from xdm_ft.recipe.read import check
+from xdm_ft.recipe.check import check
 from xdm_ft.report.finished import Run
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import progress

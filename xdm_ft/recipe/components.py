@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from pydantic import create_model
@@ -75,3 +76,25 @@ def settings_model(cls: type[Any], common: type[Block] = Block, prefix: str = ""
 def describe(model: type[Block]) -> dict[str, FieldInfo]:
     """Returns {key: field with type, default and meaning}."""
     return dict(model.model_fields)
+
+
+@dataclass(frozen=True)
+class Component:
+    """A component named in a recipe: its class and the settings for its constructor."""
+
+    name: str
+    cls: type[Any]
+    block: Block  # common keys and the component's own
+    own: tuple[str, ...]  # names of the constructor's keys
+    prefix: str = ""  # of these names in the block, such as `sam.`; the keys of an algorithm have none
+
+    def kwargs(self) -> dict[str, Any]:
+        """Returns the keywords for the constructor."""
+        return {key: getattr(self.block, f"{self.prefix}{key}") for key in self.own}
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the same values under their names in a recipe and in results."""
+        return {f"{self.prefix}{key}": value for key, value in self.kwargs().items()}
+
+    def build(self, *args: Any) -> Any:
+        return self.cls(*args, **self.kwargs())

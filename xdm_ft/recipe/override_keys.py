@@ -11,17 +11,17 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
 BLOCKS = {
-    "data": "recipe.blocks.DataCommon",
-    "encoder": "recipe.blocks.EncoderCommon",
+    "data": "recipe.settings.DataCommon",
+    "encoder": "recipe.method.EncoderCommon",
     "protocol": "protocol.splits.Protocol",
     "features": "features.FeatureSettings",
     "training": "training.Training",
     "search": "recipe.search.Search",
     "report": "report.ReportSettings",
-    "output": "recipe.blocks.Output",
-    "cluster": "recipe.blocks.Cluster",
+    "output": "recipe.settings.Output",
+    "cluster": "recipe.settings.Cluster",
 }
-METHOD = "recipe.blocks.MethodCommon"
+METHOD = "recipe.method.MethodCommon"
 COMPONENTS = {"data": "data", "encoder": "encoders"}
 PARTS = ("algorithms", "sharpness", "averaging", "heads")  # folders of what an item of `methods` names
 

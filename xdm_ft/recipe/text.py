@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from xdm_ft.recipe import components
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 
 DEEPEST = 50  # nested brackets; PyYAML's time grows with the square of their number
+logger = logging.getLogger("xdm_ft")
 Key = tuple[str | int, ...]  # ("methods", 2, "p_discard")
 
 
@@ -265,3 +267,37 @@ def copy_recipe(name: str, target: str) -> Path:
     except OSError as error:
         raise UserError(f"{path}: can not be written: {error.strerror}") from error
     return path
+
+
+class Faults:
+    """Collects every fault with its place, so that all are reported together."""
+
+    def __init__(self, text: RecipeText) -> None:
+        self.text, self.found = text, dict[str, None]()
+
+    def add(self, key: Key, problem: str, *causes: Key) -> None:
+        """Adds a fault of `key`. Its place is the command line if an override sets one of `causes`."""
+        overridden = any(self.text.is_overridden(cause) for cause in causes)
+        place = self.text.overrides if overridden else self.text.where(key)
+        self.found[f"{place}: {self.text.name(key)}: {problem}"] = None
+
+    def raise_if_any(self) -> None:
+        if self.found:
+            raise UserError(*self.found)
+
+
+def say_if_finished(text: RecipeText) -> None:
+    """Logs a line, in the main process, if the run directory that the recipe names holds a finished run.
+
+    Whether its files are intact, and the recipe the same, is checked later.
+    """
+    name, output = text.values.get("name"), text.values.get("output")
+    folder = output.get("dir", "output") if isinstance(output, dict) else "output"
+    if os.environ.get("RANK", "0") != "0" or not isinstance(name, str) or not isinstance(folder, str):
+        return
+    path = Path(folder) / name
+    # `state` is removed when a run ends; os.path, because pathlib raises errors for names that are too long
+    if all(os.path.isfile(path / file) for file in ("results.json", "results.md")) and not os.path.exists(
+        path / "state"
+    ):
+        logger.info("%s: a finished run is here", path)

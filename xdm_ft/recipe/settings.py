@@ -1,22 +1,85 @@
-"""A checked recipe."""
+"""A checked recipe, and the blocks of it that belong to no component."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from xdm_ft.cut.trainable import LowRank
 from xdm_ft.evaluation.encoders import with_encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.images.dataset import Augmentation
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
-from xdm_ft.recipe.blocks import Cluster, DataCommon, ListedEncoder, Output
-from xdm_ft.recipe.method_item import Component, MethodItem
+from xdm_ft.recipe.components import Component
+from xdm_ft.recipe.method import ListedEncoder, MethodItem
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import as_text
 from xdm_ft.report import ReportSettings
 from xdm_ft.runtime.settings import Block
 from xdm_ft.training import Training
+
+
+class DataCommon(Block):
+    """Keys of the block `data`; the data set adds its own."""
+
+    name: Annotated[str, Field(description="data set, see `xdm-ft ls data`")]
+    on_bad_image: Annotated[
+        Literal["error", "skip"],
+        Field(description="if an image does not decode: stop, or leave the image out and report it"),
+    ] = "error"
+    class_names: Annotated[
+        dict[str, str], Field(description="class folder or label → name of the class in prompts and reports")
+    ] = {}
+    train_augmentation: Annotated[
+        Augmentation | None,
+        Field(
+            description="augmentation of training images: none, or domainbed (crop, flip, colours, grey); null: of "
+            "methods that train on images, or with features.views of all, domainbed for DomainBed's five and else none "
+            "(WILDS' examples use none); of other methods, which read what is cached, none"
+        ),
+    ] = None
+
+
+class Cluster(Block):
+    """Keys of the block `cluster`: where features are extracted and models train. They change no number."""
+
+    name: Annotated[
+        Literal["ray"] | None,
+        Field(
+            description="ray: extract and train on the nodes of a Ray cluster (pip install 'xdm_ft[ray]'); null: here"
+        ),
+    ] = None
+    address: Annotated[
+        str,
+        Field(min_length=1, description="HOST:PORT of the cluster's head node; auto: the cluster of this machine"),
+    ] = "auto"
+    gpus_per_model: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="GPUs of one task: a model trained end to end, a chunk of heads, or a stretch of extraction; "
+            "0: the CPU, 0.25: four tasks share a GPU",
+        ),
+    ] = 0.0
+    cpus_per_model: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="cores and threads of a model trained end to end, and of a stretch of extraction; a chunk of "
+            "heads takes one",
+        ),
+    ] = 1
+
+
+class Output(Block):
+    """Keys of the block `output`."""
+
+    dir: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$", description="parent of the run directory")] = (
+        "output"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,386 @@
+"""An entry of `methods`: its keys, the components that it names, and the overrides METHOD.KEY=VALUE that change it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import AfterValidator, Field
+
+from xdm_ft.algorithms import HeadInit, Solver
+from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
+from xdm_ft.recipe import components
+from xdm_ft.recipe.components import Component
+from xdm_ft.recipe.search import TRAINING_KEYS, Value, settings_of
+from xdm_ft.recipe.text import Faults, Key, RecipeText, dotted
+from xdm_ft.runtime.settings import Block
+from xdm_ft.training import Training
+from xdm_ft.weights.prompts import Prompts
+
+B = TypeVar("B", bound=Block)
+
+
+def _one_line(text: str | None) -> str | None:
+    if text is not None and not text.isprintable():
+        raise ValueError("must be one line without control characters")
+    return text
+
+
+class EncoderCommon(Block):
+    """Keys of the block `encoder`; the encoder adds its own."""
+
+    name: Annotated[str, Field(description="library of the encoder, see `xdm-ft ls encoders`")]
+    trainable: Annotated[
+        Trainable,
+        Field(
+            description="false: frozen, on cached features; true: train end to end; {blocks: k}: train the last k "
+            "blocks, see `xdm-ft validate` for the chain; {lora: {rank: r, blocks: k}}: train low-rank updates in them"
+        ),
+    ] = False
+    batch_norm: Annotated[
+        Literal["train", "frozen"],
+        Field(description="batch-norm statistics of what trains in the encoder: updated, or kept as they are"),
+    ] = "train"
+    unfreeze_at: Annotated[
+        int,
+        Field(ge=0, description="steps that train the head alone, before the encoder too (LP-FT)"),
+    ] = 0
+
+
+class ListedEncoder(EncoderCommon):
+    """Keys of an item of `encoders`; the encoder adds its own."""
+
+    label: Annotated[
+        str | None,
+        Field(min_length=1, description="name in results; null: the model's name"),
+        AfterValidator(_one_line),
+    ] = None
+
+
+class MethodCommon(Block):
+    """Keys of an item of `methods`. The algorithm adds its own; those of add-ons and of the head have a prefix.
+
+    Examples are `sam.rho` and `mlp.hidden_width`.
+    """
+
+    name: Annotated[
+        str,
+        Field(description="ALGORITHM, ALGORITHM+SHARPNESS, ALGORITHM+AVERAGING or all three, see `xdm-ft ls methods`"),
+    ]
+    label: Annotated[
+        str | None,
+        Field(min_length=1, description="name in results; null: the method's name"),
+        AfterValidator(_one_line),
+    ] = None
+    head: Annotated[str, Field(description="kind of class head, see `xdm-ft ls heads`")] = "linear"
+    head_init: Annotated[
+        HeadInit, Field(description="initial class head: random, or the class embeddings of the text encoder")
+    ] = "random"
+    prompts: Annotated[
+        Prompts | None,
+        Field(description="like encoder.prompts, for this method only; null: encoder.prompts"),
+    ] = None
+    normalize: Annotated[
+        Literal[True] | None,
+        Field(description="true: L2-normalise the cached features for this method; null: as encoder.normalize"),
+    ] = None
+    trainable: Annotated[
+        Trainable | None, Field(description="like encoder.trainable, for this method only; null: encoder.trainable")
+    ] = None
+    encoder_lr: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="like training.encoder_lr, for this method only (usual with lora: 1e-4 to 1e-3); null: "
+            "training.encoder_lr",
+        ),
+    ] = None
+
+
+def encoder_common(encoder: Component) -> EncoderCommon:
+    """Returns the settings of an encoder, typed as those that all encoders share."""
+    assert isinstance(encoder.block, EncoderCommon)
+    return encoder.block
+
+
+def encoder_label(encoder: Component) -> str:
+    """Returns the name of an encoder in results: its label, else its model."""
+    return getattr(encoder.block, "label", None) or str(encoder.kwargs().get("model", encoder.name))
+
+
+@dataclass(frozen=True)
+class MethodItem:
+    """One entry of `methods`, under one encoder."""
+
+    label: str  # in results; under several encoders with the encoder's label: "erm @ small"
+    head_init: HeadInit
+    algorithm: Component
+    head: Component
+    sharpness: Component | None
+    averaging: Component | None
+    block: MethodCommon
+    place: int  # of the entry in `methods`
+    encoder: Component
+    encoder_label: str | None = None  # None: the recipe has one encoder
+    skipped: str | None = None  # why its encoder can not serve it; its models become skipped rows
+
+    @property
+    def encoder_common(self) -> EncoderCommon:
+        return encoder_common(self.encoder)
+
+    @property
+    def trainable(self) -> Trainable:
+        """How much of the encoder trains. Solvers read the features of the whole, frozen encoder."""
+        own = self.block.trainable
+        return False if self.is_solver else self.encoder_common.trainable if own is None else own
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the lower part of the encoder is frozen, and its upper part trains."""
+        return isinstance(self.trainable, LastBlocks | LowRank)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether its head is, or is initialised with, the class embeddings."""
+        return self.algorithm.cls.needs_text or self.head_init == "zero_shot"
+
+    @property
+    def reads_normalized(self) -> bool:
+        """Whether it needs L2-normalised features even if `encoder.normalize` is false."""
+        return bool(self.block.normalize or getattr(self.algorithm.cls, "normalized", False))
+
+    @property
+    def is_plain_erm(self) -> bool:
+        """Whether it is ERM without add-ons, with any kind of class head."""
+        return self.algorithm.name == "erm" and self.sharpness is None and self.averaging is None
+
+    @property
+    def is_solver(self) -> bool:
+        return issubclass(self.algorithm.cls, Solver)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its head is class embeddings alone: all seeds would give the same model."""
+        return self.is_solver and self.algorithm.cls.needs_text
+
+    @property
+    def of_records(self) -> dict[str, Any]:
+        """The fields of `Record` that are the same for all of its models."""
+        trainable = self.trainable if isinstance(self.trainable, bool) else self.trainable.model_dump(mode="json")
+        return {"encoder": encoder_label(self.encoder), "trainable": trainable, "deterministic": self.is_text or None}
+
+    @property
+    def parts(self) -> tuple[Component, ...]:
+        every = self.algorithm, self.head, self.sharpness, self.averaging
+        return tuple(part for part in every if part is not None)
+
+    def gradient_evaluations(self, steps: int, num_domains: int) -> int:
+        """Returns the number of gradients that training one model takes; twice as many if sharpness-aware."""
+        per_step: int = self.algorithm.cls.gradients_per_step(num_domains)
+        return steps * per_step * (2 if self.sharpness else 1)
+
+
+def unfreeze_problem(unfreeze_at: int, steps: int) -> str:
+    return f"{unfreeze_at} of {steps} training steps leave the encoder untrained; lower it or raise training.steps"
+
+
+def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
+    """Returns the item with the drawn settings of its parts. A setting that differs from its default is not replaced.
+
+    Values are compared with defaults, instead of looking at which keys were written, because a resolved recipe writes
+    all keys and must draw the same. Raises pydantic's `ValidationError` for a value that a part does not accept.
+    """
+    changes: dict[str, Value] = {}
+    for part in item.parts:
+        own = settings_of(drawn, part.name)
+        changes |= {f"{part.prefix}{key}": value for key, value in own.items() if key in part.own}
+    fields = type(item.block).model_fields
+    changes = {key: value for key, value in changes.items() if getattr(item.block, key) == fields[key].default}
+    if not changes:
+        return item
+    block = _changed(item.block, changes)
+
+    def of(part: Component | None) -> Component | None:
+        return None if part is None else replace(part, block=block)
+
+    return replace(
+        item,
+        algorithm=replace(item.algorithm, block=block),
+        head=replace(item.head, block=block),
+        sharpness=of(item.sharpness),
+        averaging=of(item.averaging),
+        block=block,
+    )
+
+
+def drawn_training(training: Training, item: MethodItem, drawn: Mapping[str, Value]) -> Training:
+    """Returns the block for an item: with its drawn keys, and with the item's own `encoder_lr`, which is not drawn.
+
+    Raises pydantic's `ValidationError` as `drawn_item` does.
+    """
+    own = {key: value for key, value in drawn.items() if key in TRAINING_KEYS}
+    if item.block.encoder_lr is not None:
+        own["encoder_lr"] = item.block.encoder_lr
+    return _changed(training, own) if own else training
+
+
+def _changed(block: B, changes: Mapping[str, Value]) -> B:
+    """Returns a checked copy; values of integer settings are rounded."""
+    types = {key: type(block).model_fields[key].annotation for key in changes}
+    whole = {key for key, of_key in types.items() if int in (get_args(of_key) or (of_key,))}
+    rounded = {key: round(value) if key in whole else value for key, value in changes.items()}  # type: ignore[arg-type]
+    return type(block).model_validate({**block.model_dump(), **rounded})
+
+
+def text_faults(item: MethodItem, normalized: bool) -> Iterator[tuple[Key, str]]:
+    """Yields the faults that concern the text side: the faulty key of the method, and the problem.
+
+    `normalized`: the method trains on L2-normalised features.
+    """
+    needs_text, head = item.algorithm.cls.needs_text, item.head.cls
+    if item.skipped is not None:
+        yield ("head_init",) * (not needs_text), f"{item.label} {item.skipped}; use encoder.name: open_clip"
+    elif item.head_init == "random" and needs_text and not item.is_solver:
+        yield ("head_init",), f"{item.label} starts from the class embeddings; leave head_init out"
+    elif item.head_init == "zero_shot":
+        if item.is_solver:
+            yield ("head_init",), f"{item.label} has no initial head; leave head_init out"
+        elif head.text_reason:
+            yield ("head",), f"{item.head.name} can not be combined with head_init: zero_shot: {head.text_reason}"
+        elif not normalized and not head.normalizes:
+            what = item.label if needs_text else "zero_shot"
+            remedy = "set encoder.normalize: true, or normalize: true for this method"
+            yield (), f"{what} starts from class embeddings, which need L2-normalised features; {remedy}"
+    if item.is_solver and item.head.name != item.algorithm.cls.head_kind:
+        yield ("head",), f"{item.label} computes a {item.algorithm.cls.head_kind} head directly; leave head out"
+    elif not item.is_solver and not head.trained:
+        yield ("head",), f"{item.head.name} is computed by a solver, no gradient trains it; use linear, cosine or mlp"
+    if item.block.prompts is not None and not item.reads_text:
+        yield ("prompts",), f"{item.label} uses no class embeddings; leave it out, or set head_init: zero_shot"
+
+
+BLOCK = "trainable"  # the setting of a method that may be a block of keys
+
+
+def split_name(name: str) -> tuple[str, list[str]]:
+    """Returns algorithm and add-ons: xdomainmix+sam+swad → (xdomainmix, [sam, swad]). sam alone means erm+sam."""
+    first, *add_ons = name.split("+")
+    if first in components.names("algorithms") or not any(first in components.names(f) for f in components.ADD_ONS):
+        return first, add_ons
+    return "erm", [first, *add_ons]
+
+
+def with_method_overrides(faults: Faults, blocks: Collection[str]) -> dict[str, Any]:
+    """Returns the recipe's values, with every override `METHOD.KEY=VALUE` put into the items of `methods` it names.
+
+    METHOD is a component (every item that uses it), the name of an item as it is written, or a label. The label wins
+    over the written name, and this one over the component. Names of `blocks` are no methods. An override that names
+    none stays as it is, for `check` to refuse; adds a fault for every override that may mean two.
+    """
+    text, items = faults.text, _items(faults.text.values.get("methods"))
+    assigned = sorted({str(k[0]) for k in text.overridden if k[0] not in blocks and k[:1] not in text.lines})
+    names = method_names(text.values.get("methods"))
+    unknown = set[str]()
+    changes: list[tuple[int, int, str, str, Any]] = []  # rank, index in `items`, key of the item, override, value
+    for override, value in (one for first in assigned for one in _written(text, first)):
+        key, first = tuple(override.split(".")), override.partition(".")[0]
+        named = [name for name in names if f"{override}.".startswith(f"{name}.")]  # labels may contain dots
+        if not named and {*first.split("+")} <= components.method_parts().keys():
+            named = [first]
+        if not named:
+            unknown.add(first)
+        elif len(named) > 1:
+            faults.add(key, f"may mean {' or '.join(named)}; choose a label without a dot")
+        elif override == named[0]:
+            faults.add(key, f"is a method, not a value; write {override}.KEY=VALUE")
+        else:
+            places, problem = _places(items, named[0], override.removeprefix(f"{named[0]}."))
+            if problem:
+                faults.add(key, problem)
+            changes += [(rank, i, own, override, value) for rank, i, own in places]
+    for _, i, own, override, value in sorted(changes, key=lambda change: change[0]):
+        path = tuple(own.split(".")) if own.startswith(f"{BLOCK}.") else (own,)
+        items[i] = _with(items[i], path, value)
+        text.mark_overridden(("methods", i, *path))
+        text.written_as[("methods", i, *path)] = override
+    values = {key: value for key, value in text.values.items() if key in unknown or key not in assigned}
+    return values | {"methods": items} if items else values
+
+
+def method_names(methods: Any) -> list[str]:
+    """Returns what METHOD may be, given the unchecked value of `methods`: components, names and labels of items."""
+    written = [name for item in _items(methods) for key in ("name", "label") if (name := _text(item, key))]
+    return list(dict.fromkeys([*components.method_parts(), *written]))
+
+
+def _written(text: RecipeText, first: str) -> Iterator[tuple[str, Any]]:
+    """Yields the dotted key and value of every setting below `first`; `trainable={…}`, written as a whole, is one."""
+    whole = {name for key in text.overridden if (name := dotted(key)).endswith(f".{BLOCK}")}
+
+    def below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict) and value and name not in whole:
+            for key, inner in value.items():
+                yield from below(f"{name}.{key}", inner)
+        else:
+            yield name, value
+
+    return below(first, text.values[first])
+
+
+def _with(block: Any, path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """Returns a copy of a block in which the key at `path` has the value; what is no block on the way is replaced."""
+    first, *rest = path
+    own = block if isinstance(block, dict) else {}
+    return {**own, first: _with(own.get(first), tuple(rest), value) if rest else value}
+
+
+def _items(methods: Any) -> list[Any]:
+    """Returns the unchecked items of `methods`, names as blocks; [] if it is neither a list nor a text of names."""
+    if isinstance(methods, str):  # methods=erm,xdomainmix
+        methods = [name.strip() for name in methods.split(",") if name.strip()]
+    listed = methods if isinstance(methods, list) else []
+    return [{"name": item} if isinstance(item, str) else item for item in listed]
+
+
+def _text(item: Any, key: str) -> str:
+    """Returns the text at `key` of an unchecked item, or ""."""
+    value = item.get(key) if isinstance(item, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _parts_of(item: Any) -> list[str]:
+    """Returns the names of the known components that an unchecked item of `methods` names."""
+    first, add_ons = split_name(_text(item, "name"))
+    return [name for name in (first, *add_ons, _text(item, "head")) if name in components.method_parts()]
+
+
+def _places(items: list[Any], name: str, setting: str) -> tuple[list[tuple[int, int, str]], str]:
+    """Returns (rank, index, key) of each item that `name.setting` changes, and what is wrong with it, or ""."""
+    using = [i for i, item in enumerate(items) if name in (*_parts_of(item), _text(item, "name"))]
+    labelled = [i for i, item in enumerate(items) if name == _text(item, "label") and i not in using]
+    if using and labelled:
+        return [], f"{name} is the label of methods.{labelled[0]}, and another item uses it; choose another label"
+    if not using and not labelled:
+        return [], f"no item of methods uses {name}; add it to one, or leave this out"
+    folder = components.method_parts().get(name)
+    if folder and using:
+        return [(0, i, setting if folder == "algorithms" else f"{name}.{setting}") for i in using], ""
+    found = []
+    for i in using or labelled:
+        keys = _keys_of(items[i], setting)
+        if len(keys) > 1:
+            return [], f"is a key of {' and '.join(keys)}; write {' or '.join(f'{name}.{k}.{setting}' for k in keys)}"
+        rank = 2 if name == _text(items[i], "label") else 1
+        found.append((rank, i, next(iter(keys.values()), setting)))
+    return found, ""
+
+
+def _keys_of(item: Any, setting: str) -> dict[str, str]:
+    """Returns {component: key in the item} of the components that `setting`, with or without their name, may mean."""
+    found: dict[str, str] = {}
+    for name in _parts_of(item):
+        folder, own = components.method_parts()[name], setting.removeprefix(f"{name}.")
+        if own in components.settings_model(components.find(folder, name)).model_fields:
+            found[name] = own if folder == "algorithms" else f"{name}.{own}"
+    return found
