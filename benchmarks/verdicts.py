@@ -6,7 +6,7 @@
     python benchmarks/verdicts.py margins                    "equal within" the margin; 4 minutes
 
 A table has a reference and 13 methods, as `recipes/all_methods.yaml` has; its first 6 methods and its first one are
-smaller tables. Verdicts come from `xdm_ft.evaluation.comparison`, whose functions the summary of results.json calls.
+smaller tables. Verdicts come from `xdm_ft.evaluation.verdicts`, whose functions the summary of results.json calls.
 Numbers are shares of tables in %, with Wilson's 95% interval. If no method differs, at most 5% of tables should have a
 verdict; shares whose interval lies above that are bold. *Here* and *elsewhere* are the two verdicts: on these domains,
 with other seeds and test images, and on new domains. Rows of tables are Markdown.
@@ -54,13 +54,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from xdm_ft.evaluation import comparison
-from xdm_ft.evaluation.comparison import ALPHA, BETTER, WORSE, Comparison, Estimate, PValue, Term, over_images
+from xdm_ft.evaluation import verdicts
 from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance
 from xdm_ft.evaluation.looks import PLANNED
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Record
-from xdm_ft.evaluation.versus import FEWEST_SETS
+from xdm_ft.evaluation.verdicts import (
+    ALPHA,
+    BETTER,
+    FEWEST_SETS,
+    WORSE,
+    Comparison,
+    Estimate,
+    PValue,
+    Term,
+    over_images,
+)
 from xdm_ft.storage.results_file import read_results
 from xdm_ft.storage.run_directory import RunDirectory
 
@@ -82,14 +91,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def compared(first: np.ndarray, second: np.ndarray, images: Term, fixed: bool = False) -> Comparison:
     """Returns the comparison of values [D,S] with those of the reference; `fixed`: the reference is deterministic."""
     sets, seeds = first.shape
-    paired = not fixed and seeds >= comparison.PAIRED_SEEDS
+    paired = not fixed and seeds >= verdicts.PAIRED_SEEDS
     if paired:
-        of_seeds = comparison.over_paired_seeds(first - second)
+        of_seeds = verdicts.over_paired_seeds(first - second)
     else:
-        of_seeds = comparison.over_seeds(first, second[:, :0] if fixed else second)
+        of_seeds = verdicts.over_seeds(first, second[:, :0] if fixed else second)
     by_set = first.mean(1) - second.mean(1)  # [D]
-    on_these = comparison.here(float(by_set.mean()), of_seeds, images, sets=sets, paired=paired)
-    on_others = comparison.over_sets(by_set)
+    on_these = verdicts.here(float(by_set.mean()), of_seeds, images, sets=sets, paired=paired)
+    on_others = verdicts.over_sets(by_set)
     p, elsewhere = p_values(sets, on_these, on_others)
     return Comparison(
         selection="", first="", second="", sets=sets, domains=sets, seeds=seeds, paired=paired,
@@ -115,7 +124,7 @@ def moved(row: Comparison, difference: float) -> Comparison:
 
 
 def judged(rows: Sequence[Comparison], alpha: float = ALPHA, margin: float | None = None) -> list[Comparison]:
-    return comparison.judge("accuracy", rows, [True] * len(rows), alpha=alpha, margin=margin)
+    return verdicts.judge("accuracy", rows, [True] * len(rows), alpha=alpha, margin=margin)
 
 
 def any_verdict(rows: Sequence[Comparison], alpha: float = ALPHA) -> np.ndarray:
@@ -123,7 +132,7 @@ def any_verdict(rows: Sequence[Comparison], alpha: float = ALPHA) -> np.ndarray:
     if all(row.p_here is None or row.p_here.plain >= alpha for row in rows):
         return np.zeros(2, bool)  # corrected values are not smaller
     found = judged(rows, alpha)
-    return np.array([any(row.is_found for row in found), any(row.elsewhere != comparison.UNKNOWN for row in found)])
+    return np.array([any(row.is_found for row in found), any(row.elsewhere != verdicts.UNKNOWN for row in found)])
 
 
 def found_better(rows: Sequence[Comparison], difference: float, elsewhere: bool = False) -> bool:

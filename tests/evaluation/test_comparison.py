@@ -11,14 +11,19 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import stats
 
-from xdm_ft.evaluation.comparison import (
+from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
+from xdm_ft.evaluation.records import Pick, Record, Runs
+from xdm_ft.evaluation.verdicts import (
     EQUAL,
     NO_VERDICT,
     UNKNOWN,
     Comparison,
     Estimate,
+    Pair,
     PValue,
     Term,
+    WithoutGroups,
+    compared,
     harmonic,
     here,
     holm,
@@ -29,10 +34,6 @@ from xdm_ft.evaluation.comparison import (
     over_sets,
     welch,
 )
-from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Pick, Record
-from xdm_ft.evaluation.runs import Runs
-from xdm_ft.evaluation.versus import Pair, WithoutGroups, compared
 from xdm_ft.runtime.tensors import Score
 
 Right = dict[tuple[str, str, int], np.ndarray]  # {(method, domain, seed): which images are right}

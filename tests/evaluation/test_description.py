@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, t
 
-from xdm_ft.evaluation.comparison import HeldOut
-from xdm_ft.evaluation.description import interval_of, over_seeds_and_groups
+from xdm_ft.evaluation.intervals import interval_of, over_seeds_and_groups
+from xdm_ft.evaluation.verdicts import HeldOut
 
 
 def test_several_sets_by_hand() -> None:

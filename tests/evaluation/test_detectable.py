@@ -11,8 +11,7 @@ import pytest
 from example_runs import comparison
 from scipy import stats
 
-from xdm_ft.evaluation.comparison import Comparison, PValue, judge
-from xdm_ft.evaluation.detectable import Family, more_seeds, smallest
+from xdm_ft.evaluation.verdicts import Comparison, Family, PValue, judge, more_seeds, smallest
 
 
 def by_hand(alpha: float, comparisons: int, freedom: float, error: float) -> float:

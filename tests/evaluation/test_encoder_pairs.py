@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from test_summary import found, grid, prediction, record
 
-from xdm_ft.evaluation.comparison import holm
-from xdm_ft.evaluation.encoders import EncoderPair, encoder_pairs, split_label
-from xdm_ft.evaluation.summary import Summary
+from xdm_ft.evaluation.records import split_label
+from xdm_ft.evaluation.summary import EncoderPair, Summary, encoder_pairs
+from xdm_ft.evaluation.verdicts import holm
 
 ENCODERS = ("small", "large")
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from xdm_ft.evaluation.comparison import Comparison, over_images
+from xdm_ft.evaluation.verdicts import Comparison, over_images
 
 POOL = json.loads(Path(__file__).with_name("pacs_pool.json").read_text())
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/verdicts.py"))

@@ -16,10 +16,9 @@ from test_results_schema import SCHEMA
 from test_summary import found as summarised
 from test_summary import grid, record, trouble
 
-from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.looks import Look, look_at, looks_of, place_of, with_earlier_verdicts
-from xdm_ft.evaluation.records import Entries, Record
-from xdm_ft.evaluation.runs import runs_by_method
+from xdm_ft.evaluation.records import Entries, Record, runs_by_method
+from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.comparisons import all_comparisons
 
 TWO = ("erm", "sam")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xdm_ft.evaluation.references import LINEAR, Compared, erm_of_each
+from xdm_ft.evaluation.summary import LINEAR, Compared, erm_of_each
 
 COSINE = ("cosine", ("scale", 10.0))
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from xdm_ft.evaluation.comparison import holm
-from xdm_ft.evaluation.conventions import DOMAINBED, WILDS
 from xdm_ft.evaluation.looks import Look
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.records import Pick, Record, Status
-from xdm_ft.evaluation.summary import Summary, protocol_line, summarise
+from xdm_ft.evaluation.summary import DOMAINBED, WILDS, Summary, protocol_line, summarise
+from xdm_ft.evaluation.verdicts import holm
 from xdm_ft.runtime.tensors import Score
 
 Run = tuple[str, tuple[str, ...], int, int]  # method, held-out domains, seed, images that are right

@@ -11,11 +11,10 @@ import pytest
 from scipy import stats
 from test_summary import prediction, record
 
-from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.jackknife import jackknife_variance, without_each_group
 from xdm_ft.evaluation.predictions import BLOCKS, HeldOutImages, Prediction
-from xdm_ft.evaluation.runs import runs_by_method
-from xdm_ft.evaluation.versus import Pair, WithoutGroups, compared
+from xdm_ft.evaluation.records import runs_by_method
+from xdm_ft.evaluation.verdicts import Comparison, Pair, WithoutGroups, compared
 
 Right = dict[str, dict[int, list[int]]]  # {method: {seed: images that are right of 50, by held-out set}}
 

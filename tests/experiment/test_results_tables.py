@@ -8,7 +8,7 @@ import miniature
 import pytest
 
 from xdm_ft.cli.run import run_recipe
-from xdm_ft.evaluation.conventions import DOMAINBED, WILDS
+from xdm_ft.evaluation.summary import DOMAINBED, WILDS
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import parse
 

@@ -18,7 +18,7 @@ from small_models import parts, photographs
 
 import xdm_ft
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation.new_site import NewSite
+from xdm_ft.evaluation.intervals import NewSite
 from xdm_ft.export.card import card
 from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.export.directory import read_config

@@ -19,7 +19,7 @@ from small_runs import recipe
 import xdm_ft
 from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation.feature_distance import Reference
+from xdm_ft.evaluation.distance import Reference
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.export.hub import FILES, READ
 from xdm_ft.export.model import load

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 from scipy.stats import t
 
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation.comparison import Estimate
+from xdm_ft.evaluation.intervals import new_site
 from xdm_ft.evaluation.metrics import metric
-from xdm_ft.evaluation.new_site import new_site
+from xdm_ft.evaluation.verdicts import Estimate
 from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.export.evaluate import Labelled, at_site, judged
 from xdm_ft.export.site import has_domains, read_site

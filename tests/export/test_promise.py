@@ -13,12 +13,18 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from scipy.stats import t
 
-from xdm_ft.evaluation.description import interval_of
+from xdm_ft.evaluation.intervals import (
+    NewSite,
+    gain_words,
+    interval_of,
+    new_site,
+    one_more_domain,
+    rank_words,
+    smoothed,
+)
 from xdm_ft.evaluation.metrics import score
-from xdm_ft.evaluation.new_site import NewSite, gain_words, new_site, one_more_domain, rank_words, smoothed
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
-from xdm_ft.evaluation.records import Pick, Record
-from xdm_ft.evaluation.runs import Runs
+from xdm_ft.evaluation.records import Pick, Record, Runs
 from xdm_ft.export.config import Expected
 from xdm_ft.export.promise import error_at, promise
 from xdm_ft.export.runs import Choice, read_parts

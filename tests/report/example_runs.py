@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT, UNKNOWN, Comparison, PValue
-from xdm_ft.evaluation.encoders import split_label
-from xdm_ft.evaluation.records import Record, SummaryRow
+from xdm_ft.evaluation.records import Record, SummaryRow, split_label
 from xdm_ft.evaluation.summary import Summary, summarise
 from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT, UNKNOWN, Comparison, PValue
 from xdm_ft.report.finished import Run
 
 

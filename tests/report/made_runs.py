@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from example_runs import comparison, with_comparisons
 
-from xdm_ft.evaluation.comparison import EQUAL, UNKNOWN, Comparison
-from xdm_ft.evaluation.encoders import split_label
-from xdm_ft.evaluation.records import Pick, Record, SummaryRow
+from xdm_ft.evaluation.records import Pick, Record, SummaryRow, split_label
+from xdm_ft.evaluation.verdicts import EQUAL, UNKNOWN, Comparison
 from xdm_ft.report.finished import Run
 from xdm_ft.runtime.tensors import Score
 

@@ -11,8 +11,8 @@ from test_headline import screen
 from test_more_tables import two_sets
 from test_results_schema import validate
 
-from xdm_ft.evaluation.comparison import Comparison, PValue
 from xdm_ft.evaluation.looks import Look
+from xdm_ft.evaluation.verdicts import Comparison, PValue
 from xdm_ft.report.comparisons import (
     beside_rows,
     cells_of,

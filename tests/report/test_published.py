@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from xdm_ft.evaluation.conventions import DOMAINBED, WILDS
+from xdm_ft.evaluation.summary import DOMAINBED, WILDS
 from xdm_ft.report import published as module
 from xdm_ft.report.markdown import markdown_table
 from xdm_ft.report.published import (

@@ -11,7 +11,7 @@ from example_runs import comparison
 from made_runs import run
 from scipy.stats import t
 
-from xdm_ft.evaluation.comparison import Comparison
+from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.sentence import sentence
 
 FOUR = {

@@ -12,7 +12,7 @@ from example_runs import comparison, model, results_of, run_of
 from made_up_runs import Named, write_run
 from test_more_tables import two_sets
 
-from xdm_ft.evaluation.comparison import Comparison, holm
+from xdm_ft.evaluation.verdicts import Comparison, holm
 from xdm_ft.report.finished import Run
 from xdm_ft.report.markdown import markdown_table
 from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from example_runs import comparison, run_of, with_comparisons
 
-from xdm_ft.evaluation.comparison import PValue
+from xdm_ft.evaluation.verdicts import PValue
 from xdm_ft.report.how_to_read import _NEEDS, how_to_read
 from xdm_ft.report.manual import MANUAL
 from xdm_ft.report.markdown import markdown

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.evaluation.comparison import Comparison
+from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.csv_rows import COLUMNS, Row, comparison_row, csv_rows, csv_text
 from xdm_ft.report.encoders import encoders_of
 from xdm_ft.report.finished import Run, read_run

@@ -1,4 +1,5 @@
-"""Temperature scaling: the one number T by which logits are divided before the softmax, so that probabilities fit.
+"""Temperature scaling, the one number T by which logits are divided before the softmax so that probabilities fit, and
+the reliability diagram.
 
 Guo et al. 2017, "On Calibration of Modern Neural Networks", section 4.2: T minimises the negative log-likelihood of
 validation images. It changes no predicted class.
@@ -7,11 +8,12 @@ validation images. It changes no predicted class.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from xdm_ft.evaluation.metrics import per_image_nll
+from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin, confidences, per_image_nll
 from xdm_ft.runtime.randomness import Stream, permutation
 
 LOWEST, HIGHEST = 0.01, 100.0
@@ -64,3 +66,33 @@ def _sample(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return logits, labels
     sample = permutation(0, 0, Stream.TEMPERATURE, n)[:most]
     return logits[sample], labels[sample]
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The images whose predicted class has a probability in (low, high]."""
+
+    low: float
+    high: float
+    images: int
+    confidence: float | None  # mean probability of the predicted class; None without images
+    accuracy: float | None
+
+
+def reliability(logits: Tensor, labels: np.ndarray) -> list[Bin]:
+    """The bins behind the ECE: confidences (0, 1/15], …, (14/15, 1]."""
+    confidence, right = confidences(logits), logits.argmax(1).numpy() == labels
+    bins, found = confidence_bin(confidence), []
+    for number in range(ECE_BINS):
+        inside = bins == number
+        images = int(inside.sum())
+        found.append(
+            Bin(
+                low=number / ECE_BINS,
+                high=(number + 1) / ECE_BINS,
+                images=images,
+                confidence=float(confidence[inside].mean()) if images else None,
+                accuracy=float(right[inside].mean()) if images else None,
+            )
+        )
+    return found

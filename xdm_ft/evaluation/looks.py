@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from xdm_ft.evaluation.comparison import ALPHA, NO_VERDICT, UNKNOWN, Comparison
-from xdm_ft.evaluation.runs import Runs, runs_by_method
+from xdm_ft.evaluation.records import Runs, runs_by_method
 from xdm_ft.evaluation.trials import ORACLE, picked_trials
+from xdm_ft.evaluation.verdicts import ALPHA, NO_VERDICT, UNKNOWN, Comparison
 
 PLANNED = {5: 0.010, 10: 0.015, 20: 0.025}  # {seeds of a planned look: its α}
 

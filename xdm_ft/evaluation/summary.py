@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from xdm_ft.evaluation.comparison import ALPHA, Comparison, judge
-from xdm_ft.evaluation.conventions import Convention
-from xdm_ft.evaluation.encoders import encoder_pairs
 from xdm_ft.evaluation.looks import Look, with_earlier_verdicts
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.evaluation.records import Point, Record, SummaryRow
-from xdm_ft.evaluation.runs import SPLIT, Held, Runs, runs_by_method, set_name
+from xdm_ft.evaluation.records import (
+    SPLIT,
+    Held,
+    Point,
+    Record,
+    Runs,
+    SummaryRow,
+    runs_by_method,
+    set_name,
+    split_label,
+    with_encoder,
+)
 from xdm_ft.evaluation.trials import ORACLE
-from xdm_ft.evaluation.versus import Pair, WithoutGroups, compared
+from xdm_ft.evaluation.verdicts import ALPHA, Comparison, Pair, WithoutGroups, compared, judge
 
 _CHEATING = "(oracle: picked on the test domain)"
 _PICKED_ON = {
@@ -237,3 +245,77 @@ def _failures_and_gaps(runs: Runs) -> dict[str, Any]:
             f"the mean counts the {seeds} of {len(runs.planned_seeds)} seeds that have every held-out domain"
         )
     return found | ({"reason": "; ".join(reasons)} if reasons else {})
+
+
+class Convention(NamedTuple):
+    """How a benchmark measures the spread over n seeds. Held-out domains are averaged within a seed first."""
+
+    kind: str  # in words, for tables
+    ddof: int
+    of_the_mean: bool  # a standard error: the standard deviation divided by √n
+
+    def value(self, means: Sequence[float]) -> float | None:
+        """Returns the spread in the unit of the metric; None for fewer than two seeds."""
+        if len(means) < 2:
+            return None
+        return float(np.std(means, ddof=self.ddof) / (len(means) ** 0.5 if self.of_the_mean else 1))
+
+
+DOMAINBED = Convention("standard error over seeds, ddof 0 (DomainBed)", ddof=0, of_the_mean=True)
+"""np.std(values) / √n, as `format_mean` in domainbed/scripts/collect_results.py computes it."""
+WILDS = Convention("standard deviation over seeds, ddof 1 (WILDS)", ddof=1, of_the_mean=False)
+"""The standard deviation over replicates that WILDS leaderboards print, as in examples/evaluate.py of wilds."""
+
+
+class Compared(NamedTuple):
+    """What decides which ERM a row is compared with."""
+
+    label: str
+    is_plain_erm: bool  # ERM without add-ons, with any class head
+    encoder: str | None  # its label; None in a run of one encoder
+    head: tuple[Hashable, ...]  # kind of class head, then its settings
+    cut: object  # how much of the encoder trains: equal ones are the same cut; False: nothing
+    augmentation: str = "none"  # of the images that it trains on
+
+
+LINEAR = ("linear",)
+
+
+def erm_of_each(rows: Sequence[Compared]) -> dict[str, str]:
+    """Returns {label of a row: label of the ERM that it is compared with}, all under the same encoder.
+
+    A method is compared with the plain ERM that has its class head at its cut; if there is none, with the first plain
+    ERM of its class head, one of its augmentation before others. ERM itself is compared with the plain ERM that has a
+    linear head on the frozen encoder, which says what more training gains; if there is none, with the first of a linear
+    head. A row is left out if the recipe has no such ERM.
+    """
+    found = {}
+    for row in rows:
+        head = LINEAR if row.is_plain_erm else row.head
+        erms = [one for one in rows if one.is_plain_erm and (one.encoder, one.head) == (row.encoder, head)]
+        cut = False if row.is_plain_erm else row.cut
+        alike = [one for one in erms if not row.is_plain_erm and one.augmentation == row.augmentation]
+        reference = next(iter([*(one for one in erms if one.cut == cut), *alike, *erms]), row)
+        if reference.label != row.label:
+            found[row.label] = reference.label
+    return found
+
+
+class EncoderPair(NamedTuple):
+    """One method under two encoders."""
+
+    method: str  # without the encoder
+    first: str  # label of an encoder; its models are compared with …
+    second: str  # … those of this one
+
+    @property
+    def rows(self) -> tuple[str, str]:
+        """The labels of the rows of both encoders."""
+        return with_encoder(self.method, self.first), with_encoder(self.method, self.second)
+
+
+def encoder_pairs(labels: Sequence[str], encoders: Sequence[str]) -> list[EncoderPair]:
+    """Returns all pairs of encoders under each method, in the order of both; pairs that lack a row are left out."""
+    methods = dict.fromkeys(method for method, encoder in (split_label(one, encoders) for one in labels) if encoder)
+    pairs = [EncoderPair(method, *two) for method in methods for two in combinations(encoders, 2)]
+    return [pair for pair in pairs if all(row in labels for row in pair.rows)]

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xdm_ft.evaluation.encoders import with_encoder
-from xdm_ft.evaluation.records import Identity
+from xdm_ft.evaluation.records import Identity, with_encoder
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.protocol.splits import AUTO, LOOKS
 from xdm_ft.report.table_rows import encoder_label

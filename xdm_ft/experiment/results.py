@@ -16,10 +16,10 @@ import numpy as np
 from torch import Tensor
 
 from xdm_ft.cut.trainable import LastBlocks, LowRank
-from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.records import Entries, Identity, Record, SummaryRow
 from xdm_ft.evaluation.summary import Summary
 from xdm_ft.evaluation.trials import MethodChoice, choose_method
+from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.experiment.data_faults import images_of
 from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.growing import GROWN_FROM, comparable, generation

@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
-from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.looks import Look, look_at, place_of
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Record, SummaryRow
-from xdm_ft.evaluation.references import Compared, erm_of_each
-from xdm_ft.evaluation.runs import runs_by_method
-from xdm_ft.evaluation.summary import Summary, protocol_line, summarise
+from xdm_ft.evaluation.records import Record, SummaryRow, runs_by_method
+from xdm_ft.evaluation.summary import Compared, Summary, erm_of_each, protocol_line, summarise
 from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.experiment.plan import Plan, augmentation, augmentations
 from xdm_ft.experiment.prepared import Prepared
 from xdm_ft.recipe.method import MethodItem

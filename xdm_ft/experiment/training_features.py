@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from xdm_ft.evaluation.feature_distance import fit
+from xdm_ft.evaluation.distance import fit
 from xdm_ft.experiment.engines import Model
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepared import Prepared

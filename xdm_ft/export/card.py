@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from xdm_ft.evaluation.new_site import LEVELS, gain_words, rank_words
+from xdm_ft.evaluation.intervals import LEVELS, gain_words, rank_words
 from xdm_ft.experiment.summary import trained_words
 from xdm_ft.export.config import AtHeldOut, Expected, ModelConfig
 from xdm_ft.runtime.errors import plural, printable

@@ -13,8 +13,8 @@ from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from xdm_ft.cut.trainable import Trainable
 from xdm_ft.evaluation.calibration import HIGHEST, LOWEST
+from xdm_ft.evaluation.intervals import NewSite, Scale
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.new_site import NewSite, Scale
 from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.runtime.settings import Block
 
@@ -163,7 +163,7 @@ class Expected(Block):
     # standard deviation behind `new_site`; None with fewer than three held-out sets
     spread: Annotated[float, Field(ge=0, le=MAX_NLL)] | None = None
     freedom: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # degrees of freedom of its t distribution
-    one_more_domain: Signed | None = None  # what it adds to the metric, see `evaluation.new_site`; None: unknown
+    one_more_domain: Signed | None = None  # what it adds to the metric, see `evaluation.intervals`; None: unknown
     notes: tuple[str, ...]  # what limits these numbers
 
     @property

@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.evaluation.comparison import Estimate
-from xdm_ft.evaluation.description import interval_of
+from xdm_ft.evaluation.calibration import Bin, reliability
+from xdm_ft.evaluation.intervals import Bounds, NewSite, interval_of, smoothed, within_bounds
 from xdm_ft.evaluation.jackknife import effective_number
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, per_image, score
-from xdm_ft.evaluation.new_site import Bounds, NewSite, smoothed, within_bounds
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.reliability import Bin, reliability
+from xdm_ft.evaluation.verdicts import Estimate
 from xdm_ft.export.config import Expected
 from xdm_ft.export.promise import error_at
 

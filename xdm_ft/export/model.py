@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from xdm_ft.evaluation.feature_distance import Reference
+from xdm_ft.evaluation.distance import Reference
 from xdm_ft.export.config import ModelPrecision
 from xdm_ft.export.directory import CONFIG, read_directory
 from xdm_ft.export.hub import download, is_hub_name
@@ -73,7 +73,7 @@ class Model:
     def distance(self, images: Images) -> np.ndarray:
         """Returns how far the encoder's features are from those of the training images: float32 [n], at least 0.
 
-        It is the Mahalanobis distance to the nearest class (`evaluation/feature_distance.py`). `distance_percentile`
+        It is the Mahalanobis distance to the nearest class (`evaluation/distance.py`). `distance_percentile`
         says what is far. Raises `UserError` if the model has no reference.
         """
         reference = self.reference_for("distance")

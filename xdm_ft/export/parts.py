@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.evaluation.feature_distance import Reference
+from xdm_ft.evaluation.distance import Reference
 from xdm_ft.export.config import HeadConfig, ModelConfig, ModelPrecision
 from xdm_ft.features import Precision
 from xdm_ft.features.forward import frozen_copy

@@ -2,7 +2,7 @@
 
 All numbers are of the trials that the selection rule picked by validation; no test value chooses anything here. They
 are of models that were trained and tested in the run, not of the final fit, an ensemble or interpolated weights.
-`evaluation.new_site` derives the interval for a new site.
+`evaluation.intervals` derives the interval for a new site.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from xdm_ft.evaluation.comparison import Estimate, HeldOut
-from xdm_ft.evaluation.description import interval_of, over_seeds_and_groups
+from xdm_ft.evaluation.intervals import (
+    interval_of,
+    new_site_of,
+    one_more_domain,
+    over_seeds_and_groups,
+    seeds_by_set,
+    values_by_set,
+)
 from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance, without_each_group
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, confidences, expected_calibration_error, per_image_nll
-from xdm_ft.evaluation.new_site import FEWEST_SETS, new_site_of, one_more_domain, seeds_by_set, values_by_set
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Record
-from xdm_ft.evaluation.runs import Held, Runs
+from xdm_ft.evaluation.records import Held, Record, Runs
 from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.evaluation.verdicts import FEWEST_SETS, Estimate, HeldOut
 from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.storage.checksummed import Arrays

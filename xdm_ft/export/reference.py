@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from xdm_ft.evaluation.feature_distance import Reference
+from xdm_ft.evaluation.distance import Reference
 from xdm_ft.export.config import ModelConfig
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.checksummed import Damaged, read_checked, write_arrays

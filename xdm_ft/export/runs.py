@@ -16,7 +16,7 @@ from torch import Tensor
 from xdm_ft.algorithms.wise_ft import interpolate
 from xdm_ft.cut.trainable import Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
-from xdm_ft.evaluation.feature_distance import Reference
+from xdm_ft.evaluation.distance import Reference
 from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.experiment.final_fit import median

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver
 from xdm_ft.encoders import TextEncoder
-from xdm_ft.evaluation.encoders import with_encoder
+from xdm_ft.evaluation.records import with_encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol
 from xdm_ft.recipe import components

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from xdm_ft.cut.trainable import LowRank
-from xdm_ft.evaluation.encoders import with_encoder
+from xdm_ft.evaluation.records import with_encoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.images.dataset import Augmentation
 from xdm_ft.protocol.splits import AUTO, LOOKS, Protocol

@@ -10,8 +10,7 @@ import torch
 
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.evaluation.records import Record
-from xdm_ft.evaluation.runs import Held, set_name
+from xdm_ft.evaluation.records import Held, Record, set_name
 from xdm_ft.report.finished import Run
 from xdm_ft.report.table_rows import ResultTable, number, oracle_mark, scaled
 

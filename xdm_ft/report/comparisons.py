@@ -9,10 +9,21 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from xdm_ft.evaluation.comparison import ALPHA, BETTER, EQUAL, NO_VERDICT, UNKNOWN, WORSE, Comparison, PValue
-from xdm_ft.evaluation.detectable import Family, more_seeds
-from xdm_ft.evaluation.encoders import EncoderPair, split_label, with_encoder
 from xdm_ft.evaluation.looks import Look
+from xdm_ft.evaluation.records import split_label, with_encoder
+from xdm_ft.evaluation.summary import EncoderPair
+from xdm_ft.evaluation.verdicts import (
+    ALPHA,
+    BETTER,
+    EQUAL,
+    NO_VERDICT,
+    UNKNOWN,
+    WORSE,
+    Comparison,
+    Family,
+    PValue,
+    more_seeds,
+)
 from xdm_ft.report.table_rows import EMPTY, IN_PERCENT, Results, items, own_rule, p_value, scaled, several_encoders
 from xdm_ft.runtime.errors import plural
 

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.evaluation.comparison import Comparison
-from xdm_ft.evaluation.records import SummaryRow
-from xdm_ft.evaluation.runs import Held, set_name
+from xdm_ft.evaluation.records import Held, SummaryRow, set_name
 from xdm_ft.evaluation.summary import Spread
+from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.comparisons import beside_rows, between_encoders, further
 from xdm_ft.report.costs import Cost, costs
 from xdm_ft.report.encoders import encoder_block, trainable_of, trained_words

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xdm_ft.evaluation.encoders import split_label
+from xdm_ft.evaluation.records import split_label
 from xdm_ft.report.costs import bytes_text, count_text
 from xdm_ft.report.table_rows import EMPTY, Results, ResultTable, encoder_label, items, several_encoders
 

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.records import SummaryRow
+from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.comparisons import beside_rows, here_words, what_it_finds
 from xdm_ft.report.encoders import split_row
 from xdm_ft.report.finished import ORACLE, Run, final_fits_of

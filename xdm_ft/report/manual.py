@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xdm_ft.evaluation.comparison import ALPHA, BETTER, EQUAL, NO_VERDICT, SEEDS, UNKNOWN, WORSE
+from xdm_ft.evaluation.verdicts import ALPHA, BETTER, EQUAL, NO_VERDICT, SEEDS, UNKNOWN, WORSE
 
 MANUAL: dict[str, dict[str, str]] = {
     "table": {

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdm_ft.evaluation.records import Record
-from xdm_ft.evaluation.runs import Held, Runs
+from xdm_ft.evaluation.records import Held, Record, Runs
 from xdm_ft.evaluation.summary import Spread
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.report.finished import Run

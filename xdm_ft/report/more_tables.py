@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from xdm_ft.evaluation.records import Record
-from xdm_ft.evaluation.runs import set_name
+from xdm_ft.evaluation.records import Record, set_name
 from xdm_ft.evaluation.summary import Spread
 from xdm_ft.report.measures import Measure, Picked, other_measures
 from xdm_ft.report.table_rows import EMPTY, ResultTable, Summary, oracle_mark, scaled

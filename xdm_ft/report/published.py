@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from xdm_ft.evaluation.conventions import DOMAINBED, WILDS, Convention
+from xdm_ft.evaluation.summary import DOMAINBED, WILDS, Convention
 from xdm_ft.report.encoders import encoder_block, item_of, trainable_of, trained_words
 from xdm_ft.report.table_rows import ORACLE, Results, ResultTable, Summary, own_rule, with_spread
 

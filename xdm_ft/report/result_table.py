@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from xdm_ft.evaluation.comparison import Comparison
-from xdm_ft.evaluation.encoders import split_label
+from xdm_ft.evaluation.records import split_label
+from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.comparisons import beside_rows, cells_of, further, header_of, what_it_finds
 from xdm_ft.report.finished import ORACLE
 from xdm_ft.report.table_rows import (

@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 
-from xdm_ft.evaluation.comparison import EQUAL, NO_VERDICT, UNKNOWN, Comparison
-from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.new_site import (
+from xdm_ft.evaluation.intervals import (
     LEVELS,
     Bounds,
     gain_words,
@@ -18,9 +16,10 @@ from xdm_ft.evaluation.new_site import (
     rank_words,
     values_by_set,
 )
-from xdm_ft.evaluation.records import SummaryRow
-from xdm_ft.evaluation.runs import Held, Runs
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.evaluation.records import Held, Runs, SummaryRow
 from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT, UNKNOWN, Comparison
 from xdm_ft.report.comparisons import beside_rows, between_encoders, further
 from xdm_ft.report.encoders import split_row
 from xdm_ft.report.finished import ORACLE, Run

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.evaluation.comparison import Comparison, judge
-from xdm_ft.evaluation.records import SummaryRow
-from xdm_ft.evaluation.runs import Runs, set_name
-from xdm_ft.evaluation.versus import Pair, WithoutGroups, compared
+from xdm_ft.evaluation.records import Runs, SummaryRow, set_name
+from xdm_ft.evaluation.verdicts import Comparison, Pair, WithoutGroups, compared, judge
 from xdm_ft.report.comparisons import beside_rows, cells_of, header_of
 from xdm_ft.report.csv_rows import properties
 from xdm_ft.report.finished import ORACLE, Run

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xdm_ft.evaluation.encoders import split_label
+from xdm_ft.evaluation.records import split_label
 from xdm_ft.report.finished import ORACLE
 
 Results = Mapping[str, Any]

@@ -10,7 +10,7 @@ from made_up_runs import recipe, write_run
 from parsed import Page
 from test_page import check_structure
 
-from xdm_ft.evaluation.comparison import PValue
+from xdm_ft.evaluation.verdicts import PValue
 from xdm_ft.report.page import costs, differences, write_page
 
 ENCODERS = ("small", "large")

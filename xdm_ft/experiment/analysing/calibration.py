@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from xdm_ft.evaluation.calibration import temperature
+from xdm_ft.evaluation.calibration import reliability, temperature
 from xdm_ft.evaluation.metrics import confidences, expected_calibration_error, per_image_nll
-from xdm_ft.evaluation.reliability import reliability
 from xdm_ft.experiment.analysing.model import TrainedModel
 from xdm_ft.experiment.analysing.seen import Encoded, Seen
 

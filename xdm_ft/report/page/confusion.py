@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from xdm_ft.evaluation.metrics import recalls
-from xdm_ft.evaluation.runs import Held
+from xdm_ft.evaluation.records import Held
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page import figures, numbers
 from xdm_ft.report.page.panel import Cell, Figure, Panel, Table

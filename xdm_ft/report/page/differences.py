@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from xdm_ft.evaluation.comparison import Comparison
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.report.comparisons import beside_rows, further, header_of, what_it_finds
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page import numbers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xdm_ft.evaluation.comparison import Comparison, Interval
+from xdm_ft.evaluation.verdicts import Comparison, Interval
 from xdm_ft.report.comparisons import cells_of, here_words
 from xdm_ft.report.page import figures, numbers
 from xdm_ft.report.page.panel import Cell, Figure

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from xdm_ft.evaluation.runs import Held
+from xdm_ft.evaluation.records import Held
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page import numbers
 from xdm_ft.report.page.panel import Panel, Thumbnail

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from xdm_ft.evaluation.comparison import Interval
-from xdm_ft.evaluation.records import SummaryRow
-from xdm_ft.evaluation.runs import Held, set_name
+from xdm_ft.evaluation.records import Held, SummaryRow, set_name
+from xdm_ft.evaluation.verdicts import Interval
 from xdm_ft.report.finished import Run
 from xdm_ft.report.measures import Measure, Picked
 from xdm_ft.report.pooled import interval

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.runs import Held
+from xdm_ft.evaluation.records import Held
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page import numbers
 

@@ -1,4 +1,5 @@
-"""What to expect at a new site (hospital, region, camera, style), from the values at the held-out ones.
+"""What to expect at a new site (hospital, region, camera, style) from the values at the held-out ones, and the error of
+a method's own mean.
 
 Ranks. If the new site and the D held-out sets are exchangeable, each of the D + 1 has the worst value with probability
 1/(D + 1), whatever the distribution of the values.
@@ -23,13 +24,13 @@ from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from scipy.special import expit, logit, stdtrit
+from scipy.stats import binomtest
 
-from xdm_ft.evaluation.comparison import ALPHA
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
-from xdm_ft.evaluation.runs import Held, Runs
+from xdm_ft.evaluation.records import Held, Runs
 from xdm_ft.evaluation.trials import selection_value
+from xdm_ft.evaluation.verdicts import ALPHA, FEWEST_SETS, Estimate, HeldOut, Interval
 
-FEWEST_SETS = 3  # held-out sets that a prediction interval needs
 LEVELS = (0.8, 1 - ALPHA)  # of the intervals that are printed
 Bounds = tuple[float, float]
 Scale = Literal["plain", "logit"]
@@ -143,3 +144,41 @@ def seeds_by_set(runs: Runs) -> dict[Held, list[int]]:
     """{held-out set: the seeds whose values count}: those that have every set; if there is none, all that it has."""
     seeds, values = runs.complete_seeds, runs.values
     return {held: [s for s in seeds or runs.planned_seeds if (held, s) in values] for held in runs.held_out}
+
+
+def over_seeds_and_groups(sets: Sequence[HeldOut]) -> Estimate | None:
+    """The mean over seeds and D held-out sets, with SE² = V_groups + V_seeds, as `verdicts` has it for differences.
+
+    `by_seed` of each set are values of the metric, of the same seeds. V_groups = Σ_d V_d / D². With one seed the
+    variance is that over images alone. The degrees of freedom are Welch and Satterthwaite's, (Σ V)² / Σ V²/df; the
+    smaller number that verdicts use would make this description as wide as 0% to 100% with two seeds. Returns None if
+    the variance over images can not be estimated.
+    """
+    terms = [(one.variance / len(sets) ** 2, one.groups - 1) for one in sets if one.variance is not None]
+    if not sets or len(terms) < len(sets) or any(freedom < 1 for _, freedom in terms):
+        return None
+    seeds = np.mean([one.by_seed for one in sets], axis=0)  # [S]
+    if len(seeds) > 1:
+        terms.append((float(seeds.var(ddof=1)) / len(seeds), len(seeds) - 1))
+    total = math.fsum(variance for variance, _ in terms)
+    if total == 0:
+        return Estimate(float(seeds.mean()), 0.0, min(freedom for _, freedom in terms))
+    freedom = total**2 / math.fsum(variance**2 / freedom for variance, freedom in terms)
+    return Estimate(float(seeds.mean()), total**0.5, freedom)
+
+
+def interval_of(metric: str, estimate: Estimate | None, groups: float) -> Interval | None:
+    """Returns the 95% interval of an estimate over this effective number of groups; None if its error is unknown.
+
+    Images that are all right, or all wrong, do not vary, so the jackknife finds an error of 0, though another image can
+    differ. Then an accuracy has Clopper and Pearson's (1934) interval, the groups being the trials; other metrics none.
+    """
+    if estimate is None:
+        return None
+    if estimate.error > 0:
+        return Interval(*within_bounds(metric, *estimate.interval()))
+    if metric != "accuracy" or estimate.value not in (0, 1):
+        return None
+    trials = max(1, math.floor(groups))
+    exact = binomtest(int(estimate.value) * trials, trials).proportion_ci(1 - ALPHA)
+    return Interval(float(exact.low), float(exact.high))

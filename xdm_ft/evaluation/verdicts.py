@@ -1,4 +1,4 @@
-"""Whether one row of a table differs from another: variances, p values and verdicts.
+"""Whether one row of a table differs from another: variances, p values, verdicts, and what the table could have found.
 
 Two questions have two verdicts. *Here*: does the difference hold on these domains, with other seeds and test images?
 *Elsewhere*: does it hold on new domains? The first test adds the variance over seeds (V_S) and that over groups of test
@@ -12,14 +12,18 @@ Satterthwaite's: these are too liberal with ten slides, or with three paired see
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import stdtr, stdtrit  # scipy.stats takes 50 times as long for one number
 
+from xdm_ft.evaluation.jackknife import check_same_images, effective_number, jackknife_variance, without_each_group
 from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.evaluation.predictions import Prediction
+from xdm_ft.evaluation.records import Held, Runs
 
 ALPHA = 0.05  # significance level of verdicts; intervals are 95%
 SEEDS = 3  # fewest seeds of a verdict, of each side that is not deterministic
@@ -307,3 +311,281 @@ def judge(
             equal_within=margin if equal else None,
         )
     return judged
+
+
+# From the values and predictions of two methods to a comparison, before any correction
+
+FEW_GROUPS = 10  # below this effective number the note reports how many groups there are
+FEWEST_SETS = 3  # held-out sets of a verdict on new domains
+
+
+class Groups(NamedTuple):
+    """The groups of one held-out set's test images."""
+
+    number: int
+    effective: float
+    known: bool  # False: each image counts as one group
+
+
+class Pair(NamedTuple):
+    """A row and what it is compared with."""
+
+    first: Runs
+    second: Runs
+
+    @property
+    def deterministic(self) -> tuple[bool, bool]:
+        return self.first.deterministic, self.second.deterministic
+
+    @property
+    def common(self) -> list[int]:
+        """The complete seeds that both have; none if one of them is deterministic."""
+        if any(self.deterministic):
+            return []
+        theirs = self.second.complete_seeds
+        return [seed for seed in self.first.complete_seeds if seed in theirs]
+
+    @property
+    def seeds(self) -> tuple[list[int], list[int]]:
+        """The seeds that count, of each side: the common ones if they are enough to pair, else all complete ones."""
+        common = self.common
+        if len(common) >= PAIRED_SEEDS:
+            return common, common
+        return self.first.complete_seeds, self.second.complete_seeds
+
+
+class WithoutGroups:
+    """The metric without each group of test images, as its mean over the seeds of each side of the comparisons.
+
+    One pass over the predictions: of them, no more than one mean per side is kept.
+    """
+
+    def __init__(self, metric: str, pairs: Iterable[Pair], predictions: Iterable[Prediction]) -> None:
+        """`predictions` of a method and held-out set come in the order of the seeds, which decides the rounding."""
+        self.groups: dict[Held, Groups] = {}
+        wanted: dict[tuple[str, str], set[tuple[int, ...]]] = {}
+        for pair in pairs:
+            for runs, seeds in zip(pair, pair.seeds, strict=True):
+                wanted.setdefault((runs.rule, runs.method), set()).add(tuple(seeds))
+        self._sums: dict[tuple[str, str, Held, tuple[int, ...]], tuple[np.ndarray, int]] = {}
+        first: dict[Held, Prediction] = {}
+        for one in predictions:
+            if metric == "auroc" and one.per_image is None:  # the AUROC is not defined
+                continue
+            held, images = tuple(one.test_domains), one.images
+            if held not in first:
+                first[held] = one
+                self.groups[held] = Groups(len(images.sizes), effective_number(images.sizes), images.groups is not None)
+            check_same_images(first[held], one)
+            sides = [seeds for seeds in wanted.get((one.rule, one.method), ()) if one.seed in seeds]
+            if not sides:
+                continue
+            without = without_each_group(metric, one)
+            for side in sides:
+                total, count = self._sums.get((one.rule, one.method, held, side), (np.zeros_like(without), 0))
+                total += without
+                self._sums[one.rule, one.method, held, side] = total, count + 1
+
+    def mean(self, runs: Runs, held: Held, seeds: Sequence[int]) -> np.ndarray | None:
+        """The mean over these seeds, [groups]; None if a prediction is missing."""
+        total, count = self._sums.get((runs.rule, runs.method, held, tuple(seeds)), (None, 0))
+        return total / count if total is not None and count == len(seeds) else None
+
+
+def compared(pair: Pair, without: WithoutGroups, no_verdict: str = "") -> Comparison | None:
+    """Returns the difference first − second with its errors and plain p values; None if a side has no complete seed.
+
+    `no_verdict`: why it has no p in any case; "": it may have one.
+    """
+    (first, second), held_out = pair, pair.first.held_out
+    seeds = pair.seeds
+    if not all(seeds):
+        return None
+    paired = len(pair.common) >= PAIRED_SEEDS
+    values = [_values(runs, own) for runs, own in zip(pair, seeds, strict=True)]  # [D,S] each
+    by_set = values[0].mean(1) - values[1].mean(1)  # [D]
+    varying = [len(own) for own, fixed in zip(seeds, pair.deterministic, strict=True) if not fixed]
+    fewest = min(varying, default=None)
+    reasons = [no_verdict] if no_verdict else []
+    if fewest is not None and fewest < SEEDS:
+        few = "is" if fewest == 1 else "are"
+        reasons.append(f"it needs {SEEDS} seeds, and {fewest} {few} complete")
+    images, lacks = _over_images(pair, seeds, without)
+    reasons += [lacks] if lacks else []
+    of_seeds = None if fewest == 1 else _over_seeds(pair, values, paired)
+    on_these, sets = None, len(held_out)
+    if of_seeds is not None and images is not None:
+        on_these = here(float(by_set.mean()), of_seeds, images, sets=sets, paired=paired)
+    on_others = over_sets(by_set)
+    p_here = None if on_these is None or reasons else on_these.p()
+    if on_these is not None and p_here is None and not reasons:
+        reasons.append("nothing varies, so there is no error to compare with")
+    p_elsewhere = None
+    if p_here is not None and on_others is not None and sets >= FEWEST_SETS and on_others.error > 0:
+        p_elsewhere = on_others.p()
+    shown = [f"no verdict: {reason}" for reason in reasons]
+    if not reasons and sets == FEWEST_SETS - 1:
+        shown.append("new domains: two held-out domains are too few")
+    shown += _about_groups([without.groups[held] for held in held_out if held in without.groups])
+    other = None
+    at_the_border = fewest in (PAIRED_SEEDS - 1, PAIRED_SEEDS)
+    if images is not None and at_the_border and len(pair.common) == len(seeds[0]) == len(seeds[1]):
+        other = here(0.0, _over_seeds(pair, values, not paired), images, sets=sets, paired=not paired)
+    share = None
+    if of_seeds is not None and images is not None and (total := of_seeds.variance + images.variance):
+        share = of_seeds.variance / total
+    return Comparison(
+        selection=first.rule,
+        first=first.method,
+        second=second.method,
+        sets=sets,
+        domains=sum(map(len, held_out)),
+        seeds=fewest,
+        paired=paired,
+        difference=float(by_set.mean()),
+        error=None if on_these is None else on_these.error,
+        freedom=None if on_these is None else _finite(on_these.freedom),
+        share_seeds=share,
+        share_images=None if share is None else 1 - share,
+        freedom_seeds=None if of_seeds is None else _finite(of_seeds.freedom),
+        freedom_images=None if images is None else _finite(images.freedom),
+        other_error=None if other is None else other.error,
+        other_freedom=None if other is None else _finite(other.freedom),
+        error_elsewhere=None if on_others is None else on_others.error,
+        p_here=None if p_here is None else PValue(p_here, None),
+        p_elsewhere=None if p_elsewhere is None else PValue(p_elsewhere, None),
+        note="; ".join(shown),
+    )
+
+
+def _values(runs: Runs, seeds: Sequence[int]) -> np.ndarray:
+    values = runs.values
+    return np.array([[values[held, seed] for seed in seeds] for held in runs.held_out])
+
+
+def _over_seeds(pair: Pair, values: Sequence[np.ndarray], paired: bool) -> Term:
+    if paired:
+        return over_paired_seeds(values[0] - values[1])
+    varying = [v[:, :0] if fixed else v for v, fixed in zip(values, pair.deterministic, strict=True)]
+    return over_seeds(varying[0], varying[1])
+
+
+def _over_images(
+    pair: Pair, seeds: tuple[Sequence[int], Sequence[int]], without: WithoutGroups
+) -> tuple[Term | None, str]:
+    """Returns V_I, or None and the reason why it can not be estimated."""
+    variances, numbers = list[float](), list[float]()
+    for held in pair.first.held_out:
+        sides = [without.mean(runs, held, own) for runs, own in zip(pair, seeds, strict=True)]
+        if sides[0] is None or sides[1] is None:
+            return None, "predictions are missing"
+        difference = sides[0] - sides[1]
+        # a metric that needs many images is jackknifed over blocks, which may be fewer than the groups
+        groups = min(without.groups[held].effective, len(difference))
+        variance = jackknife_variance(difference)
+        if groups < 2:
+            what = "groups" if without.groups[held].known else "images"
+            return None, f"a test domain has effectively {groups:.1f} {what}, and it needs 2"
+        if variance is None:
+            return None, "the metric is not defined without one of the groups of test images"
+        variances.append(variance)
+        numbers.append(groups)
+    return over_images(variances, numbers), ""
+
+
+def _finite(freedom: float) -> float | None:
+    return freedom if math.isfinite(freedom) else None
+
+
+def _about_groups(sets: Collection[Groups]) -> list[str]:
+    notes = [] if all(groups.known for groups in sets) else ["images assumed independent"]
+    few = min(sets, key=lambda groups: groups.effective, default=None)
+    if few is not None and few.effective < FEW_GROUPS:
+        what = "groups" if few.known else "images"
+        notes.append(f"only {few.number} {what} in a test domain, effectively {few.effective:.1f}")
+    return notes
+
+
+# What a table could have found
+
+POWER = 0.8
+
+
+def smallest(alpha: float, comparisons: int, freedom: float, error: float) -> float:
+    """Returns (t_{1 − α/2M} + t_{0.8}) · error: the difference that Holm's first step finds with probability 0.8."""
+    return float(stdtrit(freedom, 1 - alpha / (2 * comparisons)) + stdtrit(freedom, POWER)) * error
+
+
+@dataclass(frozen=True)
+class Family:
+    """The comparisons of one family that have a p and an error: what they could have found, in the metric's unit."""
+
+    rows: Sequence[Comparison]
+    alpha: float
+    count: int  # M, comparisons that Holm's correction counts
+
+    @classmethod
+    def of(cls, comparisons: Iterable[Comparison], alpha: float) -> Family | None:
+        """Returns the family of comparisons under one selection rule; None if none of them could be tested."""
+        counted = [row for row in comparisons if row.p_here is not None and row.p_here.holm is not None]
+        tested = [row for row in counted if row.error]  # equal predictions have a p of 1, and no error
+        return cls(tested, alpha, len(counted)) if tested else None
+
+    @property
+    def seeds(self) -> int | None:
+        """The smallest number of complete seeds of the sides that vary; None: no side does."""
+        return min((row.seeds for row in self.rows if row.seeds is not None), default=None)
+
+    @property
+    def sets(self) -> int:
+        return self.rows[0].sets
+
+    @property
+    def images_limit(self) -> bool:
+        """Whether the variance over test images is larger than that over seeds."""
+        return median(row.share_images or 0.0 for row in self.rows) > 0.5
+
+    def here(self, seeds: int | None = None) -> float:
+        """Returns the smallest difference here, at the median error; with another number of seeds, a forecast."""
+        if seeds is None:
+            return self._smallest([Term((row.error or 0.0) ** 2, row.freedom or 0.0) for row in self.rows])
+        return self._smallest([_with_seeds(row, seeds) for row in self.rows])
+
+    @property
+    def other(self) -> float | None:
+        """The same in the other regime, paired by seed or not; None unless there are 9 or 10 seeds."""
+        terms = [Term(r.other_error**2, r.other_freedom) for r in self.rows if r.other_error and r.other_freedom]
+        return self._smallest(terms) if terms else None
+
+    def elsewhere(self, comparisons: int | None = None) -> float | None:
+        """Returns the smallest difference on new domains; None with fewer than three held-out sets.
+
+        `comparisons`: as if so many were declared.
+        """
+        if self.sets < FEWEST_SETS:
+            return None
+        error = median(row.error_elsewhere or 0.0 for row in self.rows)
+        return smallest(self.alpha, comparisons or self.count, self.sets - 1, error)
+
+    def _smallest(self, terms: Sequence[Term]) -> float:
+        freedom, variance = median(f for _, f in terms), median(v for v, _ in terms)
+        return smallest(self.alpha, self.count, freedom, variance**0.5)
+
+
+def _with_seeds(row: Comparison, seeds: int) -> Term:
+    """Returns V and its degrees of freedom with another number of seeds: V_S·S/S' + V_I, and f_S·(S' − 1)/(S − 1).
+
+    From below ten seeds to above, the rows count as not paired.
+    """
+    total = (row.error or 0.0) ** 2
+    of_seeds, of_images = Term(0.0, 0.0), Term(total * (row.share_images or 0.0), row.freedom_images or 0.0)
+    if row.seeds is not None and row.freedom_seeds is not None:
+        freedom = row.freedom_seeds * (seeds - 1) / (row.seeds - 1)
+        of_seeds = Term(total * (row.share_seeds or 0.0) * row.seeds / seeds, freedom)
+    _, error, freedom = here(0.0, of_seeds, of_images, sets=row.sets, paired=row.paired)
+    return Term(error**2, freedom)
+
+
+def more_seeds(seeds: int) -> int:
+    """Returns the number of seeds to forecast: 10, where rows are paired, or twice as many."""
+    return PAIRED_SEEDS if seeds < PAIRED_SEEDS else 2 * seeds
