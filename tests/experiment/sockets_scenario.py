@@ -10,10 +10,10 @@ if __name__ == "__main__":
     import psutil
 
     from xdm_ft.cli.parser import main
-    from xdm_ft.experiment import records
+    from xdm_ft.experiment import models
     from xdm_ft.storage.run_directory import RunDirectory
 
-    train_models, in_fork = records.train_models, RunDirectory.in_fork
+    train_models, in_fork = models.train_models, RunDirectory.in_fork
 
     def note(kind: str) -> None:
         found = [one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN]
@@ -31,5 +31,5 @@ if __name__ == "__main__":
                 note("fork")
             yield own
 
-    records.train_models, RunDirectory.in_fork = noting, in_noting_fork
+    models.train_models, RunDirectory.in_fork = noting, in_noting_fork
     sys.exit(main(["run", *sys.argv[1:]]))

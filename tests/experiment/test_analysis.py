@@ -16,14 +16,11 @@ from analysed import analysis
 
 from xdm_ft.analysis.invariance import Invariance
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment import analysing
-from xdm_ft.experiment.analysing.calibration import calibration
-from xdm_ft.experiment.analysing.images import FROZEN, Limits, split_images
-from xdm_ft.experiment.analysing.model import TrainedModel, read_model
-from xdm_ft.experiment.analysing.seen import Encoded
+from xdm_ft.experiment import analyse
+from xdm_ft.experiment.analyse import FROZEN, Encoded, Limits, TrainedModel, calibration, read_model, split_images
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoders, prepare
+from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.recipe.check import load
 from xdm_ft.report.finished import read_run
 from xdm_ft.storage.run_directory import RunDirectory
@@ -204,14 +201,14 @@ def test_a_second_analysis_measures_nothing_and_a_grown_run_the_new_models_only(
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     before, measured = (tmp_path / "out/small/analysis.json").read_bytes(), []
     write(tmp_path, f"{METHODS[:-1]}, rsc]")
-    inner = analysing.entry
+    inner = analyse.entry
 
     def counted(model, *rest):
         measured.append(model.record.method)
         return inner(model, *rest)
 
-    monkeypatch.setattr(analysing, "entry", counted)
-    monkeypatch.setattr(analysing, "own_cores", lambda: 1)
+    monkeypatch.setattr(analyse, "entry", counted)
+    monkeypatch.setattr(analyse, "own_cores", lambda: 1)
     assert main(["analyse", str(tmp_path / "out/small")]) == 0
     assert not measured and (tmp_path / "out/small/analysis.json").read_bytes() == before
     recipe = (tmp_path / "small.yaml").read_text().replace(str(tmp_path / "data"), str(folder / "data"))
@@ -225,7 +222,7 @@ def test_a_second_analysis_measures_nothing_and_a_grown_run_the_new_models_only(
 @pytest.mark.slow
 def test_an_interrupted_analysis_goes_on_and_ends_the_same(folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(folder / "out/small", tmp_path / "small")
-    run, measured, inner = tmp_path / "small", [], analysing.entry
+    run, measured, inner = tmp_path / "small", [], analyse.entry
     expected = (run / "analysis.json").read_bytes()
     (run / "analysis.json").write_bytes(expected.replace(b'"seed": 0', b'"seed": 7', 1))
 
@@ -235,8 +232,8 @@ def test_an_interrupted_analysis_goes_on_and_ends_the_same(folder, tmp_path, mon
             raise MemoryError("in the middle")
         return inner(model, *rest)
 
-    monkeypatch.setattr(analysing, "entry", interrupted)
-    monkeypatch.setattr(analysing, "own_cores", lambda: 1)
+    monkeypatch.setattr(analyse, "entry", interrupted)
+    monkeypatch.setattr(analyse, "own_cores", lambda: 1)
     assert main(["analyse", str(run)]) == 1
     assert "analysis.json: is damaged (its checksum differs); it is written again" in capsys.readouterr().err
     assert (run / "state/analysis").is_dir()
@@ -249,7 +246,7 @@ def test_an_interrupted_analysis_goes_on_and_ends_the_same(folder, tmp_path, mon
 def test_the_analysis_does_not_depend_on_the_number_of_processes(folder, tmp_path, monkeypatch):
     shutil.copytree(folder / "out/small", tmp_path / "small")
     (tmp_path / "small/analysis.json").unlink()
-    monkeypatch.setattr(analysing, "own_cores", lambda: 3)
+    monkeypatch.setattr(analyse, "own_cores", lambda: 3)
     assert main(["analyse", str(tmp_path / "small")]) == 0
     assert (tmp_path / "small/analysis.json").read_bytes() == (folder / "out/small/analysis.json").read_bytes()
 

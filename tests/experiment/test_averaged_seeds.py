@@ -62,7 +62,7 @@ def test_only_on_request_and_with_two_seeds() -> None:
 
 @pytest.mark.usefixtures("small_pacs")
 def test_probabilities_that_were_not_kept_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xdm_ft.experiment.records.LARGEST", 1)
+    monkeypatch.setattr("xdm_ft.experiment.models.LARGEST", 1)
     run("methods=[erm]", "protocol.seeds=2", "report={page: false, seeds_averaged: true}")
     assert "no row: probabilities of all classes were not kept" in (RUN / "results.md").read_text()
     assert len(read_run(RUN).records) == 2

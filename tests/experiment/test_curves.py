@@ -17,11 +17,10 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
 from xdm_ft.evaluation.records import Pick, Record
-from xdm_ft.experiment import curves as curves_module
 from xdm_ft.experiment import plan as plan_module
+from xdm_ft.experiment import tracking as curves_module
 from xdm_ft.experiment import train as train_module
-from xdm_ft.experiment.curves import write_curves
-from xdm_ft.experiment.sessions import write_sessions
+from xdm_ft.experiment.tracking import write_curves, write_sessions
 from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.events import Scalars, heads_sub_run, read_scalars, sub_run, trial_sub_run
 from xdm_ft.storage.run_directory import RunDirectory

@@ -14,10 +14,18 @@ from small_runs import recipe
 from xdm_ft.cli import doctor
 from xdm_ft.cli.validate import validate
 from xdm_ft.experiment import cut_costs
-from xdm_ft.experiment.cuts import RecipeCut, counted_unhashed, cuts_of, decided
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import read_data
-from xdm_ft.experiment.prepared import Prepared, build_encoders, check_low_rank, prepare
+from xdm_ft.experiment.prepare import (
+    Prepared,
+    RecipeCut,
+    build_encoders,
+    check_low_rank,
+    counted_unhashed,
+    cuts_of,
+    decided,
+    prepare,
+)
 from xdm_ft.experiment.results import inputs
 from xdm_ft.experiment.resume import Earlier
 from xdm_ft.runtime.errors import UserError
@@ -91,7 +99,7 @@ def test_auto_computes_draws_that_no_view_caches() -> None:
 
 def test_auto_does_not_write_where_it_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("cache").mkdir()
-    monkeypatch.setattr("xdm_ft.experiment.cuts.is_writable", lambda folder: False)
+    monkeypatch.setattr("xdm_ft.experiment.prepare.is_writable", lambda folder: False)
     assert "cache can not be written" in cuts(ONE_CUT)[0].why_computed
 
 

@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment.data_faults import faults, roles
+from xdm_ft.experiment.faults import faults, roles
 from xdm_ft.experiment.plan import Plan, describe, make_plan, read_data
 from xdm_ft.experiment.results import about
 from xdm_ft.features import file_hashes

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present as without_prefix
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.experiment import records
+from xdm_ft.experiment import models
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.images.decode import decode
 from xdm_ft.images.transforms import Preprocessing, evaluation_transform
@@ -137,7 +137,7 @@ def test_probabilities_of_very_many_images_and_classes_are_those_of_the_predicte
     check("methods=[erm]")
     file = "models/erm/photo/seed0-trial0/predictions.safetensors"
     whole = load_file(RUN / file)
-    monkeypatch.setattr(records, "LARGEST", whole["train_val.probabilities"].nbytes - 1)
+    monkeypatch.setattr(models, "LARGEST", whole["train_val.probabilities"].nbytes - 1)
     small_runs.results("methods=[erm]", "protocol.test_domains=[photo]", "output.dir=again")
     short = load_file("again/small" / Path(file))
     most, predicted = whole["train_val.probabilities"].max(1)

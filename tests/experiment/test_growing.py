@@ -19,9 +19,9 @@ import yaml
 
 from xdm_ft.evaluation.records import Record
 from xdm_ft.experiment import run, summary
-from xdm_ft.experiment.growing import Generation, generation, grown_from, refused_changes
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.results import ResultsFile, in_order
+from xdm_ft.experiment.resume import Generation, generation, grown_from, refused_changes
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
@@ -218,7 +218,7 @@ def test_a_start_that_ends_before_the_first_new_record(place: str, monkeypatch: 
         if place == "before results.json":
             patch.setattr(ResultsFile, "write", stop)
         else:
-            patch.setattr("xdm_ft.experiment.records.train_models", stop)
+            patch.setattr("xdm_ft.experiment.models.train_models", stop)
         with pytest.raises(Stopped):
             run(small_runs.recipe(*grown))
     recipe = yaml.safe_load((RUN / "recipe.yaml").read_text())

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from xdm_ft.experiment import overall as module
-from xdm_ft.experiment.overall import SLOT, Counts, Overall, overall
-from xdm_ft.experiment.parallel import run_forked
+from xdm_ft.experiment import work as module
+from xdm_ft.experiment.work import SLOT, Counts, Overall, overall, run_forked
 from xdm_ft.storage.run_directory import RunDirectory
 
 

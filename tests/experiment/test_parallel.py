@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from xdm_ft.experiment.parallel import run_forked
+from xdm_ft.experiment.work import run_forked
 from xdm_ft.runtime.errors import UserError
 
 
@@ -85,7 +85,7 @@ def test_a_fault_here_ends_the_others(tmp_path):
 
 ORPHAN = """
 import os, pathlib, sys, time
-from xdm_ft.experiment.parallel import run_forked
+from xdm_ft.experiment.work import run_forked
 folder = pathlib.Path(sys.argv[1])
 def work(number):
     (folder / f"part{number}").write_text(str(os.getpid()))
@@ -113,7 +113,7 @@ def test_no_process_outlives_the_one_that_forked_it(tmp_path):
 
 SAVES = """
 import os, pathlib, sys, time
-from xdm_ft.experiment.parallel import run_forked
+from xdm_ft.experiment.work import run_forked
 from xdm_ft.runtime.interrupt import Interrupted, deferred, handled, stop_requested
 folder = pathlib.Path(sys.argv[1])
 def work(number):

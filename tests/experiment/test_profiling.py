@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from xdm_ft.experiment.machine import set_precision_on_gpus
-from xdm_ft.experiment.profiling import profiled
+from xdm_ft.experiment.pieces import profiled
 from xdm_ft.runtime.progress import unseen
 
 

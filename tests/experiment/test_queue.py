@@ -14,7 +14,7 @@ import miniature
 import pytest
 
 from xdm_ft.evaluation.records import Record
-from xdm_ft.experiment import engines, run, train
+from xdm_ft.experiment import pieces, run, train
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.settings import Recipe
@@ -114,10 +114,10 @@ def test_a_piece_is_taken_once_until_the_run_begins_again(tmp_path: Path) -> Non
             steps = 5
 
     state, other = RunDirectory(tmp_path), RunDirectory(tmp_path, "1", main=False)
-    name = engines.training_name([Job()], ["train_val"])  # type: ignore[list-item]
+    name = pieces.training_name([Job()], ["train_val"])  # type: ignore[list-item]
     assert state.take(name) and not other.take(name)
     # other rules, as extra models have them
-    assert other.take(engines.training_name([Job()], ["cross_domain"]))  # type: ignore[list-item]
+    assert other.take(pieces.training_name([Job()], ["cross_domain"]))  # type: ignore[list-item]
     with state:
         state.lock()
         assert other.take(name)

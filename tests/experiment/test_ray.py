@@ -18,8 +18,8 @@ from xdm_ft.cli.parser import main
 from xdm_ft.experiment import cluster_connection, cluster_queue, run, train
 from xdm_ft.experiment.cluster import _Pieces
 from xdm_ft.experiment.cluster_task import Begun, versions_of
-from xdm_ft.experiment.growing import refused_changes
 from xdm_ft.experiment.results import Outcome
+from xdm_ft.experiment.resume import refused_changes
 from xdm_ft.runtime.errors import UserError
 
 SEARCH = """\

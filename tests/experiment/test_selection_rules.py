@@ -13,10 +13,10 @@ from small_runs import recipe, results
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.experiment import run
-from xdm_ft.experiment.engines import Engines
 from xdm_ft.experiment.machine import start
+from xdm_ft.experiment.pieces import Engines
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoders, prepare
+from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import ResultsFile
 from xdm_ft.experiment.resume import RECORDS
 from xdm_ft.export.promise import promise

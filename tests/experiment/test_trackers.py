@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from accelerate import tracking
+from accelerate import tracking as accelerate_tracking
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import LoggerType
 from small_runs import RECIPE
 
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment import trackers
+from xdm_ft.experiment import tracking
 from xdm_ft.storage.events import read_scalars
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
@@ -50,8 +50,8 @@ class Kept(GeneralTracker):
 
 @pytest.mark.slow
 def test_a_tracker_receives_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Kept)
-    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.WANDB])
+    monkeypatch.setitem(accelerate_tracking.LOGGER_TYPE_TO_CLASS, "wandb", Kept)
+    monkeypatch.setattr(accelerate_tracking, "_available_trackers", [LoggerType.WANDB])
     monkeypatch.setattr(Kept, "fails", True)
     Path("small.yaml").write_text(RECIPE)
     command = ["run", "small.yaml", "report.log_with=wandb", "protocol.seeds=2", "protocol.test_domains=[sketch]"]
@@ -88,7 +88,7 @@ def test_a_tracker_receives_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_a_tracker_that_is_not_installed_is_found_before_any_data_is_read(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.TENSORBOARD, LoggerType.WANDB])
+    monkeypatch.setattr(accelerate_tracking, "_available_trackers", [LoggerType.TENSORBOARD, LoggerType.WANDB])
     Path("small.yaml").write_text(RECIPE.replace("root: data", "root: nowhere"))
     assert main([verb, "small.yaml", "report.log_with=[wandb, mlflow]"]) == 2
     assert capsys.readouterr().err == (
@@ -100,11 +100,11 @@ def test_a_tracker_that_is_not_installed_is_found_before_any_data_is_read(
 
 
 def test_means_of_summarised_heads_weigh_by_their_number() -> None:
-    assert trackers._mean([(1.0, 3.0), (5.0, 1.0)]) == 2.0
+    assert tracking._mean([(1.0, 3.0), (5.0, 1.0)]) == 2.0
 
 
 def test_names_stay_distinct() -> None:
-    names = trackers._Names()
+    names = tracking._Names()
     given = ["a+b", "a_b", "a%b", "a+b/train", "語", "犬"]
     found = [names.of(name) for name in given]
     assert found == [names.of(name) for name in given] and len(set(found)) == len(given)

@@ -13,7 +13,7 @@ from xdm_ft.algorithms.knn import KNN
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.algorithms.zero_shot import ZeroShot
-from xdm_ft.experiment.records import _trained_parameters
+from xdm_ft.experiment.models import _trained_parameters
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.heads.neighbours import Neighbours
 from xdm_ft.training import Trained

@@ -8,7 +8,7 @@ import yaml
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.cli.validate import resolved_with_meanings
-from xdm_ft.experiment.prepared import build_encoders
+from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.recipe import components
 from xdm_ft.recipe.check import check, load
 from xdm_ft.recipe.method import split_name

@@ -18,8 +18,8 @@ from xdm_ft.cli.parser import main
 from xdm_ft.experiment import plan
 from xdm_ft.experiment import results as results_module
 from xdm_ft.experiment import train as train_module
-from xdm_ft.experiment.parallel import run_forked
 from xdm_ft.experiment.results import Outcome, ResultsFile
+from xdm_ft.experiment.work import run_forked
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import checkpoint
 from xdm_ft.storage.atomic import replace_text
@@ -213,6 +213,6 @@ def test_what_can_not_be_written_is_found_before_training(
     def trained(*_: object) -> None:
         raise AssertionError("training has begun")
 
-    monkeypatch.setattr("xdm_ft.experiment.records.train", trained)
+    monkeypatch.setattr("xdm_ft.experiment.models.train", trained)
     assert main(["run", str(finished / "small.yaml"), f"output.dir={tmp_path}"]) == 2
     assert str(tmp_path / "small") in one_line(capsys.readouterr().err)

@@ -23,16 +23,16 @@ def lines(run: Path) -> int:
 
 def measuring_slowly(cores: int) -> None:
     """As other runs here, and every model takes long enough for a kill to come between two of them."""
-    from xdm_ft.experiment import analysing
+    from xdm_ft.experiment import analyse
 
     save_after_every_step(cores)
-    measure = analysing.entry
+    measure = analyse.entry
 
     def slow(*of_model: Any) -> Any:
         time.sleep(0.5)
         return measure(*of_model)
 
-    analysing.entry = slow  # type: ignore[assignment]
+    analyse.entry = slow  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")

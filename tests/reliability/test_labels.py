@@ -21,7 +21,7 @@ from xdm_ft.containers.image_tables import Columns
 from xdm_ft.data.folder import Folder
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.table import Table
-from xdm_ft.experiment.data_faults import names_spelt_alike
+from xdm_ft.experiment.faults import names_spelt_alike
 from xdm_ft.runtime.errors import UserError
 
 NAMES = ("a.png", "b.png", "c.png", "d.png")

@@ -14,7 +14,7 @@ from real_runs import Run, bank, kill_until_done, leftovers, outcome, ranks
 from test_bad_state import flip_a_digit, folder_instead, garbage, remove, truncate
 
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment import engines, plan, results
+from xdm_ft.experiment import pieces, plan, results
 from xdm_ft.experiment.resume import RECORDS, recorded
 from xdm_ft.export.runs import Choice, read_parts
 from xdm_ft.report.finished import read_run
@@ -74,7 +74,7 @@ def test_a_method_has_a_file_per_chunk_and_the_same_numbers(finished: Path) -> N
 def in_pieces(cores: int) -> None:
     """Heads that train together share several files, each of which is written anew for every head."""
     sharing(cores)
-    engines.HEADS_PER_FILE = 4
+    pieces.HEADS_PER_FILE = 4
     results.KEEP_SHARED_SECONDS = 0.0
 
 

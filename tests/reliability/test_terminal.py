@@ -29,7 +29,7 @@ import xdm_ft
 from xdm_ft.cli.parser import main
 from xdm_ft.cli.validate import _value
 from xdm_ft.evaluation.records import Record, SummaryRow
-from xdm_ft.experiment.findings import Finding
+from xdm_ft.experiment.faults import Finding
 from xdm_ft.features.maintenance import stores
 from xdm_ft.features.manifest import write_manifest
 from xdm_ft.recipe.text import parse

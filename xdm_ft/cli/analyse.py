@@ -11,12 +11,11 @@ from typing import Any
 
 from xdm_ft.analysis.reconstruction import OPTION, read_autoencoder
 from xdm_ft.cli.answer import Answer
-from xdm_ft.experiment.analysing import analyse
-from xdm_ft.experiment.analysing.document import KIND
-from xdm_ft.experiment.analysing.reconstruction import write_reconstructions
+from xdm_ft.experiment.analyse import KIND, analyse
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoders, prepare
+from xdm_ft.experiment.prepare import build_encoders, prepare
+from xdm_ft.experiment.reconstruction import write_reconstructions
 from xdm_ft.experiment.results import inputs
 from xdm_ft.experiment.resume import Earlier, written_recipe
 from xdm_ft.recipe.check import check

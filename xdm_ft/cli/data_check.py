@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterator
 from typing import TYPE_CHECKING
 
-from xdm_ft.experiment.data_faults import data_faults, images_of, plan_faults
-from xdm_ft.experiment.findings import Finding, fault
+from xdm_ft.experiment.faults import Finding, data_faults, fault, images_of, plan_faults
 from xdm_ft.experiment.machine import cores
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.features.file_hashes import hash_files

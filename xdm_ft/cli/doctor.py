@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.experiment.findings import Finding, fault
+from xdm_ft.experiment.faults import Finding, fault
 from xdm_ft.features import FeatureSettings
 from xdm_ft.recipe.settings import Cluster
 from xdm_ft.runtime.errors import UserError, plural
@@ -198,7 +198,7 @@ def ray_cluster(settings: Cluster) -> Iterator[Finding]:
 def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     """Checks the encoder's weights, the data, and the disk space that the features need."""
     from xdm_ft.cli.data_check import check_data
-    from xdm_ft.experiment.prepared import build_encoder, by_label, with_text
+    from xdm_ft.experiment.prepare import build_encoder, by_label, with_text
     from xdm_ft.features.cache_key import weights_digest
 
     encoders: dict[str | None, Encoder] = {}
@@ -248,7 +248,7 @@ def cache_space(
 
     Raises `UserError` if they do not, or if the encoder can not be cut where the recipe says.
     """
-    from xdm_ft.experiment.cuts import counted, cuts_of
+    from xdm_ft.experiment.prepare import counted, cuts_of
     from xdm_ft.experiment.summary import trained_words
     from xdm_ft.features.cache import cached_views
 

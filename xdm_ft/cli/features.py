@@ -10,7 +10,7 @@ from xdm_ft.cli.answer import Answer
 from xdm_ft.experiment.cluster_connection import check_cluster
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import read_data
-from xdm_ft.experiment.prepared import build_encoders, prepare
+from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.summary import trained_words
 from xdm_ft.features.cache import Features
 from xdm_ft.features.store import cache_folder

@@ -14,17 +14,14 @@ from typing import Any, NamedTuple
 
 from xdm_ft.cli.answer import Answer
 from xdm_ft.evaluation.records import Identity, Record
-from xdm_ft.experiment.cross_domain import cross_domain_values
-from xdm_ft.experiment.data_faults import faults
-from xdm_ft.experiment.engines import Engines
-from xdm_ft.experiment.growing import grown_from
+from xdm_ft.experiment.faults import faults
 from xdm_ft.experiment.machine import launched
+from xdm_ft.experiment.models import cross_domain_values, keep_references, keep_test_images, train_planned
+from xdm_ft.experiment.pieces import Engines
 from xdm_ft.experiment.plan import make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoders, prepare
-from xdm_ft.experiment.records import keep_test_images, train_planned
+from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import ResultsFile, about, environment, inputs
-from xdm_ft.experiment.resume import Earlier, opened, recorded, written_recipe
-from xdm_ft.experiment.training_features import keep_references
+from xdm_ft.experiment.resume import Earlier, grown_from, opened, recorded, written_recipe
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.settings import Cluster, Output
 from xdm_ft.recipe.text import apply_override

@@ -14,15 +14,13 @@ from xdm_ft.cli.answer import Answer
 from xdm_ft.cut.cut import describe_chain
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.experiment.cut_costs import CutCost, cut_costs
-from xdm_ft.experiment.data_faults import faults
 from xdm_ft.experiment.estimate import Estimate, estimate
-from xdm_ft.experiment.findings import Finding
-from xdm_ft.experiment.growing import refused_changes
+from xdm_ft.experiment.faults import Finding, faults
 from xdm_ft.experiment.machine import as_launched, launched
 from xdm_ft.experiment.plan import Plan, costs, describe, make_plan, read_data
-from xdm_ft.experiment.prepared import build_encoders, check_low_rank, log_encoder, with_text
-from xdm_ft.experiment.resume import keeping_choices
-from xdm_ft.experiment.trackers import installed_trackers
+from xdm_ft.experiment.prepare import build_encoders, check_low_rank, log_encoder, with_text
+from xdm_ft.experiment.resume import keeping_choices, refused_changes
+from xdm_ft.experiment.tracking import installed_trackers
 from xdm_ft.protocol.splits import LOOKS
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import Dumper

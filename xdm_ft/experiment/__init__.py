@@ -25,23 +25,21 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     If several processes were launched, each one calls this and returns the same results. Raises `UserError` for faults
     of recipe, data, weights or disk.
     """
-    from xdm_ft.experiment.analysing import analyse
+    from xdm_ft.experiment.analyse import analyse
     from xdm_ft.experiment.cluster_connection import check_cluster, environment_of
-    from xdm_ft.experiment.data_faults import COPIED, faults, keep_copies
     from xdm_ft.experiment.encoder_costs import encoder_costs
-    from xdm_ft.experiment.engines import Engines
     from xdm_ft.experiment.estimate import first_line
+    from xdm_ft.experiment.faults import COPIED, faults, keep_copies
     from xdm_ft.experiment.final_fit import final_fits
-    from xdm_ft.experiment.growing import growth
     from xdm_ft.experiment.machine import as_launched, launched
+    from xdm_ft.experiment.models import train_models
+    from xdm_ft.experiment.pieces import Engines
     from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
-    from xdm_ft.experiment.prepared import build_encoders, check_low_rank, image_hashes, prepare, with_text
-    from xdm_ft.experiment.records import train_models
+    from xdm_ft.experiment.prepare import build_encoders, check_low_rank, image_hashes, prepare, with_text
     from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
-    from xdm_ft.experiment.resume import earlier, keeping_choices, opened, recorded
-    from xdm_ft.experiment.sessions import write_sessions
+    from xdm_ft.experiment.resume import earlier, growth, keeping_choices, opened, recorded
     from xdm_ft.experiment.summary import summary_of
-    from xdm_ft.experiment.trackers import installed_trackers, log_results
+    from xdm_ft.experiment.tracking import installed_trackers, log_results, write_sessions
     from xdm_ft.report.written import refresh_reports
     from xdm_ft.runtime.progress import pulse
     from xdm_ft.runtime.watchdog import from_main, heartbeat, wait_for_everyone

@@ -14,9 +14,9 @@ from xdm_ft.experiment.cluster_connection import connected
 from xdm_ft.experiment.cluster_queue import Attempt, Part, Queue
 from xdm_ft.experiment.cluster_task import Begun
 from xdm_ft.experiment.cluster_training import File, PieceToTrain, Scalars, Training
-from xdm_ft.experiment.engines import Engines, Model, Piece
-from xdm_ft.experiment.overall import Counts, Overall
+from xdm_ft.experiment.pieces import Engines, Model, Piece
 from xdm_ft.experiment.results import Outcome, ResultsFile
+from xdm_ft.experiment.work import Counts, Overall
 from xdm_ft.recipe.settings import Cluster
 
 

@@ -17,11 +17,11 @@ import torch
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.experiment.cluster_task import Post
-from xdm_ft.experiment.engines import Engines, Model, Piece
-from xdm_ft.experiment.overall import SLOT, Overall
+from xdm_ft.experiment.pieces import Engines, Model, Piece
 from xdm_ft.experiment.plan import Plan
-from xdm_ft.experiment.prepared import Prepared, build_encoder
+from xdm_ft.experiment.prepare import Prepared, build_encoder
 from xdm_ft.experiment.results import Outcome
+from xdm_ft.experiment.work import SLOT, Overall
 from xdm_ft.features.cache_key import weights_digest
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError

@@ -10,9 +10,9 @@ import torch
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.experiment.cluster_connection import device_of
-from xdm_ft.experiment.cuts import RecipeCut, counted_unhashed, cuts_of
 from xdm_ft.experiment.image_times import CutPasses, ImageTimes
 from xdm_ft.experiment.plan import Plan
+from xdm_ft.experiment.prepare import RecipeCut, counted_unhashed, cuts_of
 from xdm_ft.experiment.summary import trained_words
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from xdm_ft.experiment.prepared import Prepared, PreparedEncoder
+from xdm_ft.experiment.prepare import Prepared, PreparedEncoder
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.forward import DTYPES, frozen_copy
 from xdm_ft.training.bank.timing import seconds_of

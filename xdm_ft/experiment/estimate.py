@@ -18,14 +18,12 @@ from torch import Tensor
 
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.experiment.cluster_connection import device_of
-from xdm_ft.experiment.cuts import RecipeCut, counted_unhashed, cuts_of
-from xdm_ft.experiment.engines import SOLVER_PASSES
 from xdm_ft.experiment.image_times import CutPasses, ImageTimes
-from xdm_ft.experiment.jobs import make_job
 from xdm_ft.experiment.machine import cores
-from xdm_ft.experiment.parallel import one_thread
+from xdm_ft.experiment.pieces import SOLVER_PASSES
 from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel
-from xdm_ft.experiment.prepared import Prepared, PreparedEncoder
+from xdm_ft.experiment.prepare import Prepared, PreparedEncoder, RecipeCut, counted_unhashed, cuts_of, make_job
+from xdm_ft.experiment.work import one_thread
 from xdm_ft.features import Precision, cpu_has_bf16
 from xdm_ft.features.cache import Features
 from xdm_ft.features.forward import frozen_copy

@@ -22,14 +22,12 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.averaging import Interval
 from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.evaluation.trials import MethodChoice, picked_trials
-from xdm_ft.experiment.description import weights_metadata
-from xdm_ft.experiment.engines import Engines, Model, Request
-from xdm_ft.experiment.jobs import make_job
+from xdm_ft.experiment.models import keep_references, own_reference, restarted, weights_metadata
+from xdm_ft.experiment.pieces import Engines, Model, Request
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
-from xdm_ft.experiment.records import restarted
+from xdm_ft.experiment.prepare import make_job
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.train import train
-from xdm_ft.experiment.training_features import keep_references, own_reference
 from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.search import Value

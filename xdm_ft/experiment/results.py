@@ -20,12 +20,10 @@ from xdm_ft.evaluation.records import Entries, Identity, Record, SummaryRow
 from xdm_ft.evaluation.summary import Summary
 from xdm_ft.evaluation.trials import MethodChoice, choose_method
 from xdm_ft.evaluation.verdicts import Comparison
-from xdm_ft.experiment.data_faults import images_of
-from xdm_ft.experiment.findings import Finding
-from xdm_ft.experiment.growing import GROWN_FROM, comparable, generation
+from xdm_ft.experiment.faults import Finding, images_of
 from xdm_ft.experiment.plan import Plan
-from xdm_ft.experiment.prepared import Prepared
-from xdm_ft.experiment.resume import Earlier
+from xdm_ft.experiment.prepare import Prepared
+from xdm_ft.experiment.resume import GROWN_FROM, Earlier, comparable, generation
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.finished import Run, read_run

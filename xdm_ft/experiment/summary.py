@@ -14,7 +14,7 @@ from xdm_ft.evaluation.summary import Compared, Summary, erm_of_each, protocol_l
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.evaluation.verdicts import Comparison
 from xdm_ft.experiment.plan import Plan, augmentation, augmentations
-from xdm_ft.experiment.prepared import Prepared
+from xdm_ft.experiment.prepare import Prepared
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.published import BENCHMARKS, benchmark_of

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from xdm_ft.experiment.cluster import train_on_cluster
 from xdm_ft.experiment.cluster_connection import device_of
-from xdm_ft.experiment.engines import Engines, Model, Request
-from xdm_ft.experiment.overall import overall
-from xdm_ft.experiment.parallel import run_forked
+from xdm_ft.experiment.pieces import Engines, Model, Request
 from xdm_ft.experiment.results import Outcome, ResultsFile
+from xdm_ft.experiment.work import overall, run_forked
 from xdm_ft.images.loader import own_cores
 from xdm_ft.runtime.memory import libraries_left_out
 from xdm_ft.runtime.watchdog import wait_for_everyone

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from xdm_ft.experiment.plan import read_data
-from xdm_ft.experiment.prepared import index_folder
+from xdm_ft.experiment.prepare import index_folder
 from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.export.config import ModelConfig
 from xdm_ft.export.parts import Parts

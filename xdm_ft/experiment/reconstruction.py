@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from xdm_ft.analysis.reconstruction import MIXED_LEVELS, Autoencoder, mixed_maps
-from xdm_ft.experiment.analysing.domain_head import fitted
-from xdm_ft.experiment.analysing.images import Images, Limits, split_images
+from xdm_ft.experiment.analyse import Images, Limits, fitted, split_images
 from xdm_ft.experiment.plan import Plan
-from xdm_ft.experiment.prepared import Prepared
+from xdm_ft.experiment.prepare import Prepared
 from xdm_ft.images.image_rows import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.progress import Progress, progress, pulse

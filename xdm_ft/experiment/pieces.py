@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,18 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Solver
-from xdm_ft.experiment.curves import write_curves
-from xdm_ft.experiment.growing import comparable, of_method
-from xdm_ft.experiment.overall import Overall
 from xdm_ft.experiment.plan import Plan
-from xdm_ft.experiment.prepared import Prepared, build_encoder
-from xdm_ft.experiment.profiling import profiled
+from xdm_ft.experiment.prepare import Prepared, build_encoder
+from xdm_ft.experiment.resume import comparable, of_method
+from xdm_ft.experiment.tracking import write_curves
+from xdm_ft.experiment.work import Overall
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.runtime.memory import out_of_memory_as_user_error
 from xdm_ft.runtime.progress import Progress
 from xdm_ft.runtime.tensors import Criteria
+from xdm_ft.storage.atomic import replace_file
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
@@ -36,9 +38,11 @@ from xdm_ft.version import __version__
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
+    from torch.profiler import profile
 
     from xdm_ft.encoders import Encoder
     from xdm_ft.training.end_to_end.model import EncoderPart
+
 
 SOLVER_PASSES = 100  # of linear_probe over its training images, roughly; other solvers make fewer
 HEADS_PER_FILE = 32  # as many as train together on a CPU; they wait in memory until the file is written
@@ -324,3 +328,45 @@ def _cached_logits(job: Job, features: Features, named: Callable[[], Any]) -> Lo
             return cached_logits(features, rows, model.to(features.device))
 
     return logits
+
+
+WAIT, WARM_UP, RECORDED = 3, 2, 5  # steps: the first ones also set up what later ones use again
+
+
+@contextmanager
+def profiled(bar: Progress, file: Path | None) -> Iterator[Progress]:
+    """Context of a training that yields its progress bar; every advance of it is a step.
+
+    Steps 6 to 10 are traced, and the trace is written to `file`, for chrome://tracing or ui.perfetto.dev. A training of
+    fewer steps leaves none. The trace does not name the machine. `file` None: nothing is traced.
+    """
+    if file is None:
+        yield bar
+        return
+    from torch.profiler import profile, schedule
+
+    def export(traced: profile, path: Path) -> None:
+        traced.export_chrome_trace(str(path))
+        path.write_bytes(re.sub(rb'("host_name": )"[^"]*"', rb'\1""', path.read_bytes(), count=1))
+
+    def write(traced: profile) -> None:
+        replace_file(file, lambda path: export(traced, path))
+
+    steps = schedule(wait=WAIT, warmup=WARM_UP, active=RECORDED, repeat=1)
+    with profile(schedule=steps, on_trace_ready=write) as tracer:
+        yield _Traced(bar, tracer)
+
+
+class _Traced(Progress):
+    """A bar whose advances are the profiler's steps too."""
+
+    def __init__(self, bar: Progress, tracer: profile) -> None:
+        super().__init__(bar.description, bar.total, "")
+        self.bar, self.tracer = bar, tracer
+
+    def skip(self, n: int) -> None:
+        self.bar.skip(n)
+
+    def advance(self, n: int = 1, note: str = "") -> None:
+        self.bar.advance(n, note)
+        self.tracer.step()

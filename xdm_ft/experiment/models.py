@@ -1,4 +1,4 @@
-"""Trains the planned models and turns each one into its record."""
+"""Trains the planned models and turns each one into its record, with its weights, predictions and references."""
 
 from __future__ import annotations
 
@@ -7,38 +7,53 @@ import json
 import logging
 import math
 import textwrap
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Solver
 from xdm_ft.evaluation.calibration import temperature, validation_nll
+from xdm_ft.evaluation.distance import fit
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import Identity, Pick, Record
-from xdm_ft.experiment.cross_domain import cross_domain_values
-from xdm_ft.experiment.description import weights_metadata
-from xdm_ft.experiment.engines import Engines, Model, Request, cost
-from xdm_ft.experiment.jobs import Known, make_job
-from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
-from xdm_ft.experiment.prepared import Prepared
+from xdm_ft.experiment.pieces import Engines, Model, Request, cost
+from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel, drawn_value, extra_models, hparams, searched
+from xdm_ft.experiment.prepare import Known, Prepared, PreparedEncoder, make_job
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.resume import RECORDS
+from xdm_ft.experiment.summary import protocol_of
 from xdm_ft.experiment.train import NOTHING, DoneModels, train
-from xdm_ft.experiment.training_features import keep_references, own_reference
+from xdm_ft.features.cache import Features
 from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course, with_validation
 from xdm_ft.protocol.splits import SELECTION_SPLIT, Split
+from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.search import at_the_edge
-from xdm_ft.runtime.tensors import Score
-from xdm_ft.storage.addresses import address_in, folder_among_heads, images_file, method_folder, model_folder
+from xdm_ft.runtime.progress import Progress, progress
+from xdm_ft.runtime.randomness import Stream, permutation
+from xdm_ft.runtime.tensors import Criteria, Score
+from xdm_ft.runtime.watchdog import wait_for_everyone
+from xdm_ft.storage.addresses import (
+    address_in,
+    folder_among_heads,
+    images_file,
+    method_folder,
+    model_folder,
+    reference_beside,
+    reference_file,
+)
+from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.events import sub_run
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training import Job, Selected, Trained
 from xdm_ft.training.rule_images import BY_DOMAIN, RuleImages, rule_images
 from xdm_ft.training.selection import best_finish, split_of
+from xdm_ft.weights.prompts import expand_templates
 
 logger = logging.getLogger("xdm_ft")
 WARNING_LENGTH = 160  # characters of a failure, at most: it may list the rows of a batch
@@ -312,3 +327,225 @@ def _probabilities(logits: Tensor) -> np.ndarray:
     found = logits.double().softmax(-1).float()
     kept: np.ndarray = (found if found.nbytes <= LARGEST else found.amax(-1)).numpy()
     return kept
+
+
+FEW = 10  # images: the mean of fewer says much about each of them
+
+
+def weights_metadata(
+    plan: Plan,
+    prepared: Prepared,
+    planned: PlannedModel,
+    rule: str,
+    selected: Selected,
+    measured: Mapping[str, Any],
+    temperature: float | None,
+) -> dict[str, str]:
+    """Returns the metadata of weights. Every value is JSON; equal runs give equal texts, wherever they write.
+
+    `rule` is the selection rule that picked the weights. `measured` is what is known of their quality. `temperature`
+    divides their logits for calibrated probabilities; None: not known.
+    """
+    item = planned.item
+    described = {
+        "class_names": plan.dataset.class_names,
+        "encoder": _encoder(plan, prepared.of(item), item, selected),
+        "head": {"name": item.head.name, "settings": item.head.kwargs()},
+        "few_images": _few_images(plan, planned),
+        "class_means": getattr(item.algorithm.cls, "class_means", False),  # algorithms that take steps lack it
+        "method": {
+            "label": item.label,
+            "test_domains": planned.split.test_domains,
+            "train_domains": planned.split.train_domains,
+            "seed": planned.seed,
+            "trial": planned.trial,
+            "steps": planned.steps,
+            "hparams": hparams(plan.recipe, item, planned.training) | selected.hparams,
+        },
+        # whether the head reads L2-normalised features
+        "normalize": prepared.of(item).encoder.normalize or item.reads_normalized,
+        "preprocessing": prepared.of(item).encoder.preprocessing.model_dump(mode="json"),
+        "prompts": _prompts(plan, planned),
+        "protocol": {
+            **plan.recipe.protocol.model_dump(mode="json"),
+            "selected_by": rule,
+            "description": protocol_of(plan, prepared, rule),
+        },
+        "results": measured,
+        "step": selected.step,
+        "temperature": temperature,
+    }
+    return {key: json.dumps(value, allow_nan=False) for key, value in described.items()}
+
+
+def _few_images(plan: Plan, planned: PlannedModel) -> dict[str, int]:
+    """Returns {class: number of training images}, where it is below `FEW`."""
+    counts = plan.annotations.labels[torch.cat(planned.split.train)].bincount(minlength=len(plan.dataset.class_names))
+    return {name: n for name, n in zip(plan.dataset.class_names, counts.tolist(), strict=True) if 0 < n < FEW}
+
+
+def _encoder(plan: Plan, prepared: PreparedEncoder, item: MethodItem, selected: Selected) -> dict[str, Any]:
+    """Describes the encoder: its block of the recipe, which builds it, and what its weights are.
+
+    "in_this_file": "all" of its weights, a "part", whose others are those of the named encoder, or None.
+    """
+    recipe, is_trained = plan.recipe, any(name.startswith("encoder.") for name in selected.state)
+    whole = is_trained and not item.is_cut
+    return {
+        "label": item.encoder_label,  # of several encoders
+        "settings": item.encoder.block.model_dump(mode="json"),
+        "identity": prepared.encoder.identity(),
+        "width": prepared.width,
+        "pretraining": prepared.encoder.pretraining,
+        "trainable": item.trainable if isinstance(item.trainable, bool) else item.trainable.model_dump(mode="json"),
+        "in_this_file": "all" if whole else "part" if is_trained else None,
+        # of what is frozen; random weights are drawn from the seed
+        "xxh3": None if whole else prepared.weights,
+        "seed": None if whole else recipe.protocol.seeds[0],
+        "precision": recipe.training.mixed_precision if is_trained else recipe.features.precision,
+    }
+
+
+def _prompts(plan: Plan, planned: PlannedModel) -> list[str] | None:
+    """Returns the templates of the class embeddings that the head was computed or started from; None if it was not."""
+    if not planned.item.reads_text:
+        return None
+    return expand_templates(planned.item.block.prompts or planned.item.encoder.kwargs()["prompts"])
+
+
+ROWS_AT_ONCE = 4096
+MOST_TRAINING, MOST_VALIDATION = 5000, 1000  # images whose features one more pass of a trained encoder computes
+
+
+def keep_references(plan: Plan, prepared: Prepared, splits: Iterable[Split], directory: RunDirectory) -> None:
+    """Writes the reference of each split under each frozen encoder whose features the run has.
+
+    All models on these features with the same test domains share it, whatever their method and seed: it is made of the
+    first seed's split. Without validation images of training domains, a part of the training images takes their place.
+    """
+    protocol = plan.recipe.protocol
+    for label, own in prepared.encoders.items():
+        for split in splits if own.features is not None else ():
+            file = reference_file(split.test_domains, label)
+            if own.features is not None and not directory.is_intact(file, "it will be written again"):
+                validated = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
+                _keep(plan, own.features, validated, file, directory)
+
+
+def _keep(plan: Plan, features: Features, split: Split, file: str, directory: RunDirectory) -> None:
+    training, validation = torch.cat(split.train).sort().values.numpy(), split.evaluation["train_val"].numpy()
+    labels, class_names = plan.dataset.labels, plan.dataset.class_names
+    with progress("training features", 2 * len(training) + len(validation), "images", directory.main) as bar:
+        read = partial(_blocks, features, labels, bar)
+        try:
+            reference = fit(partial(read, training), partial(read, validation), len(class_names))
+        except ValueError as error:
+            logger.warning("%s: not written: %s with finite features", directory.path / file, error)
+            return
+    about = {"images": len(training), "validation_images": len(validation), "train_domains": split.train_domains}
+    directory.write_arrays(file, reference.arrays(), {key: json.dumps(value) for key, value in about.items()})
+
+
+def own_reference(plan: Plan, split: Split, model: Model, selected: Selected, weights: str) -> dict[str, Arrays]:
+    """Returns {file: arrays} of the reference of a model that has trained its encoder; {} if it is frozen.
+
+    It costs a forward pass of at most `MOST_TRAINING` training and `MOST_VALIDATION` validation images, which are drawn
+    by their number alone. All processes compute the features together.
+    """
+    if model.features is None:
+        return {}
+    protocol, labels = plan.recipe.protocol, plan.dataset.labels
+    split = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
+    parts = []
+    for pool, most in ((torch.cat(split.train), MOST_TRAINING), (split.evaluation["train_val"], MOST_VALIDATION)):
+        drawn = permutation(0, 0, Stream.TRAINING_FEATURES, len(pool))[:most]
+        rows = pool.sort().values[drawn.sort().values]
+        parts.append(_finite(model.features(selected, rows).numpy(), labels[rows.numpy()]))
+    training, validation = parts
+    try:
+        reference = fit(lambda: [training], lambda: [validation], len(plan.dataset.class_names))
+    except ValueError as error:
+        logger.warning("%s: distances are not known: %s with finite features", weights, error)
+        return {}
+    return {reference_beside(weights): reference.arrays()}
+
+
+def _blocks(
+    features: Features, labels: np.ndarray, bar: Progress, rows: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields the finite features of these rows, with their labels."""
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[first : first + ROWS_AT_ONCE]
+        z = features[torch.from_numpy(some).to(features.device)].cpu().numpy()
+        yield _finite(z, labels[some])
+        bar.advance(len(some))
+
+
+def _finite(z: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the features [n,K] that are finite, with their labels. Training reports the others."""
+    finite = np.isfinite(z).all(1)
+    return z[finite], labels[finite]
+
+
+MEASURED = "cross_domain"  # kind of the lines that hold the values of extra models
+Measured = dict[str, dict[str, dict[int, float]]]
+
+
+def cross_domain_values(engines: Engines, wanted: Collection[Identity], results: ResultsFile) -> dict[Identity, Known]:
+    """Trains the missing extra models. Returns `Job.known` of each wanted model: the mean metric of its extra models.
+
+    Returns an empty dict if the recipe selects by another rule.
+    """
+    extra = [model for model in engines.plan.extra if any(key in wanted for key in model.serves)]
+    if not extra:
+        return {}
+    jobs = [make_job(engines.plan, engines.prepared, model, {}) for model in extra]
+    before = _measured_values(engines)
+    missing = {job.key for job in jobs if _extra_name(job) not in before}
+    wait_for_everyone(engines.accelerator)  # all processes must read the same lines before one of them appends
+    alike: dict[tuple[tuple[str, int], tuple[str, ...]], list[tuple[ExtraModel, Job]]] = {}
+    for model, job in zip(extra, jobs, strict=True):
+        # the models that it serves are of one method, seed and trial, so of one group too
+        group = results.chunk_group(model.serves[0])
+        alike.setdefault((group, tuple(job.split.evaluation)), []).append((model, job))
+    metric = engines.plan.recipe.protocol.metric
+    requests = [
+        Request(models[0][0].item, [job for _, job in models], Criteria(parts, metric), missing)
+        for (_, parts), models in alike.items()
+        if any(job.key in missing for _, job in models)
+    ]
+    if requests:
+        logger.info("%s; %d are missing", extra_models(engines.plan), len(missing))
+        train(engines, requests, _measure_extra, results, what="extra models")
+    measured, courses = _measured_values(engines), dict[Identity, list[Mapping[int, float]]]()
+    for model, job in zip(extra, jobs, strict=True):
+        for part, key in zip(LEFT_OUT, model.serves, strict=False):  # a model serves one planned model, or two
+            courses.setdefault(key, []).append(measured[_extra_name(job)][part])
+    return {key: {"cross_domain": mean_course(of_model)} for key, of_model in courses.items()}
+
+
+def _measure_extra(engines: Engines, model: Model) -> Outcome:
+    """Returns the line of an extra model, with its finite values of the metric: {evaluation split: {step: value}}."""
+    trained, job = model.trained, model.trained.job
+    if trained.failure is not None:
+        logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
+    course = {} if trained.failure else trained.course
+    defined = {
+        part: {step: value for step, value in course.get(part, {}).items() if math.isfinite(value)}
+        for part in job.split.evaluation
+    }
+    return Outcome(MEASURED, {"model": _extra_name(job), "values": defined})
+
+
+def _measured_values(engines: Engines) -> Measured:
+    """Returns {extra model: {evaluation split: {step: metric}}}, from the lines of all processes."""
+    return {
+        line["model"]: {
+            part: {int(step): value for step, value in course.items()} for part, course in line["values"].items()
+        }
+        for line in engines.directory.lines(MEASURED)
+    }
+
+
+def _extra_name(job: Job) -> str:
+    return json.dumps([*job.key, job.setup.steps])  # unlike joined names, these are distinct for distinct models

@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
 from xdm_ft.containers.cells import alike
 from xdm_ft.evaluation.records import set_name
-from xdm_ft.experiment.findings import Finding
 from xdm_ft.experiment.plan import Plan
-from xdm_ft.experiment.prepared import index_folder
+from xdm_ft.experiment.prepare import index_folder
 from xdm_ft.features.file_hashes import FileHashes, hash_files
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.protocol.splits import Split
-from xdm_ft.runtime.errors import plural
+from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage.csv_cells import csv_line
 from xdm_ft.storage.run_directory import COPIES, RunDirectory
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a report. A finding with a remedy is a fault."""
+
+    what: str
+    found: str
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        if self.remedy is None:
+            return printable(f"ok     {self.what}: {self.found}")
+        return "\n".join([printable(f"FAULT  {self.what}: {self.found}"), printable(f"       → {self.remedy}")])
+
+    @property
+    def line(self) -> str:
+        return printable(f"{self.what}: {self.found}" + (f" → {self.remedy}" if self.remedy else ""))
+
+
+def fault(what: str, error: UserError) -> Iterator[Finding]:
+    """Yields one fault per line of the error's text. The remedy is the text behind the last semicolon of a line."""
+    for line in str(error).splitlines():
+        found, semicolon, remedy = line.rpartition("; ")
+        yield Finding(what, found, remedy) if semicolon else Finding(what, line, "repair this and run again")
+
 
 COPIED = "images"  # the check that finds copies
 ROLES = ("training", "validation", "test")
