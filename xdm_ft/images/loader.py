@@ -1,23 +1,32 @@
-"""DataLoaders of images, whose worker processes end with this one, and whose death is one line."""
+"""Batches of images, decoded by threads of this process or by worker processes.
+
+The workers end with this process, and their death is one line.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import active_children
 from multiprocessing.connection import wait
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from PIL import Image
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import end_with_parent, stop_requested
 
 T = TypeVar("T")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of the precisions in recipes
 SECONDS_TO_END = 1.0  # for the end of a worker to be reported
 SECONDS_TO_DIE = 10.0  # the same where its connection broke: that happens first, and writing a core file takes a while
 
@@ -25,6 +34,66 @@ SECONDS_TO_DIE = 10.0  # the same where its connection broke: that happens first
 def own_cores() -> int:
     """Returns this process's share of the machine's cores."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def decoding_workers(device: torch.device, most: int) -> int:
+    """Returns how many processes decode images by default: none if the encoder runs on the same cores.
+
+    Each core that a worker takes from it lets all of its threads wait. Threads of this process then decode a batch on
+    all cores, between two passes of the encoder.
+    """
+    return 0 if device.type == "cpu" else min(most, own_cores())
+
+
+class PixelBatch(NamedTuple, Generic[T]):
+    """One batch, as a worker returns it."""
+
+    items: list[T]
+    pixels: Tensor  # uint8 [batch_size,S,S,3]; black after the last item, and where there are no pixels
+    instead: dict[int, Any]  # position → what was read instead of pixels: a text says why an image does not decode
+
+
+class PixelBatches(Dataset[PixelBatch[T]]):
+    """Item `items` is a whole batch, which `threads` of this process decode; 0: the process that asks for it does.
+
+    `read` returns the pixels of an item, an RGB image of the shape's size, or another value to keep instead of them.
+    Every batch has as many images, `shape[0]`: the products of a shorter one round differently.
+    """
+
+    def __init__(self, read: Callable[[T], Any], shape: tuple[int, int, int, int], threads: int = 0) -> None:
+        self.read, self.shape = read, shape
+        self._map = ThreadPoolExecutor(threads, "decoder").map if threads else map
+
+    def __getitem__(self, items: list[T]) -> PixelBatch[T]:
+        pixels = np.zeros(self.shape, np.uint8)
+        values = enumerate(self._map(self._fill, items, pixels))
+        return PixelBatch(items, torch.from_numpy(pixels), {at: value for at, value in values if value is not None})
+
+    def _fill(self, item: T, pixels: np.ndarray) -> Any:
+        """Fills `pixels` [S,S,3] and returns None, or returns what is kept instead."""
+        try:
+            value = self.read(item)
+        except UnreadableImage as error:
+            return error.reason
+        if not isinstance(value, Image.Image):
+            return value
+        pixels[:] = value
+        return None
+
+
+def pixel_batches(
+    batches: Iterable[list[T]],
+    read: Callable[[T], Any],
+    shape: tuple[int, int, int, int],
+    device: torch.device,
+    workers: int,
+    what: str,
+    remedy: str,
+) -> Iterator[PixelBatch[T]]:
+    """Yields the batches as `PixelBatches` makes them, in `workers` processes. Raises `UserError` as `loaded` does."""
+    dataset = PixelBatches(read, shape, threads=0 if workers else own_cores())
+    loader = image_loader(dataset, workers, device, batch_size=None, sampler=batches)  # it yields whole batches
+    yield from loaded(loader, what, remedy)
 
 
 def image_loader(dataset: Dataset[T], workers: int, device: torch.device, **how: Any) -> DataLoader[T]:
