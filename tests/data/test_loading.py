@@ -87,7 +87,7 @@ def test_after_a_stop_request_an_error_ends_the_batches(monkeypatch: pytest.Monk
     loader = image_loader(Rows(error=error), 0, CPU, batch_size=None)
     with pytest.raises(type(error)):
         list(loaded(loader, "key", "do this"))
-    monkeypatch.setattr(loader, "stop_requested", lambda: True)
+    monkeypatch.setattr("xdm_ft.images.loader.stop_requested", lambda: True)
     assert list(loaded(loader, "key", "do this")) == [0, 1, 2, 3, 4]
 
 

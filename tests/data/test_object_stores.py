@@ -10,12 +10,12 @@ import pytest
 from encoded_images import same, write_parquet, write_tar
 from object_store import Bucket, object_store
 
+from xdm_ft.containers import remote
 from xdm_ft.containers.image_tables import Columns
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.webdataset import Keys, WebDataset
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage import remote
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("moto", "s3fs"), pytest.mark.usefixtures("own_cache")]
 

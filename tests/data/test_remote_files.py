@@ -22,6 +22,7 @@ from encoded_images import labels_of, png, same, write_parquet, write_tar
 from fsspec.registry import _registry
 from range_server import Served, served
 
+from xdm_ft.containers import remote
 from xdm_ft.containers.image_tables import Columns
 from xdm_ft.containers.pieces import RecentlyUsed
 from xdm_ft.containers.tar import Keys
@@ -30,7 +31,6 @@ from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.webdataset import WebDataset, expanded_braces
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage import remote
 from xdm_ft.storage.remembered import remembered
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -159,7 +159,7 @@ def test_refusals_of_other_libraries_are_not_tried_again(status: int, problem: s
             calls.append(1)
             raise error
 
-        assert f"hf://datasets/a/b: {problem}" in line(lambda read=read: remote.attempted("hf://datasets/a/b", read))
+        assert f"hf://datasets/a/b: {problem}" in line(lambda read=read: remote.attempt("hf://datasets/a/b", read))
         assert len(calls) == 1
 
 
@@ -199,7 +199,7 @@ def test_faults_of_parquet_files(tmp_path: Path) -> None:
         write_parquet(folder / f"{name}.parquet", range(2), 2)
         other = pyarrow.table({"image": [png(0)] * 2, "label": labels, "domain": ["d", "e"]})
         pyarrow.parquet.write_table(other, folder / f"{name}.parquet")
-    assert "column label has values of several types (int, str)" in line(lambda: Parquet(file=folder))
+    assert "column label has values of several types (int64, string)" in line(lambda: Parquet(file=folder))
     whole = write_parquet(tmp_path / "whole.parquet", range(50), 50)
     content = whole.read_bytes()
     whole.write_bytes(content[:4] + bytes(60) + content[64:])

@@ -1,19 +1,25 @@
-"""Data sets whose images are files, and groups that are read from their paths."""
+"""Data sets whose images are files: found in trees of folders, with groups that are read from their paths."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, overload
 
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from xdm_ft.images.decode import EncodedImages
-from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.images.decode import EncodedImages, extensions
+from xdm_ft.runtime.errors import UserError, plural, printable
+
+logger = logging.getLogger("xdm_ft")
+
+TREE = "it must contain <domain>/<class>/<image>"  # the end of a message about `data.root`
 
 
 def _regular_expression(pattern: str | None) -> str | None:
@@ -104,3 +110,96 @@ def group_of(path: str, expression: re.Pattern[str]) -> str | None:
         return None
     # \0 is in no path, so that ("a", "bc") and ("ab", "c") stay two groups
     return "\0".join(match.groups("")) if expression.groups else match[0]
+
+
+def refuse_missing_folder(root: Path, remedy: str) -> None:
+    """Raises `UserError` if `data.root` is not a folder; `remedy` ends the message and says what to do."""
+    if not root.is_dir():
+        problem = "is not a folder" if root.exists() else "does not exist"
+        raise UserError(f"data.root: {printable(root)} {problem}; {remedy}")
+
+
+def images_below(root: Path, folders: str = "<domain>/<class>") -> tuple[list[str], list[str]]:
+    """Returns the images in such `folders` of `root` or deeper, and all files found.
+
+    Paths are relative to `root`, with slashes, in the order of their names. Hidden files are skipped. Links are
+    followed, but not in circles. The log counts the other files and the images in other folders.
+    """
+    depth = folders.count("/") + 1
+    images, found = list[str](), list[str]()
+    for below, names in _files(str(root), "", set()):
+        paths = [below + name for name in names]
+        found += paths
+        if below.count("/") >= depth:
+            images += _images(paths)
+    if images and len(images) < len(found):
+        _log_ignored(root, found, set(images), folders)
+    return images, found
+
+
+def _files(folder: str, below: str, visited: set[tuple[int, int]]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the path of a folder from the root and names of files in it; all of them in the order of their paths.
+
+    `below` is the path of `folder` from the root, "" or with a slash at its end. Folders in `visited` (device, inode)
+    are skipped.
+    """
+    status, names, folders = visible_entries(folder, "data.root")
+    identity = (status.st_dev, status.st_ino)
+    if identity in visited:
+        return
+    visited.add(identity)
+    # Above a class folder `visited` has the parents only, to which a link may lead back: two domains may link to the
+    # same images. Within a class it has every folder read, as folders that link to each other would repeat
+    # exponentially.
+    in_class = below.count("/") >= 2  # domain/class/
+    for are_folders, run in groupby(names, folders.__contains__):
+        if are_folders:
+            for name in run:
+                yield from _files(os.path.join(folder, name), f"{below}{name}/", visited if in_class else set(visited))
+        else:
+            yield below, list(run)
+
+
+def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[str], set[str]]:
+    """Returns the status of a folder, the sorted names in it that are not hidden, and those of them that are folders.
+
+    Raises `UserError`, which names `key`, if the folder can not be read.
+    """
+    try:
+        status = os.stat(folder)
+        with os.scandir(folder) as scan:
+            entries = [entry for entry in scan if entry.name[0] != "."]
+        names = sorted([entry.name for entry in entries])
+        folders = {entry.name for entry in entries if not entry.is_file(follow_symlinks=False) and _is_folder(entry)}
+    except OSError as error:
+        raise UserError(f"{key}: {printable(folder)} can not be read: {error.strerror}") from error
+    return status, names, folders
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    # os.path.isdir: for a link that points to itself `entry.is_dir` raises
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+
+def is_image(path: str) -> bool:
+    return bool(_images([path]))
+
+
+def _images(paths: list[str]) -> list[str]:
+    known = extensions()
+    # of a name without a dot it is the last character, which is no extension
+    found = [path[path.rfind(".") :] for path in paths]
+    images = {extension for extension in set(found) if extension.lower() in known}
+    if len(images) == len(set(found)):
+        return paths
+    return [path for path, extension in zip(paths, found, strict=True) if extension in images]
+
+
+def _log_ignored(root: Path, found: list[str], images: set[str], folders: str) -> None:
+    of_images = set(_images(found))
+    other = [path for path in found if path not in of_images]
+    higher = [path for path in found if path in of_images and path not in images]
+    for paths, what in ((other, "without an image"), (higher, f"outside a {folders} folder")):
+        if paths:
+            ignored = plural(len(paths), "image" if paths is higher else "file")
+            logger.warning("%s: ignored %s %s, the first: %s", root, ignored, what, printable(paths[0]))

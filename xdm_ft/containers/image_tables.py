@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.named_columns import column_of, named, parts_of
+from xdm_ft.containers.tables import encode_names, name_columns, parts_of
 from xdm_ft.images.dataset import Container
 from xdm_ft.images.decode import EncodedImages
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
@@ -62,8 +62,9 @@ class ImageTable(EncodedImages):
 
     def _fill(self, parts: Mapping[str, Dataset], columns: Columns, where: str, use_splits: bool = False) -> None:
         """Concatenates `parts`, {name of the split: table}. Raises `UserError` if a column is missing or has gaps."""
+        import pyarrow
+        from datasets import ClassLabel, concatenate_datasets
         from datasets import Image as ImageFeature
-        from datasets import concatenate_datasets
 
         self.where, self.column = where, columns.image
         wanted = [name for name in columns.model_dump().values() if name is not None]
@@ -81,26 +82,13 @@ class ImageTable(EncodedImages):
         self.table = table.select_columns([columns.image])
         files = tuple(part["filename"] for part in table.cache_files)
         self.container = Container(files, columns.image) if files else None
-        self.class_names, self.labels = self._numbered(table, columns.label)
-        part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts.values()])
-        if columns.domain is None:
-            self.domain_names, self.domains = tuple(printable(name) for name in parts), part_of
-        else:
-            self.domain_names, self.domains = self._numbered(table, columns.domain)
-        if columns.group is not None:
-            self.groups = self._numbered(table, columns.group)[1]
-        if columns.split is not None:
-            self.splits = parts_of(self.where, *self._numbered(table, columns.split))
-        elif use_splits:
-            self.splits = parts_of(self.where, tuple(parts), part_of)
-
-    def _numbered(self, table: Dataset, column: str) -> tuple[tuple[str, ...], np.ndarray]:
-        """Returns the values that occur, in the order of ClassLabel or sorted, and for every row its value's index."""
-        from datasets import ClassLabel
-
-        feature = table.features[column]
-        cells = column_of(table.data.column(column), f"{self.where}: row {{}}, column {column}", 0)
-        return named(cells, self.where, column, feature.names if isinstance(feature, ClassLabel) else None)
+        of_part = np.repeat(np.arange(len(parts)), [len(part) for part in parts.values()])
+        self.domain_names, self.domains = tuple(printable(name) for name in parts), of_part
+        names = {name: feature.names for name, feature in table.features.items() if isinstance(feature, ClassLabel)}
+        cells = {name: encode_names(table.data.column(name), f"{where}: column {name}") for name in wanted[1:]}
+        name_columns(self, pyarrow.table(cells), where, columns.model_dump(exclude={"image"}), names)
+        if use_splits and columns.split is None:
+            self.splits = parts_of(where, tuple(parts), of_part)
 
     def name(self, row: int) -> str:
         return f"{self.where}, {self.name_in_data(row)}"

@@ -10,15 +10,15 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any, Generic, Protocol, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import Field
 
+from xdm_ft.containers.remote import FileState, is_remote
 from xdm_ft.images.dataset import Container, Pieces
 from xdm_ft.images.decode import EncodedImages, FaultInLoader
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import progress
-from xdm_ft.storage.remote import FileState, is_remote
 
 T = TypeVar("T")
 FILES_AT_ONCE = 4
@@ -78,15 +78,6 @@ class RecentlyUsed(Generic[T]):
             del self._values[key], self._bytes[key]
 
 
-class Piece(Protocol):
-    """The encoded images of a piece: item i is the i-th one."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def __getitem__(self, place: int) -> bytes: ...
-
-
 class PiecedImages(EncodedImages):
     """The images of `container`, row after row. Each process keeps the pieces that it read last, of `cache_mb` MB."""
 
@@ -101,21 +92,21 @@ class PiecedImages(EncodedImages):
         return {name: value for name, value in vars(self).items() if name != "_own"}
 
     @abstractmethod
-    def read_piece(self, number: int) -> Piece:
+    def read_piece(self, number: int) -> list[bytes]:
         """Reads a piece from its file. Threads call it at the same time. Raises `UserError`."""
 
     def content(self, row: int) -> bytes:
         number = int(self.pieces.of_row(row))
         return self.piece(number)[row - self.pieces.rows(number).start]
 
-    def piece(self, number: int) -> Piece:
+    def piece(self, number: int) -> list[bytes]:
         """Returns a piece, read or kept. In a process that reads a remote file alone, the next ones are read too."""
         own, load = self.own, partial(self._read, number)
         if number != own.last:
             is_next, own.last = number - 1 in own.kept, number
             if is_next and own.reads_ahead and is_remote(self.container.files[int(self.pieces.file_of[number])]):
                 value = own.kept.get(number, load)
-                if (AHEAD + KEPT) * value.nbytes <= own.kept.limit:
+                if (AHEAD + KEPT) * _bytes_of(value) <= own.kept.limit:
                     own.read_ahead(range(number + 1, min(number + 1 + AHEAD, len(self.pieces.ends))), self._read)
         return own.kept.get(number, load)
 
@@ -130,7 +121,7 @@ class PiecedImages(EncodedImages):
                     own = self._own = _OfProcess(self.cache_mb * 10**6)
         return own
 
-    def _read(self, number: int) -> Piece:
+    def _read(self, number: int) -> list[bytes]:
         with in_loader():
             return self.read_piece(number)
 
@@ -161,14 +152,18 @@ class _OfProcess:
         from torch.utils.data import get_worker_info
 
         self.process, self.last = os.getpid(), -1
-        self.kept = RecentlyUsed[Piece](limit, lambda piece: piece.nbytes)
+        self.kept = RecentlyUsed[list[bytes]](limit, _bytes_of)
         self.footers = RecentlyUsed[Any](FOOTER_BYTES, lambda footer: int(footer.serialized_size))
         # processes that divide the images skip what others read
         self.reads_ahead = get_worker_info() is None and os.environ.get("WORLD_SIZE", "1") == "1"
         self._threads: ThreadPoolExecutor | None = None
 
-    def read_ahead(self, numbers: range, read: Callable[[int], Piece]) -> None:
+    def read_ahead(self, numbers: range, read: Callable[[int], list[bytes]]) -> None:
         self._threads = self._threads or ThreadPoolExecutor(AHEAD, "reading ahead")
         for number in numbers:
             if number not in self.kept:
                 self._threads.submit(self.kept.get, number, partial(read, number))
+
+
+def _bytes_of(piece: list[bytes]) -> int:
+    return sum(map(len, piece))

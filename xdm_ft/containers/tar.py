@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tarfile
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, NamedTuple
 
-import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.named_columns import PLAIN, Column
+from xdm_ft.containers.remote import is_remote, open_file
+from xdm_ft.containers.tables import encode_names
+from xdm_ft.images.dataset import FileState
 from xdm_ft.images.decode import extensions
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.runtime.settings import Block
-from xdm_ft.storage.remote import FileInParts, FileState, is_remote, read_range
 
+if TYPE_CHECKING:
+    from pyarrow import Table
+
+START, SIZE, MEMBER = "\0start", "\0size", "\0member"  # columns of an index; no key of KEY.json is named so
 BLOCK = 512  # bytes, of which a tar consists
 REMOTE_BYTES = 1 << 24  # of a remote tar, per request
 LOCAL_BYTES = 1 << 13  # of a local tar: its headers are read, and images skipped
@@ -42,44 +45,6 @@ class Keys(Block):
 OWN_KEYS = Keys()
 
 
-class TarIndex(NamedTuple):
-    """The n images of a tar, in the order of its members."""
-
-    starts: np.ndarray  # int64 [n]: first byte
-    sizes: np.ndarray  # int64 [n]: bytes
-    names: list[str]  # of the members
-    columns: dict[str, Column]
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Returns all of it as arrays; `TarIndex.read` of them is the index again."""
-        about = json.dumps({"columns": list(self.columns), "names": self.names}).encode()
-        found = {"starts": self.starts, "sizes": self.sizes, "about": np.frombuffer(about, np.uint8)}
-        for name, column in self.columns.items():
-            found |= column.arrays(name)
-        return found
-
-    @classmethod
-    def read(cls, arrays: Mapping[str, np.ndarray]) -> TarIndex:
-        about = json.loads(arrays["about"].tobytes())
-        columns = {name: Column.read(arrays, name) for name in about["columns"]}
-        return cls(arrays["starts"], arrays["sizes"], about["names"], columns)
-
-
-class Members:
-    """The images of a piece."""
-
-    def __init__(self, data: bytes, starts: np.ndarray, sizes: np.ndarray) -> None:
-        self.data, self.starts, self.sizes = data, starts - starts[0], sizes
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, place: int) -> bytes:
-        start = int(self.starts[place])
-        return self.data[start : start + int(self.sizes[place])]
-
-
 class _Sample(NamedTuple):
     """The members of one key."""
 
@@ -89,35 +54,45 @@ class _Sample(NamedTuple):
     about: dict[str, Any]  # in KEY.json
 
 
-def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> TarIndex:
-    """Returns the index of a tar. `keys`: {label, domain, group or split: its key in KEY.json, None: it is not there}.
+def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> Table:
+    """Returns a row for each image of a tar, in the order of its members: `START` and `SIZE` (bytes), `MEMBER` (name).
 
-    The label may be in KEY.cls instead. Keys without an image are skipped. Raises `UserError`, one line.
+    `keys`: {label, domain, group or split: its key in KEY.json, None: it is not there}; each is a column. The label may
+    be in KEY.cls instead. Keys without an image are skipped. Raises `UserError`, one line.
     """
-    found = [sample for sample in _samples(address, state) if sample.image is not None]
-    if not found:
+    import pyarrow
+
+    samples = [sample for sample in _samples(address, state) if sample.image is not None]
+    if not samples:
         raise UserError(f"{printable(address)}: the tar contains no images (known by their extensions); remove it")
-    columns = {}
+    images = [sample.image for sample in samples if sample.image is not None]
+    columns = {
+        START: pyarrow.array([image.offset_data for image in images], pyarrow.int64()),
+        SIZE: pyarrow.array([image.size for image in images], pyarrow.int64()),
+        MEMBER: pyarrow.array([image.name for image in images], pyarrow.large_string()),
+    }
     for name, key in keys.items():
         if key is not None:
-            columns[name] = Column.of(_cell(address, sample, name, key) for sample in found)
-    images = [sample.image for sample in found if sample.image is not None]
-    starts, sizes = ([getattr(one, name) for one in images] for name in ("offset_data", "size"))
-    return TarIndex(np.array(starts, np.int64), np.array(sizes, np.int64), [one.name for one in images], columns)
+            cells = [_cell(address, sample, name, key) for sample in samples]
+            kinds = sorted({type(cell).__name__ for cell in cells} - {"NoneType"})
+            if len(kinds) > 1:
+                many = f"has values of several types ({', '.join(kinds)})"
+                raise UserError(f"{printable(address)}: key {key} {many}; write one type")
+            columns[name] = encode_names(pyarrow.chunked_array([cells]), f"{printable(address)}: key {key}")
+    return pyarrow.table(columns)
 
 
 def _cell(address: str, sample: _Sample, name: str, key: str) -> Any:
     if name == "label" and sample.label is not None and key not in sample.about:
         return sample.label
+    place = f"{printable(address)}: {printable(sample.key)}.json"
     if key not in sample.about:
-        place = f"{printable(address)}: {printable(sample.key)}.json"
         if not sample.about:
             instead = f" or {printable(sample.key)}.cls" if name == "label" else ""
             raise UserError(f'{place}: it must exist and have the key "{key}"{instead}')
         raise UserError(f'data.keys.{name}: {place} has no key "{key}"{did_you_mean(key, list(sample.about))}')
     cell = sample.about[key]
-    if not isinstance(cell, PLAIN):
-        place = f"{printable(address)}: {printable(sample.key)}.json"
+    if not isinstance(cell, str | int | float | None):
         raise UserError(f"{place}, key {key}: a name must be text or a number; write it as text")
     return cell
 
@@ -168,9 +143,9 @@ def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, 
     """
     offset, after = 0, ""
     try:
-        reader = io.BufferedReader(_Blocks(address, state), BLOCK)
+        reader = open_file(address, state, REMOTE_BYTES if is_remote(address) else LOCAL_BYTES)
         # mode "r:" refuses a compressed tar, of which no range can be read
-        with tarfile.open(fileobj=reader, mode="r:") as file:
+        with reader, tarfile.open(fileobj=reader, mode="r:") as file:
             for member in file:
                 offset, after = min(file.offset, state.size), f", after the member {printable(member.name)}"
                 extension = _key_and_extension(member.name)[1]
@@ -205,23 +180,3 @@ def _fault_of_end(reader: BinaryIO, offset: int) -> str | None:
             return "the tar ends here, but other data follow"
         end = reader.read(1 << 20)
     return None
-
-
-class _Blocks(FileInParts):
-    """A file that is read in large blocks, of which the last one is kept."""
-
-    def __init__(self, address: str, state: FileState) -> None:
-        super().__init__(address, state)
-        self.block = REMOTE_BYTES if is_remote(address) else LOCAL_BYTES
-        self.first, self.data = 0, b""
-
-    def readinto(self, buffer: Any) -> int:
-        if self.place >= self.length:
-            return 0
-        if not self.first <= self.place < self.first + len(self.data):
-            stop = min(self.place + self.block, self.length)
-            self.first, self.data = self.place, read_range(self.address, self.place, stop, self.length)
-        part = self.data[self.place - self.first :][: len(buffer)]
-        buffer[: len(part)] = part
-        self.place += len(part)
-        return len(part)

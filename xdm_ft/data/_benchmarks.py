@@ -12,8 +12,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.files import ImageFiles, PathsBelow, numbered
-from xdm_ft.containers.trees import images_below, refuse_missing_folder
+from xdm_ft.containers.files import ImageFiles, PathsBelow, images_below, numbered, refuse_missing_folder
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, printable

@@ -11,8 +11,17 @@ from typing import Annotated
 
 from pydantic import Field
 
-from xdm_ft.containers.files import GroupPattern, ImageFiles, PathsBelow, groups_of, numbered
-from xdm_ft.containers.trees import TREE, images_below, is_image, refuse_missing_folder
+from xdm_ft.containers.files import (
+    TREE,
+    GroupPattern,
+    ImageFiles,
+    PathsBelow,
+    groups_of,
+    images_below,
+    is_image,
+    numbered,
+    refuse_missing_folder,
+)
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage.user_paths import expanded
 

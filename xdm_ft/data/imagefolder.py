@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from xdm_ft.containers.files import TREE, refuse_missing_folder
 from xdm_ft.containers.image_tables import Columns, ImageTable, load
-from xdm_ft.containers.trees import TREE, refuse_missing_folder
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.user_paths import expanded
 

@@ -10,9 +10,8 @@ from typing import Annotated, ClassVar
 import numpy as np
 from pydantic import Field
 
-from xdm_ft.containers.cells import name_in
 from xdm_ft.containers.files import GroupPattern, ImageFiles, groups_of, numbered
-from xdm_ft.containers.table_rows import csv_rows
+from xdm_ft.containers.tables import csv_rows, name_in
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.storage.user_paths import expanded

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import numpy as np
 
-from xdm_ft.containers.cells import alike
+from xdm_ft.containers.tables import alike
 from xdm_ft.evaluation.records import set_name
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import index_folder

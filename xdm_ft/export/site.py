@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xdm_ft.containers.files import groups_of, numbered
-from xdm_ft.containers.trees import images_below, refuse_missing_folder
+from xdm_ft.containers.files import groups_of, images_below, numbered, refuse_missing_folder
 from xdm_ft.data.table import Table
 from xdm_ft.export.sources import TABLES, Item
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable

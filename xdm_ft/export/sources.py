@@ -11,10 +11,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from xdm_ft.containers.cells import name_in
-from xdm_ft.containers.files import group_of
-from xdm_ft.containers.table_rows import csv_rows
-from xdm_ft.containers.trees import is_image, visible_entries
+from xdm_ft.containers.files import group_of, is_image, visible_entries
+from xdm_ft.containers.tables import csv_rows, name_in
 from xdm_ft.data.table import path_in
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.progress import pulse

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from xdm_ft.containers.remote import is_remote, state_of
 from xdm_ft.features.hash_index import run_on_index
 from xdm_ft.images.dataset import Container, ImageDataset, Pieces
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import progress
-from xdm_ft.storage.remote import is_remote, state_of
 
 ROWS_PER_COMMIT = 1024  # at least; at most so many hashes and a piece's are lost when a process is killed
 

@@ -8,10 +8,15 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from xdm_ft.storage.remote import FileState
-
 Augmentation = Literal["none", "domainbed"]
 """Random changes of training images, see `xdm_ft.images.transforms.training_transform`."""
+
+
+class FileState(NamedTuple):
+    """What tells a file from a changed one without reading it."""
+
+    size: int
+    version: str  # ETag, else the time of the last change; on this machine the times of modification and status change
 
 
 class Container(NamedTuple):

@@ -1,20 +1,16 @@
-"""Files on this machine or at an address (`https://…`, `s3://…`, `gs://…`, `hf://…`): their state, and ranges of bytes.
-
-Addresses are read by fsspec. Each request asks fsspec for the file system: it keeps one per process, as that of a
-process does not work in the processes that are forked from it.
-"""
+"""Files on this machine or, by fsspec, at an address: `https://…`, `s3://…`, `gs://…`, `hf://…`."""
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import stat
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
+from xdm_ft.images.dataset import FileState
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse
 
@@ -24,38 +20,10 @@ T = TypeVar("T")
 ATTEMPTS = 3
 SECONDS_BETWEEN = 1.0  # before the second attempt; twice as long before the third
 SECONDS_OF_SILENCE = 60.0  # after which a server counts as not answering
-AT_ONCE = 16  # requests
+REQUESTS_AT_ONCE = 16
 CONTENT_TAGS = ("ETag", "etag", "blob_id")  # in fsspec's description of a file: changes with its content
 TIMES = ("Last-Modified", "LastModified", "last_modified", "updated", "mtime")
 NEEDS = "pip install 'xdm_ft[remote]'"
-
-
-class FileState(NamedTuple):
-    """What tells a file from a changed one without reading it."""
-
-    size: int
-    version: str  # ETag, else the time of the last change; on this machine the times of modification and status change
-
-
-class FileInParts(io.RawIOBase):
-    """A file at an address as libraries read one: `place` moves, and a subclass says what is read from there."""
-
-    def __init__(self, address: str, state: FileState) -> None:
-        super().__init__()
-        self.address, self.length, self.place = address, state.size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.place
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.length}[whence]
-        return self.place
 
 
 def is_remote(address: str) -> bool:
@@ -72,7 +40,7 @@ def state_of(address: str) -> FileState:
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{printable(address)}: is not a regular file")  # opening a pipe would block for ever
         return FileState(status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}")
-    about = attempted(address, lambda: _described(address))
+    about = attempt(address, lambda: _described(address))
     version = next((f"{key} {about[key]}" for key in (*CONTENT_TAGS, *TIMES) if about.get(key)), None)
     if about.get("size") is None:
         raise UserError(f"{address}: the server does not say how large the file is; copy it to a server that does")
@@ -86,36 +54,47 @@ def state_of(address: str) -> FileState:
 
 def states_of(addresses: Sequence[str]) -> list[FileState]:
     """Returns the states of files, several at a time, and raises as `state_of`."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
         return list(pool.map(state_of, addresses))
 
 
-def read_range(address: str, start: int, stop: int, size: int) -> bytes:
-    """Returns the bytes start…stop−1 of a file of that size. Raises `UserError`, one line, if that fails."""
-    if is_remote(address):
-        found = attempted(address, lambda: _requested(address, start, stop, size))
-    else:
+def open_file(address: str, state: FileState, block_bytes: int = 0) -> BinaryIO:
+    """Returns the file opened for reading, unbuffered, or in blocks of that many bytes. Raises `UserError`, one line.
+
+    What is read of a remote file is requested from its server, in up to `ATTEMPTS` attempts.
+    """
+    if not is_remote(address):
         try:
-            with open(address, "rb", buffering=0) as file:
-                found = os.pread(file.fileno(), stop - start, start)
-                while found and len(found) < stop - start:  # Linux returns at most 2 GB at once
-                    found += (more := os.pread(file.fileno(), stop - start - len(found), start + len(found)))
-                    if not more:
-                        break
+            return open(address, "rb", buffering=block_bytes)
         except OSError as error:
             raise UserError(f"{printable(address)}: can not be read: {error.strerror}; check the disk") from error
+    how = {"cache_type": "readahead", "block_size": block_bytes} if block_bytes else {"cache_type": "none"}
+
+    def opened() -> Any:
+        system, path = _system(address)
+        return system.open(path, "rb", size=state.size, **how)
+
+    file = attempt(address, opened)
+    if hasattr(file, "cache"):  # not those of this machine
+        fetch = file.cache.fetcher
+        file.cache.fetcher = lambda start, stop: attempt(address, lambda: fetch(start, stop))
+    return file
+
+
+def read_range(address: str, state: FileState, start: int, stop: int) -> bytes:
+    """Returns the bytes start…stop−1 of a file. Raises `UserError`, one line, if that fails."""
+    try:
+        with open_file(address, state) as file:
+            file.seek(start)
+            found = file.read(stop - start)
+    except OSError as error:
+        raise UserError(f"{printable(address)}: can not be read: {error.strerror}; check the disk") from error
     if len(found) != stop - start:
         raise UserError(f"{printable(address)}: ends before byte {stop}: it is damaged, or was changed; run again")
     return found
 
 
-def read_ranges(address: str, ranges: Sequence[tuple[int, int]], size: int) -> list[bytes]:
-    """Returns the bytes of each range (start, stop), several requests at a time."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda one: read_range(address, one[0], one[1], size), ranges))
-
-
-def listed(address: str, suffix: str, deep: bool) -> list[str]:
+def list_files(address: str, suffix: str, deep: bool) -> list[str]:
     """Returns the addresses of the files of a folder or glob that end with `suffix`, sorted; none: [].
 
     `deep`: of the folders in the folder too. An address that ends with the suffix is a file.
@@ -131,10 +110,10 @@ def listed(address: str, suffix: str, deep: bool) -> list[str]:
             names = system.find(path) if deep else system.ls(path, detail=False)
         return sorted({str(system.unstrip_protocol(name)) for name in names if str(name).endswith(suffix)})
 
-    return attempted(address, found)
+    return attempt(address, found)
 
 
-def attempted(address: str, read: Callable[[], T]) -> T:
+def attempt(address: str, read: Callable[[], T]) -> T:
     """Returns what `read` returns, of three attempts. Raises `UserError`, one line that begins with the address."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -188,7 +167,10 @@ def _reason(error: BaseException) -> str:
 
 
 def _system(address: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for an address, and the path in it."""
+    """Returns fsspec's file system for an address, and the path in it.
+
+    fsspec keeps one per process: that of a process does not work in the processes that are forked from it.
+    """
     from fsspec.core import url_to_fs
 
     if not address.startswith(("http://", "https://")):
@@ -206,13 +188,3 @@ def _described(address: str) -> dict[str, Any]:
     if about.get("partial") is False:
         raise ValueError("no range requests")
     return about
-
-
-def _requested(address: str, start: int, stop: int, size: int) -> bytes:
-    system, path = _system(address)
-    if not address.startswith(("http://", "https://")):
-        return system.cat_file(path, start=start, end=stop)
-    # not `cat_file`, which reads the whole file from a server that ignores ranges
-    with system.open(path, "rb", cache_type="none", size=size) as file:
-        file.seek(start)
-        return file.read(stop - start)

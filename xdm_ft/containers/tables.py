@@ -1,0 +1,219 @@
+"""Tables: the rows of a CSV file, and columns that name classes, domains, groups and splits."""
+
+from __future__ import annotations
+
+import csv
+import math
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xdm_ft.containers.files import numbered
+from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.storage.csv_cells import read_cell
+from xdm_ft.storage.remembered import remembered
+
+if TYPE_CHECKING:
+    from pyarrow import ChunkedArray, Table
+
+# the names of splits that data sets on the hub use → ours
+PARTS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "test": "test"}
+MISSING = frozenset(
+    ["#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA", "NULL",
+     "NaN", "NaT", "None", "n/a", "nan", "null"]
+)  # fmt: skip
+"""Texts that mean a missing value: those that `pandas.read_csv` takes for one, and that `astype(str)` makes of one.
+
+A folder may have such a name: nobody creates it by accident.
+"""
+
+
+def name_in(cell: object) -> str:
+    """Returns the name in a cell, without blanks around it: they are typing errors.
+
+    Raises `ValueError` with the problem and what to do, if the cell is empty or stands for a missing value, or is
+    neither text nor a number.
+    """
+    if not isinstance(cell, str | int | float | Decimal | None):
+        kind = {"list": "list", "dict": "struct", "bytes": "byte string"}.get(type(cell).__name__, type(cell).__name__)
+        raise ValueError(f"a name must be text or a number, not a {kind}; write it as text")
+    name = "" if cell is None else str(cell).strip()
+    if not name:
+        raise ValueError("the cell is empty; fill it in")
+    if name in MISSING or (not isinstance(cell, str) and not math.isfinite(cell or 0)):
+        raise ValueError(f'"{name}" means a missing value; fill it in, or write another word if it is a name')
+    return name
+
+
+def alike(names: Sequence[str]) -> list[list[int]]:
+    """Returns the numbers of names that mean the same to a reader: 1 and 1.0, Cat and cat, é in either encoding."""
+    found: dict[object, list[int]] = {}
+    for number, name in enumerate(names):
+        # NFKC maps the two encodings of an accented letter (one character, or letter and accent) to one
+        text = "".join(unicodedata.normalize("NFKC", name).casefold().split())
+        found.setdefault(_value(text), []).append(number)
+    return [numbers for numbers in found.values() if len(numbers) > 1]
+
+
+def _value(text: str) -> object:
+    """Returns the number that a text is, or the text."""
+    try:
+        return float(text) if math.isfinite(float(text)) and "_" not in text else text
+    except ValueError:
+        return text
+
+
+def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yields (number, cells) of each row of a CSV file that is UTF-8 with commas. The first is the header, number 1.
+
+    Blank lines are skipped, and counted. Every row has as many cells as the header, whose names have no blanks around
+    them. Cells are as they were before `storage.csv_cells` quoted formulas. Raises `UserError`.
+    """
+    number = 1
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.reader(stream, skipinitialspace=True, strict=True)
+            header = [name.strip() for name in next(reader, [])]
+            yield 1, header
+            for number, row in enumerate(reader, start=2):
+                if row and len(row) != len(header):
+                    raise UserError(
+                        f"{printable(file)}: row {number}: the row has {len(row)} cells, but the header has "
+                        f"{len(header)}; quote cells that contain commas"
+                    )
+                if row:
+                    yield number, [read_cell(column, cell) for column, cell in zip(header, row, strict=True)]
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{printable(file)}: the text is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from error
+    except csv.Error as error:
+        raise UserError(f"{printable(file)}: row {number + 1}: {error}") from error
+
+
+def name_columns(
+    dataset: ImageDataset,
+    table: Table,
+    where: str,
+    columns: Mapping[str, str | None],
+    class_names: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Sets the data set's classes and, where `columns` names a column for them, its domains, groups and splits.
+
+    `columns`: {label, domain, group or split: column of the table, None: there is none}. `class_names`: {column of
+    integers: the names that its type gives to them}. `where` names the table in messages. Raises `UserError`.
+    """
+
+    def numbers(key: str) -> tuple[tuple[str, ...], np.ndarray]:
+        name = str(columns[key])
+        return number_names(table[name], where, name, (class_names or {}).get(name))
+
+    dataset.class_names, dataset.labels = numbers("label")
+    if columns["domain"] is not None:
+        dataset.domain_names, dataset.domains = numbers("domain")
+    if columns["group"] is not None:
+        dataset.groups = numbers("group")[1]
+    if columns["split"] is not None:
+        dataset.splits = parts_of(where, *numbers("split"))
+
+
+def number_names(
+    cells: ChunkedArray, where: str, column: str, class_names: Sequence[str] | None
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Returns the names that occur, and for every row its name's index (int64 [n]).
+
+    Integers are in their order, other names are sorted. Raises `UserError` for the first row whose cell is no name.
+    """
+    values, codes = _distinct(cells)
+    texts, faults = list[str](), dict[int, str]()
+    for code, value in enumerate(values):
+        try:
+            texts.append(name_in(value))
+            if class_names is not None and value not in range(len(class_names)):
+                raise ValueError("no value; add one, or remove the row")
+        except ValueError as error:
+            faults[code] = str(error)
+    if faults:
+        row = int(np.flatnonzero(np.isin(codes, list(faults)))[0])
+        raise UserError(f"{where}: row {row}, column {column}: {faults[int(codes[row])]}")
+    if not all(isinstance(value, int) for value in values):
+        names, index = numbered(texts)
+        return names, index[codes]
+    present, index = np.unique(np.array(values, dtype=np.int64), return_inverse=True)
+    names = tuple(printable(str(i) if class_names is None else class_names[i]) for i in present.tolist())
+    return names, index[codes]
+
+
+def _distinct(cells: ChunkedArray) -> tuple[list[Any], np.ndarray]:
+    """Returns the values that occur, None for a missing one, and for each row the index of its value (int64 [n])."""
+    import pyarrow
+
+    if not pyarrow.types.is_dictionary(cells.type):
+        cells = cells.dictionary_encode()
+    array = pyarrow.concat_arrays(cells.unify_dictionaries().chunks)
+    # a dictionary of the file itself leaves nulls to the codes
+    values = [*array.dictionary.to_pylist(), None]
+    codes = array.indices.fill_null(len(values) - 1).to_numpy()
+    occurring, codes = np.unique(codes, return_inverse=True)
+    return [values[code] for code in occurring.tolist()], codes
+
+
+def encode_names(cells: ChunkedArray, place: str) -> ChunkedArray:
+    """Returns the cells as dictionary<text, int64, double or bool>, or of the type null if all are missing.
+
+    Raises `UserError`, which begins with `place`, if their type is neither text nor a number.
+    """
+    import pyarrow
+    from pyarrow import types
+
+    kind = cells.type.value_type if types.is_dictionary(cells.type) else cells.type
+    if types.is_null(kind):
+        return cells
+    is_text = (types.is_string, types.is_large_string, types.is_string_view, types.is_decimal)
+    if any(is_kind(kind) for is_kind in is_text):
+        kind = pyarrow.string()
+    elif types.is_integer(kind):
+        kind = pyarrow.int64()
+    elif types.is_floating(kind):
+        kind = pyarrow.float64()
+    elif not types.is_boolean(kind):
+        raise UserError(f"{place}: a name must be text or a number, not a {kind}; write it as text")
+    return cells.cast(kind).dictionary_encode()
+
+
+def join_tables(tables: Sequence[Table], where: str) -> Table:
+    """Returns the rows of the tables, one table after the other. Raises `UserError` if types of a column differ."""
+    import pyarrow
+
+    for column in tables[0].column_names:
+        kinds = {table.schema.field(column).type for table in tables} - {pyarrow.null()}
+        if len(kinds) > 1:
+            named = ", ".join(sorted(str(getattr(kind, "value_type", kind)) for kind in kinds))
+            raise UserError(f"{where}: column {column} has values of several types ({named}); write one type")
+    return pyarrow.concat_tables(tables, promote_options="permissive")
+
+
+def remembered_table(key: str, make: Callable[[], Table]) -> Table:
+    """Returns what `make` returned for this key, or returns now: see `remembered`."""
+    import pyarrow
+
+    def to_arrays() -> dict[str, np.ndarray]:
+        table, stream = make(), pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(stream, table.schema) as writer:
+            writer.write_table(table)
+        return {"table": np.frombuffer(stream.getvalue(), np.uint8)}
+
+    return pyarrow.ipc.open_stream(pyarrow.py_buffer(remembered(key, to_arrays)["table"])).read_all()
+
+
+def parts_of(where: str, names: tuple[str, ...], numbers: np.ndarray) -> np.ndarray:
+    """Returns train, val or test for every row (str [n]). Raises `UserError` for another split."""
+    for name in names:
+        if name not in PARTS:
+            raise UserError(f'{where}: the split "{name}" is unknown{did_you_mean(name, list(PARTS))}')
+    return np.array([PARTS[name] for name in names])[numbers]
