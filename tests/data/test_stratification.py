@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdm_ft.data._stratification import validation_part
+from xdm_ft.runtime.randomness import validation_part
 
 strata = st.lists(st.integers(0, 5), min_size=1, max_size=80).map(lambda values: np.array(values, np.int64))
 fractions = st.sampled_from([0.05, 0.2, 0.5, 0.9])

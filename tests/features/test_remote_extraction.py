@@ -22,8 +22,7 @@ from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import extract
 from xdm_ft.features.file_hashes import hash_files
 from xdm_ft.features.store import cache_path
-from xdm_ft.images.image_rows import ImageRows
-from xdm_ft.images.loader import image_loader, loaded
+from xdm_ft.images.loader import ImageRows, image_loader, loaded
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError
 

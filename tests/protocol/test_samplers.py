@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from xdm_ft.data.folder import Folder
-from xdm_ft.images.image_rows import DrawnRows, ImageRows
+from xdm_ft.images.loader import DrawnRows, ImageRows
 from xdm_ft.images.transforms import Preprocessing, evaluation_transform, training_transform
 from xdm_ft.protocol.samplers import (
     ClassBalancedSampler,

@@ -18,9 +18,8 @@ from PIL import Image
 
 from xdm_ft.cli.parser import main
 from xdm_ft.data.folder import Folder
-from xdm_ft.images.decode import UnreadableImage, decode, scan
-from xdm_ft.images.image_rows import ImageRows
-from xdm_ft.images.pillow_warnings import pillow_warnings
+from xdm_ft.images.decode import UnreadableImage, decode, pillow_warnings, scan
+from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import NotAStrip, Preprocessing, evaluation_transform, training_transform
 from xdm_ft.runtime.errors import UserError
 
@@ -167,7 +166,7 @@ def with_damaged_exif(pixels: np.ndarray) -> bytes:
 
 def quiet(work: Callable[[], object], log: pytest.LogCaptureFixture) -> list[str]:
     """Returns what `work` logs. Python itself shows no warning, and shows the next one as before."""
-    pillow_warnings.images = 0
+    _pillow_warnings.images = 0
     log.clear()
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")

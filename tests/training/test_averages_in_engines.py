@@ -22,7 +22,7 @@ from xdm_ft.averaging import Segment
 from xdm_ft.averaging.bma import BMA
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.evaluation.metrics import metric
-from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.training import Job, Training
 from xdm_ft.training.averages import LOSS_SPLIT, Averages

@@ -15,7 +15,7 @@ from loop_models import SmallCNN, make_job, one_process, rows_of
 from torch import Tensor, nn
 
 from xdm_ft.algorithms import LossAverage
-from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.protocol.samplers import sampler
 from xdm_ft.training import Job, Training

@@ -27,7 +27,7 @@ from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixstyle import MixStyle
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Batch, Losses, Task

@@ -31,7 +31,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.heads import Head
 from xdm_ft.heads.cosine import Cosine
 from xdm_ft.heads.linear import Linear
-from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.protocol.samplers import PerDomainSampler
 from xdm_ft.recipe.components import find, names

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from xdm_ft.data._stratification import validation_part
 from xdm_ft.images.dataset import ImageDataset
-from xdm_ft.runtime.randomness import Stream, bits, integers
+from xdm_ft.runtime.randomness import Stream, bits, integers, validation_part
 
 SIDE = 32  # px
 STYLES = ("ink", "chalk", "blurred", "texture")

@@ -13,7 +13,7 @@ from xdm_ft.analysis.reconstruction import MIXED_LEVELS, Autoencoder, mixed_maps
 from xdm_ft.experiment.analyse import Images, Limits, fitted, split_images
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared
-from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.progress import Progress, progress, pulse
 from xdm_ft.runtime.randomness import Stream, permutation

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
+import logging
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
 from xdm_ft.images.dataset import ImageDataset
-from xdm_ft.images.pillow_warnings import pillow_warnings
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import progress
 
@@ -23,6 +26,10 @@ NAMED_AT_MOST = 3  # faults that a message names; it counts the others
 NOT_DECODED = {"BUFR", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow recognizes these formats but can not decode them
 EXECUTED = {"EPS"}  # Pillow starts Ghostscript, which runs the file as a program
 OF_THE_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # the machine lacks something; the image may be good
+
+
+logger = logging.getLogger("xdm_ft")
+logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it logs an error, without a name, and then raises the exception
 
 
 class UnreadableImage(Exception):
@@ -63,18 +70,74 @@ def memory_of(name: str) -> Iterator[None]:
         raise FaultInLoader(f"{name}: {error.strerror}; free some and run again") from error
 
 
-@lru_cache
+@functools.lru_cache
 def formats() -> tuple[str, ...]:
     """Returns Pillow's names of the formats that `decode` reads."""
     Image.init()
     return tuple(name for name in Image.OPEN if name not in NOT_DECODED | EXECUTED)
 
 
-@lru_cache
+@functools.lru_cache
 def extensions() -> frozenset[str]:
     """Returns the file name extensions of `formats()`, in lower case, with the dot."""
     known = set(formats())
     return frozenset(extension for extension, name in Image.registered_extensions().items() if name in known)
+
+
+class _PillowWarnings:
+    """Collects the warnings of the image that each thread decodes.
+
+    `warnings.catch_warnings` changes the whole process: the first thread that decodes enters it, the last one leaves.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.threads, self.of_thread = threading.Lock(), 0, threading.local()
+        self.caught = warnings.catch_warnings()
+        self.images = 0  # number of images that had warnings
+
+    @contextmanager
+    def logged(self, name: str) -> Iterator[None]:
+        """Context in which the image `name` is decoded. Logs its warnings if it decodes."""
+        self._enter()
+        self.of_thread.texts = texts = dict[str, None]()
+        try:
+            yield
+        finally:
+            self.of_thread.texts = None
+            self._leave()
+        if texts:
+            self.images += 1
+            if self.images <= NAMED_AT_MOST:
+                logger.warning("%s: parts of the file are damaged (%s); check the image", name, "; ".join(texts))
+            if self.images == NAMED_AT_MOST:
+                logger.warning("further images with damaged parts are not named")
+
+    def _enter(self) -> None:
+        with self.lock:
+            if self.threads == 0:
+                self.caught = warnings.catch_warnings()
+                self.caught.__enter__()
+                warnings.filterwarnings("always", module="PIL")
+                # `decode` refuses images above the limit itself
+                warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+                warnings.showwarning = functools.partial(self._collect, warnings.showwarning)
+            self.threads += 1
+
+    def _leave(self) -> None:
+        with self.lock:
+            self.threads -= 1
+            if self.threads == 0:
+                self.caught.__exit__(None, None, None)
+
+    def _collect(self, otherwise: Callable[..., None], message: Warning, *place: Any, **options: Any) -> None:
+        texts = getattr(self.of_thread, "texts", None)
+        if texts is None:  # of a thread that decodes nothing
+            otherwise(message, *place, **options)
+        else:
+            texts[" ".join(str(message).split())] = None
+
+
+_pillow_warnings = _PillowWarnings()
 
 
 def decode(source: Path | bytes, name: str, least_side: int | None = None) -> Image.Image:
@@ -85,7 +148,7 @@ def decode(source: Path | bytes, name: str, least_side: int | None = None) -> Im
     `UnreadableImage` for a damaged or truncated image, and for an image with more pixels than
     `PIL.Image.MAX_IMAGE_PIXELS`. Logs Pillow's warnings.
     """
-    with pillow_warnings.logged(name):
+    with _pillow_warnings.logged(name):
         return _decoded(source, name, least_side)
 
 

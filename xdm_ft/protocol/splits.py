@@ -11,12 +11,12 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from xdm_ft.data._stratification import validation_part
 from xdm_ft.evaluation.looks import PLANNED
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.protocol.domainbed_split import validation_rows
 from xdm_ft.protocol.split_notes import gaps, images_per_class, independence, seen_or_unseen
 from xdm_ft.runtime.errors import UserError, did_you_mean
+from xdm_ft.runtime.randomness import validation_part
 from xdm_ft.runtime.settings import Block, OneOrMany
 
 Rule = Literal["train_val", "val_domain", "cross_domain", "oracle"]

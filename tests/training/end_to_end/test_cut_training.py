@@ -28,7 +28,7 @@ from xdm_ft.averaging.swad import SWAD
 from xdm_ft.cut.lora import merged_state
 from xdm_ft.cut.trainable import LastBlocks, LowRank
 from xdm_ft.encoders import Encoder
-from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Batch

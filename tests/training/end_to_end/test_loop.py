@@ -29,7 +29,7 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.images.decode import UnreadableImage
-from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform, training_transform
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, bits

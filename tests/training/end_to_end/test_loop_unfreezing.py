@@ -14,7 +14,7 @@ from loop_models import SmallCNN, digits, final_state, make_job, one_process, ro
 from torch import Tensor
 
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.images.image_rows import ImageRows
+from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sam import SAM
