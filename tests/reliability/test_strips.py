@@ -18,7 +18,7 @@ from PIL import Image
 
 from xdm_ft.cli.parser import main
 from xdm_ft.data.folder import Folder
-from xdm_ft.images.decode import UnreadableImage, decode, pillow_warnings, scan
+from xdm_ft.images.decode import UnreadableImage, _pillow_warnings, decode, scan
 from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import NotAStrip, Preprocessing, evaluation_transform, training_transform
 from xdm_ft.runtime.errors import UserError

@@ -22,7 +22,7 @@ from xdm_ft.features.cache_key import key_of, key_parts_of
 from xdm_ft.features.forward import DTYPES
 from xdm_ft.features.lookup import Lookup
 from xdm_ft.features.store import cache_path
-from xdm_ft.images.decode import OF_THE_MACHINE, EncodedImages, UnreadableImage, decode, memory_of
+from xdm_ft.images.decode import DECODER, OF_THE_MACHINE, UnreadableImage, decode, memory_of
 from xdm_ft.images.loader import image_loader, loaded, own_cores
 from xdm_ft.images.transforms import normalized, resizing_transform
 from xdm_ft.report.finished import is_run, read_run
@@ -31,7 +31,6 @@ from xdm_ft.runtime.memory import keep_freed_memory
 
 MAX_WORKERS = 4  # by default
 READ_AT_MOST = 1 << 30  # bytes of a file that are read at once; a larger one is decoded from the disk
-DECODER = f"{EncodedImages.image.__module__}.{EncodedImages.image.__qualname__}"
 NOT_FINITE = "the model returns values that are not finite"
 
 

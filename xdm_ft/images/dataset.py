@@ -85,7 +85,10 @@ class ImageDataset(ABC):
 
     @property
     def decoder(self) -> str:
-        """The name of the function that decodes `content`: one content under one decoder is one image, in any data."""
+        """A name for what decodes `content`: one content under one decoder is one image, in any data.
+
+        It is part of the keys of features, so it must never change.
+        """
         return f"{type(self).image.__module__}.{type(self).image.__qualname__}"
 
     @abstractmethod

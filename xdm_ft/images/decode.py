@@ -32,6 +32,10 @@ logger = logging.getLogger("xdm_ft")
 logging.getLogger("PIL").setLevel(logging.CRITICAL)  # it logs an error, without a name, and then raises the exception
 
 
+DECODER = "xdm_ft.data._images.EncodedImages.image"
+"""`ImageDataset.decoder` of `EncodedImages`: where it was when the first features were cached under this name."""
+
+
 class UnreadableImage(Exception):
     """An image does not decode: `name` of the image for messages, and the `reason`."""
 
@@ -175,6 +179,8 @@ def _decoded(source: Path | bytes, name: str, least_side: int | None) -> Image.I
 
 class EncodedImages(ImageDataset):
     """Images whose content is an encoded image file, on the disk or as bytes. All such data sets decode alike."""
+
+    decoder = DECODER
 
     def image(self, row: int) -> Image.Image:
         return self._decoded(row, None)
