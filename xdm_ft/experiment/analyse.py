@@ -40,8 +40,7 @@ from xdm_ft.experiment.results import inputs
 from xdm_ft.experiment.work import run_forked
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
-from xdm_ft.images.loader import ImageRows
-from xdm_ft.images.loader import image_loader, loaded, own_cores
+from xdm_ft.images.loader import ImageRows, image_loader, loaded, own_cores
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.protocol.derived_splits import with_validation
 from xdm_ft.report.finished import Run
