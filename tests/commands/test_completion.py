@@ -7,15 +7,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import UnionType
-from typing import Union, get_args, get_origin
 
 import pytest
-
-from xdm_ft.recipe import check as read
-from xdm_ft.recipe import components
-from xdm_ft.recipe.override_keys import COMPONENTS, component_keys, override_keys
-from xdm_ft.runtime.settings import Block
 
 PROGRAMS = Path(sys.executable).parent
 COMPLETE = """
@@ -80,36 +73,3 @@ def test_an_answer_takes_less_than_a_second(bash):
     assert bash("xdm-ft run demo training.lr") == ["training.lr="]
     after = resource.getrusage(resource.RUSAGE_CHILDREN)  # not the clock: other processes may want the cores too
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
-
-
-def leaves(model: type[Block], prefix: str = "") -> set[str]:
-    found = set()
-    for key, field in model.model_fields.items():
-        is_union = get_origin(field.annotation) in (Union, UnionType)  # T | None
-        kinds = get_args(field.annotation) if is_union else (field.annotation,)
-        inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Block)]
-        # a block that stands beside other values is written whole
-        found |= leaves(inner[0], f"{prefix}{key}.") if len(inner) == 1 else {f"{prefix}{key}"}
-    return found
-
-
-def test_the_keys_are_those_of_the_classes():
-    found = {*override_keys({"data": {"name": "folder"}, "encoder": {"name": "timm"}, "methods": ["erm+sam"]})}
-    for block, model in read.BLOCKS.items():
-        assert {key for key in found if key.startswith(f"{block}.")} == leaves(model, f"{block}.")
-    for block, (folder, common) in read.COMPONENTS.items():
-        name = {"data": "folder", "encoder": "timm"}[block]
-        model = components.settings_model(components.find(folder, name), common)
-        assert {key for key in found if key.startswith(f"{block}.")} == leaves(model, f"{block}.")
-    of_method = {key.partition(".")[2] for key in found if key.startswith("erm.")}
-    assert of_method == {*read.MethodCommon.model_fields} - {"name"}
-    assert {*COMPONENTS} == {*read.COMPONENTS}
-    assert {key.partition(".")[0] for key in found} - {"erm", "sam"} == {*read.KEYS}
-
-
-@pytest.mark.parametrize("folder", components.FOLDERS.values())
-def test_the_keys_of_each_component(folder):
-    names = components.names(folder)
-    assert names
-    for name in names:
-        assert {*component_keys(folder, name)} == leaves(components.settings_model(components.find(folder, name)))

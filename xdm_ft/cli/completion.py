@@ -27,12 +27,12 @@ def recipes(prefix: str, **_: Any) -> Iterable[str]:
 
 def overrides(parsed_args: argparse.Namespace, **_: Any) -> Iterable[str]:
     """Returns `key.sub=` for all keys of the recipe before."""
-    from xdm_ft.recipe.override_keys import override_keys
-    from xdm_ft.recipe.text import read_recipe
+    from xdm_ft.recipe.check import known_keys
+    from xdm_ft.recipe.text import read_recipe, recipe_keys
     from xdm_ft.runtime.errors import UserError
 
     try:
-        return [f"{key}=" for key in override_keys(read_recipe(parsed_args.recipe, []).values)]
+        return [f"{key}=" for key in recipe_keys(read_recipe(parsed_args.recipe, []).values, known_keys())]
     except UserError:  # the verb itself says what is wrong
         return []
 

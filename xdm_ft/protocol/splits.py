@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -17,7 +17,7 @@ from xdm_ft.protocol.domainbed_split import validation_rows
 from xdm_ft.protocol.split_notes import gaps, images_per_class, independence, seen_or_unseen
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.randomness import validation_part
-from xdm_ft.runtime.settings import Block, OneOrMany
+from xdm_ft.runtime.settings import Block, OneOrMany, Problem
 
 Rule = Literal["train_val", "val_domain", "cross_domain", "oracle"]
 SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_domain", "oracle": "test_val"}
@@ -95,6 +95,19 @@ class Protocol(Block):
         if not isinstance(value, list | tuple):
             raise ValueError("must be a number of seeds, a list of them, or auto")
         return value
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields the settings that do not go together."""
+        official = self.name == "official"
+        if official and self.test_domains is not None:
+            problem = "is only for leave_one_domain_out; leave it out"
+            yield Problem("protocol.test_domains", problem, ("protocol.name",))
+        if official and self.split_rule != "stratified":
+            problem = "the official split defines the validation images; leave it out"
+            yield Problem("protocol.split_rule", problem, ("protocol.name",))
+        if self.final_fit and self.selection == "oracle":
+            problem = "needs an unbiased estimate; selection: oracle has none, use train_val"
+            yield Problem("protocol.final_fit", problem, ("protocol.selection",))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Component names → classes. A component's name is the name of its module, so adding a component is adding a file.
 
-Every module in a folder of `FOLDERS` holds one public class, the component. Base classes and helpers are in the
-package's `__init__` and in modules whose names begin with `_`.
+Every module in a folder of `FOLDERS` holds one public class, the component. Base classes are in the package's
+`__init__`; modules whose names begin with `_` are no components.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from pydantic import create_model
-from pydantic.fields import FieldInfo
 
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.settings import Block
@@ -71,11 +70,6 @@ def settings_model(cls: type[Any], common: type[Block] = Block, prefix: str = ""
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
             fields[f"{prefix}{name}"] = (hints[name], default)
     return create_model(f"{cls.__name__}Settings", __base__=common, **fields)
-
-
-def describe(model: type[Block]) -> dict[str, FieldInfo]:
-    """Returns {key: field with type, default and meaning}."""
-    return dict(model.model_fields)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -13,7 +13,7 @@ from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.recipe import components
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.search import TRAINING_KEYS, Value, settings_of
-from xdm_ft.recipe.text import Faults, Key, RecipeText, dotted
+from xdm_ft.recipe.text import Faults, Key
 from xdm_ft.runtime.settings import Block
 from xdm_ft.training import Training
 from xdm_ft.weights.prompts import Prompts
@@ -180,6 +180,35 @@ class MethodItem:
         per_step: int = self.algorithm.cls.gradients_per_step(num_domains)
         return steps * per_step * (2 if self.sharpness else 1)
 
+    def text_faults(self, normalized: bool) -> Iterator[tuple[Key, str]]:
+        """Yields the faults that concern the text side: the faulty key of the method, and the problem.
+
+        `normalized`: the method trains on L2-normalised features.
+        """
+        needs_text, head = self.algorithm.cls.needs_text, self.head.cls
+        if self.skipped is not None:
+            yield ("head_init",) * (not needs_text), f"{self.label} {self.skipped}; use encoder.name: open_clip"
+        elif self.head_init == "random" and needs_text and not self.is_solver:
+            yield ("head_init",), f"{self.label} starts from the class embeddings; leave head_init out"
+        elif self.head_init == "zero_shot":
+            if self.is_solver:
+                yield ("head_init",), f"{self.label} has no initial head; leave head_init out"
+            elif head.text_reason:
+                yield ("head",), f"{self.head.name} can not be combined with head_init: zero_shot: {head.text_reason}"
+            elif not normalized and not head.normalizes:
+                what = self.label if needs_text else "zero_shot"
+                remedy = "set encoder.normalize: true, or normalize: true for this method"
+                yield (), f"{what} starts from class embeddings, which need L2-normalised features; {remedy}"
+        if self.is_solver and self.head.name != self.algorithm.cls.head_kind:
+            yield ("head",), f"{self.label} computes a {self.algorithm.cls.head_kind} head directly; leave head out"
+        elif not self.is_solver and not head.trained:
+            yield (
+                ("head",),
+                f"{self.head.name} is computed by a solver, no gradient trains it; use linear, cosine or mlp",
+            )
+        if self.block.prompts is not None and not self.reads_text:
+            yield ("prompts",), f"{self.label} uses no class embeddings; leave it out, or set head_init: zero_shot"
+
 
 def unfreeze_problem(unfreeze_at: int, steps: int) -> str:
     return f"{unfreeze_at} of {steps} training steps leave the encoder untrained; lower it or raise training.steps"
@@ -200,18 +229,11 @@ def drawn_item(item: MethodItem, drawn: Mapping[str, Value]) -> MethodItem:
     if not changes:
         return item
     block = _changed(item.block, changes)
-
-    def of(part: Component | None) -> Component | None:
-        return None if part is None else replace(part, block=block)
-
-    return replace(
-        item,
-        algorithm=replace(item.algorithm, block=block),
-        head=replace(item.head, block=block),
-        sharpness=of(item.sharpness),
-        averaging=of(item.averaging),
-        block=block,
-    )
+    names = ("algorithm", "head", "sharpness", "averaging")
+    parts: dict[str, Any] = {
+        name: part and replace(part, block=block) for name in names if (part := getattr(item, name))
+    }
+    return replace(item, block=block, **parts)
 
 
 def drawn_training(training: Training, item: MethodItem, drawn: Mapping[str, Value]) -> Training:
@@ -228,39 +250,9 @@ def drawn_training(training: Training, item: MethodItem, drawn: Mapping[str, Val
 def _changed(block: B, changes: Mapping[str, Value]) -> B:
     """Returns a checked copy; values of integer settings are rounded."""
     types = {key: type(block).model_fields[key].annotation for key in changes}
-    whole = {key for key, of_key in types.items() if int in (get_args(of_key) or (of_key,))}
-    rounded = {key: round(value) if key in whole else value for key, value in changes.items()}  # type: ignore[arg-type]
+    integers = {key for key, annotation in types.items() if int in (get_args(annotation) or (annotation,))}
+    rounded = {key: round(value) if key in integers else value for key, value in changes.items()}  # type: ignore[arg-type]
     return type(block).model_validate({**block.model_dump(), **rounded})
-
-
-def text_faults(item: MethodItem, normalized: bool) -> Iterator[tuple[Key, str]]:
-    """Yields the faults that concern the text side: the faulty key of the method, and the problem.
-
-    `normalized`: the method trains on L2-normalised features.
-    """
-    needs_text, head = item.algorithm.cls.needs_text, item.head.cls
-    if item.skipped is not None:
-        yield ("head_init",) * (not needs_text), f"{item.label} {item.skipped}; use encoder.name: open_clip"
-    elif item.head_init == "random" and needs_text and not item.is_solver:
-        yield ("head_init",), f"{item.label} starts from the class embeddings; leave head_init out"
-    elif item.head_init == "zero_shot":
-        if item.is_solver:
-            yield ("head_init",), f"{item.label} has no initial head; leave head_init out"
-        elif head.text_reason:
-            yield ("head",), f"{item.head.name} can not be combined with head_init: zero_shot: {head.text_reason}"
-        elif not normalized and not head.normalizes:
-            what = item.label if needs_text else "zero_shot"
-            remedy = "set encoder.normalize: true, or normalize: true for this method"
-            yield (), f"{what} starts from class embeddings, which need L2-normalised features; {remedy}"
-    if item.is_solver and item.head.name != item.algorithm.cls.head_kind:
-        yield ("head",), f"{item.label} computes a {item.algorithm.cls.head_kind} head directly; leave head out"
-    elif not item.is_solver and not head.trained:
-        yield ("head",), f"{item.head.name} is computed by a solver, no gradient trains it; use linear, cosine or mlp"
-    if item.block.prompts is not None and not item.reads_text:
-        yield ("prompts",), f"{item.label} uses no class embeddings; leave it out, or set head_init: zero_shot"
-
-
-BLOCK = "trainable"  # the setting of a method that may be a block of keys
 
 
 def split_name(name: str) -> tuple[str, list[str]]:
@@ -271,71 +263,62 @@ def split_name(name: str) -> tuple[str, list[str]]:
     return "erm", [first, *add_ons]
 
 
-def with_method_overrides(faults: Faults, blocks: Collection[str]) -> dict[str, Any]:
-    """Returns the recipe's values, with every override `METHOD.KEY=VALUE` put into the items of `methods` it names.
+def items_with_overrides(faults: Faults) -> tuple[Any, list[str]]:
+    """Returns the unchecked items of `methods`, changed by every override METHOD.KEY=VALUE, and what is no METHOD.
 
     METHOD is a component (every item that uses it), the name of an item as it is written, or a label. The label wins
-    over the written name, and this one over the component. Names of `blocks` are no methods. An override that names
-    none stays as it is, for `check` to refuse; adds a fault for every override that may mean two.
+    over the written name, and this one over the component. Adds a fault for every override that changes no item or may
+    mean two.
     """
-    text, items = faults.text, _items(faults.text.values.get("methods"))
-    assigned = sorted({str(k[0]) for k in text.overridden if k[0] not in blocks and k[:1] not in text.lines})
-    names = method_names(text.values.get("methods"))
-    unknown = set[str]()
-    changes: list[tuple[int, int, str, str, Any]] = []  # rank, index in `items`, key of the item, override, value
-    for override, value in (one for first in assigned for one in _written(text, first)):
-        key, first = tuple(override.split(".")), override.partition(".")[0]
-        named = [name for name in names if f"{override}.".startswith(f"{name}.")]  # labels may contain dots
-        if not named and {*first.split("+")} <= components.method_parts().keys():
-            named = [first]
-        if not named:
-            unknown.add(first)
-        elif len(named) > 1:
-            faults.add(key, f"may mean {' or '.join(named)}; choose a label without a dot")
-        elif override == named[0]:
-            faults.add(key, f"is a method, not a value; write {override}.KEY=VALUE")
-        else:
-            places, problem = _places(items, named[0], override.removeprefix(f"{named[0]}."))
-            if problem:
-                faults.add(key, problem)
-            changes += [(rank, i, own, override, value) for rank, i, own in places]
-    for _, i, own, override, value in sorted(changes, key=lambda change: change[0]):
-        path = tuple(own.split(".")) if own.startswith(f"{BLOCK}.") else (own,)
-        items[i] = _with(items[i], path, value)
+    text, methods = faults.text, faults.text.values.get("methods")
+    items, names = _as_blocks(methods), method_names(methods)
+    text.overridden |= {tuple(override.split(".")) for override, _ in text.method_overrides}
+    unknown: list[str] = []
+    changes: list[tuple[int, int, str, str, Any]] = []  # rank, index of the item, its key, override, value
+    for override, value in text.method_overrides:
+        method, problem = _method_of(override, names)
+        if not problem and method is None:
+            unknown.append(override.partition(".")[0])
+        elif not problem and method is not None:
+            places, problem = _places(items, method, override.removeprefix(f"{method}."))
+            changes += [(rank, i, key, override, value) for rank, i, key in places]
+        if problem:
+            faults.add(override, problem)
+    for _, i, key, override, value in sorted(changes, key=lambda change: change[0]):
+        path = tuple(key.split(".")) if key.startswith("trainable.") else (key,)
+        items[i] = _with_value(items[i], path, value)
         text.mark_overridden(("methods", i, *path))
         text.written_as[("methods", i, *path)] = override
-    values = {key: value for key, value in text.values.items() if key in unknown or key not in assigned}
-    return values | {"methods": items} if items else values
+    return items or methods, unknown
 
 
 def method_names(methods: Any) -> list[str]:
     """Returns what METHOD may be, given the unchecked value of `methods`: components, names and labels of items."""
-    written = [name for item in _items(methods) for key in ("name", "label") if (name := _text(item, key))]
+    written = [name for item in _as_blocks(methods) for key in ("name", "label") if (name := _text(item, key))]
     return list(dict.fromkeys([*components.method_parts(), *written]))
 
 
-def _written(text: RecipeText, first: str) -> Iterator[tuple[str, Any]]:
-    """Yields the dotted key and value of every setting below `first`; `trainable={…}`, written as a whole, is one."""
-    whole = {name for key in text.overridden if (name := dotted(key)).endswith(f".{BLOCK}")}
+def _method_of(override: str, names: list[str]) -> tuple[str | None, str]:
+    """Returns the method that begins an override METHOD.KEY, or None, and what is wrong with it, or ""."""
+    named = [name for name in names if f"{override}.".startswith(f"{name}.")]  # labels may contain dots
+    first = override.partition(".")[0]
+    if not named and {*first.split("+")} <= components.method_parts().keys():
+        named = [first]
+    if len(named) > 1:
+        return None, f"may mean {' or '.join(named)}; choose a label without a dot"
+    if override in named:
+        return None, f"is a method, not a value; write {override}.KEY=VALUE"
+    return (named[0] if named else None), ""
 
-    def below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict) and value and name not in whole:
-            for key, inner in value.items():
-                yield from below(f"{name}.{key}", inner)
-        else:
-            yield name, value
 
-    return below(first, text.values[first])
-
-
-def _with(block: Any, path: tuple[str, ...], value: Any) -> dict[str, Any]:
+def _with_value(block: Any, path: tuple[str, ...], value: Any) -> dict[str, Any]:
     """Returns a copy of a block in which the key at `path` has the value; what is no block on the way is replaced."""
     first, *rest = path
     own = block if isinstance(block, dict) else {}
-    return {**own, first: _with(own.get(first), tuple(rest), value) if rest else value}
+    return {**own, first: _with_value(own.get(first), tuple(rest), value) if rest else value}
 
 
-def _items(methods: Any) -> list[Any]:
+def _as_blocks(methods: Any) -> list[Any]:
     """Returns the unchecked items of `methods`, names as blocks; [] if it is neither a list nor a text of names."""
     if isinstance(methods, str):  # methods=erm,xdomainmix
         methods = [name.strip() for name in methods.split(",") if name.strip()]
@@ -366,21 +349,21 @@ def _places(items: list[Any], name: str, setting: str) -> tuple[list[tuple[int, 
     folder = components.method_parts().get(name)
     if folder and using:
         return [(0, i, setting if folder == "algorithms" else f"{name}.{setting}") for i in using], ""
-    found = []
+    places = []
     for i in using or labelled:
         keys = _keys_of(items[i], setting)
         if len(keys) > 1:
             return [], f"is a key of {' and '.join(keys)}; write {' or '.join(f'{name}.{k}.{setting}' for k in keys)}"
         rank = 2 if name == _text(items[i], "label") else 1
-        found.append((rank, i, next(iter(keys.values()), setting)))
-    return found, ""
+        places.append((rank, i, next(iter(keys.values()), setting)))
+    return places, ""
 
 
 def _keys_of(item: Any, setting: str) -> dict[str, str]:
     """Returns {component: key in the item} of the components that `setting`, with or without their name, may mean."""
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for name in _parts_of(item):
         folder, own = components.method_parts()[name], setting.removeprefix(f"{name}.")
         if own in components.settings_model(components.find(folder, name)).model_fields:
-            found[name] = own if folder == "algorithms" else f"{name}.{own}"
-    return found
+            keys[name] = own if folder == "algorithms" else f"{name}.{own}"
+    return keys

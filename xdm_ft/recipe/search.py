@@ -7,7 +7,7 @@ and seed: hyper-parameters that methods have in common are drawn identically.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from typing import Annotated, Literal
 from zlib import crc32
@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from xdm_ft.recipe import components
 from xdm_ft.runtime.randomness import Stream, uniform
-from xdm_ft.runtime.settings import Block, OneOrMany
+from xdm_ft.runtime.settings import Block, OneOrMany, Problem
 
 Value = float | int | str | bool
 Bounds = tuple[float, float]
@@ -155,6 +155,19 @@ class Search(Block):
         """Returns a copy whose `space` also holds the preset's ranges for low-rank updates of the encoder."""
         own = LOW_RANK_RANGES.get(self.preset, {}) if self.trials > 1 else {}
         return self.model_copy(update={"space": {**own, **self.space}})
+
+    def problems(self) -> Iterator[Problem]:
+        """Yields settings that draw nothing, or the same in every trial."""
+        if self.space and self.trials == 1:
+            problem = "1 uses no value of search.space, as the first trial draws none; raise it"
+            yield Problem("search.trials", problem, ("search.space",))
+        if self.preset != "none" and self.trials == 1:
+            problem = f"1 uses no value of the preset {self.preset}, as the first trial draws none; raise it"
+            yield Problem("search.trials", problem, ("search.preset",))
+        if self.trials > 1 and not self.distributions:
+            problem = f"{self.trials} would train each model {self.trials} times with the same settings"
+            remedy = "set search.preset (frozen or domainbed), or ranges in search.space"
+            yield Problem("search.trials", f"{problem}; {remedy}", ("search.preset", "search.space"))
 
     def quantile(self, key: str, trial: int) -> float:
         """Returns the uniform draw in [0, 1) of a key in a trial."""

@@ -102,7 +102,7 @@ class Recipe:
 
     @property
     def encoder(self) -> Component:
-        """The encoder, or the first of several."""
+        """The first of the encoders."""
         return self.encoders[0]
 
     @property

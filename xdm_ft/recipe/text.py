@@ -1,4 +1,4 @@
-"""The text of a recipe: finds packaged recipes, parses YAML with line numbers, and applies overrides."""
+"""The text of a recipe: finds packaged recipes, reads YAML with line numbers, applies overrides, collects faults."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from typing import Any
 import yaml
 
 from xdm_ft.recipe import components
-from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.runtime.errors import UserError, did_you_mean
 
-DEEPEST = 50  # nested brackets; PyYAML's time grows with the square of their number
 logger = logging.getLogger("xdm_ft")
+MAX_DEPTH = 50  # nested brackets; PyYAML's time grows with the square of their number
 Key = tuple[str | int, ...]  # ("methods", 2, "p_discard")
+KEYS = (
+    "name", "data", "encoder", "encoders", "protocol", "features", "methods", "training", "search", "report", "output",
+    "cluster", "analyse",
+)  # fmt: skip
 
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML reads it, except that `1e-3` is a number, as in YAML 1.2."""
 
     def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
-        if self.flow_level >= DEEPEST:
-            problem = f"more than {DEEPEST} nested brackets"
+        if self.flow_level >= MAX_DEPTH:
+            problem = f"more than {MAX_DEPTH} nested brackets"
             raise yaml.scanner.ScannerError(problem=problem, problem_mark=self.get_mark())
         super().fetch_flow_collection_start(TokenClass)
 
@@ -35,8 +39,8 @@ class Dumper(yaml.SafeDumper):
     """Writes YAML that `_Loader` reads back: the text `1e-3` in quotes."""
 
 
-for one in (_Loader, Dumper):
-    one.add_implicit_resolver(
+for _cls in (_Loader, Dumper):
+    _cls.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
     )
 
@@ -47,7 +51,7 @@ def as_text(values: Mapping[str, Any]) -> str:
 
 
 def dotted(key: Key) -> str:
-    return ".".join(str(part) for part in key)
+    return ".".join(map(str, key))
 
 
 @dataclass
@@ -56,18 +60,20 @@ class RecipeText:
 
     origin: str  # the file, for messages
     values: dict[str, Any]
-    lines: dict[Key, int]
-    overridden: set[Key]
-    overrides: str = "command line"  # the origin of overrides, for messages
+    lines: dict[Key, int] = field(default_factory=dict)
+    overridden: set[Key] = field(default_factory=set)
+    override_origin: str = "command line"
+    method_overrides: list[tuple[str, Any]] = field(default_factory=list)
+    """(METHOD.KEY, value): which items of `methods` they change, `method.apply_overrides` finds out"""
     written_as: dict[Key, str] = field(default_factory=dict)  # of a key that an override METHOD.KEY sets
 
     def where(self, key: Key) -> str:
         """Returns the place of a key, or of the nearest block around it: `file:line` or `command line`."""
         if key not in self.lines and self.is_overridden(key):
-            return self.overrides
+            return self.override_origin
         for end in range(len(key), 0, -1):
             if (*key[:end], "name") in self.overridden:  # another component, which needs other keys
-                return self.overrides
+                return self.override_origin
             if key[:end] in self.lines:
                 return f"{self.origin}:{self.lines[key[:end]]}"
         return self.origin
@@ -89,6 +95,24 @@ class RecipeText:
         self.lines = {other: line for other, line in self.lines.items() if other[: len(key)] != key}
 
 
+class Faults:
+    """Collects every fault with its place, so that all are reported together."""
+
+    def __init__(self, text: RecipeText) -> None:
+        self.text, self.lines = text, dict[str, None]()
+
+    def add(self, key: Key | str, problem: str, *causes: Key | str) -> None:
+        """Adds a fault of `key`. Its place is the command line if an override sets one of `causes`."""
+        key, *causes_ = (tuple(one.split(".")) if isinstance(one, str) else one for one in (key, *causes))
+        overridden = any(map(self.text.is_overridden, causes_))
+        place = self.text.override_origin if overridden else self.text.where(key)
+        self.lines[f"{place}: {self.text.name(key)}: {problem}"] = None
+
+    def raise_if_any(self) -> None:
+        if self.lines:
+            raise UserError(*self.lines)
+
+
 def recipe_folder() -> Path:
     """Returns the folder of the packaged recipes: inside the package if installed, beside it in a clone."""
     package = Path(__file__).resolve().parents[1]
@@ -105,7 +129,21 @@ def find_recipe(name: str) -> Path:
     if path.parent in (Path("."), Path("recipes")) and os.path.isfile(packaged):
         return packaged
     known = sorted(path.stem for path in recipe_folder().glob("*.yaml"))
-    raise UserError(f"{printable(name)}: no such recipe{did_you_mean(path.name.removesuffix('.yaml'), known)}")
+    raise UserError(f"{name}: no such recipe{did_you_mean(path.name.removesuffix('.yaml'), known)}")
+
+
+def copy_recipe(name: str, target: str) -> Path:
+    """Copies a recipe to a new file, or into a folder, and returns its path. Raises `UserError` if the file exists."""
+    source, path = find_recipe(name), Path(target)
+    path = path / source.name if path.is_dir() else path
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError as error:
+        raise UserError(f"{path}: exists already; choose another name") from error
+    except OSError as error:
+        raise UserError(f"{path}: can not be written: {error.strerror}") from error
+    return path
 
 
 def read_recipe(name: str, overrides: list[str]) -> RecipeText:
@@ -114,7 +152,7 @@ def read_recipe(name: str, overrides: list[str]) -> RecipeText:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(printable(f"{path}: can not be read as UTF-8 text: {error}")) from error
+        raise UserError(f"{path}: can not be read as UTF-8 text: {error}") from error
     recipe = parse(text, str(path))
     for override in overrides:
         apply_override(recipe, override)
@@ -128,10 +166,10 @@ def recipe_of(recipe: str | os.PathLike[str] | Mapping[str, Any], overrides: Map
     which a dict is merged key by key; the value of a dotted key replaces the former one. Raises `UserError`.
     """
     if isinstance(recipe, Mapping):
-        text = RecipeText("recipe", _as_yaml_values(recipe), {}, set())
+        text = RecipeText("recipe", _as_yaml_values(recipe))
     else:
         text = read_recipe(os.fspath(recipe), [])
-    text.overrides = "overrides"
+    text.override_origin = "overrides"
     for name, value in overrides.items():
         plain = _as_yaml_values(value)
         for key, leaf in [(name, plain)] if "." in name else leaves(name, plain):
@@ -162,58 +200,54 @@ def _as_yaml_values(value: Any) -> Any:
 
 def parse(text: str, origin: str) -> RecipeText:
     """Returns plain values with the line of every key. Raises `UserError` for aliases, duplicate keys and tags."""
-    recipe = RecipeText(origin, {}, {}, set())
-    values = _read(text, recipe)
+    recipe = RecipeText(origin, {})
+    values = _read_yaml(text, recipe)
     if not isinstance(values, dict | None):
         raise UserError(f"{origin}: a recipe is a mapping of keys to values, not a {type(values).__name__}")
     recipe.values = values or {}
     return recipe
 
 
-def _read(text: str, recipe: RecipeText) -> Any:
-    """Returns the YAML value of a text, and adds the lines of its keys to `recipe`."""
+def _read_yaml(text: str, recipe: RecipeText) -> Any:
+    """Returns the value of a YAML text, and adds the lines of its keys to `recipe`."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        return None if node is None else _plain(node, (), loader, recipe, set())
+        return None if node is None else _plain(node, (), loader, recipe.lines, set())
     except yaml.YAMLError as error:
-        raise UserError(_yaml_fault(recipe.origin, error)) from error
+        mark = getattr(error, "problem_mark", None)
+        place = f"{recipe.origin}:{mark.line + 1}" if mark else recipe.origin
+        problem = getattr(error, "problem", None) or str(error)
+        raise UserError(f"{place}: not valid YAML: {' '.join(problem.split())}") from error
     except (ValueError, RecursionError, OverflowError) as error:  # dates out of range, very deep nesting
-        raise UserError(printable(f"{recipe.origin}: not valid YAML: {type(error).__name__}: {error}")) from error
+        raise UserError(f"{recipe.origin}: not valid YAML: {type(error).__name__}: {error}") from error
 
 
-def _yaml_fault(origin: str, error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    place = f"{origin}:{mark.line + 1}" if mark else origin
-    problem = getattr(error, "problem", None) or str(error)
-    return printable(f"{place}: not valid YAML: {' '.join(problem.split())}")
-
-
-def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-
-
-def _plain(node: yaml.Node, key: Key, loader: _Loader, recipe: RecipeText, seen: set[int]) -> Any:
+def _plain(node: yaml.Node, key: Key, loader: _Loader, lines: dict[Key, int], seen: set[int]) -> Any:
     if id(node) in seen:  # PyYAML represents an alias by the node that it refers to
-        raise _fault(node, "aliases (*name) are not supported in recipes")
+        raise _yaml_fault(node, "aliases (*name) are not supported in recipes")
     seen.add(id(node))
-    recipe.lines[key] = node.start_mark.line + 1
+    lines[key] = node.start_mark.line + 1
     if isinstance(node, yaml.CollectionNode) and node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
-        raise _fault(node, f"the tag {node.tag} is not supported in recipes")
-    if isinstance(node, yaml.MappingNode):
-        mapping: dict[str, Any] = {}
-        for name_node, value_node in node.value:
-            name = loader.construct_object(name_node)
-            if not isinstance(name, str):
-                raise _fault(name_node, f"the key {name!r} is not a text")
-            if name in mapping:
-                raise _fault(name_node, f'the key "{name}" is written twice')
-            mapping[name] = _plain(value_node, (*key, name), loader, recipe, seen)
-            recipe.lines[(*key, name)] = name_node.start_mark.line + 1
-        return mapping
+        raise _yaml_fault(node, f"the tag {node.tag} is not supported in recipes")
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(item, (*key, i), loader, recipe, seen) for i, item in enumerate(node.value)]
-    return loader.construct_object(node)
+        return [_plain(item, (*key, i), loader, lines, seen) for i, item in enumerate(node.value)]
+    if not isinstance(node, yaml.MappingNode):
+        return loader.construct_object(node)
+    mapping: dict[str, Any] = {}
+    for name_node, value_node in node.value:
+        name = loader.construct_object(name_node)
+        if not isinstance(name, str):
+            raise _yaml_fault(name_node, f"the key {name!r} is not a text")
+        if name in mapping:
+            raise _yaml_fault(name_node, f'the key "{name}" is written twice')
+        mapping[name] = _plain(value_node, (*key, name), loader, lines, seen)
+        lines[(*key, name)] = name_node.start_mark.line + 1
+    return mapping
+
+
+def _yaml_fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 def apply_override(recipe: RecipeText, override: str) -> None:
@@ -223,73 +257,70 @@ def apply_override(recipe: RecipeText, override: str) -> None:
     """
     name, equals, text = override.partition("=")
     if not equals or not all(name.split(".")):
-        raise UserError(printable(f'command line: "{override}" is not an override; write key.sub=value'))
+        raise UserError(f'command line: "{override}" is not an override; write key.sub=value')
     origin = f'command line: "{override}"'
-    _override(recipe, name, _read(text, RecipeText(origin, {}, {}, set())), origin)
+    _override(recipe, name, _read_yaml(text, RecipeText(origin, {})), origin)
 
 
 def _override(recipe: RecipeText, name: str, value: Any, origin: str) -> None:
     """Sets the dotted key `name`, in which encoders.0 is the first item; messages call the override `origin`."""
     parts = name.split(".")
+    if parts[0] not in KEYS:
+        # `trainable` may be a block of keys, which an override of it replaces as a whole
+        recipe.method_overrides += [(name, value)] if parts[-1] == "trainable" else leaves(name, value)
+        return
     if parts[:2] == ["search", "space"] and len(parts) > 3 and parts[2] in components.method_parts():
         parts[2:4] = [f"{parts[2]}.{parts[3]}"]
-    key: Key = tuple(parts)
+    key: Key = ()
     block: Any = recipe.values
-    for end, part in enumerate(key[:-1], start=1):
-        if isinstance(block, list) and str(part).isdecimal() and int(part) < len(block):
-            part = int(part)
-        elif isinstance(block, dict) and block.get(str(part)) is None:
-            block[str(part)] = {}
-        key = (*key[: end - 1], part, *key[end:])
-        inner = block[part] if isinstance(block, dict) or isinstance(part, int) else None
-        if not isinstance(inner, dict) and not (isinstance(inner, list) and key[:end] == ("encoders",)):
-            remedy = "; write METHOD.KEY=VALUE" if key[:end] == ("methods",) else ""
-            raise UserError(printable(f"{origin}: {dotted(key[:end])} is not a block of keys{remedy}"))
-        block = inner
+    for part in parts[:-1]:
+        block, key = _inner_block(block, key, part, origin)
     if isinstance(block, list):
-        raise UserError(printable(f"{origin}: encoders is a list; write encoders.0.KEY=VALUE for its first item"))
-    block[str(key[-1])] = value
-    recipe.mark_overridden(key)
-    other = {("training", "steps"): "epochs", ("training", "epochs"): "steps"}.get((str(key[0]), str(key[-1])))
-    if other and len(key) == 2 and ("training", other) not in recipe.overridden:
+        raise UserError(f"{origin}: encoders is a list; write encoders.0.KEY=VALUE for its first item")
+    block[parts[-1]] = value
+    recipe.mark_overridden((*key, parts[-1]))
+    other = {"training.steps": "epochs", "training.epochs": "steps"}.get(name)
+    if other and ("training", other) not in recipe.overridden:
         block.pop(other, None)
 
 
-def copy_recipe(name: str, target: str) -> Path:
-    """Copies a recipe to a new file, or into a folder, and returns its path. Raises `UserError` if the file exists."""
-    source, path = find_recipe(name), Path(target)
-    path = path / source.name if path.is_dir() else path
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(source.read_text(encoding="utf-8"))
-    except FileExistsError as error:
-        raise UserError(f"{path}: exists already; choose another name") from error
-    except OSError as error:
-        raise UserError(f"{path}: can not be written: {error.strerror}") from error
-    return path
+def _inner_block(block: Any, key: Key, part: str, origin: str) -> tuple[Any, Key]:
+    """Returns the block at `part` of the block at `key`, and its key. A block that is missing is made."""
+    index = int(part) if isinstance(block, list) and part.isdecimal() and int(part) < len(block) else None
+    key = (*key, part if index is None else index)
+    if isinstance(block, dict) and block.get(part) is None:
+        block[part] = {}
+    inner = block[part] if isinstance(block, dict) else None if index is None else block[index]
+    if isinstance(inner, dict) or (isinstance(inner, list) and key == ("encoders",)):
+        return inner, key
+    remedy = "; write METHOD.KEY=VALUE" if key == ("methods",) else ""
+    raise UserError(f"{origin}: {dotted(key)} is not a block of keys{remedy}")
 
 
-class Faults:
-    """Collects every fault with its place, so that all are reported together."""
-
-    def __init__(self, text: RecipeText) -> None:
-        self.text, self.found = text, dict[str, None]()
-
-    def add(self, key: Key, problem: str, *causes: Key) -> None:
-        """Adds a fault of `key`. Its place is the command line if an override sets one of `causes`."""
-        overridden = any(self.text.is_overridden(cause) for cause in causes)
-        place = self.text.overrides if overridden else self.text.where(key)
-        self.found[f"{place}: {self.text.name(key)}: {problem}"] = None
-
-    def raise_if_any(self) -> None:
-        if self.found:
-            raise UserError(*self.found)
+def recipe_keys(values: Mapping[str, Any], known: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yields the dotted keys that overrides of a recipe, given as unchecked values, can set. `known`: `known_keys`."""
+    yield from ("name", "methods", "encoders", "analyse")
+    for block in KEYS:
+        yield from (f"{block}.{key}" for key in known.get(block, ()) if block != "methods")
+    for block, folder in (("data", "data"), ("encoder", "encoders")):
+        chosen = values.get(block)
+        if isinstance(chosen, dict):
+            yield from (f"{block}.{key}" for key in known.get(f"{folder}.{chosen.get('name')}", ()))
+    methods = values.get("methods")
+    items = methods if isinstance(methods, list) else str(methods).split(",")
+    blocks = [item if isinstance(item, dict) else {"name": item, "head": "linear"} for item in items]
+    parts = [part.strip() for block in blocks for part in (*str(block.get("name")).split("+"), str(block.get("head")))]
+    for part in dict.fromkeys(parts):
+        for folder in ("algorithms", "sharpness", "averaging", "heads"):
+            yield from (f"{part}.{key}" for key in known.get(f"{folder}.{part}", ()))
+        if f"algorithms.{part}" in known:
+            yield from (f"{part}.{key}" for key in known["methods"] if key != "name")
 
 
 def say_if_finished(text: RecipeText) -> None:
     """Logs a line, in the main process, if the run directory that the recipe names holds a finished run.
 
-    Whether its files are intact, and the recipe the same, is checked later.
+    It comes first, because loading torch and checking the files and the recipe of the run take much longer.
     """
     name, output = text.values.get("name"), text.values.get("output")
     folder = output.get("dir", "output") if isinstance(output, dict) else "output"
@@ -297,7 +328,6 @@ def say_if_finished(text: RecipeText) -> None:
         return
     path = Path(folder) / name
     # `state` is removed when a run ends; os.path, because pathlib raises errors for names that are too long
-    if all(os.path.isfile(path / file) for file in ("results.json", "results.md")) and not os.path.exists(
-        path / "state"
-    ):
+    has_results = all(os.path.isfile(path / file) for file in ("results.json", "results.md"))
+    if has_results and not os.path.exists(path / "state"):
         logger.info("%s: a finished run is here", path)

@@ -6,7 +6,7 @@ Each block is defined in the package that reads it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -19,6 +19,14 @@ class Block(BaseModel):
 
     # protected_namespaces: pydantic reserves names that begin with model_, which a component may give to a setting
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class Problem(NamedTuple):
+    """Why values of a block do not go together. A block yields its own: its keys and their rules are in one place."""
+
+    key: str  # dotted, in the recipe
+    text: str
+    causes: tuple[str, ...] = ()  # other dotted keys that the rule depends on
 
 
 def _one_or_many(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -14,7 +14,7 @@ from xdm_ft.averaging import Averaging
 from xdm_ft.evaluation.records import Identity
 from xdm_ft.protocol.samplers import BatchSampler, SamplerName, sampler
 from xdm_ft.protocol.splits import Split
-from xdm_ft.runtime.settings import Block
+from xdm_ft.runtime.settings import Block, Problem
 from xdm_ft.sharpness import Sharpness
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -137,6 +137,26 @@ class Training(Block):
     def images_per_step(self, domains: int) -> int:
         """Returns the size of a step's batch, given the number of training domains."""
         return self.batch_size * (1 if self.sampler == "pooled" else domains)
+
+    def problems(self, trains_encoders: bool) -> Iterator[Problem]:
+        """Yields the settings that do not go together, or that have no effect unless an encoder trains."""
+        if self.steps is not None and self.epochs is not None:
+            yield Problem("training.epochs", "both steps and epochs are given; keep one")
+        elif self.steps is None and self.epochs is None:
+            yield Problem("training.steps", "give steps or epochs")
+        if self.epochs is not None and self.sampler != "pooled":
+            problem = f"an epoch needs sampler: pooled; {self.sampler} draws with replacement, give steps"
+            yield Problem("training.epochs", problem, ("training.sampler",))
+        if self.steps is not None and self.schedule.warmup_steps >= self.steps:
+            problem = f"{self.schedule.warmup_steps} is not below training.steps: {self.steps}; lower it"
+            yield Problem("training.schedule.warmup_steps", problem, ("training.steps",))
+        if self.amsgrad and self.optimizer == "sgd":
+            problem = "is only for adam and adamw; leave it out, or use one of them"
+            yield Problem("training.amsgrad", problem, ("training.optimizer",))
+        for key in ("mixed_precision", "accumulation", "layer_decay"):
+            if not trains_encoders and getattr(self, key) not in (type(self).model_fields[key].default, "no"):
+                problem = "has no effect with a frozen encoder; leave it out (for precision set features.precision)"
+                yield Problem(f"training.{key}", problem, ("encoder.trainable",))
 
 
 RuleValues = dict[str, dict[int, float]]
