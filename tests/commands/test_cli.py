@@ -59,7 +59,7 @@ def one_line(result, *words):
 
 
 def test_help_is_immediate_and_loads_nothing_heavy():
-    code = "import sys; from xdm_ft.cli.parser import parser; parser(); print({*sys.modules} & {'torch', 'numpy'})"
+    code = (
         "import sys; from xdm_ft.cli.parser import parser; parser(); print({*sys.modules} & {'torch', 'numpy', 'yaml'})"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
