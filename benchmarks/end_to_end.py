@@ -39,6 +39,7 @@ from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.averaging.swad import SWAD
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders.timm import Timm
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.protocol.splits import Split
@@ -120,7 +121,7 @@ class Bench:
             return find("algorithms", name)(setup, **settings)
 
         return Job(
-            method, ("none",), 0, 0, self.split, Setup(task, self.encoder.width, self.steps, 0), make,
+            ModelKey(method, ("none",), 0, 0), self.split, Setup(task, self.encoder.width, self.steps, 0), make,
             SHARPNESS[addition]() if addition in SHARPNESS else None, self.training,
             SWAD() if addition == "swad" else None,
         )  # fmt: skip

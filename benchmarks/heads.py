@@ -49,6 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.memory import keep_freed_memory
@@ -128,7 +129,7 @@ def job_of(method: str, shape: Shape, data: CachedData, seed: int) -> Job:
     name, _, sharpness = method.partition("+")
     settings = {"warmup_steps": 0, "quantile_steps": 10} if name == "xdomainmix" else {}
     return Job(
-        method, ("held out",), seed, 0, split, Setup(task, shape.width, STEPS, seed),
+        ModelKey(method, ("held out",), seed, 0), split, Setup(task, shape.width, STEPS, seed),
         lambda setup: METHODS[name](setup, **settings), SAM() if sharpness else None, training_of(shape),
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
-from xdm_ft.evaluation.records import Pick, Record
+from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.evaluation.summary import summarise
 from xdm_ft.runtime.memory import PeakMemory
 from xdm_ft.runtime.tensors import Score
@@ -79,7 +79,7 @@ class Run:
         value = Score(0.8, 0.8, 0.8, 0.9, 0.7, 0.5, 0.1, len(self.labels), {}, {"site": {"accuracy": 0.8, "n": 1}})
         pick = Pick(1, "", {"test": value})
         records = [
-            Record(method, HELD, seed, 0, {}, "ok", selected={RULE: pick})
+            Record(ModelKey(method, HELD, seed, 0), {}, "ok", selected={RULE: pick})
             for method in self.methods
             for seed in range(self.seeds)
         ]

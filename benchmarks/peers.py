@@ -58,6 +58,7 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
@@ -246,7 +247,7 @@ def job_of(method: str, z: Tensor, about: Annotations, steps: int = 0, seed: int
     training = Training(batch_size=PER_DOMAIN, lr=lr, evaluate_every=max(1, steps), loss_average="sample")
     classes = tuple(map(str, range(int(about.labels.max()) + 1)))
     setup = Setup(Task(classes, names), z.shape[1], steps, seed, training.loss_average)
-    return Job(method, ("none",), seed, 0, split, setup, METHODS[method], None, training)
+    return Job(ModelKey(method, ("none",), seed, 0), split, setup, METHODS[method], None, training)
 
 
 def probe(images: int, width: int, classes: int, rounds: int) -> dict[str, object]:

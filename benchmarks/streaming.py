@@ -28,6 +28,7 @@ from torch import Tensor
 from xdm_ft.algorithms import Method, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.features import cache
 from xdm_ft.features.cache import Features
 from xdm_ft.features.cache_key import key_of
@@ -115,10 +116,7 @@ def jobs_of(method: str, heads: int, split: Split, width: int, training: Trainin
     setups = [Setup(task, width=width, steps=training.steps, seed=head // 4) for head in range(heads)]
     return [
         Job(
-            method,
-            split.test_domains,
-            setup.seed,
-            head % 4,
+            ModelKey(method, split.test_domains, setup.seed, head % 4),
             split,
             setup,
             METHODS[method],

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from scipy import stats
 
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Pick, Record, Runs
+from xdm_ft.evaluation.records import ModelKey, Pick, Record, Runs
 from xdm_ft.evaluation.verdicts import (
     EQUAL,
     NO_VERDICT,
@@ -68,7 +68,7 @@ def product(right: Right, domains: str, grouped: bool, deterministic: Collection
             accuracy = float(own.mean())
             score = Score(accuracy, 0.0, 0.0, None, None, 0.0, 0.0, len(own), {}, {})
             records.append(
-                Record(method, (domain,), seed, 0, {}, "ok", selected={"rule": Pick(1, "", {"test": score})})
+                Record(ModelKey(method, (domain,), seed, 0), {}, "ok", selected={"rule": Pick(1, "", {"test": score})})
             )
             labels = np.zeros(len(own), np.int64)
             groups = groups_of(domain, True) if grouped else None

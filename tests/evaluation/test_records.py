@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from xdm_ft.evaluation.records import Pick, Record, SummaryRow
+from xdm_ft.evaluation.records import ModelKey, Pick, Record, SummaryRow
 from xdm_ft.runtime.tensors import Score
 
 SCORE = Score(0.5, 0.5, 0.4, None, None, 1.0, 0.1, 4, {"cat": 0.5, "dog": None}, {"a": {"accuracy": 0.5, "n": 4}})
@@ -14,10 +14,7 @@ PICK = Pick(
     3, "models/w.safetensors", {"test": SCORE}, {"alpha": 0.3}, [{"alpha": 0.0, "test": None}], ["late"], 0.7, 1.5, 0.4
 )
 WHOLE = Record(
-    "erm",
-    ("a", "b"),
-    1,
-    2,
+    ModelKey("erm", ("a", "b"), 1, 2),
     {"lr": 0.1},
     "ok",
     None,
@@ -45,10 +42,10 @@ ROW = SummaryRow(
 RECORDS = {
     "ok": WHOLE,
     "plain": Record(
-        "erm", ("a",), 0, 0, {}, "ok", selected={"oracle": Pick(1, "w", {"test": SCORE})}, train_seconds=0.0
+        ModelKey("erm", ("a",), 0, 0), {}, "ok", selected={"oracle": Pick(1, "w", {"test": SCORE})}, train_seconds=0.0
     ),
-    "failed": Record("erm", ("a",), 0, 0, {}, "failed", "a nan", train_seconds=1.0),
-    "skipped": Record("erm", ("a",), 0, 0, {}, "skipped", "needs two", encoder="vit", trainable=False),
+    "failed": Record(ModelKey("erm", ("a",), 0, 0), {}, "failed", "a nan", train_seconds=1.0),
+    "skipped": Record(ModelKey("erm", ("a",), 0, 0), {}, "skipped", "needs two", encoder="vit", trainable=False),
 }
 
 

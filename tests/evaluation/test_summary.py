@@ -12,7 +12,7 @@ from scipy import stats
 
 from xdm_ft.evaluation.looks import Look
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Pick, Record, Status
+from xdm_ft.evaluation.records import ModelKey, Pick, Record, Status
 from xdm_ft.evaluation.summary import DOMAINBED, WILDS, Summary, protocol_line, summarise
 from xdm_ft.evaluation.verdicts import holm
 from xdm_ft.runtime.tensors import Score
@@ -32,11 +32,11 @@ def record(
     method: str, held: tuple[str, ...], seed: int, right: int, rules: tuple[str, ...] = ("train_val",)
 ) -> Record:
     selected = {rule: Pick(10, "", {"test": score_of(right / ROWS, held, ROWS)}) for rule in rules}
-    return Record(method, held, seed, 0, {}, "ok", selected=selected, gradient_evaluations=300)
+    return Record(ModelKey(method, held, seed, 0), {}, "ok", selected=selected, gradient_evaluations=300)
 
 
 def trouble(method: str, held: tuple[str, ...], seed: int, status: Status, reason: str) -> Record:
-    return Record(method, held, seed, 0, {}, status, reason)
+    return Record(ModelKey(method, held, seed, 0), {}, status, reason)
 
 
 def prediction(
@@ -277,7 +277,7 @@ def test_a_labelled_reference() -> None:
 
 def test_each_row_names_its_reference() -> None:
     runs = [record(*r) for r in grid()]
-    runs += [replace(one, method="deep") for one in runs if one.method == "sam"]
+    runs += [replace(one, key=one.key._replace(method="deep")) for one in runs if one.method == "sam"]
     rows = summary(runs, [], methods=["erm", "sam", "deep"], references={"sam": "deep", "deep": "erm"})
     assert [row["versus_erm"] and row["versus_erm"]["reference"] for row in rows] == [None, "deep", "erm"]
     alone = summary(runs, [], methods=["erm", "sam", "deep"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from xdm_ft.evaluation.records import Pick, Record, Status, SummaryRow
+from xdm_ft.evaluation.records import ModelKey, Pick, Record, Status, SummaryRow
 from xdm_ft.evaluation.trials import MethodChoice, choose_method, picked_trials, selection_values
 
 
@@ -15,7 +15,7 @@ def record(
     method: str, seed: int, value: float | None, status: Status = "ok", held: str = "a", trial: int = 0
 ) -> Record:
     picked = {"train_val": Pick(step=1, weights="", metrics={}, value=value)} if status == "ok" else {}
-    return Record(method, (held,), seed, trial, {}, status, selected=picked)
+    return Record(ModelKey(method, (held,), seed, trial), {}, status, selected=picked)
 
 
 def models(method: str, *values: float, nll: float | None = None, **about: Any) -> list[Record]:
@@ -65,7 +65,7 @@ def test_of_tied_trials_oracle_takes_the_one_that_the_other_rule_picks() -> None
     def trial(number: int, val: float | None, oracle: float | None) -> Record:
         values = {"train_val": val, "oracle": oracle}
         picks = {rule: Pick(step=1, weights="", metrics={}, value=value) for rule, value in values.items()}
-        return Record("erm", ("a",), 0, number, {}, "ok", selected=picks)
+        return Record(ModelKey("erm", ("a",), 0, number), {}, "ok", selected=picks)
 
     trials = [trial(0, 0.5, 0.9), trial(1, 0.7, 0.9), trial(2, 0.8, 0.6), trial(3, 0.6, None)]
     assert picked_trials(trials[:2], "oracle", "accuracy") == [trials[1]], "both are equal for oracle"
@@ -114,7 +114,7 @@ def test_without_validation_nll_the_fewest_settings_then_parameters_decide() -> 
     tuned = models("irm", *IRM, nll=0.1, tuned_settings=21, trained_parameters=5)
     plain = models("erm", *ERM, trained_parameters=10)
     assert chosen_of(tuned + plain).method == "erm", "erm has no validation NLL: an older run"
-    draws = [replace(one, trial=trial, selected={}) for one in plain for trial in range(1, 22)]
+    draws = [replace(one, key=one.key._replace(trial=trial), selected={}) for one in plain for trial in range(1, 22)]
     found = chosen_of([*tuned, *plain, *draws])
     assert (found.method, found.reason) == ("irm", "the fewest tuned settings (irm 21, erm 22)")
     assert chosen_of(models("irm", *IRM, trained_parameters=9) + plain).reason == (
@@ -138,6 +138,6 @@ def test_heads_of_training_features_are_chosen_only_if_nothing_else_is_there() -
 
 def test_a_method_with_fewer_seeds_is_paired_where_both_have_a_model() -> None:
     """zero_shot has one seed, as its models would all be equal."""
-    more = [replace(one, seed=1) for one in models("irm", *IRM, nll=0.5)]
+    more = [replace(one, key=one.key._replace(seed=1)) for one in models("irm", *IRM, nll=0.5)]
     found = chosen_of([*models("irm", *IRM, nll=0.5), *more, *models("zero_shot", *ERM, nll=0.4)])
     assert found.method == "zero_shot" and found.within_reach == ("irm", "zero_shot")

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
-from xdm_ft.evaluation.records import Pick, Record
+from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.experiment import plan as plan_module
 from xdm_ft.experiment import tracking as curves_module
 from xdm_ft.experiment import train as train_module
@@ -154,7 +154,7 @@ def test_what_shares_a_curve(
 ) -> None:
     """Two heads of one held-out domain and one of another: a head that is alone is summarised like the others."""
     jobs: list[Any] = [
-        SimpleNamespace(key=key, test_domains=key[1], known=known)
+        SimpleNamespace(key=key, test_domains=key[1], external_values=known)
         for key in (("erm", ("a",), 0, 0), ("erm", ("a",), 1, 2), ("erm", ("b",), 0, 0))
     ]
     plan = of_models(models, SimpleNamespace(trains_encoders=trainable))
@@ -169,13 +169,14 @@ def test_what_shares_a_curve(
 
 def test_a_failed_model_is_a_failed_row_and_a_skipped_one_is_none(tmp_path: Path) -> None:
     """In the table of a run that is summarised, too: there its row has the means of the others."""
-    makes = partial(Record, "erm", ("a",), trial=0, hparams={"lr": 0.1, "prompts": ["a {}"], "patience": None})
+    hparams = {"lr": 0.1, "prompts": ["a {}"], "patience": None}
+    made = [partial(Record, ModelKey("erm", ("a",), seed, 0), hparams) for seed in range(3)]
     score = Score(0.5, 0.5, 0.5, None, None, 1.0, 0.1, 4, {}, {})
-    whole = makes(seed=0, status="ok", selected={"train_val": Pick(10, "w", {"test": score}, value=0.75)})
+    whole = made[0](status="ok", selected={"train_val": Pick(10, "w", {"test": score}, value=0.75)})
     records = [
         whole,
-        makes(seed=1, status="failed", reason="nan"),
-        makes(seed=2, status="skipped", reason="one domain"),
+        made[1](status="failed", reason="nan"),
+        made[2](status="skipped", reason="one domain"),
     ]
     protocol = SimpleNamespace(metric="accuracy")
     for models in (3, plan_module.MOST_MODELS + 1):

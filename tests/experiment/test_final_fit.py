@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.averaging import Interval, Segment
-from xdm_ft.evaluation.records import Record
+from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment import run
 from xdm_ft.experiment.final_fit import combined, fit_of_runs, median, mode
 from xdm_ft.experiment.machine import start
@@ -44,7 +44,7 @@ def naive_training(made, item, known, rules=("r",), steps=10):
         steps=steps,
         seed=0,
     )
-    job = Job("x", (), 0, 0, split, setup, item.algorithm.build, None, made.training, known=known)
+    job = Job(ModelKey("x", (), 0, 0), split, setup, item.algorithm.build, None, made.training, external_values=known)
     arguments = (plan.annotations, Criteria(rules, "accuracy"))
     [trained] = train_chunk([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
     return trained

@@ -134,7 +134,7 @@ def test_a_model_belongs_to_the_first_recipe_that_planned_it() -> None:
 def test_records_of_earlier_versions_get_what_their_rows_say() -> None:
     recipe = load("demo", [])
     plan = make_plan(recipe, read_data(recipe))
-    records = in_order(plan, [Record(*model.key, {}, "failed", "why") for model in plan.models[::-1]]).values()
+    records = in_order(plan, [Record(model.key, {}, "failed", "why") for model in plan.models[::-1]]).values()
     assert [record.key for record in records] == [model.key for model in plan.models]
     rows = {record.method: (record.encoder, record.trainable, record.deterministic) for record in records}
     assert rows["zero_shot"] == ("demo", False, True) and rows["erm"] == ("demo", False, None)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from small_runs import recipe, results
 
-from xdm_ft.evaluation.records import Record
+from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment.resume import RECORDS, keeping_choices, recorded
 from xdm_ft.storage.run_directory import RunDirectory
 
-OK = Record("erm", ("a",), 0, 0, {}, "ok", train_seconds=1.0)
-FAILED = Record("erm", ("a",), 0, 0, {}, "failed", "a nan", train_seconds=1.0)
+OK = Record(ModelKey("erm", ("a",), 0, 0), {}, "ok", train_seconds=1.0)
+FAILED = Record(ModelKey("erm", ("a",), 0, 0), {}, "failed", "a nan", train_seconds=1.0)
 
 
 @pytest.mark.parametrize("first", ["0", "0.1"])

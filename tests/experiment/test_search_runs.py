@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from xdm_ft.cli.parser import main
-from xdm_ft.evaluation.records import Pick, Record
+from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.evaluation.trials import picked_trials, selection_value
 from xdm_ft.experiment import run
 from xdm_ft.experiment.plan import hparams, make_plan, read_data
@@ -217,7 +217,7 @@ def test_failed_trials_are_told_beside_the_ones_that_were_picked():
 
 def record(trial, value, status="ok"):
     selected = {"train_val": Pick(step=1, weights="", metrics={}, value=value)} if status == "ok" else {}
-    return Record("m", ("a",), 0, trial, {}, status, selected=selected)
+    return Record(ModelKey("m", ("a",), 0, trial), {}, status, selected=selected)
 
 
 def test_the_first_of_equals_is_picked_and_failures_only_where_nothing_else_is():

@@ -12,6 +12,7 @@ from small_runs import recipe, results
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.experiment import run
 from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.pieces import Engines
@@ -89,7 +90,7 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
         assert dataset.domain_names.index(left_out) not in dataset.domains[torch.cat(split.train)]
         task = Task(dataset.class_names, split.train_domains)
         setup = Setup(task, width=prepared.encoders[None].features.width, steps=10, seed=0)
-        job = Job("erm", (held_out,), 0, 0, split, setup, ERM, None, made.training)
+        job = Job(ModelKey("erm", (held_out,), 0, 0), split, setup, ERM, None, made.training)
         arguments = (plan.annotations, Criteria(LEFT_OUT[:1], "accuracy"))
         [trained] = train_chunk([job], prepared.encoders[None].features, *arguments, record=lambda *_: None)
         return trained.course[LEFT_OUT[0]]

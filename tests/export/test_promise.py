@@ -24,7 +24,7 @@ from xdm_ft.evaluation.intervals import (
 )
 from xdm_ft.evaluation.metrics import score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
-from xdm_ft.evaluation.records import Pick, Record, Runs
+from xdm_ft.evaluation.records import ModelKey, Pick, Record, Runs
 from xdm_ft.export.config import Expected
 from xdm_ft.export.promise import error_at, promise
 from xdm_ft.export.runs import Choice, read_parts
@@ -54,7 +54,7 @@ def made_run(path, held_out, *, groups=True, metric="accuracy", protocol="leave_
             logits_of[held, seed] = logits
             found = score(logits, torch.from_numpy(labels), torch.from_numpy(domains), CLASSES, DOMAINS)
             pick = Pick(1, "x", {"test": found}, value=0.5, temperature=temperature)
-            record = Record(METHOD, held, seed, 0, {}, "ok", selected={RULE: pick})
+            record = Record(ModelKey(METHOD, held, seed, 0), {}, "ok", selected={RULE: pick})
             records.append(record)
             probabilities = logits.double().softmax(-1).float().numpy()
             tested = HeldOutImages(images["rows"], labels, domains)

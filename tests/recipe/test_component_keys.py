@@ -190,7 +190,7 @@ def test_flags_look_at_their_own_component() -> None:
     plan: Any = SimpleNamespace(recipe=recipe)
     nothing: Any = None
     item = drawn_item(recipe.methods[0], {"mixup.alpha": 0.5, "sagm.alpha": 0.99})
-    model = PlannedModel(item, recipe.training, nothing, seed=0, trial=0, steps=1000, skipped=None)
+    model = PlannedModel(nothing, item, recipe.training, nothing, steps=1000)
     found = flags(plan, model, Selected(step=10, state={}))
     assert found == ["sagm.alpha at the edge of its range"]
 

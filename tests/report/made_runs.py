@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from example_runs import comparison, with_comparisons
 
-from xdm_ft.evaluation.records import Pick, Record, SummaryRow, split_label
+from xdm_ft.evaluation.records import ModelKey, Pick, Record, SummaryRow, split_label
 from xdm_ft.evaluation.verdicts import EQUAL, UNKNOWN, Comparison
 from xdm_ft.report.finished import Run
 from xdm_ft.runtime.tensors import Score
@@ -26,7 +26,9 @@ def record(method: str, held: tuple[str, ...], seed: int, value: float, chosen_b
         per_class_recall={},
         per_domain={name: {"accuracy": value, "n": 10} for name in held},
     )
-    return Record(method, held, seed, 0, {}, "ok", selected={rule: Pick(3, "w", {"test": score}, value=chosen_by)})
+    return Record(
+        ModelKey(method, held, seed, 0), {}, "ok", selected={rule: Pick(3, "w", {"test": score}, value=chosen_by)}
+    )
 
 
 def run(

@@ -14,7 +14,7 @@ from PIL import Image
 
 from xdm_ft.evaluation.metrics import metric, per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
-from xdm_ft.evaluation.records import Pick, Record
+from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.evaluation.summary import Summary, summarise
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.report.finished import Run, read_run
@@ -93,7 +93,7 @@ def write_run(
             for place, method in enumerate(methods):
                 for seed in [0] if method == DETERMINISTIC else seeds_of:
                     logits = logits_of(dataset, rows, place, seed)
-                    record = _record(dataset, rows, (method, held, seed, 0), logits, rules, protocol["metric"])
+                    record = _record(dataset, rows, ModelKey(method, held, seed, 0), logits, rules, protocol["metric"])
                     own = [_prediction(dataset, rows, record, logits, rule, protocol, probabilities) for rule in rules]
                     directory.write_predictions(record.folder, arrays_of(own))
                     records.append(record)
@@ -104,13 +104,13 @@ def write_run(
 
 
 def _record(
-    dataset: ImageDataset, rows: np.ndarray, key: Any, logits: torch.Tensor, rules: Sequence[str], name: str
+    dataset: ImageDataset, rows: np.ndarray, key: ModelKey, logits: torch.Tensor, rules: Sequence[str], name: str
 ) -> Record:
     labels, domains = torch.as_tensor(dataset.labels[rows]), torch.as_tensor(dataset.domains[rows])
     found = score(logits, labels, domains, dataset.class_names, dataset.domain_names)
     value = metric(name, logits, labels, domains)
     picks = {rule: Pick(step=10, weights="w", metrics={"test": found}, value=value) for rule in rules}
-    return Record(*key, {}, "ok", selected=picks, deterministic=key[0] == DETERMINISTIC or None)
+    return Record(key, {}, "ok", selected=picks, deterministic=key[0] == DETERMINISTIC or None)
 
 
 def _prediction(

@@ -11,7 +11,7 @@ import pytest
 from example_runs import results_of
 from test_more_tables import two_sets
 
-from xdm_ft.evaluation.records import Pick, Record
+from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.report import written
 from xdm_ft.report.finished import read_run
 from xdm_ft.report.model_table import parquet_of
@@ -25,7 +25,7 @@ def score(accuracy: float) -> Score:
 
 def model(trial: int, hparams: dict[str, Any], *rules: str) -> Record:
     picks = {rule: Pick(10 * trial, f"{rule}.safetensors", {"test": score(0.25), "val": score(0.5)}) for rule in rules}
-    return Record("erm", ("ink", "chalk"), 0, trial, hparams, "ok", selected=picks, train_seconds=1.5)
+    return Record(ModelKey("erm", ("ink", "chalk"), 0, trial), hparams, "ok", selected=picks, train_seconds=1.5)
 
 
 def rows(*records: Record) -> list[dict[str, Any]]:

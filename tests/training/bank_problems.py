@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup, Solver
 from xdm_ft.algorithms.erm import ERM
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.features.cache import Features
 from xdm_ft.heads.linear import Linear
 from xdm_ft.protocol.splits import Split
@@ -77,10 +78,7 @@ def job_of(
     split = split or split_of(held_out, seed)
     task = Task(tuple(str(c) for c in range(CLASSES)), split.train_domains)
     return Job(
-        method=method.__name__,
-        test_domains=split.test_domains,
-        seed=seed,
-        trial=0,
+        key=ModelKey(method.__name__, split.test_domains, seed, 0),
         split=split,
         setup=Setup(task, width=WIDTH, steps=steps, seed=seed, **(setup or {})),
         make=lambda setup: method(setup, **settings),

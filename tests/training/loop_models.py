@@ -18,6 +18,7 @@ from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.data.digits import Digits
 from xdm_ft.encoders import Encoder, Portable
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
 from xdm_ft.images.transforms import Preprocessing
@@ -133,7 +134,7 @@ def make_job(
     task = Task(digits().class_names, split().train_domains)
     setup = Setup(task, width, steps, seed, head=head)
     training = Training().model_copy(update={"lr": lr, "weight_decay": weight_decay})
-    return Job("method", split().test_domains, seed, 0, split(), setup, make, sharpness, training)
+    return Job(ModelKey("method", split().test_domains, seed, 0), split(), setup, make, sharpness, training)
 
 
 def rows_of(job: Job, training: Training, step: int) -> Tensor:

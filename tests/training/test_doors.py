@@ -18,6 +18,7 @@ from loop_models import SmallCNN, digits, final_state, make_job, one_process, ro
 from own_training import under
 from partnered import mixed
 from torch import Tensor, nn
+from xdm_ft.images.image_rows import ImageRows
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.dsu import DSU
@@ -27,6 +28,7 @@ from xdm_ft.algorithms.lisa import LISA
 from xdm_ft.algorithms.mixstyle import MixStyle
 from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.encoders import Encoder, Portable
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError
@@ -372,7 +374,7 @@ def test_fish_in_the_bank_is_the_recorded_training() -> None:
 
     plain = job_of(Fish)
     training = Training(optimizer="adam", lr=float(golden["lr"]))
-    job = Job("fish", (), 0, 0, plain.split, setup, make, None, training)
+    job = Job(ModelKey("fish", (), 0, 0), plain.split, setup, make, None, training)
     bank = stack([job, job], torch.device("cpu"))
     y, domain = golden["y"].flatten(), torch.arange(3).repeat_interleave(5)
     batch = Batch(golden["X"].flatten(0, 1), y, domain, torch.arange(15), torch.arange(15))

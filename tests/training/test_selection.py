@@ -9,7 +9,7 @@ from bank_problems import job_of
 
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Criteria
-from xdm_ft.training.selection import Selector, evaluation_steps, known_values, rows_of_rules
+from xdm_ft.training.selection import Selector, evaluation_steps, external_values, rows_of_rules
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -122,10 +122,10 @@ def test_patience_ends_after_so_many_evaluations_without_a_better_value() -> Non
 
 
 def test_values_known_beforehand_look_at_no_rows() -> None:
-    job = dataclasses.replace(job_of(), known={"cross_domain": {1: 0.5, 3: 0.7}})
+    job = dataclasses.replace(job_of(), external_values={"cross_domain": {1: 0.5, 3: 0.7}})
     assert set(rows_of_rules(job, ["cross_domain", "oracle"])) == {"oracle"}
-    assert known_values(job, 3) == {"cross_domain": 0.7}
-    assert math.isnan(known_values(job, 2)["cross_domain"])
+    assert external_values(job, 3) == {"cross_domain": 0.7}
+    assert math.isnan(external_values(job, 2)["cross_domain"])
 
 
 @pytest.mark.parametrize(

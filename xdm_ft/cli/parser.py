@@ -109,8 +109,9 @@ def _cache(arguments: argparse.Namespace) -> Answer:
 
 def _retrain(arguments: argparse.Namespace) -> Answer:
     from xdm_ft.cli.retrain import retrain
+    from xdm_ft.evaluation.records import ModelKey
 
-    key = arguments.method, tuple(arguments.test_domain.split(",")), arguments.seed, arguments.trial
+    key = ModelKey(arguments.method, tuple(arguments.test_domain.split(",")), arguments.seed, arguments.trial)
     return retrain(arguments.run_dir, key, arguments.alone, arguments.keep)
 
 

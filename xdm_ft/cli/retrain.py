@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.evaluation.records import Identity, Record
+from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment.faults import faults
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.models import cross_domain_values, keep_references, keep_test_images, train_planned
@@ -53,7 +53,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Comparison(Answer):
-    model: Identity
+    model: ModelKey
     state: str  # of the model that was trained now
     reason: str | None  # why it has no weights
     rules: dict[str, Repeated]  # {selection rule: …}
@@ -82,7 +82,7 @@ class Comparison(Answer):
         return model | {"status": self.state, "reason": self.reason, "rules": rules, "kept": self.kept}
 
 
-def retrain(run_directory: str, key: Identity, alone: bool, keep: str | None = None) -> Comparison:
+def retrain(run_directory: str, key: ModelKey, alone: bool, keep: str | None = None) -> Comparison:
     """Trains the model again from the run's recipe, in a temporary folder. Returns the comparison with the run's model.
 
     A head trains together with the other heads of its chunk, which gives the same bits on the same kind of machine, or
@@ -149,7 +149,7 @@ def _scratch(kept: Path | None) -> Iterator[str]:
         yield scratch
 
 
-def _trained(engines: Engines, key: Identity, alone: bool, results: ResultsFile) -> Record:
+def _trained(engines: Engines, key: ModelKey, alone: bool, results: ResultsFile) -> Record:
     """Trains the model, with the heads of its chunk unless `alone`, and returns its record."""
     planned = {
         model.key: model
@@ -164,7 +164,7 @@ def _trained(engines: Engines, key: Identity, alone: bool, results: ResultsFile)
     return recorded(engines.directory)[key]
 
 
-def _recorded(folder: Path, records: Sequence[Record], key: Identity) -> Record:
+def _recorded(folder: Path, records: Sequence[Record], key: ModelKey) -> Record:
     path = folder / "results.json"
     names = {_name(record.key): record for record in records}
     found = names.get(_name(key))
@@ -185,7 +185,7 @@ def _check_weights(directory: RunDirectory, record: Record) -> None:
             raise UserError(f"{what}; run the run's recipe again to train this model again") from error
 
 
-def _name(key: Identity) -> str:
+def _name(key: ModelKey) -> str:
     method, test_domains, seed, trial = key
     return f"{method} {','.join(test_domains)} {seed} {trial}"
 

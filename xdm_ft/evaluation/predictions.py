@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from xdm_ft.evaluation.records import Identity
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.runtime.randomness import Stream, permutation
 
@@ -84,7 +84,7 @@ class Prediction:
 
     @classmethod
     def from_arrays(
-        cls, arrays: Mapping[str, np.ndarray], images: HeldOutImages, key: Identity, rule: str
+        cls, arrays: Mapping[str, np.ndarray], images: HeldOutImages, key: ModelKey, rule: str
     ) -> Prediction:
         """Returns the predictions under `rule` on the test images, from the arrays that `arrays_of` made."""
         return cls(

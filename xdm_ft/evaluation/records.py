@@ -7,16 +7,32 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Score
-from xdm_ft.storage.addresses import folder_of
+from xdm_ft.storage.addresses import folder_of, model_folder
 
-Identity = tuple[str, tuple[str, ...], int, int]
-"""What identifies a model in results: method, test domains, seed, trial."""
 Status = Literal["ok", "failed", "skipped"]
 Point = dict[str, float | None]
+
+
+class ModelKey(NamedTuple):
+    """What identifies a model of a run: "erm, sketch held out, seed 0"."""
+
+    method: str  # its label; under several encoders METHOD @ ENCODER (`with_encoder`)
+    test_domains: tuple[str, ...]
+    seed: int
+    trial: int
+
+    @property
+    def folder(self) -> str:
+        """The folder, relative to the run directory, of a model that has files of its own."""
+        return model_folder(*self)
+
+    def __str__(self) -> str:
+        trial = f", trial {self.trial}" if self.trial else ""
+        return f"{self.method}, {', '.join(self.test_domains)} held out, seed {self.seed}{trial}"
 
 
 @dataclass(frozen=True)
@@ -53,10 +69,7 @@ class Pick:
 class Record:
     """One model: an entry of `runs` in results.json."""
 
-    method: str
-    test_domains: tuple[str, ...]
-    seed: int
-    trial: int
+    key: ModelKey
     hparams: dict[str, Any]
     status: Status
     reason: str | None = None  # why it failed or was skipped
@@ -75,8 +88,20 @@ class Record:
     deterministic: bool | None = None  # True: the head is class embeddings alone, the same for all seeds
 
     @property
-    def key(self) -> Identity:
-        return self.method, self.test_domains, self.seed, self.trial
+    def method(self) -> str:
+        return self.key.method
+
+    @property
+    def test_domains(self) -> tuple[str, ...]:
+        return self.key.test_domains
+
+    @property
+    def seed(self) -> int:
+        return self.key.seed
+
+    @property
+    def trial(self) -> int:
+        return self.key.trial
 
     @property
     def folder(self) -> str:
@@ -103,7 +128,9 @@ class Record:
             # rules often pick the same weights
             same = (one.metrics for name, one in selected.items() if picks[name]["metrics"] == pick["metrics"])
             selected[rule] = Pick.from_json(pick, next(same, None))
-        return cls(**{**found, "test_domains": tuple(found["test_domains"]), "selected": selected})
+        rest = {name: value for name, value in found.items() if name not in ModelKey._fields}
+        key = ModelKey(found["method"], tuple(found["test_domains"]), found["seed"], found["trial"])
+        return cls(key, **rest | {"selected": selected})
 
 
 class Entries(Sequence[dict[str, Any]]):

@@ -33,7 +33,7 @@ from xdm_ft.analysis.importance import removal_curves
 from xdm_ft.analysis.invariance import Invariance, covariance_distance, risk_variance
 from xdm_ft.evaluation.calibration import reliability, temperature
 from xdm_ft.evaluation.metrics import confidences, expected_calibration_error, per_image_nll
-from xdm_ft.evaluation.records import Identity, Record
+from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepare import Prepared, make_job
 from xdm_ft.experiment.results import inputs
@@ -116,7 +116,7 @@ class SplitImages:
 def split_images(plan: Plan, model: PlannedModel, limits: Limits) -> SplitImages:
     """Returns the images to measure of a model's split, which depend on the split alone."""
     annotations, split = plan.annotations, model.split
-    validated = with_validation(plan.dataset, split, plan.recipe.protocol.val_fraction, model.seed)
+    validated = with_validation(plan.dataset, split, plan.recipe.protocol.val_fraction, model.key.seed)
     return SplitImages(
         training=_sample(torch.cat(split.train), annotations, limits.training),
         validation=_sample(validated.evaluation["train_val"], annotations, limits.validation),
@@ -504,7 +504,7 @@ KIND = "analysis"  # of the lines that hold entries
 DIGITS = 6  # significant digits of a number: rounding errors of other machines are beyond them
 
 
-def finished_entries(directory: RunDirectory, wanted: Mapping[Identity, str]) -> dict[Identity, Json]:
+def finished_entries(directory: RunDirectory, wanted: Mapping[ModelKey, str]) -> dict[ModelKey, Json]:
     """Returns the entries of analysis.json and of an interrupted analysis, of which nothing has changed.
 
     `wanted`: {model: digest of all that its entry depends on}.
@@ -516,7 +516,7 @@ def finished_entries(directory: RunDirectory, wanted: Mapping[Identity, str]) ->
         before = {}
     found = {}
     for one in (*before.get("models", ()), *directory.lines(KIND)):
-        key = one["method"], tuple(one["test_domains"]), one["seed"], one["trial"]
+        key = ModelKey(one["method"], tuple(one["test_domains"]), one["seed"], one["trial"])
         if wanted.get(key) == one.get("inputs"):
             found[key] = one
     return found
@@ -647,7 +647,7 @@ def _tasks(run: Run, plan: Plan, prepared: Prepared) -> list[Subject]:
     """Returns the models to measure, in the order of results.json."""
     planned = {model.key: model for model in plan.models}
     order = {seed: place for place, seed in enumerate(plan.recipe.protocol.seeds)}
-    first: dict[tuple[str, tuple[str, ...]], Identity] = {}
+    first: dict[tuple[str, tuple[str, ...]], ModelKey] = {}
     for record in sorted(run.picked, key=lambda record: order[record.seed]):
         first.setdefault((record.method, record.test_domains), record.key)
     same, found = [__version__, inputs(plan.dataset, prepared)], []

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.image_times import CutPasses, ImageTimes
 from xdm_ft.experiment.machine import cores
 from xdm_ft.experiment.pieces import SOLVER_PASSES
-from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel
+from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepare import Prepared, PreparedEncoder, RecipeCut, counted_unhashed, cuts_of, make_job
 from xdm_ft.experiment.work import one_thread
 from xdm_ft.features import Precision, cpu_has_bf16
@@ -32,7 +33,6 @@ from xdm_ft.images.loader import own_cores
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.memory import keep_freed_memory
 from xdm_ft.runtime.progress import duration
-from xdm_ft.training import Identity
 from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.bank.timing import seconds_of, timed
 from xdm_ft.training.bank.train import chunks, most_heads
@@ -41,7 +41,7 @@ from xdm_ft.training.selection import evaluation_steps, split_of
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Models = Sequence[PlannedModel | ExtraModel]
+Models = Sequence[PlannedModel]
 SMALL_SECONDS = 30.0  # a run that surely takes no longer is not measured
 MEASURING_SECONDS = 2.0  # for the heads of all methods together, and as much for the encoder
 SECONDS_PER_MODEL = 0.01  # to test a model and to write its files
@@ -97,13 +97,13 @@ Encoders = Mapping[str | None, Encoder]
 """By their labels in results, as `build_encoders` returns them."""
 
 
-def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Collection[Identity] = ()) -> Estimate:
+def estimate(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Collection[ModelKey] = ()) -> Estimate:
     """Returns the time for all models of the plan but those that are `known`. Takes a few seconds at most.
 
     A problem that prevents the measurement does not end the run: the estimate names it.
     """
     where = machine(accelerator)
-    wanted: list[PlannedModel | ExtraModel] = []
+    wanted: list[PlannedModel] = []
     wanted += [model for model in plan.models if not model.skipped and model.key not in known]
     wanted += [model for model in plan.extra if any(key not in known for key in model.serves)]
     of_encoders = [
@@ -136,7 +136,7 @@ def machine(accelerator: Accelerator) -> str:
     return name + (f", {ranks} processes" if ranks > 1 else "")
 
 
-def first_line(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Collection[Identity]) -> str:
+def first_line(plan: Plan, encoders: Encoders, accelerator: Accelerator, known: Collection[ModelKey]) -> str:
     """Returns what a run says first: device, number of models and the time for those that are not `known`."""
     planned = [model.key for model in plan.models if not model.skipped]
     left = Counter(key[0] for key in planned if key not in known)
@@ -204,7 +204,7 @@ class _Measured:
     def _times(self) -> ImageTimes:
         return ImageTimes(self.plan.dataset, self.accelerator, MEASURING_SECONDS)
 
-    def _trains_encoder(self, model: PlannedModel | ExtraModel) -> bool:
+    def _trains_encoder(self, model: PlannedModel) -> bool:
         return model.item.trainable is not False
 
     def features(self, precision: Precision) -> float:
@@ -258,8 +258,8 @@ class _Measured:
         return max(sum(pieces) / (forks * self.accelerator.num_processes), max(pieces))
 
     @staticmethod
-    def _by_method(models: Models) -> list[list[PlannedModel | ExtraModel]]:
-        found: dict[str, list[PlannedModel | ExtraModel]] = {}
+    def _by_method(models: Models) -> list[list[PlannedModel]]:
+        found: dict[str, list[PlannedModel]] = {}
         for model in models:
             found.setdefault(model.item.label, []).append(model)
         return [*found.values()]
@@ -282,7 +282,7 @@ class _Measured:
         whole = (mean_steps * took.step + every * took.evaluation) * len(group) / (number * len(largest))
         return [whole] * number
 
-    def _solver(self, model: PlannedModel | ExtraModel) -> float:
+    def _solver(self, model: PlannedModel) -> float:
         """Of linear_probe: its passes over all images, and the matrices of its coordinates in float64."""
         if model.item.algorithm.cls.needs_text:
             return 0.0

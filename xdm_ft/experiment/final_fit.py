@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.averaging import Interval
-from xdm_ft.evaluation.records import Record, SummaryRow
+from xdm_ft.evaluation.records import ModelKey, Record, SummaryRow
 from xdm_ft.evaluation.trials import MethodChoice, picked_trials
 from xdm_ft.experiment.models import keep_references, own_reference, restarted, weights_metadata
 from xdm_ft.experiment.pieces import Engines, Model, Request
@@ -59,11 +59,11 @@ class Fit:
     how: str  # a description for the reader of results
 
     def of_seed(self, seed: int) -> PlannedModel:
-        return dataclasses.replace(self.model, seed=seed)
+        return dataclasses.replace(self.model, key=self.model.key._replace(seed=seed))
 
     def file(self, seed: int) -> str:
         """Returns the weights file of a seed, relative to the run directory."""
-        name = "model" if seed == self.model.seed else f"seed{seed}"
+        name = "model" if seed == self.model.key.seed else f"seed{seed}"
         return f"{FOLDER}/{file_name(self.model.item.label, safe='+ ')}/{name}.safetensors"
 
     def job(self, engines: Engines, seed: int) -> Job:
@@ -132,14 +132,14 @@ def _final_fit(
     settings = _settings(plan, fit)
     fitted = _fitted(engines.directory, settings, before)
     if all_seeds is None:
-        if fit.model.seed not in fitted:
+        if fit.model.key.seed not in fitted:
             return None
-        seeds = (fit.model.seed, *(seed for seed in fitted if seed != fit.model.seed))
+        seeds = (fit.model.key.seed, *(seed for seed in fitted if seed != fit.model.key.seed))
         all_seeds = before is not None and "seeds" in before
     else:
         # a solver is deterministic: every seed would give the same model
         every = all_seeds and not fit.model.item.is_solver
-        seeds = tuple(dict.fromkeys((fit.model.seed, *protocol.seeds))) if every else (fit.model.seed,)
+        seeds = tuple(dict.fromkeys((fit.model.key.seed, *protocol.seeds))) if every else (fit.model.key.seed,)
     jobs = {seed: fit.job(engines, seed) for seed in seeds}
     wait_for_everyone(engines.accelerator)  # all processes must have read before one of them writes
     if engines.accelerator.is_main_process:
@@ -238,7 +238,7 @@ def _settings(plan: Plan, fit: Fit) -> dict[str, Any]:
     model, split = fit.model, fit.model.split
     settings = {
         "method": model.item.label,
-        "seed": model.seed,
+        "seed": model.key.seed,
         "hparams": hparams(plan.recipe, model.item, model.training),
         "domains": list(split.train_domains),
         "images": {name: len(rows) for name, rows in zip(split.train_domains, split.train, strict=True)},
@@ -269,14 +269,9 @@ def fit_of_runs(plan: Plan, picked: Sequence[Record], unreadable: Iterable[int] 
         # engines keep and average weights only at evaluations, so these must include the steps chosen above
         every = step if averaged_from is None else math.gcd(averaged_from - 1, step)
         training = training.model_copy(update={"patience": None, "evaluate_every": every})
-    model = dataclasses.replace(
-        planned[0],
-        item=drawn_item(item, drawn),
-        training=training,
-        split=all_domains(plan.dataset, tuple(unreadable)),
-        trial=0,
-        steps=median(one.steps for one in planned),
-    )
+    split, steps = all_domains(plan.dataset, tuple(unreadable)), median(one.steps for one in planned)
+    key = ModelKey(item.label, split.test_domains, planned[0].key.seed, 0)
+    model = PlannedModel(key, drawn_item(item, drawn), training, split, steps)
     temperatures = [one.temperature for one in selected if one.temperature is not None]
     fit = Fit(model, step, averaged_from, varied, median(temperatures) if temperatures else None, "")
     differs = [key for key in drawn if len({drawn_value(one.hparams, key) for one in picked}) > 1]

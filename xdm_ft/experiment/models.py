@@ -20,10 +20,10 @@ from xdm_ft.evaluation.calibration import temperature, validation_nll
 from xdm_ft.evaluation.distance import fit
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
-from xdm_ft.evaluation.records import Identity, Pick, Record
+from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.experiment.pieces import Engines, Model, Request, cost
-from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel, drawn_value, extra_models, hparams, searched
-from xdm_ft.experiment.prepare import Known, Prepared, PreparedEncoder, make_job
+from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models, hparams, searched
+from xdm_ft.experiment.prepare import ExternalValues, Prepared, PreparedEncoder, make_job
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.resume import RECORDS
 from xdm_ft.experiment.summary import protocol_of
@@ -66,7 +66,7 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
     if accelerator.is_main_process:
         skipped = [
             Record(
-                *model.key,
+                model.key,
                 hparams(plan.recipe, model.item, model.training),
                 "skipped",
                 model.skipped,
@@ -89,10 +89,10 @@ def train_models(engines: Engines, results: ResultsFile) -> None:
         engines.directory.require_writable(["state", *folders])
     # also the models that may share a chunk of heads with a wanted one
     groups = {results.chunk_group(key) for key in wanted}
-    known = cross_domain_values(engines, {key for key in planned if results.chunk_group(key) in groups}, results)
+    external = cross_domain_values(engines, {key for key in planned if results.chunk_group(key) in groups}, results)
     done = [model for key, model in planned.items() if key not in wanted]
     costs = (cost(one.item, one.training, one.split, one.steps, one.item.trainable is not False) for one in done)
-    train_planned(engines, planned, known, wanted, results, DoneModels(len(done), sum(costs)))
+    train_planned(engines, planned, external, wanted, results, DoneModels(len(done), sum(costs)))
 
 
 def _folder_on_disk(plan: Plan, model: PlannedModel) -> str:
@@ -112,9 +112,9 @@ def keep_test_images(dataset: ImageDataset, splits: Iterable[Split], directory: 
 
 def train_planned(
     engines: Engines,
-    planned: Mapping[Identity, PlannedModel],
-    known: Mapping[Identity, Known],
-    wanted: Collection[Identity],
+    planned: Mapping[ModelKey, PlannedModel],
+    external: Mapping[ModelKey, ExternalValues],
+    wanted: Collection[ModelKey],
     results: ResultsFile,
     done: DoneModels = NOTHING,
 ) -> None:
@@ -128,13 +128,13 @@ def train_planned(
     requests = []
     for models in groups.values():
         if any(model.key in wanted for model in models):
-            jobs = [make_job(engines.plan, engines.prepared, model, known.get(model.key, {})) for model in models]
+            jobs = [make_job(engines.plan, engines.prepared, model, external.get(model.key, {})) for model in models]
             requests.append(Request(models[0].item, jobs, engines.plan.criteria, wanted))
 
     train(engines, requests, partial(_measured, planned), results, what="training", done=done)
 
 
-def _measured(planned: Mapping[Identity, PlannedModel], engines: Engines, model: Model) -> Outcome:
+def _measured(planned: Mapping[ModelKey, PlannedModel], engines: Engines, model: Model) -> Outcome:
     return measure(engines.plan, engines.prepared, planned[model.trained.job.key], model)
 
 
@@ -209,7 +209,7 @@ def _unmeasured(plan: Plan, planned: PlannedModel, trained: Trained) -> Record:
     """Returns the record without selected weights."""
     taken = planned.steps if trained.stopped_at is None else trained.stopped_at
     return Record(
-        *planned.key,
+        planned.key,
         hparams=hparams(plan.recipe, planned.item, planned.training),
         status="ok",
         mixed_steps=trained.mixed_steps,
@@ -297,8 +297,8 @@ def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
 
 def _value(plan: Plan, job: Job, rule: str, selected: Selected, logits: Mapping[str, Tensor]) -> float | None:
     """Returns the selection value of a pick. Averaged weights have none yet: it is computed here from their logits."""
-    # values in `known` were measured on other models, so the logits of this one can not give them
-    value = job.known[rule].get(selected.step) if rule in job.known else selected.value
+    # values in `external_values` were measured on other models, so the logits of this one can not give them
+    value = job.external_values[rule].get(selected.step) if rule in job.external_values else selected.value
     if value is None:
         name = split_of(rule)
         value = _images(plan, name, job.split.evaluation[name]).value(logits[name])
@@ -357,8 +357,8 @@ def weights_metadata(
             "label": item.label,
             "test_domains": planned.split.test_domains,
             "train_domains": planned.split.train_domains,
-            "seed": planned.seed,
-            "trial": planned.trial,
+            "seed": planned.key.seed,
+            "trial": planned.key.trial,
             "steps": planned.steps,
             "hparams": hparams(plan.recipe, item, planned.training) | selected.hparams,
         },
@@ -491,8 +491,10 @@ MEASURED = "cross_domain"  # kind of the lines that hold the values of extra mod
 Measured = dict[str, dict[str, dict[int, float]]]
 
 
-def cross_domain_values(engines: Engines, wanted: Collection[Identity], results: ResultsFile) -> dict[Identity, Known]:
-    """Trains the missing extra models. Returns `Job.known` of each wanted model: the mean metric of its extra models.
+def cross_domain_values(
+    engines: Engines, wanted: Collection[ModelKey], results: ResultsFile
+) -> dict[ModelKey, ExternalValues]:
+    """Trains the missing extra models. Returns `Job.external_values` of each wanted model: their mean metric.
 
     Returns an empty dict if the recipe selects by another rule.
     """
@@ -503,7 +505,7 @@ def cross_domain_values(engines: Engines, wanted: Collection[Identity], results:
     before = _measured_values(engines)
     missing = {job.key for job in jobs if _extra_name(job) not in before}
     wait_for_everyone(engines.accelerator)  # all processes must read the same lines before one of them appends
-    alike: dict[tuple[tuple[str, int], tuple[str, ...]], list[tuple[ExtraModel, Job]]] = {}
+    alike: dict[tuple[tuple[str, int], tuple[str, ...]], list[tuple[PlannedModel, Job]]] = {}
     for model, job in zip(extra, jobs, strict=True):
         # the models that it serves are of one method, seed and trial, so of one group too
         group = results.chunk_group(model.serves[0])
@@ -517,7 +519,7 @@ def cross_domain_values(engines: Engines, wanted: Collection[Identity], results:
     if requests:
         logger.info("%s; %d are missing", extra_models(engines.plan), len(missing))
         train(engines, requests, _measure_extra, results, what="extra models")
-    measured, courses = _measured_values(engines), dict[Identity, list[Mapping[int, float]]]()
+    measured, courses = _measured_values(engines), dict[ModelKey, list[Mapping[int, float]]]()
     for model, job in zip(extra, jobs, strict=True):
         for part, key in zip(LEFT_OUT, model.serves, strict=False):  # a model serves one planned model, or two
             courses.setdefault(key, []).append(measured[_extra_name(job)][part])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Solver
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared, build_encoder
 from xdm_ft.experiment.resume import comparable, of_method
@@ -31,7 +32,7 @@ from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.training import Identity, Job, Selected, Trained, Training
+from xdm_ft.training import Job, Selected, Trained, Training
 from xdm_ft.training.selection import FINAL_FIT
 from xdm_ft.version import __version__
 
@@ -88,7 +89,7 @@ class Request(NamedTuple):
     item: MethodItem
     jobs: Sequence[Job]  # all of the method and generation, wanted or not: together they determine the chunks of heads
     criteria: Criteria
-    wanted: Collection[Identity]
+    wanted: Collection[ModelKey]
 
 
 class Piece(NamedTuple):
@@ -309,7 +310,7 @@ def chunk_name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
     return digest(json.dumps(_models(jobs, rules)))
 
 
-def _shared_files(jobs: Sequence[Job], rules: Sequence[str]) -> dict[Identity, str]:
+def _shared_files(jobs: Sequence[Job], rules: Sequence[str]) -> dict[ModelKey, str]:
     """Returns for each head of a chunk the name of the file that it shares with others."""
     files = [jobs[first : first + HEADS_PER_FILE] for first in range(0, len(jobs), HEADS_PER_FILE)]
     return {job.key: chunk_name(of_file, rules) for of_file in files for job in of_file}

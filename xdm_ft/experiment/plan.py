@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.protocol.derived_splits import LEFT_OUT, all_domains, also_measuring, without
 from xdm_ft.protocol.samplers import steps_of
@@ -19,7 +20,7 @@ from xdm_ft.recipe.search import Distribution
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural
 from xdm_ft.runtime.tensors import Annotations, Criteria, Task
-from xdm_ft.training import Identity, Training
+from xdm_ft.training import Training
 from xdm_ft.training.rule_images import BY_DOMAIN, undefined_domains
 
 MOST_MODELS = 200  # in a run where each head has files and curves of its own
@@ -27,35 +28,17 @@ MOST_MODELS = 200  # in a run where each head has files and curves of its own
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model to train: method, split, seed and trial. Each one becomes a record in results.json.
+    """A model to train. Each one becomes a record in results.json, unless it is an extra one of `cross_domain`."""
 
-    `skipped` is the reason if it can not be trained.
-    """
-
+    key: ModelKey
     item: MethodItem  # with the settings of this trial, as `training`
     training: Training
     split: Split
-    seed: int
-    trial: int
     steps: int
-    skipped: str | None
-
-    @property
-    def key(self) -> Identity:
-        return (self.item.label, self.split.test_domains, self.seed, self.trial)
-
-
-@dataclass(frozen=True)
-class ExtraModel:
-    """A model that `cross_domain` needs: with one more held-out domain, on which it is measured; not kept."""
-
-    item: MethodItem
-    training: Training
-    split: Split
-    seed: int
-    trial: int
-    steps: int
-    serves: tuple[Identity, ...]  # for each of its evaluation splits, in order, the planned model that needs it
+    skipped: str | None = None  # the reason if it can not be trained
+    serves: tuple[ModelKey, ...] = ()
+    """Of an extra model: for each of its evaluation splits, in order, the planned model that needs it. It has one more
+    held-out domain, on which it is measured, and is not kept."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +46,7 @@ class Plan:
     recipe: Recipe
     dataset: ImageDataset
     models: tuple[PlannedModel, ...]
-    extra: tuple[ExtraModel, ...]
+    extra: tuple[PlannedModel, ...]
     rules: tuple[str, ...]  # selection rules, the recipe's own first
     notes: tuple[str, ...]  # remarks on the splits, for the protocol line
 
@@ -88,8 +71,8 @@ class Plan:
     @property
     def splits(self) -> list[Split]:
         """The splits of the first seed. Other seeds draw other validation images, but test the same ones."""
-        first = self.models[0].seed
-        by_domains = {model.split.test_domains: model.split for model in self.models if model.seed == first}
+        first = self.models[0].key.seed
+        by_domains = {model.split.test_domains: model.split for model in self.models if model.key.seed == first}
         return list(by_domains.values())
 
     @property
@@ -164,24 +147,23 @@ def _draws(recipe: Recipe) -> Iterator[str]:
         yield "the same hyper-parameter draws for every held-out domain and seed (DomainBed draws anew for each seed)"
 
 
-def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[ExtraModel, ...]:
+def _extra_models(dataset: ImageDataset, models: list[PlannedModel]) -> tuple[PlannedModel, ...]:
     """Returns, for each planned model and each of its training domains, the model with that domain held out too.
 
     Two planned models can need the same extra model (held out a, then b; or b, then a): it is trained once for both.
     """
-    extra: dict[tuple[str, int, int, int, frozenset[str]], ExtraModel] = {}
+    extra: dict[tuple[str, int, int, int, frozenset[str]], PlannedModel] = {}
     for model in models:
         for domain in () if model.skipped else model.split.train_domains:
             split = without(dataset, model.split, domain)
-            key = (model.item.label, model.seed, model.trial, model.steps, frozenset(split.test_domains))
-            if key in extra:
-                serves = (*extra[key].serves, model.key)
-                both = also_measuring(extra[key].split, split.evaluation[LEFT_OUT[0]])
-                extra[key] = dataclasses.replace(extra[key], split=both, serves=serves)
+            key = model.key._replace(test_domains=split.test_domains)
+            alike = (model.item.label, key.seed, key.trial, model.steps, frozenset(split.test_domains))
+            if alike in extra:
+                serves = (*extra[alike].serves, model.key)
+                both = also_measuring(extra[alike].split, split.evaluation[LEFT_OUT[0]])
+                extra[alike] = dataclasses.replace(extra[alike], split=both, serves=serves)
             else:
-                extra[key] = ExtraModel(
-                    model.item, model.training, split, model.seed, model.trial, model.steps, (model.key,)
-                )
+                extra[alike] = PlannedModel(key, model.item, model.training, split, model.steps, serves=(model.key,))
     return tuple(extra.values())
 
 
@@ -197,12 +179,14 @@ def _planned(recipe: Recipe, item: MethodItem, split: Split, seed: int, dataset:
         held_out = ", ".join(split.test_domains) + (" and one more for cross_domain" if crossed else "")
         skipped = f"needs {needed} training domains; with {held_out} held out there is {have}"
     if skipped is not None:
-        return [PlannedModel(item, recipe.training, split, seed, 0, _steps(recipe.training, split), skipped)]
+        key = ModelKey(item.label, split.test_domains, seed, 0)
+        return [PlannedModel(key, item, recipe.training, split, _steps(recipe.training, split), skipped)]
     models, checked = [], dict[int, MethodItem]()  # items that were checked, by their number of steps
     for trial in range(trials_of(recipe, item)):
         drawn = recipe.search_of(item).drawn(trial)
         training = drawn_training(recipe.training, item, drawn)
-        model = PlannedModel(drawn_item(item, drawn), training, split, seed, trial, _steps(training, split), None)
+        key = ModelKey(item.label, split.test_domains, seed, trial)
+        model = PlannedModel(key, drawn_item(item, drawn), training, split, _steps(training, split))
         if not item.is_solver and checked.get(model.steps) is not model.item:  # a draw may leave it as it is
             _check_settings(recipe, model.item, split, dataset, model.steps)
             checked[model.steps] = model.item
@@ -277,7 +261,7 @@ class Costs:
 
 
 def costs(plan: Plan) -> Costs:
-    recipe, trained = plan.recipe, list[PlannedModel | ExtraModel]()
+    recipe, trained = plan.recipe, list[PlannedModel]()
     trained += [model for model in plan.models if not model.skipped and not model.item.is_solver]
     trained += [model for model in plan.extra if not model.item.is_solver]
     trained_images = 0

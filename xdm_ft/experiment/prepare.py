@@ -21,7 +21,7 @@ from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.cluster_extraction import extraction_on
-from xdm_ft.experiment.plan import ExtraModel, Plan, PlannedModel
+from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import Features, cached_views, extract
 from xdm_ft.features.cache_key import weights_digest
@@ -402,17 +402,17 @@ def decided(environment: Mapping[str, Any] | None, label: str | None) -> dict[st
     return {name: key is not None for name, key in own.get("cuts", {}).items()}
 
 
-Known = Mapping[str, Mapping[int, float]]
-"""{selection rule: {step: value}}, for a rule whose values are measured on other models; as `Job.known`."""
+ExternalValues = Mapping[str, Mapping[int, float]]
+"""{selection rule: {step: value}}, for a rule whose values are measured on other models; as `Job.external_values`."""
 
 
-def make_job(plan: Plan, prepared: Prepared, model: PlannedModel | ExtraModel, known: Known) -> Job:
+def make_job(plan: Plan, prepared: Prepared, model: PlannedModel, external_values: ExternalValues) -> Job:
     recipe, item, split = plan.recipe, model.item, model.split
     setup = Setup(
         task=Task(plan.dataset.class_names, split.train_domains, recipe.protocol.metric),
         width=prepared.of(item).width,
         steps=model.steps,
-        seed=model.seed,
+        seed=model.key.seed,
         loss_average=recipe.training.loss_average,
         head=item.head.build,
         head_init=item.head_init,
@@ -420,10 +420,7 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel | ExtraModel, k
         class_weight=_class_weight(plan, split),
     )
     return Job(
-        method=item.label,
-        test_domains=split.test_domains,
-        seed=model.seed,
-        trial=model.trial,
+        key=model.key,
         split=split,
         setup=setup,
         make=item.algorithm.build,
@@ -431,7 +428,7 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel | ExtraModel, k
         training=model.training,
         averaging=item.averaging.build() if item.averaging else None,
         normalized=item.reads_normalized,
-        known=known,
+        external_values=external_values,
     )
 
 

@@ -43,7 +43,7 @@ def write_reconstructions(
     preprocessing = prepared.of(plan.recipe.methods[0]).encoder.preprocessing.model_copy(update=own)
     images = ImageRows(plan.dataset, evaluation_transform(preprocessing), preprocessing.least_side)
     seed = plan.recipe.protocol.seeds[0]
-    planned = {model.split.test_domains: model for model in plan.models if model.seed == seed}
+    planned = {model.split.test_domains: model for model in plan.models if model.key.seed == seed}
     splits = {held: split_images(plan, model, Limits(SAMPLE, 0, 0, 0)) for held, model in planned.items()}
     found = []
     with progress(FOLDER, sum(len(split.training.rows) for split in splits.values()), "images") as bar:

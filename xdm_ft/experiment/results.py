@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from xdm_ft.cut.trainable import LastBlocks, LowRank
-from xdm_ft.evaluation.records import Entries, Identity, Record, SummaryRow
+from xdm_ft.evaluation.records import Entries, ModelKey, Record, SummaryRow
 from xdm_ft.evaluation.summary import Summary
 from xdm_ft.evaluation.trials import MethodChoice, choose_method
 from xdm_ft.evaluation.verdicts import Comparison
@@ -124,7 +124,7 @@ class ResultsFile:
         about: dict[str, Any],
     ) -> None:
         self.recipe, self.directory, self.environment, self.about = recipe, directory, environment, about
-        self.records: dict[Identity, Record] = dict(before.records)
+        self.records: dict[ModelKey, Record] = dict(before.records)
         self.summary = Summary([], [], before.looks)
         self.final_fits, self.generations = before.final_fits, before.generations
         same = before.recipe is not None and comparable(before.recipe) == comparable(recipe.resolved())
@@ -133,7 +133,7 @@ class ResultsFile:
             # grows again reads from it which models this recipe has planned
             self.write()
 
-    def chunk_group(self, key: Identity) -> tuple[str, int]:
+    def chunk_group(self, key: ModelKey) -> tuple[str, int]:
         """Returns method and generation of a model. Only models with equal ones share chunks of heads."""
         return key[0], generation(key, self.generations)
 
@@ -258,7 +258,7 @@ def about(plan: Plan, faults: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def in_order(plan: Plan, records: Iterable[Record]) -> dict[Identity, Record]:
+def in_order(plan: Plan, records: Iterable[Record]) -> dict[ModelKey, Record]:
     """Returns the records of planned models, in the order of the recipe, with what earlier versions did not write."""
     found = {record.key: record for record in records}
     planned = {model.key: model.item.of_records for model in plan.models if model.key in found}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xdm_ft.evaluation.looks import Look, looks_of
-from xdm_ft.evaluation.records import Entries, Identity, Record, record_in, with_encoder
+from xdm_ft.evaluation.records import Entries, ModelKey, Record, record_in, with_encoder
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.features import FeatureSettings
 from xdm_ft.protocol.splits import AUTO, LOOKS
@@ -59,7 +59,7 @@ class Generation:
     def to_json(self) -> dict[str, Any]:
         return {"methods": list(self.methods), "seeds": list(self.seeds), "trials": self.trials}
 
-    def plans(self, key: Identity) -> bool:
+    def plans(self, key: ModelKey) -> bool:
         method, _, seed, trial = key
         return method in self.methods and seed in self.seeds and trial < self.trials
 
@@ -74,7 +74,7 @@ def grown_from(results: Values, recipe: Values) -> tuple[Generation, ...]:
     return earlier if last == Generation.of(recipe) else (*earlier, last)
 
 
-def generation(key: Identity, earlier: Sequence[Generation]) -> int:
+def generation(key: ModelKey, earlier: Sequence[Generation]) -> int:
     """Returns the number of the generation that planned the model; `len(earlier)` is the present one."""
     return next((number for number, one in enumerate(earlier) if one.plans(key)), len(earlier))
 
@@ -316,7 +316,7 @@ def written_recipe(run: Path, results: Mapping[str, Any] | None) -> RecipeText:
 class Earlier:
     """What earlier runs in the directory finished."""
 
-    records: dict[Identity, Record] = field(default_factory=dict)  # of models whose files are intact
+    records: dict[ModelKey, Record] = field(default_factory=dict)  # of models whose files are intact
     final_fits: dict[str, dict[str, Any]] = field(default_factory=dict)  # {method: final fit}, with intact weights
     environment: dict[str, Any] | None = None  # None: results.json was not written yet
     recipe: dict[str, Any] | None = None  # of results.json
@@ -356,7 +356,7 @@ def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -
     results = {"runs": []} if found is None else found
     # lines are written for every model, results.json only now and then
     known = {record.key: record for record in results["runs"]} | recorded(directory)
-    whole = set[Identity]()
+    whole = set[ModelKey]()
     with progress("checking", len(known), "models", bool(accelerator.is_main_process)) as bar:
         for record in sorted(known.values(), key=lambda one: one.folder):  # heads that share a file in a row
             if _is_whole(record, directory):
@@ -373,9 +373,9 @@ def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -
     return Earlier(records, final_fits, results.get("environment"), results.get("recipe"), generations, looks)
 
 
-def recorded(directory: RunDirectory) -> dict[Identity, Record]:
+def recorded(directory: RunDirectory) -> dict[ModelKey, Record]:
     """Returns the records in the lines of all processes, including those of failed and skipped models."""
-    known: dict[Identity, Record] = {}
+    known: dict[ModelKey, Record] = {}
     for record in map(record_in(directory.path / "state" / RECORDS), directory.lines(RECORDS)):
         # the lines of one process are in order, those of two are not: a model that failed, or whose files were damaged,
         # may have been trained again

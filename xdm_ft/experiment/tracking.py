@@ -39,7 +39,7 @@ def write_curves(
     each sub-run has one writer at a time. Models that train end to end, and those of the final fit, have their own.
     """
     found = [(job, _by_tag(values, plan.rules[0])) for job, values in evaluated]
-    final_fit = FINAL_FIT in chunk[0].known  # few models, which are the result of the run
+    final_fit = FINAL_FIT in chunk[0].external_values  # few models, which are the result of the run
     if not plan.is_large or plan.recipe.trains_encoders or final_fit:
         for job, values in found:
             directory.write_scalars(sub_run(*job.key), step, values)

@@ -11,7 +11,7 @@ from xdm_ft.evaluation.intervals import interval_of, over_seeds_and_groups
 from xdm_ft.evaluation.jackknife import effective_number, jackknife_variance, without_each_group
 from xdm_ft.evaluation.metrics import ECE_BINS, confidence_bin
 from xdm_ft.evaluation.predictions import Prediction
-from xdm_ft.evaluation.records import SPLIT, Held, Identity, Record
+from xdm_ft.evaluation.records import SPLIT, Held, ModelKey, Record
 from xdm_ft.evaluation.verdicts import HeldOut, Interval
 
 LEVELS = 4000  # steps of confidence that risk and coverage distinguish
@@ -69,7 +69,7 @@ class Pools:
 
 def pooled(
     records: Sequence[Record],
-    sizes: Mapping[Identity, int],
+    sizes: Mapping[ModelKey, int],
     read: Callable[[Record], Prediction],
     classes: int,
     rule: str,
@@ -91,7 +91,7 @@ def pooled(
     return Pools(found, len(wanted), len(records) - len(wanted))
 
 
-def _of_first_seeds(records: Sequence[Record], sizes: Mapping[Identity, int]) -> list[Record]:
+def _of_first_seeds(records: Sequence[Record], sizes: Mapping[ModelKey, int]) -> list[Record]:
     """The models of as many seeds as MOST_BYTES allows, and of one at least, in the order of `records`."""
     seeds: list[int] = []
     total = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, LossAverage, Setup, Solver
 from xdm_ft.averaging import Averaging
-from xdm_ft.evaluation.records import Identity
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.protocol.samplers import BatchSampler, SamplerName, sampler
 from xdm_ft.protocol.splits import Split
 from xdm_ft.runtime.settings import Block, Problem
@@ -165,25 +165,38 @@ RuleValues = dict[str, dict[int, float]]
 
 @dataclass(frozen=True)
 class Job:
-    """One model to train. `make(setup)` builds its method; each call returns an equal one."""
+    """One model to train, as an engine gets it."""
 
-    method: str  # label in results
-    test_domains: tuple[str, ...]
-    seed: int
-    trial: int
+    key: ModelKey
     split: Split
     setup: Setup
-    make: Callable[[Setup], Algorithm | Solver]
+    make: Callable[[Setup], Algorithm | Solver]  # builds its method; each call returns an equal one
     sharpness: Sharpness | None
     training: Training  # with the values that a search drew for it
     averaging: Averaging | None = None
     normalized: bool = False  # whether cached features are L2-normalised before training
-    known: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    external_values: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     """`RuleValues` of rules that use other models' values: nothing is measured on this model's images."""
 
     @property
-    def key(self) -> Identity:
-        return self.method, self.test_domains, self.seed, self.trial
+    def method(self) -> str:
+        return self.key.method
+
+    @property
+    def test_domains(self) -> tuple[str, ...]:
+        return self.key.test_domains
+
+    @property
+    def seed(self) -> int:
+        return self.key.seed
+
+    @property
+    def trial(self) -> int:
+        return self.key.trial
+
+    def new_method(self) -> Algorithm | Solver:
+        """Returns its method before training."""
+        return self.make(self.setup)
 
     def sampler(self, labels: Tensor) -> BatchSampler:
         """Returns the sampler of the rows of its batches, which draws on the device of `labels`.

@@ -18,7 +18,7 @@ from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.training import Job, RuleValues, Selected
 
 FINAL_FIT = "final_fit"
-"""The rule of a final fit: `Job.known` fixes its step before the training begins, and nothing is measured."""
+"""The rule of a final fit: `Job.external_values` fixes its step before the training begins, and nothing is measured."""
 
 
 def evaluation_steps(steps: int, every: int | None) -> list[int]:
@@ -45,7 +45,7 @@ def rows_of_rules(job: Job, rules: Sequence[str]) -> dict[str, Tensor]:
     """
     found = {}
     for rule in rules:
-        if rule in job.known:
+        if rule in job.external_values:
             continue
         name = split_of(rule)
         rows = job.split.evaluation.get(name)
@@ -58,9 +58,9 @@ def rows_of_rules(job: Job, rules: Sequence[str]) -> dict[str, Tensor]:
     return found
 
 
-def known_values(job: Job, step: int) -> dict[str, float]:
+def external_values(job: Job, step: int) -> dict[str, float]:
     """Returns {selection rule: its value after `step` steps} for rules whose values are known; nan: no value."""
-    return {rule: of_step.get(step, math.nan) for rule, of_step in job.known.items()}
+    return {rule: of_step.get(step, math.nan) for rule, of_step in job.external_values.items()}
 
 
 class Selector:

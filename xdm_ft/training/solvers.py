@@ -16,7 +16,7 @@ from xdm_ft.runtime.tensors import Annotations, Batch, Criteria
 from xdm_ft.training import Job, Trained
 from xdm_ft.training.bank.cached_data import cached_logits
 from xdm_ft.training.rule_images import RuleImages, rule_images
-from xdm_ft.training.selection import Selector, known_values, rows_of_rules, split_of
+from xdm_ft.training.selection import Selector, external_values, rows_of_rules, split_of
 
 if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
@@ -55,7 +55,7 @@ def solve(
             rule: _value(images[rule], cached_logits(features, of_rule, solver).cpu())
             for rule, of_rule in watched.items()
         }
-        values |= known_values(job, candidate.step)
+        values |= external_values(job, candidate.step)
         selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
         bar.advance()
     failure = selector.nothing_selected()

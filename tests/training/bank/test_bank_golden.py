@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xdm_ft.algorithms import Setup, xdomainmix
 from xdm_ft.algorithms.xdomainmix import Noise, XDomainMix
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.stacked import stack, step
@@ -58,7 +59,7 @@ def test_the_recorded_trajectory_of_both_heads(
     setup = Setup(Task(tuple("abcd"), tuple("xyz")), width=16, steps=STEPS, seed=0, loss_average="sample")
     split = split_of(0, 0)
     training = Training(optimizer="sgd", lr=0.5, momentum=0.9, clip_norm=1.0, loss_average="sample")
-    job = Job("xdomainmix", ("d0",), 0, 0, split, setup, lambda s: Replayed(s, golden), None, training)
+    job = Job(ModelKey("xdomainmix", ("d0",), 0, 0), split, setup, lambda s: Replayed(s, golden), None, training)
     bank = stack([job] * heads, torch.device("cpu"))
     for t in range(STEPS):
         x, y, domain = (golden[name][t].expand(heads, *golden[name][t].shape) for name in ("X", "y", "domain"))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from xdm_ft.evaluation.records import Identity
+from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.report.encoders import encoder_block, trainable_of, trained_words
 from xdm_ft.report.finished import Run
 from xdm_ft.report.page.numbers import set_name
@@ -52,8 +52,8 @@ def not_measured(run: Run) -> list[str]:
     ]
 
 
-def _key(model: Model) -> Identity:
-    return model["method"], tuple(model["test_domains"]), model["seed"], model["trial"]
+def _key(model: Model) -> ModelKey:
+    return ModelKey(model["method"], tuple(model["test_domains"]), model["seed"], model["trial"])
 
 
 def with_part(run: Run, part: str) -> list[Model]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from xdm_ft.evaluation.records import Identity, Record
+from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.evaluation.trials import selection_value
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.report.more_tables import searched_keys
@@ -49,7 +49,7 @@ class Trials:
     @property
     def correlation(self) -> float | None:
         """Rank correlation of selection value and test value, the mean over held-out sets and seeds."""
-        groups: dict[Identity | tuple[Any, ...], list[Shown]] = {}
+        groups: dict[ModelKey | tuple[Any, ...], list[Shown]] = {}
         for one in self.shown:
             groups.setdefault(one.record.key[:3], []).append(one)
         known = [c for own in groups.values() if (c := _ranks_agree([(o.selection, o.test) for o in own])) is not None]

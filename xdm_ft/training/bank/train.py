@@ -21,7 +21,7 @@ from xdm_ft.training.bank.stacked import Bank, algorithm_of, settings_of, stack,
 from xdm_ft.training.bank.state import ChunkState
 from xdm_ft.training.bank.validation import BankValidation
 from xdm_ft.training.schedule import learning_rate_factor
-from xdm_ft.training.selection import Selector, evaluation_steps, known_values
+from xdm_ft.training.selection import Selector, evaluation_steps, external_values
 
 if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
@@ -169,7 +169,7 @@ def _evaluate(state: ChunkState, data: CachedData, validation: BankValidation, t
             continue
         failures[head] = _failure(jobs[head], data, taken, broken_at.get(head), values)
         if failures[head] is None and values is not None:
-            values |= known_values(jobs[head], taken)
+            values |= external_values(jobs[head], taken)
             for rule in state.selectors[head].offer(taken, values, dict):  # the weights stay stacked until the end
                 picked.setdefault(rule, []).append(head)
             scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": lr[head]}

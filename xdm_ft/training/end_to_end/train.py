@@ -46,7 +46,7 @@ from xdm_ft.training.end_to_end.state import LoopState
 from xdm_ft.training.end_to_end.unread import Read
 from xdm_ft.training.end_to_end.validation import EndToEndValidation
 from xdm_ft.training.schedule import learning_rate_factor
-from xdm_ft.training.selection import Selector, evaluation_steps, known_values
+from xdm_ft.training.selection import Selector, evaluation_steps, external_values
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -268,7 +268,7 @@ def _evaluate(run: _Run, state: LoopState) -> bool:
     if values is None:
         return False
     taken, training = state.taken, run.job.training
-    values |= known_values(run.job, taken)
+    values |= external_values(run.job, taken)
     state.selector.offer(taken, values, state.inner.weights)
     if state.averages is not None:
         state.averages.evaluated(taken, [run.validation.loss])
