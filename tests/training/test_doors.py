@@ -18,7 +18,6 @@ from loop_models import SmallCNN, digits, final_state, make_job, one_process, ro
 from own_training import under
 from partnered import mixed
 from torch import Tensor, nn
-from xdm_ft.images.image_rows import ImageRows
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.dsu import DSU
