@@ -40,7 +40,7 @@ from xdm_ft.cut.trainable import LastBlocks, Trainable
 from xdm_ft.encoders import Encoder
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features.cache import Features
-from xdm_ft.features.cache_key import key_of
+from xdm_ft.features.key import key_of
 from xdm_ft.features.shards import contents_of, open_shard, write_shard
 from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.runtime.tensors import Task

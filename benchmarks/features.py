@@ -53,10 +53,9 @@ from xdm_ft.data.folder import Folder
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import Features, cached_views, extract
-from xdm_ft.features.file_hashes import hash_files
-from xdm_ft.features.forward import DTYPES, frozen_copy
-from xdm_ft.features.store import cache_folder
+from xdm_ft.features.cache import DTYPES, Features, cache_folder
+from xdm_ft.features.extract import cached_views, extract, frozen_copy
+from xdm_ft.features.hashes import hash_files
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.loader import image_loader, loaded
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform

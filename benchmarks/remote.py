@@ -40,8 +40,8 @@ from xdm_ft.containers.image_tables import Columns
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import extract
-from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.features.extract import extract
+from xdm_ft.features.hashes import hash_files
 from xdm_ft.images.transforms import Preprocessing
 
 ROWS_PER_FILE = 100_000

@@ -18,8 +18,8 @@ from xdm_ft.data.imagefolder import ImageFolder
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import extract
-from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.features.extract import extract
+from xdm_ft.features.hashes import hash_files
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.protocol.splits import Protocol, splits

@@ -14,7 +14,7 @@ from xdm_ft.containers import remote
 from xdm_ft.containers.image_tables import Columns
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.webdataset import Keys, WebDataset
-from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.features.hashes import hash_files
 from xdm_ft.runtime.errors import UserError
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("moto", "s3fs"), pytest.mark.usefixtures("own_cache")]

@@ -29,9 +29,9 @@ from xdm_ft.containers.tar import Keys
 from xdm_ft.data import webdataset
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.data.webdataset import WebDataset, expanded_braces
-from xdm_ft.features.file_hashes import hash_files
+from xdm_ft.features.hashes import hash_files
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.remembered import remembered
+from xdm_ft.storage.cache_root import remembered
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -21,11 +21,10 @@ from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders.open_clip import OpenClip
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import extract
-from xdm_ft.features.cache_key import key_of, key_parts
-from xdm_ft.features.file_hashes import hash_files
-from xdm_ft.features.forward import frozen_copy
-from xdm_ft.features.store import cache_folder
+from xdm_ft.features.cache import cache_folder
+from xdm_ft.features.extract import extract, frozen_copy
+from xdm_ft.features.hashes import hash_files
+from xdm_ft.features.key import key_of, key_parts
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.runtime.errors import UserError

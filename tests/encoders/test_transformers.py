@@ -21,7 +21,7 @@ from torch import Tensor
 from xdm_ft.cut.cut import Cut
 from xdm_ft.encoders import TextEncoder
 from xdm_ft.encoders.transformers import Transformers
-from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.features.key import weights_digest
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.recipe import components
 from xdm_ft.runtime.errors import UserError

@@ -22,7 +22,7 @@ from xdm_ft.cli.parser import main
 from xdm_ft.experiment.faults import faults, roles
 from xdm_ft.experiment.plan import Plan, describe, make_plan, read_data
 from xdm_ft.experiment.results import about
-from xdm_ft.features import file_hashes
+from xdm_ft.features import hashes as hashing
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.errors import UserError
 
@@ -323,8 +323,8 @@ def test_only_files_of_equal_size_are_opened(images, monkeypatch):
         path.write_bytes(path.read_bytes() + bytes(100 * number))  # decoders pass over what follows the image
     shutil.copy(images / "a" / "dog" / "2.png", images / "b" / "dog" / "twin.png")
     opened = []
-    original = file_hashes.hash_file
-    monkeypatch.setattr(file_hashes, "hash_file", lambda path: opened.append(Path(path).name) or original(path))
+    original = hashing.hash_file
+    monkeypatch.setattr(hashing, "hash_file", lambda path: opened.append(Path(path).name) or original(path))
     assert len(found()) == 1 and sorted(opened) == ["2.png", "twin.png"]
     opened.clear()
     assert len(found()) == 1 and opened == [], "the index of hashes was not read"

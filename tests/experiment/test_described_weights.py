@@ -18,7 +18,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present as wi
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.experiment import models
-from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.features.key import weights_digest
 from xdm_ft.images.decode import decode
 from xdm_ft.images.transforms import Preprocessing, evaluation_transform
 from xdm_ft.recipe.components import find, settings_model

@@ -18,7 +18,7 @@ from xdm_ft.experiment.estimate import Estimate, estimate, first_line
 from xdm_ft.experiment.image_times import CutPasses, ImageTimes, Passes
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders
-from xdm_ft.features.lookup import cached_images
+from xdm_ft.features.extract import cached_images
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 CPU: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=1, autocast=lambda: torch.enable_grad())

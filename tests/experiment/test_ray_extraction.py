@@ -21,8 +21,8 @@ from xdm_ft.cli.features import Filled, fill_cache
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment import run
 from xdm_ft.experiment.cluster_extraction import _Stretches
-from xdm_ft.features import forward
-from xdm_ft.features.store import Store
+from xdm_ft.features import extract as extraction
+from xdm_ft.features.cache import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("ray")]
 PER_CLASS, IMAGES, SHARD = 12, 336, 32  # of a shard, instead of hundreds
@@ -39,13 +39,13 @@ PARTS = (
 
 
 def small_shards() -> None:
-    forward.IMAGES_PER_SHARD = SHARD
+    extraction.IMAGES_PER_SHARD = SHARD
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_core: None) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(forward, "IMAGES_PER_SHARD", SHARD)
+    monkeypatch.setattr(extraction, "IMAGES_PER_SHARD", SHARD)
     miniature.domainbed(Path("data"), "pacs", per_class=PER_CLASS)
 
 
@@ -88,7 +88,7 @@ def idle_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("the driver extracts")
 
-    monkeypatch.setattr(forward.Extraction, "run", refuse)
+    monkeypatch.setattr(extraction.Extraction, "run", refuse)
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, after_shards: Callable[[], object], tasks: int = 1) -> list[int]:

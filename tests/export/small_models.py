@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.export.config import EncoderConfig, HeadConfig, ModelConfig
 from xdm_ft.export.parts import SINGLE, Parts
-from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.features.key import weights_digest
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find
 

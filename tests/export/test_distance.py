@@ -26,7 +26,7 @@ from xdm_ft.export.model import load
 from xdm_ft.export.runs import Choice
 from xdm_ft.protocol.derived_splits import with_validation
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.addresses import reference_beside, reference_file
+from xdm_ft.storage.names import reference_beside, reference_file
 from xdm_ft.storage.run_directory import RunDirectory
 
 SHARED = RUN / "training_features/photo.safetensors"

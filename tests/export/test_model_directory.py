@@ -27,7 +27,7 @@ from xdm_ft.cli.parser import main
 from xdm_ft.export.export import export
 from xdm_ft.export.model import load
 from xdm_ft.export.runs import Choice
-from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.features.key import weights_digest
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import json_digest
 

@@ -29,7 +29,7 @@ from xdm_ft.export.config import Expected
 from xdm_ft.export.promise import error_at, promise
 from xdm_ft.export.runs import Choice, read_parts
 from xdm_ft.report.finished import read_run
-from xdm_ft.storage.addresses import images_file
+from xdm_ft.storage.names import images_file
 from xdm_ft.storage.run_directory import RunDirectory
 
 CLASSES, DOMAINS, SEEDS, IMAGES = ("cat", "dog", "ox"), ("a", "b", "c", "d"), (0, 1, 2), 24

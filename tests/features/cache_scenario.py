@@ -17,10 +17,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.features import FeatureSettings, forward
-from xdm_ft.features.cache import Features, extract
-from xdm_ft.features.file_hashes import hash_files
-from xdm_ft.features.store import cache_folder
+from xdm_ft.features import FeatureSettings
+from xdm_ft.features import extract as extraction
+from xdm_ft.features.cache import Features, cache_folder
+from xdm_ft.features.extract import extract
+from xdm_ft.features.hashes import hash_files
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.decode import decode
 from xdm_ft.images.transforms import Preprocessing
@@ -127,7 +128,7 @@ def digest(features: Features) -> str:
 
 def main(cache: Path, images: Path, seconds_per_batch: float, views: int) -> None:
     torch.set_num_threads(1)
-    forward.IMAGES_PER_SHARD = SHARD
+    extraction.IMAGES_PER_SHARD = SHARD
     own = {"views": views, "augmentation": "domainbed" if views else "none"}
     features = features_of(Files(images), cache, Tiny(seconds=seconds_per_batch), workers=1, **own)
     print(features.extracted, digest(features), flush=True)

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from xdm_ft.cli.cache import list_cache, verify_cache
 from xdm_ft.cut.cut import Below, Cut
 from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.features import cache, forward
-from xdm_ft.features.cache import Features
+from xdm_ft.features import extract as extraction
+from xdm_ft.features.cache import Features, Store
 from xdm_ft.features.maintenance import prune, stores
-from xdm_ft.features.manifest import read_manifest
-from xdm_ft.features.shards import contents_of, write_shard
-from xdm_ft.features.store import Store
+from xdm_ft.features.shards import contents_of, read_manifest, write_shard
 from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.training.end_to_end.inputs import CachedActivations
@@ -176,7 +174,7 @@ def test_the_list_names_the_cut(tmp_path: Path) -> None:
 
 def test_a_cache_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     activations_of(tmp_path)
-    monkeypatch.setattr(cache, "is_writable", lambda folder: False)
+    monkeypatch.setattr(extraction, "is_writable", lambda folder: False)
     assert activations_of(tmp_path).extracted == 0
     with pytest.raises(UserError, match=r"activations before blocks\.2 of 70 images; .*features\.cut: comp"):
         activations_of(tmp_path, blocks=1)
@@ -194,11 +192,11 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_shards_of_activations_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     each = 4 * SIZE * SIZE * 4
-    monkeypatch.setattr(forward, "SHARD_BYTES", 17 * each)
+    monkeypatch.setattr(extraction, "SHARD_BYTES", 17 * each)
     found = activations_of(tmp_path, batch_size=8)
     sizes = sorted(path.stat().st_size // each for path in (tmp_path / found.key).glob("shard-*"))
     assert sizes == [6, 16, 16, 16, 16]
-    monkeypatch.setattr(forward, "SHARD_BYTES", 1)
+    monkeypatch.setattr(extraction, "SHARD_BYTES", 1)
     assert activations_of(tmp_path / "one", batch_size=8).extracted == IMAGES, "a batch at least"
 
 

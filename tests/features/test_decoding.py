@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cache_scenario import Files, write_images
 from PIL import Image
 
-from xdm_ft.cli.cache import list_cache, prune_cache, verify_cache
-from xdm_ft.features import decoding, maintenance
-from xdm_ft.features.decoding import undecodable
-from xdm_ft.features.file_hashes import hash_files
-from xdm_ft.features.maintenance import prune
+from xdm_ft.features import hashes as hashing
+from xdm_ft.features.hashes import hash_files, undecodable
 from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.runtime.errors import UserError
 
@@ -41,7 +41,7 @@ class Counting(Files):
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "IMAGES_PER_SHARD", 4)
+    monkeypatch.setattr(hashing, "DECODED_PER_COMMIT", 4)
 
 
 @pytest.fixture
@@ -103,52 +103,34 @@ def test_an_interrupted_check_goes_on_behind_its_last_shard(images: Path) -> Non
     assert found(Counting(images), cache) == (found(Counting(images), None)[0], [8, 9])
 
 
-def test_a_damaged_shard_is_decoded_again(images: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("column", ["checksum = 'a'", "xxh3_128 = zeroblob(64)", "reasons = '{}'"])
+def test_a_damaged_entry_is_decoded_again(column: str, images: Path) -> None:
     cache = images.parent / "cache"
     faults, _ = found(Counting(images), cache)
-    path = min((cache / "decoded").glob("*/shard-*"))
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    again, decoded = found(Counting(images), cache)
-    assert again == faults and len(decoded) in (2, 4) and f"{path} is damaged" in caplog.text
+    with closing(sqlite3.connect(cache / "index.sqlite")) as index, index:
+        index.execute(f"UPDATE decoded SET {column} WHERE rowid = 1")
+    assert found(Counting(images), cache) == (faults, [0, 1, 2, 3])
+
+
+def test_processes_divide_the_images(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decodes its part, and what the others have not put into the index."""
+    cache, data = images.parent / "cache", Counting(images)
+    ranks = [SimpleNamespace(process_index=rank, num_processes=2) for rank in range(2)]
+    hashes, seen = hash_files(data, cache, show=False), []
+
+    def wait(accelerator: object) -> None:
+        seen.append(sorted(data.seen))
+
+    monkeypatch.setattr(hashing, "wait_for_everyone", wait)
+    faults = [undecodable(data, hashes, OWN, cache, 1, False, rank) for rank in ranks]
+    assert seen == [[0, 1, 2, 3, 4], [*range(10)]] and sorted(data.seen) == [*range(10)]
+    assert faults[0] == faults[1] == found(Counting(images), None)[0]
 
 
 def test_unreadable_files_are_reported_with_the_others(images: Path) -> None:
     (images / "gone.png").symlink_to("nowhere")
     faults, _ = found(Counting(images), images.parent / "cache")
     assert list(faults) == [3, 7, 10] and faults[10] == "No such file or directory"
-
-
-def test_the_list_is_a_part_of_the_cache(images: Path) -> None:
-    """It is listed, verified and pruned like features; no run refers to it."""
-    cache = images.parent / "cache"
-    faults, _ = found(Counting(images), cache)
-    [entry] = list_cache(str(cache)).entries
-    assert (entry.images, entry.encoder, entry.precision, entry.state) == (10, None, None, "current")
-    assert entry.path.parent == cache / "decoded" and entry.bytes > 160
-    assert list_cache(str(cache)).text().endswith("which of 10 images can be decoded")
-    assert verify_cache(str(cache)).text() == f"{cache}: 0 sets of features, 1 list of decoded images, none damaged"
-    assert prune(cache, referenced=set()) == []
-    flip_last_byte(next(entry.path.glob("shard-*")))
-    assert [one.state for one in verify_cache(str(cache)).entries] == ["damaged"]
-    pruned = prune_cache(str(cache), None, max_gigabytes=0)
-    assert [one.files for one in pruned.removed] == [3] and not entry.path.exists()
-    assert found(Counting(images), cache) == (faults, [*range(10)])
-
-
-def test_an_outdated_list_is_no_set_of_features(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = images.parent / "cache"
-    found(Counting(images), cache)
-    monkeypatch.setattr(maintenance, "SCHEMA", 1000)
-    expected = f"{cache}: 0 sets of features, none damaged; 1 of an earlier version, which nothing reads"
-    assert verify_cache(str(cache)).text() == expected
-
-
-def flip_last_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_file_that_changes_during_the_check_is_refused(images: Path) -> None:

@@ -22,10 +22,11 @@ from torch import Tensor
 from xdm_ft.containers.image_tables import ImageTable
 from xdm_ft.data.folder import Folder
 from xdm_ft.encoders.timm import Timm
-from xdm_ft.features import FeatureSettings, cache, cache_key, forward, views
-from xdm_ft.features.cache import Features
-from xdm_ft.features.manifest import read_manifest
-from xdm_ft.features.store import cache_folder
+from xdm_ft.features import FeatureSettings, cache, views
+from xdm_ft.features import extract as extraction
+from xdm_ft.features import key as cache_key
+from xdm_ft.features.cache import Features, cache_folder
+from xdm_ft.features.shards import read_manifest
 from xdm_ft.features.views import View
 from xdm_ft.images.decode import EncodedImages
 from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform
@@ -259,7 +260,7 @@ def test_features_that_fit_only_as_they_are_stored(
     monkeypatch.setattr(cache, "_free_memory", lambda device: halves)
     found = features_of(Pixels(70), tmp_path, precision=precision)
     assert found.in_memory == (precision != "fp32")
-    assert found._table is None or found._table.dtype == forward.DTYPES[precision]
+    assert found._table is None or found._table.dtype == extraction.DTYPES[precision]
     rows = torch.tensor([[3, 69], [0, 3]])
     assert found[rows].dtype == torch.float32
     assert torch.equal(found[rows], whole[rows]) and torch.equal(every_row(found), every_row(whole))
@@ -288,7 +289,7 @@ def test_the_store_describes_the_features(tmp_path: Path) -> None:
 
 
 def test_large_sets_have_larger_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "MAX_SHARDS", 2)
+    monkeypatch.setattr(extraction, "MAX_SHARDS", 2)
     folder = tmp_path / features_of(Pixels(150), tmp_path, batch_size=16).key
     rows = [len(load_file(path)["features"]) for path in folder.glob("shard-*.safetensors")]
     assert sorted(rows) == [70, 80], "a multiple of the batch size that is at least half of the images"

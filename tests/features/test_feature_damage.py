@@ -14,7 +14,7 @@ import torch
 from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write_images
 from safetensors.torch import load_file
 
-from xdm_ft.features import store
+from xdm_ft.features import cache
 from xdm_ft.features.cache import Features
 from xdm_ft.features.shards import Shard, open_shard, write_shard
 from xdm_ft.runtime.errors import UserError
@@ -146,18 +146,18 @@ def test_a_damaged_manifest_costs_no_shard(damage: str, tmp_path: Path, good: Fe
     )
     assert again(tmp_path, good) == 0
     features_of(Pixels(71), tmp_path)  # what adds to the store mends it
-    assert f"{path} is damaged" in caplog.text and store.read_manifest(path.parent)["width"] == WIDTH
+    assert f"{path} is damaged" in caplog.text and cache.read_manifest(path.parent)["width"] == WIDTH
 
 
 def test_a_missing_manifest_costs_no_shard(tmp_path: Path, good: Features) -> None:
     (tmp_path / good.key / "manifest.json").unlink()
     assert again(tmp_path, good) == 0
     features_of(Pixels(71), tmp_path)
-    assert store.read_manifest(tmp_path / good.key)["width"] == WIDTH
+    assert cache.read_manifest(tmp_path / good.key)["width"] == WIDTH
 
 
 def test_a_disk_that_is_too_small_is_reported_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     encoder = Tiny()
     with pytest.raises(UserError, match=r"the disk is full: 0\.4 MB more are needed for features, 0\.0 MB are free"):
         features_of(Pixels(20_000), tmp_path, encoder)

@@ -16,8 +16,8 @@ import torch
 import xxhash
 from cache_scenario import Files, Pixels, features_of, write_images
 
-from xdm_ft.features import file_hashes
-from xdm_ft.features.file_hashes import FileHashes, hash_files
+from xdm_ft.features import hashes as hashing
+from xdm_ft.features.hashes import FileHashes, hash_files
 from xdm_ft.runtime.errors import UserError
 
 
@@ -25,13 +25,13 @@ from xdm_ft.runtime.errors import UserError
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were opened."""
     opened: list[str] = []
-    original = file_hashes.hash_file
+    original = hashing.hash_file
 
     def spy(path: str) -> object:
         opened.append(Path(path).name)
         return original(path)
 
-    monkeypatch.setattr(file_hashes, "hash_file", spy)
+    monkeypatch.setattr(hashing, "hash_file", spy)
     return opened
 
 
@@ -50,8 +50,8 @@ def expected(folder: Path) -> np.ndarray:
 
 
 def test_hashes_are_of_the_bytes(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_hashes, "FILES_PER_COMMIT", 2)
-    monkeypatch.setattr(file_hashes, "READ_BYTES", 10)
+    monkeypatch.setattr(hashing, "ROWS_PER_COMMIT", 2)
+    monkeypatch.setattr(hashing, "READ_BYTES", 10)
     assert np.array_equal(hashes_of(images).digests, expected(images))
     pixels = Pixels(3)
     in_memory = hash_files(pixels, tmp_path, show=False)
@@ -140,13 +140,13 @@ def test_a_damaged_index_is_replaced(damage: bytes | None, images: Path, hashed:
 
 
 def test_a_full_disk_is_reported(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = file_hashes._insert
+    original = hashing._insert_files
 
-    def add_on_a_small_disk(index: sqlite3.Connection, known: list[tuple[bytes, int, int, int, bytes]]) -> None:
+    def add_on_a_small_disk(index: sqlite3.Connection, entries: list[tuple[bytes, int, int, int, bytes]]) -> None:
         index.execute("PRAGMA max_page_count = 2")  # SQLite then raises the error of a full disk
-        original(index, [(name * 100, *rest) for name, *rest in known])
+        original(index, [(name * 100, *rest) for name, *rest in entries])
 
-    monkeypatch.setattr(file_hashes, "_insert", add_on_a_small_disk)
+    monkeypatch.setattr(hashing, "_insert_files", add_on_a_small_disk)
     with pytest.raises(UserError, match=r"index\.sqlite: the disk is full; make room, or set features\.dir"):
         hashes_of(images)
 
@@ -185,8 +185,8 @@ def test_a_file_that_is_being_written_is_refused(images: Path, monkeypatch: pyte
         def digest(self) -> bytes:
             return bytes(16)
 
-    monkeypatch.setattr(file_hashes, "READ_BYTES", 10)
-    monkeypatch.setattr(file_hashes, "xxhash", SimpleNamespace(**{**vars(xxhash), "xxh3_128": WhileAnotherWrites}))
+    monkeypatch.setattr(hashing, "READ_BYTES", 10)
+    monkeypatch.setattr(hashing, "xxhash", SimpleNamespace(**{**vars(xxhash), "xxh3_128": WhileAnotherWrites}))
     (images / "00003.png").write_bytes(b"eighteen bytes .." + b"!")
     with pytest.raises(UserError, match=r"00003\.png: another program is writing to this file"):
         hashes_of(images)
@@ -216,13 +216,13 @@ def test_processes_may_begin_at_the_same_moment(images: Path) -> None:
 def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of files that were looked up one by one."""
     counts: list[int] = []
-    original = file_hashes._look_up
+    original = hashing._look_up
 
     def spy(index: sqlite3.Connection, hashes: FileHashes, rows: list[int]) -> dict[int, bytes]:
         counts.append(len(rows))
         return original(index, hashes, rows)
 
-    monkeypatch.setattr(file_hashes, "_look_up", spy)
+    monkeypatch.setattr(hashing, "_look_up", spy)
     return counts
 
 
@@ -245,7 +245,7 @@ def test_a_data_set_with_an_unreadable_file_is_looked_up_each_time(images: Path,
         raise PermissionError(13, "Permission denied")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_hashes, "hash_file", fails)
+        patch.setattr(hashing, "hash_file", fails)
         assert len(hashes_of(images).unreadable) == 5
     assert hashes_of(images).unreadable == {} and looked_up == [5, 5]
 
@@ -262,7 +262,7 @@ def test_a_damaged_list_is_not_used(damage: str, images: Path, looked_up: list[i
 def test_lists_that_were_not_used_for_longest_are_removed(
     images: Path, looked_up: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_hashes, "KEPT_LISTS", 2)
+    monkeypatch.setattr(hashing, "KEPT_LISTS", 2)
     others = [write_images(images.parent / name, rows) for name, rows in (("a", 2), ("b", 3))]
     for folder in (images, others[0], images, others[1]):
         hashes_of(folder)

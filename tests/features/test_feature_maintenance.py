@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from cache_scenario import SHARD, WIDTH, Pixels, Tiny, features_of
-from filelock import FileLock
 
 from xdm_ft.cli.cache import list_cache, prune_cache, verify_cache
 from xdm_ft.features import cache
+from xdm_ft.features.cache import lock_file
 from xdm_ft.features.maintenance import Cached, prune, stores, verify
-from xdm_ft.features.manifest import read_manifest, write_manifest
+from xdm_ft.features.shards import read_manifest, write_manifest
+from xdm_ft.storage.cache_root import one_at_a_time
 
 
 def filled(folder: Path) -> dict[int, str]:
@@ -95,7 +96,7 @@ def test_prune_by_size_takes_the_longest_unused_shards(tmp_path: Path) -> None:
 
 def test_prune_keeps_stores_for_which_features_are_computed(tmp_path: Path) -> None:
     keys = filled(tmp_path)
-    with FileLock(tmp_path / keys[40] / "claim-1"):
+    with one_at_a_time(lock_file(tmp_path / keys[40])):
         assert keys[40] not in {file.path.parent.name for file in prune(tmp_path, max_bytes=0)}
         assert [store.key for store in stores(tmp_path)] == [keys[40]]
     prune(tmp_path, max_bytes=0)

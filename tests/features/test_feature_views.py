@@ -12,7 +12,7 @@ from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write
 from torch import Tensor
 
 from xdm_ft.cli.cache import list_cache, verify_cache
-from xdm_ft.features import cache, store, views
+from xdm_ft.features import cache, views
 from xdm_ft.features.cache import Features
 from xdm_ft.features.maintenance import prune, stores, verify
 from xdm_ft.images.dataset import Augmentation
@@ -152,7 +152,7 @@ def test_list_verify_and_prune_count_views(tmp_path: Path) -> None:
 def list_cache_of(path: Path) -> list[str]:
     for one in stores(path):  # the listing shows the encoder's model, which a tiny encoder lacks
         manifest = {**one.manifest, "encoder": {**one.manifest["encoder"], "model": "m"}}
-        store.write_manifest(one.folder, manifest)
+        cache.write_manifest(one.folder, manifest)
     return list_cache(str(path)).text().splitlines()
 
 
@@ -162,7 +162,7 @@ def test_disk_space_for_all_views_is_checked_before_any_work(tmp_path: Path, mon
     from xdm_ft.runtime.errors import UserError
 
     free = 2 * N * WIDTH * 4  # bytes of two of the three passes
-    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     encoder = Tiny()
     with pytest.raises(UserError, match="the disk is full"):
         with_views(tmp_path, 2, encoder)

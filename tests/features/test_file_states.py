@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from xdm_ft.containers.files import ImageFiles, PathsBelow
-from xdm_ft.features import file_states as module
-from xdm_ft.features.file_hashes import FileHashes, hash_files
-from xdm_ft.features.file_states import FileStates, file_states
+from xdm_ft.features import hashes as module
+from xdm_ft.features.hashes import FileHashes, FileStates, file_states, hash_files
 from xdm_ft.features.shards import contents_of
 
 
@@ -78,7 +77,7 @@ def test_paths_are_part_of_the_state(images: Some) -> None:
 def test_a_list_that_processes_looked_at_is_found_again(images: Some, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ROWS_AT_ONCE", 3)
     first = hash_files(images, images.base.parent, show=False)
-    monkeypatch.setattr("xdm_ft.features.file_hashes._look_up", lambda *_, **__: pytest.fail("looked up one by one"))
+    monkeypatch.setattr("xdm_ft.features.hashes._look_up", lambda *_, **__: pytest.fail("looked up one by one"))
     again = hash_files(images, images.base.parent, show=False)
     assert np.array_equal(first.digests, again.digests) and first.files.tolist() == [*range(8)]
     assert first.unreadable == again.unreadable == UNREADABLE

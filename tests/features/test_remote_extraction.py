@@ -19,9 +19,9 @@ from range_server import Served, served
 
 from xdm_ft.data.parquet import Parquet
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import extract
-from xdm_ft.features.file_hashes import hash_files
-from xdm_ft.features.store import cache_path
+from xdm_ft.features.cache import cache_path
+from xdm_ft.features.extract import extract
+from xdm_ft.features.hashes import hash_files
 from xdm_ft.images.loader import ImageRows, image_loader, loaded
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.runtime.errors import UserError

@@ -12,14 +12,14 @@ OUTSIDE = 77  # exit status where a signal arrives before the run has begun, or 
 
 
 def save_after_every_step(cores: int) -> None:
-    from xdm_ft.features import forward
+    from xdm_ft.features import extract as extraction
     from xdm_ft.storage import checkpoint
 
     available = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, random.sample(available, min(cores, len(available))))
     checkpoint.EVERY_SECONDS = checkpoint.EVENT_SECONDS = 0.0
     checkpoint.SHARE = math.inf
-    forward.IMAGES_PER_SHARD = 16
+    extraction.IMAGES_PER_SHARD = 16
 
 
 def without_syncs(cores: int) -> None:

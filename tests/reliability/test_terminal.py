@@ -31,7 +31,7 @@ from xdm_ft.cli.validate import _value
 from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.experiment.faults import Finding
 from xdm_ft.features.maintenance import stores
-from xdm_ft.features.manifest import write_manifest
+from xdm_ft.features.shards import write_manifest
 from xdm_ft.recipe.text import parse
 from xdm_ft.report.finished import Run
 from xdm_ft.report.headline import show_headline

@@ -18,7 +18,7 @@ from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.evaluation.summary import Summary, summarise
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.report.finished import Run, read_run
-from xdm_ft.storage.addresses import images_file
+from xdm_ft.storage.names import images_file
 from xdm_ft.storage.run_directory import RunDirectory
 
 DOMAINS, CLASSES = ("art", "photo", "sketch"), ("cat", "dog", "hen")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from xdm_ft.storage.addresses import model_folder
-from xdm_ft.storage.names import LONGEST, file_name
+from xdm_ft.storage.names import LONGEST, file_name, model_folder
 
 CJK = "語" * 29  # 261 bytes when percent-encoded
 ODD = [

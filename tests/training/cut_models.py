@@ -16,9 +16,9 @@ from xdm_ft.cut.trainable import LastBlocks, Lora, LowRank, Trainable
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import Features, extract
-from xdm_ft.features.file_hashes import hash_files
-from xdm_ft.features.store import cache_folder
+from xdm_ft.features.cache import Features, cache_folder
+from xdm_ft.features.extract import extract
+from xdm_ft.features.hashes import hash_files
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.end_to_end.model import EncoderPart, cut_of

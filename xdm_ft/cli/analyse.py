@@ -23,8 +23,8 @@ from xdm_ft.report.finished import Run, read_run
 from xdm_ft.report.written import write_reports
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.watchdog import heartbeat, wait_for_everyone
+from xdm_ft.storage.names import expanded
 from xdm_ft.storage.run_directory import ANALYSIS, PAGE, SHARED, TAKEN, RunDirectory
-from xdm_ft.storage.user_paths import expanded
 
 logger = logging.getLogger("xdm_ft")
 REMEDY = "analyse it with the data and weights that it was trained on"

@@ -12,8 +12,8 @@ from typing import Any
 
 from xdm_ft.cli.answer import Answer
 from xdm_ft.features import FeatureSettings
+from xdm_ft.features.cache import cache_folder, cut_in
 from xdm_ft.features.maintenance import Cached, prune, stores, verify
-from xdm_ft.features.store import cache_folder, cut_in
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.results_file import read_results

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from xdm_ft.encoders import Encoder
     from xdm_ft.experiment.estimate import Encoders
     from xdm_ft.experiment.plan import Plan
-    from xdm_ft.features.file_hashes import FileHashes
+    from xdm_ft.features.hashes import FileHashes
     from xdm_ft.images.dataset import ImageDataset
     from xdm_ft.recipe.settings import Recipe
 
@@ -173,7 +173,7 @@ def precision(recipe: Recipe) -> Iterator[Finding]:
 
 
 def cache_disk(settings: FeatureSettings) -> Iterator[Finding]:
-    from xdm_ft.features.store import cache_folder
+    from xdm_ft.features.cache import cache_folder
 
     folder = cache_folder(settings)
     yield Finding("cache", f"{folder}, {shutil.disk_usage(folder).free / GIGABYTE:.1f} GB free on its disk")
@@ -199,7 +199,7 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     """Checks the encoder's weights, the data, and the disk space that the features need."""
     from xdm_ft.cli.data_check import check_data
     from xdm_ft.experiment.prepare import build_encoder, by_label, with_text
-    from xdm_ft.features.cache_key import weights_digest
+    from xdm_ft.features.key import weights_digest
 
     encoders: dict[str | None, Encoder] = {}
     for label, component in by_label(recipe).items():
@@ -250,7 +250,7 @@ def cache_space(
     """
     from xdm_ft.experiment.prepare import counted, cuts_of
     from xdm_ft.experiment.summary import trained_words
-    from xdm_ft.features.cache import cached_views
+    from xdm_ft.features.extract import cached_views
 
     items = [item for item in recipe.served if item.encoder_label == label]
     images, needed = hashes.images, 0

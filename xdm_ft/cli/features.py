@@ -12,8 +12,7 @@ from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.summary import trained_words
-from xdm_ft.features.cache import Features
-from xdm_ft.features.store import cache_folder
+from xdm_ft.features.cache import Features, cache_folder
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.progress import pulse

@@ -24,7 +24,7 @@ from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.progress import Progress, progress
 from xdm_ft.runtime.terminal import write_data
 from xdm_ft.storage.digests import digest, json_digest, tensors_digest
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 from xdm_ft.version import __version__
 
 logger = logging.getLogger("xdm_ft")

@@ -26,8 +26,8 @@ from xdm_ft.report.written import write_reports
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.terminal import show, write, write_data
 from xdm_ft.storage.atomic import replace_text
+from xdm_ft.storage.names import expanded
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.user_paths import expanded
 
 Format = Literal["text", "markdown", "latex", "csv"]
 FORMATS: dict[str, Format] = {".txt": "text", ".md": "markdown", ".tex": "latex", ".csv": "csv"}

@@ -30,8 +30,8 @@ from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.storage.atomic import disk_errors
 from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.digests import tensors_digest
+from xdm_ft.storage.names import expanded
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.user_paths import expanded
 
 
 class Accuracy(NamedTuple):

@@ -14,7 +14,7 @@ from xdm_ft.images.dataset import Container
 from xdm_ft.images.decode import EncodedImages
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.runtime.settings import Block
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict

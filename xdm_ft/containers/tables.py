@@ -15,8 +15,8 @@ import numpy as np
 from xdm_ft.containers.files import numbered
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.storage.cache_root import remembered
 from xdm_ft.storage.csv_cells import read_cell
-from xdm_ft.storage.remembered import remembered
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray, Table

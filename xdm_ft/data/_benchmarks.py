@@ -16,7 +16,7 @@ from xdm_ft.containers.files import ImageFiles, PathsBelow, images_below, number
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 
 logger = logging.getLogger("xdm_ft")
 

@@ -21,7 +21,7 @@ from PIL import Image
 from pydantic import Field
 
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 
 logger = logging.getLogger("xdm_ft")
 

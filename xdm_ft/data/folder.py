@@ -23,7 +23,7 @@ from xdm_ft.containers.files import (
     refuse_missing_folder,
 )
 from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 
 
 class Folder(ImageFiles):

@@ -10,7 +10,7 @@ from pydantic import Field
 from xdm_ft.containers.files import TREE, refuse_missing_folder
 from xdm_ft.containers.image_tables import Columns, ImageTable, load
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 
 FROM_FOLDERS = Columns(domain=None)  # imagefolder has classes and splits only, so that domains are read as splits
 

@@ -17,7 +17,7 @@ from xdm_ft.containers.remote import is_remote, list_files, states_of
 from xdm_ft.containers.tables import join_tables, name_columns, remembered_table
 from xdm_ft.images.dataset import Container, FileState, Pieces
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 
 if TYPE_CHECKING:
     from pyarrow import Table

@@ -14,7 +14,7 @@ from xdm_ft.containers.files import GroupPattern, ImageFiles, groups_of, numbere
 from xdm_ft.containers.tables import csv_rows, name_in
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 
 NEEDED = ("path", "label", "domain")
 OPTIONAL = ("group", "split")

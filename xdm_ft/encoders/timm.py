@@ -19,7 +19,7 @@ from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders._width import measure_width
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 from xdm_ft.weights.arguments import check_hub_weights, refuse_reserved, unknown_model, wrong_kwargs
 from xdm_ft.weights.blocks import timm_blocks
 from xdm_ft.weights.corpora import corpora_in

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Score
-from xdm_ft.storage.addresses import folder_of, model_folder
+from xdm_ft.storage.names import folder_of, model_folder
 
 Status = Literal["ok", "failed", "skipped"]
 Point = dict[str, float | None]
@@ -40,7 +40,7 @@ class Pick:
     """The step that one selection rule picked, and the metrics of its weights."""
 
     step: int  # number of steps taken; for a solver, the index of the candidate
-    weights: str  # address of the weights in the run directory (`storage.addresses`)
+    weights: str  # address of the weights in the run directory (`storage.names`)
     metrics: dict[str, Score]  # {split: metrics}
     hparams: dict[str, float] = field(default_factory=dict)  # l2 of a solver, averaged steps, alpha, …
     curve: list[Point] | None = None  # points {varied value, metric by split (None: not defined)}

@@ -1,6 +1,6 @@
 """Extraction on a cluster: every stretch of images is a task, which adds its features to the cache.
 
-All nodes see the cache. This process claims the images, so that no task waits for a lock, and a dead node holds none.
+All nodes see the cache. This process holds the store's lock, so that no task waits for it, and no dead node holds it.
 What a lost task has added stays, and the rest of its stretch is done again.
 """
 
@@ -22,7 +22,7 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.experiment.cluster_connection import connected, device_of
 from xdm_ft.experiment.cluster_queue import Attempt, Part, Queue, fitting
 from xdm_ft.experiment.cluster_task import Post
-from xdm_ft.features.forward import Elsewhere, Extraction, frozen_copy
+from xdm_ft.features.extract import Elsewhere, Extraction, frozen_copy
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.interrupt import Interrupted, stop_requested
@@ -42,7 +42,7 @@ class Stretch(NamedTuple):
 
     numbers: np.ndarray  # of the store's images
     size: int  # of a shard
-    seen: Path  # a file of the driver in the store's folder
+    seen: Path  # a file of the driver beside the store's folder
 
 
 class Written(NamedTuple):
@@ -79,7 +79,7 @@ class Extracting(NamedTuple):
                 "data under the same path"
             )
         with post.beating():
-            own.run(_UntilStopped("", None, ""), part.size)
+            own.run(own.store.missing(), part.size, _UntilStopped("", None, ""))
         post.send(Written(tuple(shard.path.name for shard in own.store.shards)))
 
 
@@ -106,26 +106,23 @@ def extraction_on(recipe: Recipe) -> Iterator[Elsewhere | None]:
         yield Elsewhere(device, functools.partial(_extract, recipe, connection))
 
 
-def _extract(recipe: Recipe, connection: Callable[[], Any], extraction: Extraction, bar: Progress) -> int:
-    """Computes in tasks what the store lacks and no other run computes. Returns how many they have computed.
+def _extract(
+    recipe: Recipe, connection: Callable[[], Any], extraction: Extraction, images: np.ndarray, size: int, bar: Progress
+) -> int:
+    """Computes these images in tasks, `size` in a shard. Returns how many they have computed.
 
     Raises `UserError` or `RuntimeError` if a task does, and `Interrupted`.
     """
-    store = extraction.store
-    free = store.claim(len(store.contents))
-    if not len(free):
+    if not len(images):
         return 0
-    try:
-        ray, size = connection(), extraction.images_per_shard(len(free))
-        tasks = STRETCHES_PER_TASK * fitting(ray, recipe.cluster, recipe.cluster.cpus_per_model)
-        length = size * max(1, math.ceil(len(free) / size) // max(LEAST_STRETCHES, tasks))
-        parts = [free[first : first + length] for first in range(0, len(free), length)]
-        stretches = [Stretch(numbers, size, store.claim_file) for numbers in parts]
-        queue = _Stretches(ray, recipe, extraction, stretches, bar)
-        queue.run()
-        return queue.arrived
-    finally:
-        store.release()
+    ray = connection()
+    tasks = STRETCHES_PER_TASK * fitting(ray, recipe.cluster, recipe.cluster.cpus_per_model)
+    length = size * max(1, math.ceil(len(images) / size) // max(LEAST_STRETCHES, tasks))
+    parts = [images[first : first + length] for first in range(0, len(images), length)]
+    stretches = [Stretch(numbers, size, extraction.store.lock_file) for numbers in parts]
+    queue = _Stretches(ray, recipe, extraction, stretches, bar)
+    queue.run()
+    return queue.arrived
 
 
 class _Stretches(Queue):

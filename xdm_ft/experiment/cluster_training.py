@@ -22,7 +22,7 @@ from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared, build_encoder
 from xdm_ft.experiment.results import Outcome
 from xdm_ft.experiment.work import SLOT, Overall
-from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.features.key import weights_digest
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.checkpoint import Checkpoint, State

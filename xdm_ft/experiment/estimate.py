@@ -27,8 +27,7 @@ from xdm_ft.experiment.prepare import Prepared, PreparedEncoder, RecipeCut, coun
 from xdm_ft.experiment.work import one_thread
 from xdm_ft.features import Precision, cpu_has_bf16
 from xdm_ft.features.cache import Features
-from xdm_ft.features.forward import frozen_copy
-from xdm_ft.features.lookup import cached_images
+from xdm_ft.features.extract import cached_images, frozen_copy
 from xdm_ft.images.loader import own_cores
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.memory import keep_freed_memory

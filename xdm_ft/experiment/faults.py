@@ -12,7 +12,7 @@ from xdm_ft.containers.tables import alike
 from xdm_ft.evaluation.records import set_name
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import index_folder
-from xdm_ft.features.file_hashes import FileHashes, hash_files
+from xdm_ft.features.hashes import FileHashes, hash_files
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.protocol.splits import Split

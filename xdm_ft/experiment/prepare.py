@@ -23,13 +23,10 @@ from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.cluster_extraction import extraction_on
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import Features, cached_views, extract
-from xdm_ft.features.cache_key import weights_digest
-from xdm_ft.features.decoding import undecodable
-from xdm_ft.features.file_hashes import FileHashes, hash_files
-from xdm_ft.features.forward import DTYPES, refuse_unreadable
-from xdm_ft.features.lookup import cached_images
-from xdm_ft.features.store import cache_folder, cache_path, is_writable
+from xdm_ft.features.cache import DTYPES, Features, cache_folder, cache_path
+from xdm_ft.features.extract import cached_images, cached_views, extract, refuse_unreadable
+from xdm_ft.features.hashes import FileHashes, hash_files, undecodable
+from xdm_ft.features.key import weights_digest
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.loader import own_cores
 from xdm_ft.protocol.splits import Split
@@ -40,6 +37,7 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Task
 from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
+from xdm_ft.storage.atomic import is_writable
 from xdm_ft.storage.digests import digest
 from xdm_ft.training import Job
 from xdm_ft.training.class_weights import balanced
@@ -192,6 +190,7 @@ def prepare(
             show=main,
             augmentation=recipe.train_augmentation,
             elsewhere=elsewhere,
+            accelerator=accelerator,
         )
         for label, component in by_label(recipe).items():
             encoder = encoders[label]
@@ -212,7 +211,7 @@ def prepare(
             read = [one for one in (features, *activations.values()) if one is not None]
             # before training end to end, which would fail at a broken image after hours; extraction decodes all too
             if not read and any(item.trainable is not False for item in items):
-                broken = undecodable(dataset, hashes, encoder.preprocessing, index, own_cores(), main)
+                broken = undecodable(dataset, hashes, encoder.preprocessing, index, own_cores(), main, accelerator)
                 refuse_unreadable(broken, dataset, on_bad_image)
                 unreadable |= broken
             for one in read:

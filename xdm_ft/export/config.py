@@ -98,7 +98,7 @@ class PartConfig(Block):
     """What was trained of an encoder, in a file of its own; all other weights are those of the named encoder."""
 
     xxh3: str  # of the tensors in the file
-    named_xxh3: str  # of the weights of the named encoder, as `features.cache_key.weights_digest`
+    named_xxh3: str  # of the weights of the named encoder, as `features.key.weights_digest`
 
 
 class EncoderConfig(Block):
@@ -109,7 +109,7 @@ class EncoderConfig(Block):
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None  # random weights (weights: null) are drawn from it
     file: Literal["encoder.safetensors"] | None  # all of them, in this directory; None: they are not
     part: PartConfig | None = None  # encoder_part.safetensors in this directory; None: no part is by itself
-    xxh3: str  # of the weights, as `features.cache_key.weights_digest`
+    xxh3: str  # of the weights, as `features.key.weights_digest`
     width: Annotated[int, Field(ge=1)]  # K, size of its features
     trained: Trainable  # how much of it was trained
     precision: ModelPrecision  # in which the run computed features; of what was trained, in which it trained

@@ -20,7 +20,7 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.export import reference, training_images
 from xdm_ft.export.config import FORMAT, EncoderConfig, EncoderIdentity, ModelConfig, PartConfig
 from xdm_ft.export.parts import Parts, build_encoder, build_head, first_fault, load_trained, part_of
-from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import replace_text

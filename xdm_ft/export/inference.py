@@ -18,10 +18,8 @@ from torch.utils.data import Dataset
 from xdm_ft.export.model import Model
 from xdm_ft.export.sources import Item
 from xdm_ft.features import FeatureSettings, fast_batch_size
-from xdm_ft.features.cache_key import key_of, key_parts_of
-from xdm_ft.features.forward import DTYPES
-from xdm_ft.features.lookup import Lookup
-from xdm_ft.features.store import cache_path
+from xdm_ft.features.cache import DTYPES, Lookup, cache_path
+from xdm_ft.features.key import key_of, key_parts_of
 from xdm_ft.images.decode import DECODER, OF_THE_MACHINE, UnreadableImage, decode, memory_of
 from xdm_ft.images.loader import image_loader, loaded, own_cores
 from xdm_ft.images.transforms import normalized, resizing_transform

@@ -16,7 +16,7 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.evaluation.distance import Reference
 from xdm_ft.export.config import HeadConfig, ModelConfig, ModelPrecision
 from xdm_ft.features import Precision
-from xdm_ft.features.forward import frozen_copy
+from xdm_ft.features.extract import frozen_copy
 from xdm_ft.heads import Head
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find, settings_model

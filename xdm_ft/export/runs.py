@@ -25,15 +25,15 @@ from xdm_ft.export.directory import check_encoder
 from xdm_ft.export.parts import SINGLE, Parts, build_encoder, build_head, load_trained, part_of
 from xdm_ft.export.promise import promise
 from xdm_ft.export.reference import digest_of, of_run
-from xdm_ft.features.cache_key import weights_digest
+from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
 from xdm_ft.images.transforms import Preprocessing
 from xdm_ft.recipe.method import ListedEncoder
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.storage.addresses import reference_beside, reference_file
 from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.digests import tensors_digest
+from xdm_ft.storage.names import reference_beside, reference_file
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.version import __version__
 

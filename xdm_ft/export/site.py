@@ -15,7 +15,7 @@ from xdm_ft.containers.files import groups_of, images_below, numbered, refuse_mi
 from xdm_ft.data.table import Table
 from xdm_ft.export.sources import TABLES, Item
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 
 logger = logging.getLogger("xdm_ft")
 LAYOUTS = "folders must be <class>/<image> or <domain>/<class>/<image>, with the model's class names"

@@ -16,7 +16,7 @@ from xdm_ft.containers.tables import csv_rows, name_in
 from xdm_ft.data.table import path_in
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.progress import pulse
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 
 STDIN = "-"
 TABLES = (".csv", ".parquet")

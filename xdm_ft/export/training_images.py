@@ -23,8 +23,7 @@ from xdm_ft.export.config import ModelConfig
 from xdm_ft.export.parts import Parts
 from xdm_ft.export.reference import read_part
 from xdm_ft.export.sources import Item
-from xdm_ft.features.file_hashes import READER_THREADS, hash_file, hash_files
-from xdm_ft.features.file_states import regular
+from xdm_ft.features.hashes import READER_THREADS, hash_file, hash_files, regular_file
 from xdm_ft.protocol.derived_splits import all_domains
 from xdm_ft.protocol.splits import SELECTION_SPLIT, splits
 from xdm_ft.recipe.check import check
@@ -104,7 +103,7 @@ def _checksum(item: Item) -> bytes:
     if isinstance(item.content, bytes):
         return xxhash.xxh3_128_digest(item.content)
     try:
-        regular(item.content)
+        regular_file(item.content)
         return hash_file(item.content)[1]
     except (OSError, ValueError):  # prediction says why
         return bytes(16)

@@ -1,36 +1,311 @@
-"""The features of a data set under a frozen encoder: read from the cache, or computed and added to it."""
+"""Features of a frozen encoder on the disk: one row per image, for ever, and `Features`, through which they are read.
+
+`<cache>/<key>/` is the store of one encoder, preprocessing, precision and view. It holds
+
+    manifest.json           what the features are: a line for people, the key with all of its parts, when it was begun
+                            (UTC), the width K, and a checksum of all this
+    shard-<hash>.safetensors, …   features with the hashes of their images' contents; `xdm_ft.features.shards`
+
+and beside it, while a run fills it, its lock `<cache>/<key>.lock`. A data set is a list of contents: order, names,
+domains and labels of images are no part of a store, and data sets that share images share their features. Shards are
+only ever added, so a killed process loses at most the shards that it was computing. Every file is written atomically:
+the lock saves work, and no file depends on it.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
-from xdm_ft.encoders import Encoder
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache_key import key_parts
-from xdm_ft.features.file_hashes import DistinctImages, FileHashes
-from xdm_ft.features.forward import DTYPES, Elsewhere, Extraction, frozen_copy, refuse_unreadable
-from xdm_ft.features.maintenance import stores
-from xdm_ft.features.shards import Shard, open_shard
-from xdm_ft.features.store import Store, cache_folder, complete, is_writable
-from xdm_ft.features.views import View, all_views
-from xdm_ft.images.dataset import Augmentation, ImageDataset
-from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.features.key import key_of
+from xdm_ft.features.shards import (
+    MANIFEST,
+    SHARDS,
+    ContentIndex,
+    Contents,
+    Shard,
+    open_shard,
+    read_manifest,
+    write_manifest,
+    write_shard,
+)
+from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
+from xdm_ft.storage.atomic import disk_errors, remove_unfinished
+from xdm_ft.storage.cache_root import cache_root, one_at_a_time
 from xdm_ft.storage.checksummed import Damaged
 
 logger = logging.getLogger("xdm_ft")
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEMORY_FRACTION = 0.25  # features that need more of the machine's free memory stay in their memory-mapped files
 GPU_FRACTION = 0.6  # the same of a GPU's: nothing else is there but a chunk of heads and its batches
+WHAT = "image features, cached by xdm_ft; safe to delete"
+
+
+def cache_folder(settings: FeatureSettings) -> Path:
+    """Returns the folder of the cache. Creates it, for its user only, if it does not exist.
+
+    Raises `UserError` if it can not be created or read. A folder that can only be read serves what is cached there.
+    """
+    folder = cache_path(settings)
+    remedy = "set features.dir or XDM_FT_CACHE to a folder of your own"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"features.dir: {folder} can not be created ({error.strerror}); {remedy}") from error
+    if not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
+        raise UserError(f"features.dir: {folder} can not be read; {remedy}")
+    return folder
+
+
+def cache_path(settings: FeatureSettings) -> Path:
+    """Returns the path of the cache's folder, which may not exist."""
+    return cache_root(settings.dir).absolute()
+
+
+class Store:
+    """The features of M different images on the disk, shared by all processes that need them."""
+
+    def __init__(
+        self, cache: Path, parts: Mapping[str, Any], contents: Contents, width: int, dtype: torch.dtype
+    ) -> None:
+        """`parts`: all that determines the features, as `key_parts` returns it. `contents` [M]: no two are equal."""
+        self.key, self._parts = key_of(parts), parts
+        self.cache, self.folder, self.contents = cache, cache / self.key, contents
+        self.width, self.dtype = width, dtype
+        self.shards: list[Shard] = []  # that hold some of the images
+        self.shard_of = np.full(len(contents), -1, np.int32)  # [M], −1: not computed yet
+        self.row_of = np.zeros(len(contents), np.int64)  # [M], row of the shard
+        cut = cut_in(parts)
+        self.what = "features" if cut is None else f"activations before {cut}"
+        self.instead = "" if cut is None else ", or features.cut: compute in a new run"
+        self._wanted = ContentIndex(contents)
+        self._seen: set[str] = set()  # names of shards that were opened, or are damaged
+        self._damaged: dict[Path, Damaged] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is pickled is the same store, of which nothing has been read."""
+        return Store, (self.cache, self._parts, self.contents, self.width, self.dtype)
+
+    def part(self, numbers: np.ndarray) -> Store:
+        """Returns the store of these images alone."""
+        return Store(self.cache, self._parts, self.contents[numbers], self.width, self.dtype)
+
+    @property
+    def lock_file(self) -> Path:
+        """The file that exists while a run fills the store: a process that sees it sees this folder."""
+        return lock_file(self.folder)
+
+    def missing(self) -> np.ndarray:
+        """Returns the numbers (int64, in 0…M−1) of the images that are still to be computed. Opens new shards."""
+        self._open([path for path in sorted(self.folder.glob(SHARDS)) if path.name not in self._seen])
+        return np.flatnonzero(self.shard_of < 0)
+
+    def open(self, names: Iterable[str]) -> None:
+        """Opens shards of other processes. A network disk may list them only a minute after they were written."""
+        paths = [self.folder / name for name in names]
+        unread = [path for path in paths if path.name not in self._seen or path in self._damaged]
+        self._open([path for path in unread if path.exists()])
+
+    def _open(self, paths: Sequence[Path]) -> None:
+        """Takes the missing images from these shards. All are looked up at once, as one by one takes much longer."""
+        shards = list[Shard]()
+        for path in paths:
+            self._seen.add(path.name)
+            self._damaged.pop(path, None)
+            with suppress(FileNotFoundError):  # pruned since it was listed
+                try:
+                    shards.append(open_shard(path, self.key, self.width, self.dtype))
+                except Damaged as error:
+                    self._damaged[path] = error
+        for shard, numbers in zip(shards, self._wanted.find_each([shard.contents for shard in shards]), strict=True):
+            self._take(shard, numbers)
+
+    def _take(self, shard: Shard, numbers: np.ndarray) -> None:
+        """Takes the missing images from a shard; `numbers` [n] are its images' here, −1: not of this data set."""
+        rows = np.flatnonzero(numbers >= 0)
+        rows = rows[self.shard_of[numbers[rows]] < 0]
+        if not len(rows):
+            return
+        try:
+            shard.check()
+        except Damaged as error:
+            self._damaged[shard.path] = error
+            return
+        self.shard_of[numbers[rows]], self.row_of[numbers[rows]] = len(self.shards), rows
+        self.shards.append(shard)
+        with suppress(OSError):  # `cache prune` goes by this time; another user's shard can not be touched
+            os.utime(shard.path)
+
+    def unreadable(self) -> dict[int, str]:
+        """Returns number of an image → why it does not decode."""
+        reasons: dict[int, str] = {}
+        for place, shard in enumerate(self.shards):
+            if shard.unreadable:
+                numbers = np.flatnonzero(self.shard_of == place)
+                of_row = dict(zip(self.row_of[numbers].tolist(), numbers.tolist(), strict=True))
+                reasons |= {of_row[row]: reason for row, reason in shard.unreadable.items() if row in of_row}
+        return reasons
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Context in which no other run fills or prunes this store. Waits for one that does. Creates the folder."""
+        with one_at_a_time(self.lock_file, f"waiting for another run, which computes {self.what} in {self.folder}"):
+            with self._disk_errors():
+                if not self.folder.exists():
+                    self.folder.mkdir()
+                    self.folder.chmod(self.cache.stat().st_mode & 0o777)  # for whom the cache is
+                remove_unfinished(self.folder)  # of killed processes
+                self._write_manifest()
+            self._remove_damaged()
+            yield
+
+    def _write_manifest(self) -> None:
+        described = {"what": WHAT, "key": self.key, **self._parts, "width": self.width}
+        try:
+            manifest = read_manifest(self.folder)
+            if all(manifest.get(key) == value for key, value in json.loads(json.dumps(described)).items()):
+                return
+            logger.warning("%s describes other features: writing it again", self.folder / MANIFEST)
+        except FileNotFoundError:
+            pass
+        except Damaged as error:
+            logger.warning("%s is damaged (%s): writing it again", self.folder / MANIFEST, error)
+        write_manifest(self.folder, {**described, "created": datetime.now(UTC).isoformat(timespec="seconds")})
+
+    def _remove_damaged(self) -> None:
+        """Removes shards that are damaged, unless another run has written them again while this one waited."""
+        self.open([path.name for path in self._damaged])
+        for path, error in self._damaged.items():
+            logger.warning("%s is damaged (%s): removing it, and computing its images again", path, error)
+            with disk_errors(path):
+                path.unlink(missing_ok=True)
+            self._seen.discard(path.name)  # it may be written again
+        self._damaged = {}
+
+    def write(self, numbers: np.ndarray, features: Tensor, unreadable: Mapping[int, str]) -> Path:
+        """Writes a shard (features [n,K] in the stored precision) and returns its path. Another thread may call this.
+
+        `unreadable`: row of `features` → why its image does not decode.
+        """
+        with self._disk_errors():
+            return write_shard(self.folder, self.key, self.contents[numbers], features, unreadable)
+
+    def add(self, path: Path, numbers: np.ndarray) -> None:
+        """Reads a shard back that `write` has written, and checks it."""
+        self._open([path])
+        if path in self._damaged or (self.shard_of[numbers] < 0).any():
+            fault = self._damaged.get(path, "it is gone")
+            raise UserError(f"{path}: differs from what was written to it ({fault}); check the disk")
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes of the missing features."""
+        return int((self.shard_of < 0).sum()) * self.width * self.dtype.itemsize
+
+    def require_space(self, extra_bytes: int = 0) -> None:
+        """Raises `UserError` if the missing features and `extra_bytes` do not fit on the disk."""
+        if self.bytes_needed + extra_bytes > shutil.disk_usage(self.cache).free:
+            raise self._disk_full(extra_bytes)
+
+    def _disk_full(self, extra_bytes: int = 0) -> UserError:
+        free = shutil.disk_usage(self.cache).free
+        return UserError(
+            f"{self.folder}: the disk is full: {(self.bytes_needed + extra_bytes) / 1e6:,.1f} MB more are needed for "
+            f"{self.what}, {free / 1e6:,.1f} MB are free; make room (xdm-ft cache prune) or set features.dir to "
+            f"another disk{self.instead}, and run the same command again"
+        )
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Context for writing to the folder. Raises `UserError` for a full disk or without permission."""
+        try:
+            with disk_errors(self.folder):
+                yield
+        except UserError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._disk_full() from error
+            raise
+
+
+def lock_file(folder: Path) -> Path:
+    """Returns the lock of a store's folder, which prune removes with the folder locked: so the lock is beside it."""
+    return folder.with_name(f"{folder.name}.lock")
+
+
+def cut_in(parts: Mapping[str, Any]) -> str | None:
+    """Returns the module above the cut whose activations the store of this key or manifest holds; None: features."""
+    cut: str | None = parts["encoder"].get("cut") if "encoder" in parts else None
+    return cut
+
+
+class Lookup:
+    """The features of a store as it is now. A folder that is missing or can not be read holds none.
+
+    It takes 28 bytes of memory per image of the store; the features stay in their memory-mapped files. Forked processes
+    share both.
+    """
+
+    def __init__(self, folder: Path, key: str, width: int, dtype: torch.dtype) -> None:
+        self.shards: list[Shard] = []
+        self._checked: dict[int, bool] = {}  # number of a shard → whether its features are intact
+        try:
+            paths = sorted(folder.glob(SHARDS))
+        except OSError:
+            paths = []
+        for path in paths:
+            try:
+                self.shards.append(open_shard(path, key, width, dtype))
+            except (Damaged, OSError) as error:
+                logger.debug("%s: not used (%s)", path, error)  # `xdm-ft cache verify` reports it
+        sizes = [len(shard.contents) for shard in self.shards]
+        contents = np.concatenate([np.empty(0, "S16"), *(shard.contents for shard in self.shards)])
+        self._order = np.argsort(contents)
+        self._contents = contents[self._order]
+        self._shard = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        self._first = np.cumsum([0, *sizes])
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def find(self, content: bytes) -> Tensor | str | None:
+        """Returns the features [K] of the image with these bytes, why it does not decode, or None if it is unknown."""
+        digest = np.array(xxhash.xxh3_128_digest(content), "S16")
+        place = int(np.searchsorted(self._contents, digest))
+        if place == len(self) or self._contents[place] != digest:
+            return None
+        position = int(self._order[place])
+        number = int(self._shard[position])
+        row = position - int(self._first[number])
+        if not self._is_intact(number):
+            return None
+        return self.shards[number].unreadable.get(row) or self.shards[number].features[row]
+
+    def _is_intact(self, number: int) -> bool:
+        """Whether the features of a shard have their checksum, which is read once."""
+        if number not in self._checked:
+            try:
+                self.shards[number].check()
+                self._checked[number] = True
+            except Damaged:
+                self._checked[number] = False
+        return self._checked[number]
 
 
 class Features:
@@ -186,120 +461,3 @@ def _free_memory(device: torch.device) -> float:
     import psutil
 
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def extract(
-    encoder: Encoder,
-    dataset: ImageDataset,
-    hashes: FileHashes,
-    settings: FeatureSettings,
-    *,
-    on_bad_image: Literal["error", "skip"],
-    device: torch.device | str,
-    show: bool,
-    augmentation: Augmentation = "none",
-    streamed: bool = False,
-    elsewhere: Elsewhere | None = None,
-) -> Features:
-    """Returns the features of every row, in the plain view and in `settings.views` views of the `augmentation`.
-
-    `device`: where they will be, and where they are computed, unless `elsewhere`.
-    `streamed`: they are read from their files each time, for features that are large (activations of a cut).
-
-    Features that are missing in the cache are computed and added to it, once for equal images. Processes that need the
-    same features (ranks of a run, or several runs) divide them among themselves; those that a killed process did not
-    finish are computed by another one.
-
-    Raises `UserError` for images that do not decode if `on_bad_image` is "error". Finished shards stay in the cache.
-    """
-    device = torch.device(device)
-    refuse_unreadable(hashes.unreadable, dataset, on_bad_image)
-    images = hashes.images
-    computing = device if elsewhere is None else elsewhere.device
-    views = cached_views(encoder, dataset, images, settings, augmentation, computing)
-    missing = [len(store.missing()) for _, store in views]
-    if any(missing):
-        _require_writable(views, sum(missing))
-        _mention_outdated(views[0].store)
-    model = frozen_copy(encoder, settings.precision, device) if any(missing) and elsewhere is None else encoder
-    extracted, unreadable = 0, dict[int, str]()  # a long strip may decode in augmented views, which see a part of it
-    for view, store in views:
-        extraction = Extraction(model, view, dataset, hashes, store, images.rows, settings, computing, on_bad_image)
-        what = f"features, view {view.number}" if view.number else "features"
-        run = extraction.run if elsewhere is None else partial(elsewhere.run, extraction)
-        extracted += complete(store, run, what, show)
-        unreadable |= unreadable_rows(store, images, hashes)
-        refuse_unreadable(unreadable, dataset, on_bad_image)
-    shards, places, rows = list[Shard](), [], 1
-    for _, store in views:
-        first = rows + np.cumsum([0, *(len(shard.contents) for shard in store.shards)])
-        places.append(np.where(images.number_of < 0, 0, (first[store.shard_of] + store.row_of)[images.number_of]))
-        shards += store.shards
-        rows = int(first[-1])
-    paths = tuple((shard.path, store.key) for _, store in views for shard in store.shards)
-    files = ShardFiles(paths, encoder.width, DTYPES[settings.precision], streamed)
-    return Features(
-        files.shards(shard.features for shard in shards),
-        torch.from_numpy(np.stack(places)),
-        key=views[0].store.key,
-        unreadable=unreadable,
-        extracted=extracted,
-        device=device,
-        streamed=streamed,
-        files=files,
-    )
-
-
-class CachedView(NamedTuple):
-    """A view of all images, and the store of its features, of which some may be missing."""
-
-    view: View
-    store: Store
-
-
-def cached_views(
-    encoder: Encoder,
-    dataset: ImageDataset,
-    images: DistinctImages,
-    settings: FeatureSettings,
-    augmentation: Augmentation,
-    device: torch.device,
-) -> list[CachedView]:
-    """The plain view and `settings.views` augmented views."""
-    cache, dtype = cache_folder(settings), DTYPES[settings.precision]
-    parts = key_parts(encoder, dataset.decoder, settings.precision, device)
-    views = []
-    for view in all_views(augmentation, settings.views):
-        of_view = {**parts, **view.key_parts(encoder.preprocessing)}
-        views.append(CachedView(view, Store(cache, of_view, images.contents, encoder.width, dtype)))
-    return views
-
-
-def _require_writable(views: Sequence[CachedView], missing: int) -> None:
-    """Raises `UserError` if the missing features can not be written, for lack of permission or of space."""
-    plain = views[0].store
-    if not is_writable(plain.cache):
-        raise UserError(
-            f"features.dir: {plain.cache} can not be written, and lacks {plain.what} of {plural(missing, 'image')}; "
-            f"set features.dir to a folder of your own{plain.instead}"
-        )
-    plain.require_space(sum(store.bytes_needed for _, store in views[1:]))
-
-
-def _mention_outdated(store: Store) -> None:
-    """Logs, once for a new store, that the cache has features of an earlier version: why all are computed again."""
-    found = [] if store.folder.exists() else stores(store.cache)
-    outdated = [cached for cached in found if cached.is_outdated and cached.of_features]
-    if outdated:
-        logger.info(
-            "%s: %s of features of an earlier version can not be read; `xdm-ft cache ls` lists them, and "
-            "`xdm-ft cache prune` can delete them", store.cache, plural(len(outdated), "set"),
-        )  # fmt: skip
-
-
-def unreadable_rows(store: Store, images: DistinctImages, hashes: FileHashes) -> dict[int, str]:
-    """Row → why its image does not decode."""
-    reasons = store.unreadable()
-    rows = np.flatnonzero(np.isin(images.number_of, list(reasons)))
-    found = hashes.unreadable | {row: reasons[images.number_of[row]] for row in rows.tolist()}
-    return dict(sorted(found.items()))

@@ -5,31 +5,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from filelock import Timeout
 from safetensors import SafetensorError, safe_open
 
-from xdm_ft.features.cache_key import SCHEMA, key_of
-from xdm_ft.features.claims import living_claims, locked
-from xdm_ft.features.forward import DTYPES
-from xdm_ft.features.manifest import MANIFEST, read_manifest
-from xdm_ft.features.shards import open_shard
-from xdm_ft.features.store import DECODED, SHARDS, WHAT
+from xdm_ft.features.cache import DTYPES, WHAT, lock_file
+from xdm_ft.features.key import SCHEMA, key_of
+from xdm_ft.features.shards import MANIFEST, SHARDS, open_shard, read_manifest
 from xdm_ft.storage.atomic import UNFINISHED, UNFINISHED_TENSORS, disk_errors
+from xdm_ft.storage.cache_root import one_at_a_time
 from xdm_ft.storage.checksummed import Damaged
 
 SECONDS_PER_DAY = 86400.0
-OURS = (
-    SHARDS,
-    f".*{UNFINISHED}",
-    UNFINISHED_TENSORS,
-    "claim-*",
-    "shard-*.lock",
-)  # files of a store besides its manifest
+DECODED = "decoded"  # folder in which earlier versions kept which images decode
+# files of a store besides its manifest; earlier versions left claims and locks
+OURS = (SHARDS, f".*{UNFINISHED}", UNFINISHED_TENSORS, "claim-*", "shard-*.lock")
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class File:
 
 @dataclass(frozen=True)
 class Cached:
-    """A store of the cache: of features, or of the knowledge which images decode."""
+    """A store of the cache: of features, or, from an earlier version, of which images decode."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -67,7 +61,7 @@ class Cached:
     @property
     def is_outdated(self) -> bool:
         """Whether an earlier version wrote it, so that nothing reads it."""
-        return bool(self.manifest.get("schema") != SCHEMA)
+        return self.manifest.get("schema") != SCHEMA or not self.of_features
 
     @property
     def bytes(self) -> int:
@@ -93,8 +87,8 @@ def _rows(path: Path) -> int:
 def stores(cache: Path) -> list[Cached]:
     """The stores of the cache, last used first; none if the folder does not exist."""
     found = []
-    for folder in (folder for parent in _parents(cache) for folder in parent.iterdir()):
-        if not folder.is_symlink():
+    for folder in (folder for parent in (cache, cache / DECODED) if parent.is_dir() for folder in parent.iterdir()):
+        if folder.is_dir() and not folder.is_symlink():
             try:
                 manifest = read_manifest(folder)
             except (FileNotFoundError, Damaged):
@@ -102,11 +96,6 @@ def stores(cache: Path) -> list[Cached]:
             if manifest.get("what") == WHAT:
                 found.append(Cached(folder, manifest, list(_files(folder))))
     return sorted(found, key=lambda store: -store.last_used)
-
-
-def _parents(cache: Path) -> list[Path]:
-    """The folders of stores that exist; each has a lock of its own."""
-    return [folder for folder in (cache, cache / DECODED) if folder.is_dir()]
 
 
 def _files(folder: Path) -> Iterator[File]:
@@ -126,16 +115,12 @@ def verify(store: Cached) -> list[str]:
     faults = []
     for file in sorted(store.files, key=lambda file: file.path):
         try:
-            open_shard(file.path, store.key, store.manifest["width"], _dtype(store)).check()
+            open_shard(file.path, store.key, store.manifest["width"], DTYPES[store.manifest["precision"]]).check()
         except FileNotFoundError:
             continue  # pruned since it was listed
         except Damaged as error:
             faults.append(f"{file.path.name} is damaged ({error})")
     return faults
-
-
-def _dtype(store: Cached) -> torch.dtype:
-    return DTYPES[store.manifest["precision"]] if store.of_features else torch.uint8
 
 
 def prune(
@@ -152,11 +137,12 @@ def prune(
     Stores for which a process computes features now, and files of other users, are kept. A shard that a process only
     reads may be deleted: files that are mapped into memory stay readable. Raises `UserError` without permission.
     """
-    removed = []
+    removed, found = list[File](), list[Cached]()
     with ExitStack() as locks:
-        for folder in _parents(cache):
-            locks.enter_context(locked(folder))
-        found = [store for store in stores(cache) if not list(living_claims(store.folder))]
+        for store in stores(cache):
+            with suppress(Timeout):  # a run fills it
+                locks.enter_context(one_at_a_time(lock_file(store.folder), wait=False))
+                found.append(store)
         unwanted = {
             file.path
             for store in found

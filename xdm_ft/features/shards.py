@@ -1,7 +1,8 @@
-"""One file of cached features. It can be checked alone: it names its store, its images and two checksums.
+"""The files of a store of features: shards, and the manifest that says what they hold.
 
 A shard holds `contents` (uint8 [n,16], the hash of each image's content) and `features` ([n,K] in the stored
-precision). Its name is `shard-<hash of contents>.safetensors`, so that the same images give the same file.
+precision). Its name is `shard-<hash of contents>.safetensors`, so that the same images give the same file. It can be
+checked alone: it names its store, its images and two checksums.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.storage.checksummed import Damaged, read_tensors, write_tensors
+from xdm_ft.storage.atomic import replace_text
+from xdm_ft.storage.checksummed import Damaged, json_object, read_tensors, write_tensors
 from xdm_ft.storage.digests import digest
 
+SHARDS = "shard-*.safetensors"
+MANIFEST = "manifest.json"
 Contents = np.ndarray
 """Hashes of images as bytes of length 16 (numpy type S16), one per image: they compare and sort as one value."""
 
@@ -157,3 +162,25 @@ def _name(contents: Contents) -> str:
 def _checksum(contents: Tensor, features: Tensor, about: Mapping[str, str]) -> str:
     header = [sorted(about.items()), str(features.dtype), list(features.shape), str(contents.dtype)]
     return digest(json.dumps(header), contents)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns the manifest of a store without its checksum. Raises `Damaged`, or `FileNotFoundError`."""
+    try:
+        manifest = json_object((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Damaged(error.strerror or str(error)) from error
+    if manifest.pop("checksum", None) != _manifest_checksum(manifest):
+        raise Damaged("its checksum differs")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    complete = {**manifest, "checksum": _manifest_checksum(manifest)}
+    replace_text(folder / MANIFEST, json.dumps(complete, indent=2, ensure_ascii=False) + "\n")
+
+
+def _manifest_checksum(manifest: Mapping[str, Any]) -> str:
+    return digest(json.dumps(manifest, sort_keys=True), bits=128)

@@ -27,15 +27,26 @@ def wait_for_everyone(accelerator: Accelerator) -> None:
         accelerator.wait_for_everyone()
 
 
-def from_main(accelerator: Accelerator, value: T) -> T:
-    """Returns the main process's value in every process."""
-    if accelerator.num_processes == 1:
+def from_main(accelerator: Accelerator | None, value: T) -> T:
+    """Returns the main process's value in every process. None: there is one process."""
+    if accelerator is None or accelerator.num_processes == 1:
         return value
     from accelerate.utils import broadcast_object_list
 
     wait_for_everyone(accelerator)
     found: T = broadcast_object_list([value])[0]
     return found
+
+
+def gather(accelerator: Accelerator | None, values: list[T]) -> list[T]:
+    """Returns the values of all processes, in the order of their ranks, in every process."""
+    if accelerator is None or accelerator.num_processes == 1:
+        return values
+    from accelerate.utils import gather_object
+
+    wait_for_everyone(accelerator)
+    gathered: list[T] = gather_object(values)
+    return gathered
 
 
 @contextmanager

@@ -134,6 +134,15 @@ def replace_bytes(path: Path, content: bytes) -> None:
     replace_file(path, write)
 
 
+def is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=True)
+
+
+def file_mode(folder: Path) -> int:
+    """Returns the mode bits for a file that the folder's users share: who may write it, may write the file."""
+    return folder.stat().st_mode & 0o666
+
+
 def umask() -> int:
     """Returns the file mode bits that this process clears in new files."""
     # reading the umask is possible only by setting it

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
-from xdm_ft.storage.addresses import images_file, parts_of, predictions_in
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, remove_unfinished, replace_bytes
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
 from xdm_ft.storage.checksummed import (
@@ -38,7 +37,7 @@ from xdm_ft.storage.checksummed import (
     with_checksum,
 )
 from xdm_ft.storage.events import EventFile
-from xdm_ft.storage.names import file_name
+from xdm_ft.storage.names import file_name, images_file, parts_of, predictions_in
 from xdm_ft.storage.results_file import read_results, write_results
 from xdm_ft.storage.sessions import Session, write_session
 from xdm_ft.storage.shared_files import TensorFiles, read_entry, unchecked_entry

@@ -1,6 +1,6 @@
 """Files that the heads of a large run share, as a hundred thousand small files are slow to write, read and copy.
 
-Heads that train together share one. The weights of each, and its predictions, are entries (`storage.addresses`). The
+Heads that train together share one. The weights of each, and its predictions, are entries (`storage.names`). The
 tensors of an entry are named `<entry>/<name>`, and `<entry>/metadata` holds its own metadata with its checksum, as JSON
 in bytes. So one model is checked and read without the others, and the file's header stays small.
 """
@@ -16,7 +16,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from xdm_ft.storage.addresses import parts_of
 from xdm_ft.storage.atomic import Together
 from xdm_ft.storage.checksummed import (
     CHECKSUM,
@@ -27,6 +26,7 @@ from xdm_ft.storage.checksummed import (
     write_checked,
     write_tensors,
 )
+from xdm_ft.storage.names import parts_of
 
 METADATA = "metadata"  # name of the tensor with an entry's metadata
 _OPEN_FILES = 64  # heads are read in the order of the recipe, in which those of several files may alternate

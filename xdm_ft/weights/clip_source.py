@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 from xdm_ft.weights import quickgelu as quickgelu
 from xdm_ft.weights.arguments import check_hub_weights, unknown_model
 from xdm_ft.weights.corpora import pretraining_of, pretraining_of_file

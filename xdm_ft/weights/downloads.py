@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 
 _NETWORK_LIBRARIES = ("httpx", "httpcore", "huggingface_hub", "urllib", "requests")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.storage.user_paths import expanded
+from xdm_ft.storage.names import expanded
 from xdm_ft.weights.arguments import check_hub_weights, refuse_reserved, wrong_kwargs
 from xdm_ft.weights.corpora import pretraining_of, pretraining_of_file
 from xdm_ft.weights.downloads import check_hub_cache, download_failed

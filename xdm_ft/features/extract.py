@@ -1,17 +1,24 @@
-"""Images through the encoder, shard after shard."""
+"""Features of a data set: read from the cache, or computed and added to it.
+
+`extract` reads from top to bottom: what the cache has, what is missing, who computes it. `Extraction` takes images
+through the encoder, shard after shard.
+"""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,21 +27,188 @@ from torch.utils.data import Dataset
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import FeatureSettings, Precision
-from xdm_ft.features.file_hashes import FileHashes
-from xdm_ft.features.store import Store
-from xdm_ft.features.views import View, ViewTransform
-from xdm_ft.images.dataset import ImageDataset
+from xdm_ft.features.cache import DTYPES, Features, Lookup, ShardFiles, Store, cache_folder, cache_path
+from xdm_ft.features.hashes import DistinctImages, FileHashes
+from xdm_ft.features.key import key_of, key_parts
+from xdm_ft.features.maintenance import stores
+from xdm_ft.features.shards import Shard
+from xdm_ft.features.views import View, ViewTransform, all_views
+from xdm_ft.images.dataset import Augmentation, ImageDataset
 from xdm_ft.images.decode import UnreadableImage, memory_of, unreadable_message
 from xdm_ft.images.loader import image_loader, loaded, own_cores
 from xdm_ft.images.transforms import Preprocessing, normalized
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.memory import keep_freed_memory
-from xdm_ft.runtime.progress import Progress
+from xdm_ft.runtime.progress import Progress, progress
+from xdm_ft.runtime.watchdog import from_main, gather
+from xdm_ft.storage.atomic import is_writable
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger("xdm_ft")
 IMAGES_PER_SHARD = 256  # at least, and few, so that little is lost when an extraction is killed
 MAX_SHARDS = 1024  # of one extraction; more images than fit in so many shards make the shards larger
 SHARD_BYTES = 2**27  # at most, if a batch takes no more: a shard is in memory until it is written
+
+
+class Elsewhere(NamedTuple):
+    """Where features are computed, if not in this process."""
+
+    device: torch.device  # of that kind
+    run: Callable[[Extraction, np.ndarray, int, Progress], int]
+    """As `Extraction.run`; the encoder is not a `frozen_copy`. Called by a process that may lack the device."""
+
+
+def extract(
+    encoder: Encoder,
+    dataset: ImageDataset,
+    hashes: FileHashes,
+    settings: FeatureSettings,
+    *,
+    on_bad_image: Literal["error", "skip"],
+    device: torch.device | str,
+    show: bool,
+    augmentation: Augmentation = "none",
+    streamed: bool = False,
+    elsewhere: Elsewhere | None = None,
+    accelerator: Accelerator | None = None,
+) -> Features:
+    """Returns the features of every row, in the plain view and in `settings.views` views of the `augmentation`.
+
+    `device`: where they will be, and where they are computed, unless `elsewhere`.
+    `streamed`: they are read from their files each time, for features that are large (activations of a cut).
+    `accelerator`: its processes divide the images, and all call this.
+
+    Features that are missing in the cache are computed and added to it, once for equal images. Another run that needs
+    the same features waits. Raises `UserError` for images that do not decode if `on_bad_image` is "error". Finished
+    shards stay in the cache.
+    """
+    device = torch.device(device)
+    refuse_unreadable(hashes.unreadable, dataset, on_bad_image)
+    images = hashes.images
+    computing = device if elsewhere is None else elsewhere.device
+    views = cached_views(encoder, dataset, images, settings, augmentation, computing)
+    missing = from_main(accelerator, [len(store.missing()) for _, store in views])
+    if any(missing):
+        _require_writable(views, sum(missing))
+        _mention_outdated(views[0].store)
+    model = frozen_copy(encoder, settings.precision, device) if any(missing) and elsewhere is None else encoder
+    extracted, unreadable = 0, dict[int, str]()  # a long strip may decode in augmented views, which see a part of it
+    for (view, store), count in zip(views, missing, strict=True):
+        if count:
+            extraction = Extraction(model, view, dataset, hashes, store, images.rows, settings, computing, on_bad_image)
+            run = extraction.run if elsewhere is None else partial(elsewhere.run, extraction)
+            what = f"features, view {view.number}" if view.number else "features"
+            extracted += _fill(extraction, run, what, show, accelerator)
+        unreadable |= hashes.unreadable_rows(store.unreadable())
+        refuse_unreadable(unreadable, dataset, on_bad_image)
+    shards, places, rows = list[Shard](), [], 1
+    for _, store in views:
+        first = rows + np.cumsum([0, *(len(shard.contents) for shard in store.shards)])
+        places.append(np.where(images.number_of < 0, 0, (first[store.shard_of] + store.row_of)[images.number_of]))
+        shards += store.shards
+        rows = int(first[-1])
+    paths = tuple((shard.path, store.key) for _, store in views for shard in store.shards)
+    files = ShardFiles(paths, encoder.width, DTYPES[settings.precision], streamed)
+    return Features(
+        files.shards(shard.features for shard in shards),
+        torch.from_numpy(np.stack(places)),
+        key=views[0].store.key,
+        unreadable=unreadable,
+        extracted=extracted,
+        device=device,
+        streamed=streamed,
+        files=files,
+    )
+
+
+def _fill(
+    extraction: Extraction,
+    run: Callable[[np.ndarray, int, Progress], int],
+    what: str,
+    show: bool,
+    accelerator: Accelerator | None,
+) -> int:
+    """Computes what the store lacks, and returns the number of images that this process computed.
+
+    The main process holds the store's lock for all. Of W processes the one of rank r computes the shards r, r + W, ….
+    """
+    store = extraction.store
+    rank, ranks = (0, 1) if accelerator is None else (accelerator.process_index, accelerator.num_processes)
+    with store.filling() if rank == 0 else nullcontext():
+        numbers = from_main(accelerator, store.missing() if rank == 0 else store.row_of[:0])
+        size = extraction.images_per_shard(len(numbers))
+        shards = [numbers[first : first + size] for first in range(0, len(numbers), size)]
+        mine = np.concatenate([numbers[:0], *shards[rank::ranks]])
+        with progress(what, len(mine), "images", show) as bar:
+            computed = run(mine, size, bar)
+        store.open(gather(accelerator, [shard.path.name for shard in store.shards]))
+    left = len(store.missing())
+    if left:
+        raise UserError(
+            f"features.dir: {store.cache} lacks {store.what} of {plural(left, 'image')}, which another process has "
+            "written; all processes must share this folder, and nothing may be deleted from it meanwhile"
+        )
+    return computed
+
+
+class CachedView(NamedTuple):
+    """A view of all images, and the store of its features, of which some may be missing."""
+
+    view: View
+    store: Store
+
+
+def cached_views(
+    encoder: Encoder,
+    dataset: ImageDataset,
+    images: DistinctImages,
+    settings: FeatureSettings,
+    augmentation: Augmentation,
+    device: torch.device,
+) -> list[CachedView]:
+    """The plain view and `settings.views` augmented views."""
+    cache, dtype = cache_folder(settings), DTYPES[settings.precision]
+    parts = key_parts(encoder, dataset.decoder, settings.precision, device)
+    views = []
+    for view in all_views(augmentation, settings.views):
+        of_view = {**parts, **view.key_parts(encoder.preprocessing)}
+        views.append(CachedView(view, Store(cache, of_view, images.contents, encoder.width, dtype)))
+    return views
+
+
+def _require_writable(views: Sequence[CachedView], missing: int) -> None:
+    """Raises `UserError` if the missing features can not be written, for lack of permission or of space."""
+    plain = views[0].store
+    if not is_writable(plain.cache):
+        raise UserError(
+            f"features.dir: {plain.cache} can not be written, and lacks {plain.what} of {plural(missing, 'image')}; "
+            f"set features.dir to a folder of your own{plain.instead}"
+        )
+    plain.require_space(sum(store.bytes_needed for _, store in views[1:]))
+
+
+def _mention_outdated(store: Store) -> None:
+    """Logs, once for a new store, that the cache has features of an earlier version: why all are computed again."""
+    found = [] if store.folder.exists() else stores(store.cache)
+    outdated = [cached for cached in found if cached.is_outdated and cached.of_features]
+    if outdated:
+        logger.info(
+            "%s: %s of features of an earlier version can not be read; `xdm-ft cache ls` lists them, and "
+            "`xdm-ft cache prune` can delete them", store.cache, plural(len(outdated), "set"),
+        )  # fmt: skip
+
+
+def cached_images(
+    encoder: Encoder, decoder: str, settings: FeatureSettings, augmentation: Augmentation, device: torch.device
+) -> list[int]:
+    """Returns for each view how many images the cache holds under the key of these settings, of whatever data set."""
+    folder, parts = cache_path(settings), key_parts(encoder, decoder, settings.precision, device)
+    keys = [
+        key_of({**parts, **view.key_parts(encoder.preprocessing)}) for view in all_views(augmentation, settings.views)
+    ]
+    return [len(Lookup(folder / key, key, encoder.width, DTYPES[settings.precision])) for key in keys]
 
 
 class ImageBatch(NamedTuple):
@@ -135,38 +309,32 @@ class Extraction:
     on_bad_image: Literal["error", "skip"]
 
     def part(self, numbers: np.ndarray) -> Extraction:
-        """Returns the extraction of these of the store's images, which the caller's process has claimed."""
+        """Returns the extraction of these of the store's images alone."""
         return replace(self, store=self.store.part(numbers), rows=self.rows[numbers])
 
-    def run(self, bar: Progress, size: int | None = None) -> int:
-        """Computes the missing features that no other process computes, and returns the number of their images.
-
-        `size`: images of a shard; None: as `images_per_shard` returns.
+    def run(self, images: np.ndarray, size: int, bar: Progress) -> int:
+        """Computes these images (int64 [n], all missing in the store), `size` in a shard, and returns their number.
 
         Raises `UserError` for an image that does not decode (unless `on_bad_image` is "skip"), for features that are
         not finite, for a file that has changed since it was hashed, and if memory or disk is full. Finished shards are
         kept.
         """
-        free = len(self.store.unclaimed())
-        if not free:
+        if not len(images):
             return 0  # no workers are started for nothing
         keep_freed_memory()
-        computed = 0
         try:
             with ThreadPoolExecutor(1, "shard writer") as writer:  # at its end it waits for the shard that it writes
                 writing = deque[tuple[np.ndarray, Future[Path]]]()
-                for numbers, features, unreadable in self._computed_shards(size or self.images_per_shard(free), bar):
-                    computed += self._add(writing)
+                for numbers, features, unreadable in self._computed_shards(images, size, bar):
+                    self._add(writing)
                     writing.append((numbers, writer.submit(self._write, numbers, features, unreadable)))
-                computed += self._add(writing)
+                self._add(writing)
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"features.batch_size: a batch of {plural(self.settings.batch_size, 'image')} needs more memory than "
                 f"{self.device} has; set a smaller one"
             ) from error
-        finally:
-            self.store.release()
-        return computed
+        return len(images)
 
     def _write(self, numbers: np.ndarray, features: Tensor, unreadable: dict[int, str]) -> Path:
         """Writes a shard, in the writer's thread."""
@@ -177,14 +345,11 @@ class Extraction:
             )
         return self.store.write(numbers, features, unreadable)
 
-    def _add(self, writing: deque[tuple[np.ndarray, Future[Path]]]) -> int:
-        """Adds the written shards to the store. Returns the number of their images, and raises what writing raised."""
-        added = 0
+    def _add(self, writing: deque[tuple[np.ndarray, Future[Path]]]) -> None:
+        """Adds the written shards to the store, and raises what writing raised."""
         while writing:
             numbers, path = writing.popleft()
             self.store.add(path.result(), numbers)
-            added += len(numbers)
-        return added
 
     def images_per_shard(self, images: int) -> int:
         """Returns the size of shards if so many images are computed.
@@ -196,12 +361,14 @@ class Extraction:
         fit = SHARD_BYTES // (batch * self.store.width * self.store.dtype.itemsize)
         return batch * max(1, min(batches, fit))
 
-    def _computed_shards(self, size: int, bar: Progress) -> Iterator[tuple[np.ndarray, Tensor, dict[int, str]]]:
+    def _computed_shards(
+        self, numbers: np.ndarray, size: int, bar: Progress
+    ) -> Iterator[tuple[np.ndarray, Tensor, dict[int, str]]]:
         """Yields shards: (numbers of the images, features [n,K] in the stored precision, row of the shard → why its
         image does not decode). The bar advances with every batch."""
         requested = deque[UnfinishedShard]()  # the shard of each batch that was requested
         waits = Waits()
-        for images, z in self._encoded(waits.of(self._load_images(self._batches(size, requested)))):
+        for images, z in self._encoded(waits.of(self._load_images(self._batches(numbers, size, requested)))):
             shard = requested.popleft()
             first = sum(map(len, shard.parts))
             shard.parts.append(z)
@@ -211,15 +378,16 @@ class Extraction:
                 yield shard.numbers, torch.cat(shard.parts), shard.unreadable
                 shard.parts.clear()
 
-    def _batches(self, size: int, requested: deque[UnfinishedShard]) -> Iterator[list[int]]:
-        """Claims `size` images after `size` images, and yields the rows of each batch.
+    def _batches(self, images: np.ndarray, size: int, requested: deque[UnfinishedShard]) -> Iterator[list[int]]:
+        """Yields the rows of each batch, shard after shard.
 
-        A loader gives its workers batches in turn. Images that lie in pieces of large files are claimed for all workers
-        at once, so that each worker has the batches of one shard, and reads its pieces alone.
+        A loader gives its workers batches in turn. Shards of images that lie in pieces of large files are interleaved,
+        as many as there are workers, so that each worker has the batches of one shard, and reads its pieces alone.
         """
         in_pieces = self.hashes.container is not None
-        shards = max(1, worker_count(self.settings, self.hashes, self.device)) if in_pieces else 1
-        while len(numbers := self.store.claim(shards * size)):
+        at_once = size * (max(1, worker_count(self.settings, self.hashes, self.device)) if in_pieces else 1)
+        for begin in range(0, len(images), at_once):
+            numbers = images[begin : begin + at_once]
             batches = list[list[tuple[UnfinishedShard, list[int]]]]()
             for first in range(0, len(numbers), size):
                 shard = UnfinishedShard(numbers[first : first + size], [], {})
@@ -288,14 +456,6 @@ class Extraction:
             raise UserError(f"{name}: the encoder returns features that are not finite; check encoder.weights{remedy}")
         readable = torch.tensor([row not in images.unreadable for row in images.rows])
         return images, z * readable[:, None]
-
-
-class Elsewhere(NamedTuple):
-    """Where features are computed, if not in this process."""
-
-    device: torch.device  # of that kind
-    run: Callable[[Extraction, Progress], int]
-    """As `Extraction.run`; the encoder is not a `frozen_copy`. Called by a process that may lack the device."""
 
 
 class Waits:

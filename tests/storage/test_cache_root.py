@@ -1,0 +1,132 @@
+"""One process at a time, and arrays that are made once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from filelock import Timeout
+
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage import cache_root
+from xdm_ft.storage.cache_root import one_at_a_time, remembered
+
+
+def test_one_process_is_in_at_a_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock, order = tmp_path / "a.lock", list[str]()
+
+    def second() -> None:
+        with one_at_a_time(lock, "waiting for the first"):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with caplog.at_level("INFO", logger="xdm_ft"):
+        with one_at_a_time(lock):
+            with pytest.raises(Timeout), one_at_a_time(lock, wait=False):
+                pass
+            thread.start()
+            time.sleep(0.5)
+            order.append("first")
+        thread.join(30)
+    assert order == ["first", "second"] and caplog.messages == ["waiting for the first"]
+    assert not list(tmp_path.iterdir()), "no lock is left"
+
+
+def killed_in(lock: Path) -> None:
+    """Kills a process while it holds the lock."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        with one_at_a_time(lock):
+            os.write(write, b".")
+            time.sleep(60)
+    os.read(read, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert lock.exists()
+
+
+def test_a_killed_holder_on_this_machine_delays_nobody(tmp_path: Path) -> None:
+    killed_in(tmp_path / "a.lock")
+    started = time.monotonic()
+    with one_at_a_time(tmp_path / "a.lock"):
+        assert time.monotonic() - started < 10 < cache_root.LOCK_SECONDS
+
+
+def test_a_killed_holder_on_another_machine_delays_for_a_stated_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody tells that it was killed: its lock is no longer touched."""
+    assert cache_root.LOCK_SECONDS == 60, "docs/scaling.md says so"
+    monkeypatch.setattr(cache_root, "LOCK_SECONDS", 2.0)
+    lock = tmp_path / "a.lock"
+    killed_in(lock)
+    lines = lock.read_text().splitlines()
+    lock.write_text("".join("host=elsewhere\n" if line.startswith("host=") else f"{line}\n" for line in lines))
+    assert "host=elsewhere" in lock.read_text()
+    started = time.monotonic()
+    with one_at_a_time(lock):
+        assert 1.5 < time.monotonic() - started < 30
+
+
+def test_a_living_holder_keeps_the_lock_however_long_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_root, "LOCK_SECONDS", 1.0)
+    entered = list[float]()
+
+    def wait() -> None:
+        with one_at_a_time(tmp_path / "a.lock"):
+            entered.append(time.monotonic())
+
+    thread = threading.Thread(target=wait)
+    with one_at_a_time(tmp_path / "a.lock"):
+        thread.start()
+        time.sleep(3)
+        left = time.monotonic()
+    thread.join(30)
+    assert entered[0] >= left
+
+
+def test_a_lock_that_can_not_be_written_is_a_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"gone/a\.lock: can not be written"), one_at_a_time(tmp_path / "gone/a.lock"):
+        pass
+
+
+def test_a_lock_may_be_deleted_while_it_is_held(tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    with one_at_a_time(tmp_path / "cache/a.lock"):
+        shutil.rmtree(tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "cache"))
+    return []
+
+
+def remember(key: str, made: list[str]) -> np.ndarray:
+    def make() -> dict[str, np.ndarray]:
+        made.append(key)
+        return {"rows": np.arange(5)}
+
+    return remembered(key, make)["rows"]
+
+
+def test_arrays_are_made_once(made: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert all(remember("a", made).tolist() == [*range(5)] for _ in range(3)) and made == ["a"]
+    remember("b", made)
+    assert made == ["a", "b"]
+    for path in (tmp_path / "cache/indexes").glob("*.npz"):
+        path.write_bytes(path.read_bytes()[:-30])
+    assert remember("a", made).tolist() == [*range(5)] and made == ["a", "b", "a"] and "is damaged" in caplog.text
+
+
+def test_a_folder_that_can_not_be_made_remembers_nothing(made: list[str], tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file is no folder")
+    assert [remember("a", made).sum() for _ in range(2)] == [10, 10] and made == ["a", "a"]
