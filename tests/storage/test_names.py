@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from xdm_ft.storage.names import LONGEST, file_name, model_folder
+from xdm_ft.storage.names import MAX_BYTES, file_name, model_folder
 
 CJK = "語" * 29  # 261 bytes when percent-encoded
 ODD = [
     "", ".", "..", "...", "a/b", "a%2Fb", "../../x", "/etc", ".hidden", "a\0b", "a\nb", "\udcff", "%-", "%~", "~",
-    "a,b", "a%2Cb", CJK, CJK + "x", "x" * LONGEST, "x" * (LONGEST + 1), "x" * 300, "x" * 299 + "y", "é", "e\u0301",
+    "a,b", "a%2Cb", CJK, CJK + "x", "x" * MAX_BYTES, "x" * (MAX_BYTES + 1), "x" * 300, "x" * 299 + "y", "é", "e\u0301",
 ]  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_odd_names_are_distinct_files_of_one_folder(tmp_path: Path) -> None:
     for number, name in enumerate(ODD):
         found = file_name(name)
         assert (tmp_path / found).read_text() == str(number)
-        assert found == file_name(name) and len(found.encode()) <= LONGEST and not found.startswith(".")
+        assert found == file_name(name) and len(found.encode()) <= MAX_BYTES and not found.startswith(".")
 
 
 def test_the_file_name_of_a_long_name_is_no_other_names() -> None:
