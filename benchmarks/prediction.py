@@ -23,20 +23,17 @@ from itertools import islice
 import torch
 
 import xdm_ft
-from xdm_ft.export.inference import Inputs, stream
-from xdm_ft.export.model import Model
+from xdm_ft.export.predictor import Model, read_batches, stream
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.features import fast_batch_size
-from xdm_ft.images.loader import image_loader, loaded
 from xdm_ft.images.transforms import normalized
 from xdm_ft.runtime.memory import keep_freed_memory
 
 
 def forward(model: Model, items: Sequence[Item], batch_size: int) -> Callable[[], float]:
     """Returns a function that measures images per second of the forward pass; as many images as `items`."""
-    pixels = Inputs(model, batch_size, None)[list(items[:batch_size])].pixels
-    assert pixels is not None
-    pixels = normalized(pixels.to(model.device), model.config.preprocessing)
+    [batch] = read_batches(model, [list(items[:batch_size])], batch_size, 0)
+    pixels = normalized(batch.pixels.to(model.device), model.config.preprocessing)
 
     @torch.inference_mode()
     def measured() -> float:
@@ -53,8 +50,7 @@ def decode(model: Model, items: Sequence[Item], batch_size: int, workers: int) -
     """Returns images per second of reading, decoding and transforming."""
     batches = [list(items[first : first + batch_size]) for first in range(0, len(items), batch_size)]
     started = time.perf_counter()
-    loader = image_loader(Inputs(model, batch_size, None), workers, model.device, batch_size=None, sampler=batches)
-    for _ in loaded(loader, "benchmark", ""):
+    for _ in read_batches(model, batches, batch_size, workers):
         pass
     return len(items) / (time.perf_counter() - started)
 

@@ -11,7 +11,7 @@ from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
     from xdm_ft.experiment.results import Results
-    from xdm_ft.export.model import Model
+    from xdm_ft.export.predictor import Model
 
 __all__ = ["UserError", "__version__", "load", "run"]  # not `open`: `import *` would replace Python's own
 
@@ -73,8 +73,8 @@ def load(
     `encoder_weights`: a file, for a model directory without the encoder whose weights came from a file. Raises
     `UserError` for directories that are damaged or hold no model, and for other weights than the model was trained on.
     """
-    from xdm_ft.export.model import load as load_model
-    from xdm_ft.export.runs import Choice
+    from xdm_ft.export.choose import Choice
+    from xdm_ft.export.predictor import load as load_model
 
     domains = None if held_out is None else tuple(held_out.split(","))
     choice = Choice(method, domains, seed, trial)

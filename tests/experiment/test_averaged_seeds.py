@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from exported import RUN, exported, held_out, run
 
-from xdm_ft.export.runs import Choice
+from xdm_ft.export.choose import Choice
 from xdm_ft.report.averaged_seeds import averaged_log_probabilities
 from xdm_ft.report.finished import read_run
 

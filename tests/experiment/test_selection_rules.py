@@ -20,7 +20,7 @@ from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import ResultsFile
 from xdm_ft.experiment.resume import RECORDS
-from xdm_ft.export.promise import promise
+from xdm_ft.export.expected import expected_performance
 from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course, without
 from xdm_ft.protocol.splits import splits
 from xdm_ft.report.finished import read_run
@@ -105,7 +105,7 @@ def test_cross_domain_picks_what_naive_leaving_out_picks():
         assert set(record["selected"]) == {"cross_domain", "train_val", "oracle"}
         gains.append(record["selected"]["cross_domain"]["metrics"]["test"]["accuracy"] - means[best])
     of_run = read_run(made_path(made))
-    expected = promise(of_run.path, of_run.results, of_run.records, "cross_domain", "erm")
+    expected = expected_performance(of_run.path, of_run.results, of_run.records, "cross_domain", "erm")
     assert expected.one_more_domain == pytest.approx(np.mean(gains)) and len(gains) == 4
     assert "extra models" in found["summary"][0]["protocol"]
 

@@ -12,9 +12,8 @@ from small_models import parts
 from small_runs import recipe
 
 from xdm_ft.experiment import run
-from xdm_ft.export.export import export
-from xdm_ft.export.runs import Choice, read_parts
-from xdm_ft.export.training_images import with_training_images
+from xdm_ft.export.choose import Choice, read_parts, with_training_images
+from xdm_ft.export.directory import write_directory
 from xdm_ft.report.finished import read_run
 
 
@@ -39,7 +38,7 @@ def small_model(tmp_path_factory):
         directory = folder / made.output.dir / made.name
         found = read_run(directory)
         parts = read_parts(found, Choice(held_out=("sketch",)))
-        export(with_training_images(found, parts), folder / "model", with_encoder=True)
+        write_directory(with_training_images(found, parts), folder / "model", with_encoder=True)
     finally:
         os.chdir(before)
     paths = SimpleNamespace(folder=folder, data=folder / "data", cache=folder / "cache", run=directory)
@@ -52,7 +51,7 @@ def exported_clip(tmp_path_factory):
     """A model directory with an architecture of its own; tests change copies of it (`model`)."""
     folder = tmp_path_factory.mktemp("exported") / "model"
     encoder, settings = small_models.demo_clip()
-    export(parts(encoder, settings, "cosine", name="open_clip", normalize=True), folder, with_encoder=True)
+    write_directory(parts(encoder, settings, "cosine", name="open_clip", normalize=True), folder, with_encoder=True)
     return folder
 
 

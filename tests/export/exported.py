@@ -10,8 +10,8 @@ import small_runs
 from safetensors.torch import load_file
 
 from xdm_ft.cli.export import export_model
-from xdm_ft.export.model import Model, load
-from xdm_ft.export.runs import Choice
+from xdm_ft.export.choose import Choice
+from xdm_ft.export.predictor import Model, load
 
 RUN, DATA = Path("output/small"), Path("data/PACS")
 CLIP = "encoder={name: open_clip, model: demo, weights: demo, normalize: true}"

@@ -13,10 +13,9 @@ from test_promise import DOMAINS, METHOD, RULE, made_run
 
 import xdm_ft
 from xdm_ft.export.card import card, escaped, metadata
-from xdm_ft.export.directory import read_config
-from xdm_ft.export.export import export
-from xdm_ft.export.promise import promise
-from xdm_ft.export.runs import Choice, read_parts
+from xdm_ft.export.choose import Choice, read_parts
+from xdm_ft.export.directory import read_config, write_directory
+from xdm_ft.export.expected import expected_performance
 from xdm_ft.report.finished import read_run
 
 ODD = ("<script>alert(1)</script>", "a|b", "new\nline", "`tick`", "![x](http://y)", "_under_score_", "---", "&amp; <b>")
@@ -31,7 +30,7 @@ def rendered(text):
 def config(small_model, tmp_path):
     results, records, *_ = made_run(tmp_path, [(name,) for name in DOMAINS])
     found, _ = read_config(small_model.model)
-    return found.model_copy(update={"expected": promise(tmp_path, results, records, RULE, METHOD)})
+    return found.model_copy(update={"expected": expected_performance(tmp_path, results, records, RULE, METHOD)})
 
 
 def test_the_front_matter_is_what_the_hub_reads(config, tmp_path):
@@ -140,7 +139,7 @@ def test_an_export_holds_no_path_no_image_and_no_name_of_a_weights_file(small_pa
     for with_encoder in (False, True):
         target = Path(f"model{with_encoder}")
         parts = read_parts(found, Choice(held_out=found.records[0].test_domains))
-        export(parts, target, with_encoder)
+        write_directory(parts, target, with_encoder)
         for file in target.iterdir():
             content = file.read_bytes()
             for secret in (os.getcwd(), "private data", "Smith", "secret", "weights.safetensors"):

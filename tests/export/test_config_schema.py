@@ -21,9 +21,8 @@ from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.intervals import NewSite
 from xdm_ft.export.card import card
 from xdm_ft.export.config import AtHeldOut, Expected
-from xdm_ft.export.directory import read_config
-from xdm_ft.export.export import export
-from xdm_ft.export.inference import cached_features
+from xdm_ft.export.directory import read_config, write_directory
+from xdm_ft.export.predictor import cached_features
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import json_digest
 
@@ -63,7 +62,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "fitted_temperature": 1.5,
         "renamed": {"0": "cat"},
     }
-    export(type(made)(config.model_copy(update=changes), encoder, made.heads), folder, with_encoder=True)
+    write_directory(type(made)(config.model_copy(update=changes), encoder, made.heads), folder, with_encoder=True)
     return folder
 
 

@@ -15,17 +15,18 @@ import small_runs
 import timm
 import torch
 from exported import CLIP, DATA, RUN, choice_of, exported, held_out, recorded
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import xdm_ft
 from xdm_ft.cli.evaluate import evaluate
 from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
+from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.directory import read_config
 from xdm_ft.export.hub import _checked_files
-from xdm_ft.export.model import load
 from xdm_ft.export.onnx import PACKAGES
-from xdm_ft.export.runs import Choice, read_parts
+from xdm_ft.export.predictor import load
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
@@ -149,7 +150,7 @@ class TestTwoEncodersWhole:
         own = timm.create_model("test_vit", num_classes=0, img_size=32).eval()
         own.load_state_dict(load_file("whole/encoder.safetensors"))
         with torch.no_grad():
-            z = own(torch.stack([model.pixels(path) for path in paths]))
+            z = own(torch.stack([model.transform(Image.open(path).convert("RGB")) for path in paths]))
         np.testing.assert_allclose(z.numpy(), model.encode(paths), rtol=0, atol=1e-5)
 
     def test_the_final_fit_is_of_one_encoder(self) -> None:

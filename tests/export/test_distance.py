@@ -21,9 +21,9 @@ from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.distance import Reference
 from xdm_ft.experiment.plan import make_plan, read_data
+from xdm_ft.export.choose import Choice
 from xdm_ft.export.hub import FILES, READ
-from xdm_ft.export.model import load
-from xdm_ft.export.runs import Choice
+from xdm_ft.export.predictor import load
 from xdm_ft.protocol.derived_splits import with_validation
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.names import reference_beside, reference_file
@@ -55,7 +55,7 @@ def parts(*overrides: str) -> tuple[list[str], np.ndarray, list[str]]:
     return [paths[row] for row in training], dataset.labels[training], [paths[row] for row in validation]
 
 
-def checked(model: xdm_ft.export.model.Model, *overrides: str) -> None:
+def checked(model: xdm_ft.export.predictor.Model, *overrides: str) -> None:
     training, labels, validation = parts(*overrides)
     wanted = naive(model.encode(training), labels, model.encode(held_out()))
     np.testing.assert_allclose(model.distance(held_out()), wanted, rtol=1e-3)

@@ -17,10 +17,9 @@ from xdm_ft.evaluation.intervals import new_site
 from xdm_ft.evaluation.metrics import metric
 from xdm_ft.evaluation.verdicts import Estimate
 from xdm_ft.export.config import AtHeldOut, Expected
-from xdm_ft.export.evaluate import Labelled, at_site, judged
-from xdm_ft.export.site import has_domains, read_site
-from xdm_ft.export.sources import Item
-from xdm_ft.export.training_images import TRAINING_IMAGES, are_among, checksums, first_of_each
+from xdm_ft.export.directory import TRAINING_IMAGES
+from xdm_ft.export.evaluate import Labelled, are_among, at_site, checksums, first_of_each, judged
+from xdm_ft.export.sources import Item, has_domains, read_site
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.checksummed import write_arrays
 from xdm_ft.storage.run_directory import RunDirectory

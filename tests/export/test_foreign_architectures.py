@@ -24,7 +24,7 @@ import xdm_ft
 from xdm_ft.encoders.open_clip import OpenClip
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.encoders.transformers import Transformers
-from xdm_ft.export.export import export
+from xdm_ft.export.directory import write_directory
 from xdm_ft.export.hub import push
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import json_digest
@@ -215,7 +215,7 @@ def vit(tmp_path_factory):
     encoder = Transformers(**settings, preprocessing=small_models.SMALL.model_copy(update={
         "interpolation": "bicubic", "resize": "squash"
     }))  # fmt: skip
-    export(parts(encoder, settings, name="transformers"), folder / "model", with_encoder=True)
+    write_directory(parts(encoder, settings, name="transformers"), folder / "model", with_encoder=True)
     return folder / "model"
 
 
@@ -336,7 +336,7 @@ def test_a_text_side_of_transformers_goes_with_the_model(tmp_path, monkeypatch):
     encoder = OpenClip(**settings)
     assert not encoder.text_reason
     made = parts(encoder, settings, name="open_clip", trained=True)
-    export(made, tmp_path / "model", with_encoder=True)
+    write_directory(made, tmp_path / "model", with_encoder=True)
     shutil.rmtree(tmp_path / "text")
     loaded = xdm_ft.load(tmp_path / "model", device="cpu")
     again = loaded.module.encoder
@@ -344,7 +344,7 @@ def test_a_text_side_of_transformers_goes_with_the_model(tmp_path, monkeypatch):
     assert all(torch.equal(state[name], value) for name, value in encoder.state_dict().items())
     assert "has no tokenizer" in again.text_reason
     assert not [file for file in (tmp_path / "model").iterdir() if str(tmp_path).encode() in file.read_bytes()]
-    export(parts(again, loaded.config.encoder.settings, name="open_clip", trained=True), tmp_path / "b", True)
+    write_directory(parts(again, loaded.config.encoder.settings, name="open_clip", trained=True), tmp_path / "b", True)
     uploaded: list[str] = []
 
     class Api:

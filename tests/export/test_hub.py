@@ -21,8 +21,7 @@ from small_models import parts, photographs
 
 import xdm_ft
 from xdm_ft.export.directory import write_directory
-from xdm_ft.export.hub import push
-from xdm_ft.export.leaks import leaks_in, leaks_of
+from xdm_ft.export.hub import leaks_in, leaks_of, push
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import json_digest
 

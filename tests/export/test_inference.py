@@ -15,8 +15,8 @@ from small_runs import recipe
 import xdm_ft
 import xdm_ft.images.decode as decode_module
 from xdm_ft.experiment import run
-from xdm_ft.export.inference import NOT_FINITE, cached_features, stream
 from xdm_ft.export.parts import probabilities
+from xdm_ft.export.predictor import NOT_FINITE, cached_features, stream
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.images.decode import decode
 from xdm_ft.training.end_to_end import inputs
@@ -32,7 +32,12 @@ def whole(batches):
     batches = list(batches)
     items = [item for batch in batches for item in batch.items]
     logits = torch.cat([batch.logits for batch in batches])
-    return items, logits, torch.cat([batch.z for batch in batches]), sum(batch.computed for batch in batches)
+    return (
+        items,
+        logits,
+        torch.cat([batch.encoded for batch in batches]),
+        sum(batch.computed for batch in batches),
+    )
 
 
 def changed_copies(folder, images):
@@ -52,7 +57,9 @@ def test_probabilities_are_those_of_the_model(small_model, model, tmp_path, work
     assert [item.path for item in items] == [item.path for item in sources] and computed == 19
     expected = model.predict_proba([item.path for item in items])
     np.testing.assert_allclose(probabilities(logits).numpy(), expected, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(z.numpy(), model.encode([item.path for item in items]), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        model.module.as_read(z).numpy(), model.encode([item.path for item in items]), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_cached_features_are_used_and_are_the_same_bits(small_model, model, tmp_path):
@@ -90,7 +97,7 @@ def test_drafts_are_those_of_the_run(tmp_path, monkeypatch, trainable):
     _, logits, z, computed = whole(stream(model, sources, batch_size=8, cache=tmp_path / "cache"))
     assert computed == (len(images) if trainable else 0)
     assert torch.equal(logits, whole(stream(model, sources, batch_size=8))[1])
-    np.testing.assert_allclose(z.numpy(), model.encode(images), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(model.module.as_read(z).numpy(), model.encode(images), rtol=1e-4, atol=1e-5)
     whole_images = [decode(Path(image), image) for image in images]
     assert 0 < np.abs(z.numpy() - model.encode(whole_images)).mean() < 0.1 * z.abs().mean()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,10 @@ from PIL import Image
 from small_models import Tiny, parts, photographs
 
 import xdm_ft
-from xdm_ft.export.export import export
-from xdm_ft.export.interchange import class_embeddings
-from xdm_ft.export.model import Model
+from xdm_ft.export.directory import write_directory
 from xdm_ft.export.onnx import PACKAGES, write_onnx
 from xdm_ft.export.parts import Classifier
+from xdm_ft.export.predictor import Model
 from xdm_ft.runtime.errors import UserError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "deploying.md"
@@ -56,7 +56,7 @@ def saved_by_timm(network: str, changes: dict[str, object], temperature: float =
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.add_(0.02)
-    export(parts(encoder, settings, temperature=temperature, **changes), Path("timm_model"), with_encoder=True)
+    write_directory(parts(encoder, settings, temperature=temperature, **changes), Path("timm_model"), with_encoder=True)
     return xdm_ft.load("timm_model", device="cpu")
 
 
@@ -85,7 +85,7 @@ def test_open_clip_loads_a_fine_tuned_clip_and_takes_the_head_as_class_embedding
     with torch.no_grad():
         encoder.model.visual.proj.mul_(1.5)
     tuned = parts(encoder, settings, "cosine", name="open_clip", normalize=True, temperature=0.5, trained=True)
-    export(tuned, Path("clip_model"), with_encoder=True)
+    write_directory(tuned, Path("clip_model"), with_encoder=True)
     model = xdm_ft.load("clip_model", device="cpu")
     clip = run_snippet("open_clip")["clip"]
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_onnx_runtime_predicts_from_image_files(images):
 def test_class_embeddings_give_the_logits(head, changes):
     classifier = Classifier(parts(Tiny(), {"model": "tiny"}, head, **changes))
     z = torch.randn(5, 8)
-    embeddings, scale, bias = class_embeddings(classifier)
+    embeddings, scale, bias = Model.class_embeddings(SimpleNamespace(module=classifier))
     logits = scale * F.normalize(z, dim=-1) @ embeddings.T + bias
     torch.testing.assert_close(logits, classifier.logits(classifier.as_read(z)))
     assert embeddings.dtype == bias.dtype == torch.float32 and not embeddings.requires_grad
@@ -133,7 +133,7 @@ def test_class_embeddings_give_the_logits(head, changes):
 )
 def test_other_heads_have_no_class_embeddings(head, reason):
     with pytest.raises(UserError, match=f"^class embeddings: .*{reason}.*; train with "):
-        class_embeddings(Classifier(parts(Tiny(), {"model": "tiny"}, head)))
+        Model(parts(Tiny(), {"model": "tiny"}, head)).class_embeddings()
 
 
 def test_every_snippet_of_the_page_is_run_here():

@@ -24,9 +24,9 @@ from small_models import CLASSES, parts, timm
 import xdm_ft
 from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
-from xdm_ft.export.export import export
-from xdm_ft.export.model import load
-from xdm_ft.export.runs import Choice
+from xdm_ft.export.choose import Choice
+from xdm_ft.export.directory import write_directory
+from xdm_ft.export.predictor import load
 from xdm_ft.features.key import weights_digest
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import json_digest
@@ -552,7 +552,7 @@ def test_loading_leaves_the_generator_as_it_was() -> None:
     ],
 )
 def test_values_that_no_model_has_are_one_line(place: tuple[str, ...], value: object, tmp_path: Path) -> None:
-    export(parts(*timm("test_vit")), tmp_path / "model", with_encoder=True)
+    write_directory(parts(*timm("test_vit")), tmp_path / "model", with_encoder=True)
     path = tmp_path / "model/config.json"
     document = json.loads(path.read_text())
     *blocks, key = place

@@ -13,9 +13,9 @@ from PIL import Image
 from small_models import Tiny, parts, photographs
 
 from xdm_ft.export import onnx as own
-from xdm_ft.export.leaks import leaks_in
-from xdm_ft.export.model import Model
+from xdm_ft.export.hub import leaks_in
 from xdm_ft.export.onnx import write_onnx
+from xdm_ft.export.predictor import Model
 from xdm_ft.runtime.errors import UserError
 
 pytestmark = pytest.mark.needs(*own.PACKAGES)

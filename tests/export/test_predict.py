@@ -20,8 +20,8 @@ from PIL import Image
 from warm_processes import begin, xdm_ft
 
 import xdm_ft as library
-from xdm_ft.export import inference
-from xdm_ft.export.predictions import Columns, GroupMeans, entropy, spread_of
+from xdm_ft.export import predictor as inference
+from xdm_ft.export.predict import Columns, GroupMeans, entropy, spread_of
 
 MANY = 60  # times the images
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ def decode_slowly():
 
 def decode_slowly_in_workers():
     decode_slowly()
-    inference.worker_count = lambda device: 2
+    inference.decoding_workers = lambda device, most: 2
 
 
 def rows(text):

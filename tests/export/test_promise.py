@@ -25,9 +25,10 @@ from xdm_ft.evaluation.intervals import (
 from xdm_ft.evaluation.metrics import score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
 from xdm_ft.evaluation.records import ModelKey, Pick, Record, Runs
+from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.export.config import Expected
-from xdm_ft.export.promise import error_at, promise
-from xdm_ft.export.runs import Choice, read_parts
+from xdm_ft.export.expected import error_at
+from xdm_ft.export.expected import expected_performance as promise
 from xdm_ft.report.finished import read_run
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.run_directory import RunDirectory

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 from exported import choice_of, recorded, run
+from PIL import Image
 from safetensors.torch import load_file
 
 from xdm_ft.cli.export import export_model
-from xdm_ft.export.model import load
 from xdm_ft.export.onnx import PACKAGES
+from xdm_ft.export.predictor import load
 
 SHARED = Path(__file__).resolve().parents[2] / "../shared/assets"
 WEIGHTS = SHARED / "weights/mobilenetv2_100.keras_in1k_int8deq.fp16.safetensors"
@@ -61,7 +62,7 @@ def check(record: dict[str, Any], with_encoder: bool, atol: float = 1e-6) -> Non
     assert len(paths) == 7 * IMAGES and (found.argmax(1) == expected.argmax(1)).all()
     if with_encoder:
         model = load(target, precision="fp32")
-        pixels = torch.stack([model.pixels(path) for path in paths]).numpy()
+        pixels = torch.stack([model.transform(Image.open(path).convert("RGB")) for path in paths]).numpy()
         import onnxruntime
 
         session = onnxruntime.InferenceSession(f"{target}/model.onnx", providers=["CPUExecutionProvider"])

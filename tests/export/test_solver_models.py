@@ -10,8 +10,8 @@ import pytest
 from exported import RUN, choice_of, exported, held_out, recorded, run
 
 from xdm_ft.cli.parser import main
-from xdm_ft.export.model import Model, load
-from xdm_ft.export.runs import Choice
+from xdm_ft.export.choose import Choice
+from xdm_ft.export.predictor import Model, load
 from xdm_ft.runtime.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("small_pacs")

@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from xdm_ft.export.predict import write_table
 from xdm_ft.export.sources import Sources, counted
-from xdm_ft.export.tables import write_table
 from xdm_ft.runtime.errors import UserError
 
 

@@ -15,10 +15,9 @@ from test_hub import FakeApi
 
 from xdm_ft.cli.export import export_model
 from xdm_ft.cli.parser import main
-from xdm_ft.export.directory import read_config
-from xdm_ft.export.model import load
-from xdm_ft.export.runs import Choice
-from xdm_ft.export.training_images import TRAINING_IMAGES
+from xdm_ft.export.choose import Choice
+from xdm_ft.export.directory import TRAINING_IMAGES, read_config
+from xdm_ft.export.predictor import load
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 

@@ -16,7 +16,7 @@ from test_bad_state import flip_a_digit, folder_instead, garbage, remove, trunca
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment import pieces, plan, results
 from xdm_ft.experiment.resume import RECORDS, recorded
-from xdm_ft.export.runs import Choice, read_parts
+from xdm_ft.export.choose import Choice, read_parts
 from xdm_ft.report.finished import read_run
 from xdm_ft.storage.run_directory import RunDirectory
 

@@ -12,11 +12,10 @@ import torch
 from xdm_ft.cli.answer import Answer
 from xdm_ft.evaluation.trials import ORACLE
 from xdm_ft.export.card import WORDS, interval, ranks, shown
-from xdm_ft.export.evaluate import AtSite, Labelled, Versus, at_site
-from xdm_ft.export.inference import cache_of, stream
-from xdm_ft.export.model import Model
-from xdm_ft.export.site import Site, read_site
-from xdm_ft.export.training_images import are_among, checksums, first_of_each, of_run
+from xdm_ft.export.choose import training_images
+from xdm_ft.export.evaluate import AtSite, Labelled, Versus, are_among, at_site, checksums, first_of_each
+from xdm_ft.export.predictor import Model, cache_of, stream
+from xdm_ft.export.sources import Site, read_site
 from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.progress import progress
@@ -143,7 +142,7 @@ def evaluate(
     rows, first = first_of_each(content)
     known = model.training_images
     if known is None and is_run(run := Path(name).expanduser()):
-        known = of_run(read_run(run), config)
+        known = training_images(read_run(run), config)
     trained = None if known is None else are_among(content[rows], known)
     images, unreadable = _answered(model, site.rows(rows), trained, batch_size, cache_of(name))
     if not len(images.labels):

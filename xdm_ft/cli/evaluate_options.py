@@ -29,7 +29,7 @@ def add(sub: argparse.ArgumentParser) -> None:
 def called(arguments: argparse.Namespace) -> Answer:
     """Performs the verb. Raises `UserError`."""
     from xdm_ft.cli.evaluate import evaluate
-    from xdm_ft.export.model import load
+    from xdm_ft.export.predictor import load
 
     model = load(
         arguments.model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -16,14 +16,12 @@ from xdm_ft.experiment.final_fit import Wanted
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.resume import written_recipe
 from xdm_ft.export.card import held_words
+from xdm_ft.export.choose import Choice, chosen_method, read_parts, with_training_images
 from xdm_ft.export.config import Expected
-from xdm_ft.export.directory import read_config
-from xdm_ft.export.export import AsOnnx, export, refuse_taken
+from xdm_ft.export.directory import new_directory, refuse_taken, write_directory
 from xdm_ft.export.hub import Pushed, check_name, push
-from xdm_ft.export.onnx import OnnxFile, check_installed
+from xdm_ft.export.onnx import OnnxFile, check_installed, write_onnx
 from xdm_ft.export.parts import Parts
-from xdm_ft.export.runs import Choice, chosen_method, read_parts
-from xdm_ft.export.training_images import with_training_images
 from xdm_ft.images.decode import UnreadableImage
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.text import apply_override
@@ -129,9 +127,12 @@ def export_model(
     parts = read_parts(run, choice, wise_ft=wise_ft, ensemble=ensemble, temperature=temperature)
     _refuse_upload(parts, method, push_to_hub, allow_training_features)
     parts = with_training_images(run, parts)
-    as_onnx = AsOnnx(_images(run), onnx_preprocessing) if onnx or onnx_preprocessing else None
-    written = export(parts, folder, with_encoder, as_onnx)
-    config, _ = read_config(folder)
+    onnx_file = None
+    with new_directory(folder) as temporary:
+        config = write_directory(parts, temporary, with_encoder)
+        if onnx or onnx_preprocessing:
+            onnx_file = write_onnx(parts, temporary, _images(run), onnx_preprocessing)
+            onnx_file = replace(onnx_file, path=folder / onnx_file.path.name)
     return Exported(
         folder,
         config.chosen,
@@ -141,7 +142,7 @@ def export_model(
         _nll(config.expected),
         held_words(config, parts.training_features),
         config.encoder.file is None and "weights" not in config.encoder.settings,
-        written,
+        onnx_file,
         None if push_to_hub is None else push(folder, push_to_hub, private, with_training_hashes),
     )
 

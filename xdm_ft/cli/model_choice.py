@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from xdm_ft.export.runs import Choice
+    from xdm_ft.export.choose import Choice
 
 
 def add_choice(sub: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_choice(sub: argparse.ArgumentParser) -> None:
 
 
 def choice_of(arguments: argparse.Namespace) -> Choice:
-    from xdm_ft.export.runs import Choice
+    from xdm_ft.export.choose import Choice
 
     held_out = None if arguments.held_out is None else tuple(arguments.held_out.split(","))
     return Choice(arguments.method, held_out, arguments.seed, arguments.trial)

@@ -11,13 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.export.inference import Batch, cache_of, stream
-from xdm_ft.export.model import Model, load
-from xdm_ft.export.predictions import Columns, GroupMeans, Row, group_rows, image_rows
-from xdm_ft.export.runs import Choice
+from xdm_ft.export.choose import Choice
+from xdm_ft.export.predict import (
+    Columns,
+    Format,
+    GroupMeans,
+    Row,
+    Tally,
+    Unfinished,
+    format_of,
+    group_rows,
+    header_of,
+    image_rows,
+    line_of,
+    open_unfinished,
+    refuse_taken,
+    write_table,
+)
+from xdm_ft.export.predictor import Batch, Model, cache_of, load, stream
 from xdm_ft.export.sources import Sources, counted
-from xdm_ft.export.tables import Format, format_of, header_of, line_of, write_table
-from xdm_ft.export.unfinished import Tally, Unfinished, open_unfinished, refuse_taken
 from xdm_ft.features import fast_batch_size
 from xdm_ft.runtime import interrupt
 from xdm_ft.runtime.errors import UserError, plural, printable

@@ -44,7 +44,7 @@ def add(sub: argparse.ArgumentParser) -> None:
 def called(arguments: argparse.Namespace) -> Answer:
     """Performs the verb. Raises `UserError`."""
     from xdm_ft.cli.predict import output, predict
-    from xdm_ft.export.predictions import Columns
+    from xdm_ft.export.predict import Columns
 
     flags = arguments.probabilities, arguments.entropy, arguments.spread
     others = {

@@ -1,79 +1,187 @@
-"""A model directory: config.json, model.safetensors (the head), reference.safetensors (for distances),
-training_images.safetensors (their checksums) and, with the encoder, encoder.safetensors, or encoder_part.safetensors
-with what was trained of it.
+"""A model directory: the files that hold a model's parts.
 
-encoder.safetensors has the names of the encoder's library, so that this library loads it too. config.json holds a
-checksum of itself and of the tensors of all files.
+config.json is written last and has a checksum of itself and of the tensors of all other files: model.safetensors (the
+head), reference.safetensors (for distances), training_images.safetensors (checksums of the training images) and, with
+the encoder, encoder.safetensors, which the encoder's own library loads too, or encoder_part.safetensors with what was
+trained of it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.export import reference, training_images
-from xdm_ft.export.config import FORMAT, EncoderConfig, EncoderIdentity, ModelConfig, PartConfig
-from xdm_ft.export.parts import Parts, build_encoder, build_head, first_fault, load_trained, part_of
-from xdm_ft.features.key import weights_digest
-from xdm_ft.heads import Head
+from xdm_ft.evaluation.distance import Reference
+from xdm_ft.export.card import card
+from xdm_ft.export.config import FORMAT, ModelConfig
+from xdm_ft.export.parts import (
+    Parts,
+    build_encoder,
+    build_head,
+    check_encoder,
+    first_fault,
+    load_trained,
+    one_line,
+    with_prefix,
+)
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.atomic import replace_text
-from xdm_ft.storage.checksummed import Damaged, json_object, write_checked, write_tensors
+from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_text, sync, umask
+from xdm_ft.storage.checksummed import (
+    Damaged,
+    json_object,
+    read_checked,
+    tensors_of,
+    write_arrays,
+    write_checked,
+    write_tensors,
+)
 from xdm_ft.storage.digests import json_digest, tensors_digest
 from xdm_ft.weights.files import is_file_name
 from xdm_ft.weights.foreign import TEXT_CONFIG, check_sizes, refuse_sources
 
 CONFIG, WEIGHTS, ENCODER, PART = "config.json", "model.safetensors", "encoder.safetensors", "encoder_part.safetensors"
-LOCAL = ("local-dir:",)  # model names that are folders
+REFERENCE, TRAINING_IMAGES = "reference.safetensors", "training_images.safetensors"
+CHECKSUMS = "xxh3_128"  # name of the array in TRAINING_IMAGES
+LOCAL_FOLDER = "local-dir:"  # beginning of a model name that is a folder
+PYTORCH = {"format": "pt"}
+AGAIN = "export the model again"
+EXAMPLE = '''\
+"""Predicts the classes of images: python example.py IMAGE …"""
+
+import sys
+from pathlib import Path
+
+import xdm_ft
+
+model = xdm_ft.load(Path(__file__).parent)
+for image, probabilities in zip(sys.argv[1:], model.predict_proba(sys.argv[1:]), strict=True):
+    print(f"{image}: {model.class_names[probabilities.argmax()]} ({probabilities.max():.1%})")
+'''
+
+
+def reference_from(tensors: Mapping[str, Tensor], width: int) -> Reference:
+    """Raises `Damaged` if the tensors are not a reference of features of this width."""
+    try:
+        reference = Reference.from_arrays({name: tensor.numpy() for name, tensor in tensors.items()})
+    except (KeyError, ValueError) as error:
+        raise Damaged(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from error
+    if reference.means.shape[1] != width:
+        raise Damaged(f"it is of features of size {reference.means.shape[1]}, not {width}")
+    return reference
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Returns the checksum of a file's tensors in config.json."""
+    return tensors_digest(dict(sorted(tensors.items())))
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """Yields a temporary folder beside `target`, which gets that name at the end, so that a kill leaves nothing there.
+
+    Raises `UserError` if the target is taken or can not be written.
+    """
+    refuse_taken(target)
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=UNFINISHED))
+    try:
+        yield folder
+        with disk_errors(target):
+            folder.chmod(0o777 & ~umask())  # mkdtemp lets only the owner in
+            os.replace(folder, target)  # an empty directory may be replaced
+            sync(target.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def refuse_taken(target: Path) -> None:
+    """Raises `UserError` if the target is a file, or a folder that is not empty."""
+    with disk_errors(target):
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise UserError(f"{target}: exists already; name a new directory, or delete this one")
 
 
 def write_directory(parts: Parts, folder: Path, with_encoder: bool | None) -> ModelConfig:
-    """Writes the model's files into a folder, config.json last, and returns the config as it is written.
+    """Writes the model's files, example.py and README.md into a folder. Returns the config as it is written.
 
     `with_encoder` None: the encoder too, if no name leads to its weights: all were trained, or they came from a file.
     Without it, what was trained of it is in a file of its own. No path and no name of a weights file of this machine is
     in any of them. Raises `UserError` if a file can not be written.
     """
     config, encoder = parts.config, parts.encoder
-    portable = encoder.portable()
-    named = config.encoder.settings.get("weights", "")
-    is_file = named is not None and is_file_name(named)
-    is_whole = config.encoder.trained is True
-    is_public = not (is_file or is_whole or str(config.encoder.settings["model"]).startswith(LOCAL))
+    model, weights = str(config.encoder.settings["model"]), config.encoder.settings.get("weights", "")
+    is_complete = config.encoder.trained is True
+    is_public = not (is_complete or model.startswith(LOCAL_FOLDER) or (weights is not None and is_file_name(weights)))
+    with_encoder = is_complete or (not is_public if with_encoder is None else with_encoder)
     settings: dict[str, Any] = {**config.encoder.settings}
-    with_encoder = not is_public if with_encoder is None else with_encoder
+    portable = encoder.portable()
     if with_encoder or not is_public:
         settings = {**{key: value for key, value in settings.items() if key != "weights"}, **portable.settings}
         for name, content in portable.files.items():
             replace_text(folder / name, json.dumps(content, indent=1) + "\n")
     if with_encoder:
-        write_tensors(folder / ENCODER, _unshared(portable.state), {"format": "pt"})
+        write_tensors(folder / ENCODER, _unshared(portable.state), PYTORCH)
     part = None if with_encoder else config.encoder.part
     if part is not None:
-        whole = encoder.state_dict()
-        write_checked(folder / PART, _unshared({name: whole[name] for name in parts.trained_names}), {"format": "pt"})
-    state = {f"{name}.{key}": value for name, head in parts.heads.items() for key, value in head.state_dict().items()}
-    write_checked(folder / WEIGHTS, state, {"format": "pt"})
+        state = encoder.state_dict()
+        write_checked(folder / PART, _unshared({name: state[name] for name in parts.trained_names}), PYTORCH)
+    heads = {f"{name}.{key}": value for name, head in parts.heads.items() for key, value in head.state_dict().items()}
+    write_checked(folder / WEIGHTS, heads, PYTORCH)
     if parts.reference is not None:
-        reference.write(parts.reference, folder)
+        write_arrays(folder / REFERENCE, parts.reference.arrays(), PYTORCH)
     if parts.training_images is not None:
-        training_images.write(parts.training_images, folder)
-    of_encoder = {"settings": settings, "file": ENCODER if with_encoder else None, "part": part}
-    identity = None if _is_local(config.encoder.identity) else config.encoder.identity
-    own = config.encoder.model_copy(update={**of_encoder, "identity": identity})
-    config = _without_places(
-        config.model_copy(update={"encoder": own}), str(named), str(parts.config.encoder.settings["model"])
+        write_arrays(folder / TRAINING_IMAGES, {CHECKSUMS: parts.training_images}, PYTORCH)
+    identity = config.encoder.identity
+    if identity is not None and identity["model"].startswith(LOCAL_FOLDER):
+        identity = None
+    update = {"settings": settings, "file": ENCODER if with_encoder else None, "part": part, "identity": identity}
+    written = _without_local_names(
+        config.model_copy(update={"encoder": config.encoder.model_copy(update=update)}), str(weights), model
     )
-    document = {**config.model_dump(mode="json"), "weights_xxh3": _digest(state)}
+    document = {**written.model_dump(mode="json"), "weights_xxh3": digest_of(heads)}
     document["checksum"] = json_digest(document)
+    replace_text(folder / "example.py", EXAMPLE)
+    replace_text(folder / "README.md", card(written, config.encoder.settings, parts.training_features))
     replace_text(folder / CONFIG, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    return config
+    return written
+
+
+def _without_local_names(config: ModelConfig, weights: str, model: str) -> ModelConfig:
+    """Replaces the names of a weights file and of a local folder in the texts that describe the pre-training."""
+    name = Path(weights).name if is_file_name(weights) else ""
+    words = "a file" if config.encoder.trained else f"a file (xxh3 {config.encoder.xxh3})"
+    replacements = {f"the file {text}": words for text in (name, " ".join(name.split())) if name}
+    if model.startswith(LOCAL_FOLDER):
+        replacements |= dict.fromkeys((model, " ".join(model.split())), "a local folder")
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: replaced(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [replaced(inner) for inner in value]
+        for old, new in replacements.items() if isinstance(value, str) else ():
+            value = value.replace(old, new)
+        return value
+
+    return ModelConfig.model_validate(replaced(config.model_dump(mode="json"))) if replacements else config
+
+
+def _unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the tensors: safetensors refuses tensors that share memory (tied weights)."""
+    return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, str]:
@@ -94,67 +202,113 @@ def read_config(folder: Path) -> tuple[ModelConfig, str]:
         json.dumps(document, ensure_ascii=False, allow_nan=False).encode()  # no NaN, no half of a surrogate pair
         return ModelConfig.model_validate(document), weights_xxh3
     except (Damaged, ValueError, RecursionError, OSError) as error:
-        told = first_fault(error) if isinstance(error, ValidationError) else getattr(error, "strerror", None) or error
-        reason = " ".join(str(told).split())[:200]
-        raise UserError(f"{path}: can not be read as a model's config ({reason}); export the model again") from error
+        reason = first_fault(error) if isinstance(error, ValidationError) else getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: can not be read as a model's config ({one_line(reason)[:200]}); {AGAIN}") from error
 
 
 def read_directory(folder: Path, encoder_weights: str | None = None) -> Parts:
-    """Reads a model directory. `encoder_weights`: a file with the encoder's weights, if the directory has them not.
+    """Reads a model directory. `encoder_weights`: a file with the encoder's weights, if they are not in the directory.
 
     Raises `UserError` if a file is missing, damaged or of another model, or if the encoder's weights are other ones.
     """
     config, weights_xxh3 = read_config(folder)
-    state = reference.read_part(folder / WEIGHTS, weights_xxh3)
+    state = _read_tensors(folder / WEIGHTS, weights_xxh3)
     width, classes = config.encoder.width, len(config.class_names)
-    prefixes = list(dict.fromkeys(_prefix(name) for name in state))
+    # `head` of head.weight, `members.0` of members.0.weight
+    prefixes = dict.fromkeys(".".join(name.split(".")[: 1 + name.startswith("members.")]) for name in state)
     try:
-        heads: dict[str, Head] = {
-            prefix: build_head(config.head, width, classes, part_of(state, prefix)) for prefix in prefixes
-        }
+        heads = {one: build_head(config.head, width, classes, with_prefix(state, one)) for one in prefixes}
     except ValueError as error:
-        raise UserError(f"{folder / WEIGHTS}: does not fit config.json ({error}); export the model again") from error
-    known, encoder = reference.read(folder, config), _read_encoder(folder, config, encoder_weights)
+        raise UserError(f"{folder / WEIGHTS}: does not fit config.json ({error}); {AGAIN}") from error
+    reference = _read_reference(folder / REFERENCE, config)
+    encoder = _read_encoder(folder, config, encoder_weights)
     if encoder.width != width:
         raise UserError(f"{folder / CONFIG}: encoder.width: {width} is not that of the encoder, {encoder.width}")
-    return Parts(config, encoder, heads, known, training_images.read(folder, config))
+    return Parts(config, encoder, heads, reference, _read_training_images(folder / TRAINING_IMAGES, config))
+
+
+def _read_tensors(path: Path, xxh3: str) -> dict[str, Tensor]:
+    """Returns the tensors of a file of a model directory. Raises `UserError` unless they are those of its config."""
+    try:
+        tensors, _ = read_checked(path)
+        if digest_of(tensors) != xxh3:
+            raise Damaged("it is of another model than config.json")
+        return tensors
+    except (FileNotFoundError, Damaged) as error:
+        problem = f"is damaged ({error})" if isinstance(error, Damaged) else "does not exist"
+        raise UserError(f"{path}: {problem}; {AGAIN}") from error
+
+
+def _read_reference(path: Path, config: ModelConfig) -> Reference | None:
+    if config.reference_xxh3 is None:
+        return None
+    tensors = _read_tensors(path, config.reference_xxh3)
+    try:
+        return reference_from(tensors, config.encoder.width)
+    except Damaged as error:
+        raise UserError(f"{path}: is damaged ({error}); {AGAIN}") from error
+
+
+def _read_training_images(path: Path, config: ModelConfig) -> np.ndarray | None:
+    """Returns the checksums, uint8 [n,16]; None without the file, which stays at home when a model is uploaded."""
+    if config.training_images_xxh3 is None or not path.exists():
+        return None
+    images = _read_tensors(path, config.training_images_xxh3).get(CHECKSUMS)
+    if images is None or images.dtype != torch.uint8 or images.ndim != 2 or images.shape[1] != 16:
+        raise UserError(f"{path}: holds no checksums of images; {AGAIN}")
+    return images.numpy()
+
+
+def training_images_digest(images: np.ndarray) -> str:
+    """Returns `training_images_xxh3` of the config."""
+    return digest_of(tensors_of({CHECKSUMS: images}))
 
 
 def _read_encoder(folder: Path, config: ModelConfig, given: str | None) -> Encoder:
     """Builds the encoder. Raises `UserError` unless its weights are those that config.json names by their hash."""
-    about, settings = config.encoder, dict(config.encoder.settings)
-    model = str(settings.get("model", ""))
-    if model.endswith(".json"):
-        if Path(model).name != model:
-            raise UserError(f"{folder / CONFIG}: encoder.settings.model: {model} is not a file of this directory")
-        settings["model"] = str(folder / model)
-    if model.startswith(LOCAL):
-        raise UserError(f"{folder / CONFIG}: encoder.settings.model: a folder outside of this directory; export again")
-    if given is not None:
-        settings["weights"] = given if is_file_name(given) else f"./{given}"
-    elif about.file is not None:
-        settings["weights"] = str(folder / about.file)
-    elif "weights" not in settings:
-        raise UserError(
-            f"{folder}: the encoder's weights are not in it, and come from a file (xxh3 {about.named_xxh3}); give it "
-            "(encoder_weights, --encoder-weights), or export with --with-encoder"
-        )
-    elif isinstance(settings["weights"], str) and is_file_name(settings["weights"]):
-        raise UserError(f"{folder / CONFIG}: encoder.settings.weights: a file outside of this directory; export again")
+    expected, settings = config.encoder, _checked_settings(folder, config, given)
     weights = settings["weights"]
     file = Path(weights) if isinstance(weights, str) and is_file_name(weights) else None
     _check_architecture(folder, config, file if file is not None and file.is_file() else None)
     try:
-        encoder = build_encoder(about.name, settings, config.preprocessing, about.seed)
+        encoder = build_encoder(expected.name, settings, config.preprocessing, expected.seed)
     except UserError as error:
         raise UserError(*(f"{folder}: {line}" for line in error.args)) from error
     except Exception as error:  # of the encoder's library, for settings that no model has
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{folder}: its encoder can not be built ({reason}); export the model again") from error
-    check_encoder(encoder, about.named_xxh3, settings.get("weights"), folder)
-    if about.part is not None:
-        _read_part(folder, about, about.part, encoder)
+        reason = one_line(f"{type(error).__name__}: {error}")[:200]
+        raise UserError(f"{folder}: its encoder can not be built ({reason}); {AGAIN}") from error
+    check_encoder(encoder, expected.named_xxh3, weights, folder)
+    if expected.part is not None:
+        try:
+            load_trained(encoder, _read_tensors(folder / PART, expected.part.xxh3))
+        except ValueError as error:
+            raise UserError(f"{folder / PART}: does not fit the encoder ({error}); {AGAIN}") from error
+        check_encoder(encoder, expected.xxh3, PART, folder)
     return encoder
+
+
+def _checked_settings(folder: Path, config: ModelConfig, given: str | None) -> dict[str, Any]:
+    """Returns the encoder's settings with the place of its weights. Raises `UserError` if they lead elsewhere."""
+    settings, where = dict(config.encoder.settings), f"{folder / CONFIG}: encoder.settings"
+    model = str(settings["model"])
+    if model.endswith(".json"):
+        if Path(model).name != model:
+            raise UserError(f"{where}.model: {model} is not a file of this directory")
+        settings["model"] = str(folder / model)
+    if model.startswith(LOCAL_FOLDER):
+        raise UserError(f"{where}.model: a folder outside of this directory; export again")
+    if given is not None:
+        settings["weights"] = given if is_file_name(given) else f"./{given}"
+    elif config.encoder.file is not None:
+        settings["weights"] = str(folder / config.encoder.file)
+    elif "weights" not in settings:
+        raise UserError(
+            f"{folder}: the encoder's weights are not in it, and come from a file (xxh3 {config.encoder.named_xxh3}); "
+            "give it (encoder_weights, --encoder-weights), or export with --with-encoder"
+        )
+    elif isinstance(settings["weights"], str) and is_file_name(settings["weights"]):
+        raise UserError(f"{where}.weights: a file outside of this directory; export again")
+    return settings
 
 
 def _check_architecture(folder: Path, config: ModelConfig, weights: Path | None) -> None:
@@ -162,72 +316,13 @@ def _check_architecture(folder: Path, config: ModelConfig, weights: Path | None)
     far larger than the file `weights`.
     """
     settings = config.encoder.settings
-    kwargs, where = settings.get("kwargs", {}), f"{folder / CONFIG}: encoder.settings.kwargs"
-    refuse_sources(kwargs, where)
-    check_sizes(kwargs, where, weights)
+    described: list[tuple[str, Any]] = [(f"{folder / CONFIG}: encoder.settings.kwargs", settings.get("kwargs", {}))]
     for path in (folder / str(settings["model"]), folder / TEXT_CONFIG):
         if path.suffix == ".json" and path.is_file():
             try:
-                document = json_object(path.read_bytes())
+                described.append((str(path), json_object(path.read_bytes())))
             except (Damaged, OSError) as error:
-                raise UserError(f"{path}: can not be read ({error}); export the model again") from error
-            refuse_sources(document, str(path))
-            check_sizes(document, str(path), weights)
-
-
-def _read_part(folder: Path, about: EncoderConfig, part: PartConfig, encoder: Encoder) -> None:
-    """Loads what was trained of the encoder. Raises `UserError` if the file is damaged, missing or of another model."""
-    try:
-        load_trained(encoder, reference.read_part(folder / PART, part.xxh3))
-    except ValueError as error:
-        raise UserError(f"{folder / PART}: does not fit the encoder ({error}); export the model again") from error
-    check_encoder(encoder, about.xxh3, PART, folder)
-
-
-def check_encoder(encoder: Encoder, xxh3: str, weights: object, of: Path) -> None:
-    """Raises `UserError` if the encoder's weights are not those that the head was trained on."""
-    found = weights_digest(encoder)
-    if found != xxh3:
-        raise UserError(
-            f"{of}: the encoder's weights ({weights}) are not those that the model was trained with (xxh3 {found}, "
-            f"needed {xxh3}); its predictions would be wrong; give the same weights, or export with --with-encoder"
-        )
-
-
-def _digest(state: Mapping[str, Tensor]) -> str:
-    return tensors_digest(dict(sorted(state.items())))
-
-
-def _prefix(name: str) -> str:
-    """`head` of `head.weight`, `members.0` of `members.0.weight`."""
-    first, second, *_ = *name.split("."), ""
-    return f"{first}.{second}" if first == "members" else first
-
-
-def _is_local(identity: EncoderIdentity | None) -> bool:
-    return identity is None or identity["model"].startswith(LOCAL)
-
-
-def _without_places(config: ModelConfig, weights: str, model: str) -> ModelConfig:
-    """Replaces the names of a weights file and of a local folder in the texts that describe the pre-training."""
-    name = Path(weights).name if is_file_name(weights) else ""
-    file = "a file" if config.encoder.trained else f"a file (xxh3 {config.encoder.xxh3})"
-    places = {f"the file {name}": file, f"the file {' '.join(name.split())}": file} if name else {}
-    if model.startswith(LOCAL):
-        places |= {model: "a local folder", " ".join(model.split()): "a local folder"}
-
-    def shown(value: Any) -> Any:
-        if isinstance(value, str):
-            for place, words in places.items():
-                value = value.replace(place, words)
-            return value
-        if isinstance(value, dict):
-            return {key: shown(inner) for key, inner in value.items()}
-        return [shown(inner) for inner in value] if isinstance(value, list) else value
-
-    return ModelConfig.model_validate(shown(config.model_dump(mode="json"))) if places else config
-
-
-def _unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the tensors: safetensors refuses tensors that share memory (tied weights)."""
-    return {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+                raise UserError(f"{path}: can not be read ({error}); {AGAIN}") from error
+    for where, document in described:
+        refuse_sources(document, where)
+        check_sizes(document, where, weights)

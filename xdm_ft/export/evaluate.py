@@ -1,6 +1,6 @@
 """The metrics of a model at a new site, and whether they keep what its card promises.
 
-The promise (export/promise.py) is the distribution m + spread · t(D − 1) of a metric at one more site, over D held-out
+The promise (export/expected.py) is the distribution m + spread · t(D − 1) of a metric at one more site, over D held-out
 sets. At the site it is measured on some images, with standard error SE (jackknife over their groups; on the logit scale
 SE/(p(1 − p)), the delta method with p = (x + ½)/(n + 1)). Sampling is independent of which site it is, so the value
 lies in m ± t(D − 1)·√(spread² + SE²) for 95% of sites that are like the held-out ones. SE has its own degrees of
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from xdm_ft.evaluation.calibration import Bin, reliability
@@ -27,9 +28,11 @@ from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
 from xdm_ft.evaluation.verdicts import Estimate
 from xdm_ft.export.config import Expected
-from xdm_ft.export.promise import error_at
+from xdm_ft.export.expected import error_at
+from xdm_ft.export.sources import Item
+from xdm_ft.features.hashes import READER_THREADS, hash_file, regular_file
+from xdm_ft.runtime.progress import progress
 
-Words = Literal["within what the card promises", "below", "above"]
 UNKNOWN = "can not be said"
 
 
@@ -98,26 +101,24 @@ def at_site(
     `expected` is given for one domain: a promise is about one site. `temperature` is that of the logits.
     """
     labels, domains = torch.from_numpy(images.labels), torch.from_numpy(images.domains)
-    found = score(images.logits, labels, domains, class_names, domain_names)
-    estimates, groups = dict[str, Estimate | None](), None
-    metrics = {}
+    scores = score(images.logits, labels, domains, class_names, domain_names)
+    estimates, metrics = dict[str, Estimate | None](), dict[str, Measured]()
+    effective = effective_number(_tested(images).sizes)
     for name in HIGHER_IS_BETTER:
-        value = getattr(found, name)
-        if value is None or (name == "worst_domain_accuracy" and len(found.per_domain) == 1):
+        value = getattr(scores, name)
+        if value is None or (name == "worst_domain_accuracy" and len(scores.per_domain) == 1):
             continue
-        estimates[name], groups, effective = _estimate(name, value, images)
+        estimates[name] = _estimate(name, value, images, effective)
         metrics[name] = Measured(value, interval_of(name, estimates[name], effective))
-    counts = np.bincount(images.labels, minlength=len(class_names))
-    recalls = found.per_class_recall
-    versus = None
+    counts, recalls, versus = np.bincount(images.labels, minlength=len(class_names)), scores.per_class_recall, None
     if expected is not None:
         # of a single domain the worst accuracy is its accuracy
-        own = "accuracy" if expected.metric == "worst_domain_accuracy" else expected.metric
-        trained = 0 if images.trained is None else int(images.trained.sum())
-        versus = _versus(expected, metrics.get(own), estimates.get(own), found.n, temperature, trained)
+        name = "accuracy" if expected.metric == "worst_domain_accuracy" else expected.metric
+        if name in metrics:  # the metric is defined on these images
+            versus = _versus(expected, metrics[name].value, estimates[name], images, temperature)
     return AtSite(
-        images=found.n,
-        groups=groups,
+        images=scores.n,
+        groups=None if images.groups is None else len(np.unique(images.groups)),
         metrics=metrics,
         classes={name: OfClass(int(n), recalls[name]) for name, n in zip(class_names, counts, strict=True)},
         reliability=reliability(images.logits, images.labels),
@@ -125,36 +126,29 @@ def at_site(
     )
 
 
-def _estimate(metric: str, value: float, images: Labelled) -> tuple[Estimate | None, int | None, float]:
-    """The metric with its error over groups of images (None: unknown), the number of groups (None: unknown), and the
-    effective number of groups, or of images."""
-    labels = torch.from_numpy(images.labels)
-    tested = HeldOutImages(np.arange(len(images.labels)), images.labels, images.domains, images.groups)
+def _tested(images: Labelled) -> HeldOutImages:
+    return HeldOutImages(np.arange(len(images.labels)), images.labels, images.domains, images.groups)
+
+
+def _estimate(metric: str, value: float, images: Labelled, effective: float) -> Estimate | None:
+    """The metric with its error over groups of images, of which there are `effective` ones; None: unknown."""
     prediction = Prediction(
         method="",
         test_domains=(),
         seed=0,
         rule="",
-        images=tested,
+        images=_tested(images),
         predicted=images.logits.argmax(1).numpy(),
-        per_image=per_image(metric, images.logits, labels),
+        per_image=per_image(metric, images.logits, torch.from_numpy(images.labels)),
     )
-    effective = effective_number(tested.sizes)
-    estimate = error_at(metric, np.array([value]), [prediction], effective)
-    return estimate, None if images.groups is None else len(tested.sizes), effective
+    return error_at(metric, np.array([value]), [prediction], effective)
 
 
 def _versus(
-    expected: Expected,
-    measured: Measured | None,
-    estimate: Estimate | None,
-    images: int,
-    temperature: float,
-    trained: int,
-) -> Versus | None:
-    if measured is None:  # the metric is not defined on these images
-        return None
+    expected: Expected, value: float, estimate: Estimate | None, images: Labelled, temperature: float
+) -> Versus:
     interval, reason, promised = None, "", expected.at_new_site
+    trained = 0 if images.trained is None else int(images.trained.sum())
     if expected.selection == "oracle":
         reason = "picked by labels of the held-out domains"
     elif trained:
@@ -167,15 +161,15 @@ def _versus(
     elif estimate is None:
         reason = "too few images or groups"
     else:
-        interval, verdict = judged(expected.metric, measured.value, estimate, images, promised)
+        interval, verdict = judged(expected.metric, value, estimate, len(images.labels), promised)
         if interval == within_bounds(expected.metric, -math.inf, math.inf):
             reason = "the held-out domains differ so much that any value is possible"
-        told = f"{UNKNOWN} ({reason})" if reason else verdict
-        return Versus(expected.metric, measured.value, expected.mean, interval, expected.worst, told)
-    return Versus(expected.metric, measured.value, expected.mean, None, expected.worst, f"{UNKNOWN} ({reason})")
+    if reason:
+        verdict = f"{UNKNOWN} ({reason})"
+    return Versus(expected.metric, value, expected.mean, interval, expected.worst, verdict)
 
 
-def judged(metric: str, value: float, estimate: Estimate, images: int, promised: NewSite) -> tuple[Bounds, Words]:
+def judged(metric: str, value: float, estimate: Estimate, images: int, promised: NewSite) -> tuple[Bounds, str]:
     """Returns the 95% interval of the values that a site would have if it is like the held-out ones, and the verdict.
 
     `estimate` has the standard error of `value` over these `images` and its degrees of freedom.
@@ -188,3 +182,40 @@ def judged(metric: str, value: float, estimate: Estimate, images: int, promised:
     if value < ends[0]:
         return ends, "below"
     return ends, "above" if value > ends[1] else "within what the card promises"
+
+
+def checksums(items: Sequence[Item]) -> np.ndarray:
+    """Returns the xxh3 (128 bits) of each image's bytes, uint8 [n,16]; zeros where they can not be read."""
+    found = np.zeros((len(items), 16), np.uint8)
+    with ThreadPoolExecutor(READER_THREADS) as pool, progress("hashing", len(items), "images") as done:
+        for row, content in zip(found, pool.map(_checksum, items), strict=True):
+            row[:] = np.frombuffer(content, np.uint8)
+            done.advance()
+    return found
+
+
+def _checksum(item: Item) -> bytes:
+    if isinstance(item.content, bytes):
+        return xxhash.xxh3_128_digest(item.content)
+    try:
+        regular_file(item.content)
+        return hash_file(item.content)[1]
+    except (OSError, ValueError):  # prediction says why
+        return bytes(16)
+
+
+def first_of_each(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first of the images with each checksum, int64 [m], and for each image its first one, int64 [n].
+
+    Images without checksum are different ones.
+    """
+    keys = [bytes(row) if row.any() else number for number, row in enumerate(images)]
+    first = dict[bytes | int, int]()
+    firsts = np.array([first.setdefault(key, number) for number, key in enumerate(keys)], np.int64)
+    return np.fromiter(first.values(), np.int64, len(first)), firsts
+
+
+def are_among(images: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Returns whether each image is one of the known ones: bool [n]."""
+    every = {bytes(row) for row in known}
+    return np.array([bytes(row) in every for row in images], bool)

@@ -1,9 +1,10 @@
-"""The parts of a model, and the module that they make: pixels → logits."""
+"""What a model consists of, and the module that its parts make: pixels → logits."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,13 @@ from xdm_ft.evaluation.distance import Reference
 from xdm_ft.export.config import HeadConfig, ModelConfig, ModelPrecision
 from xdm_ft.features import Precision
 from xdm_ft.features.extract import frozen_copy
+from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
+from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.recipe.components import find, settings_model
 from xdm_ft.runtime.errors import UserError
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SINGLE = "head"  # name of the head in a weights file; those of an ensemble are `members.<seed>`
 
 
@@ -35,7 +37,7 @@ class Parts:
     heads: Mapping[str, Head]
     """`head`: the class head, of an ensemble of linear heads their mean; `members.<seed>`: the heads of an ensemble."""
     reference: Reference | None = None  # of the encoder's features of training images; None: distances are not known
-    training_images: np.ndarray | None = None  # uint8 [n,16], checksums, see `export/training_images.py`; None: unknown
+    training_images: np.ndarray | None = None  # their checksums, uint8 [n,16]; None: unknown
     trained_names: tuple[str, ...] = ()  # names of the encoder's tensors that were trained
 
     @property
@@ -58,9 +60,9 @@ class Classifier(nn.Module):
         super().__init__()
         config, device = parts.config, torch.device(device)
         self.precision: ModelPrecision = config.encoder.precision if precision is None else precision
-        self.autocast = AUTOCAST.get(self.precision) if config.encoder.trained else None
-        in_weights: Precision = "fp32" if config.encoder.trained else self.precision
-        self.encoder = frozen_copy(parts.encoder, in_weights, device)
+        self.autocast = DTYPES[self.precision] if config.encoder.trained and self.precision != "fp32" else None
+        weights: Precision = "fp32" if config.encoder.trained else self.precision
+        self.encoder = frozen_copy(parts.encoder, weights, device)
         heads = {name: head.to(device).eval().requires_grad_(False) for name, head in parts.heads.items()}
         self.head = heads.pop(SINGLE, None)
         self.members = nn.ModuleList(heads.values())
@@ -86,11 +88,8 @@ class Classifier(nn.Module):
 
     def logits(self, z: Tensor) -> Tensor:
         """Features z [B,K] as the head reads them → logits [B,C]."""
-        return self.of_mean(z) / self.temperature
-
-    def of_mean(self, z: Tensor) -> Tensor:
         logits: Tensor = self.member_logits(z).mean(0) if self.head is None else self.head(z)
-        return logits
+        return logits / self.temperature
 
     def member_logits(self, z: Tensor) -> Tensor:
         """Logits [S,B,C] of the heads of an ensemble, before the temperature."""
@@ -109,54 +108,67 @@ def build_encoder(name: str, settings: Mapping[str, Any], preprocessing: Preproc
     """
     cls = find("encoders", name)
     try:
-        own = PreprocessingOverrides(**preprocessing.model_dump())
-        block = settings_model(cls).model_validate({**settings, "preprocessing": own})
+        overrides = PreprocessingOverrides(**preprocessing.model_dump())
+        block = settings_model(cls).model_validate({**settings, "preprocessing": overrides})
     except ValidationError as error:
         raise UserError(f"encoder.settings: {first_fault(error)}") from error
-    keywords = {key: getattr(block, key) for key in type(block).model_fields}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0 if seed is None else seed)
-        encoder: Encoder = cls(**keywords)
+        encoder: Encoder = cls(**{key: getattr(block, key) for key in type(block).model_fields})
     return encoder
 
 
-def load_trained(encoder: Encoder, trained: Mapping[str, Tensor], whole: bool = False) -> None:
-    """Replaces the tensors of an encoder that were trained: a part of them, or the `whole` state.
+def load_trained(encoder: Encoder, trained: Mapping[str, Tensor], complete: bool = False) -> None:
+    """Replaces the tensors of an encoder that were trained: some of them, or the `complete` state.
 
-    Raises `ValueError` if the encoder does not have these tensors, or has others beside a whole state.
+    Raises `ValueError` if the encoder does not have these tensors, or has others beside a complete state.
     """
     try:
-        encoder.load_state_dict(dict(trained) if whole else encoder.state_dict() | dict(trained))
+        encoder.load_state_dict(dict(trained) if complete else encoder.state_dict() | dict(trained))
     except RuntimeError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise ValueError(one_line(error)) from error
+
+
+def build_head(config: HeadConfig, width: int, classes: int, state: Mapping[str, Tensor]) -> Head:
+    """Builds a class head with these weights. Raises `ValueError` if they do not fit."""
+    cls = find("heads", config.name)
+    with torch.random.fork_rng(devices=[]):  # torch's layers draw initial weights, which are replaced at once
+        try:
+            settings_model(cls).model_validate(config.settings)
+            with torch.device("meta"):  # sizes alone: those of a wrong config may be larger than the memory
+                sizes = cls(width, classes, 0, 0, **config.settings).state_dict()
+            if any(name not in state or sizes[name].numel() > state[name].numel() for name in sizes):
+                raise ValueError("a head of other sizes")
+            head: Head = cls(width, classes, 0, 0, **config.settings)
+            head.load_state_dict(dict(state))
+        except ValidationError as error:
+            raise ValueError(f"head.settings: {first_fault(error)}") from error
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(one_line(error)) from error
+    return head
 
 
 def first_fault(error: ValidationError) -> str:
     """Returns where a value is wrong, and why, on one line."""
     fault = error.errors()[0]
-    return " ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}".split())
+    return one_line(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}")
 
 
-def build_head(config: HeadConfig, width: int, classes: int, state: Mapping[str, Tensor]) -> Head:
-    """Builds a class head with these weights. Raises `ValueError` if they do not fit."""
-    with torch.random.fork_rng(devices=[]):  # torch's layers draw initial weights, which are replaced at once
-        make = find("heads", config.name)
-        try:
-            settings_model(make).model_validate(config.settings)
-            with torch.device("meta"):  # sizes alone: those of a wrong config may be larger than the memory
-                sizes = make(width, classes, 0, 0, **config.settings).state_dict()
-            if any(name not in state or sizes[name].numel() > state[name].numel() for name in sizes):
-                raise ValueError("a head of other sizes")
-            head: Head = make(width, classes, 0, 0, **config.settings)
-            head.load_state_dict(dict(state))
-        except ValidationError as error:
-            raise ValueError(f"head.settings: {first_fault(error)}") from error
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(" ".join(str(error).split())) from error
-    return head
-
-
-def part_of(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Returns the tensors whose names begin with `prefix.`, without it."""
     start = f"{prefix}."
     return {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
+
+
+def check_encoder(encoder: Encoder, xxh3: str, weights: object, of: Path) -> None:
+    """Raises `UserError` if the encoder's weights are not those that the head was trained on."""
+    actual = weights_digest(encoder)
+    if actual != xxh3:
+        raise UserError(
+            f"{of}: the encoder's weights ({weights}) are not those that the model was trained with (xxh3 {actual}, "
+            f"needed {xxh3}); its predictions would be wrong; give the same weights, or export with --with-encoder"
+        )
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())

@@ -1,28 +1,41 @@
-"""Images to predict: files, folders, globs, tables, and a list on standard input. None of them is held in memory."""
+"""Images that a user names: to predict (files, folders, globs, tables, standard input), or a site of labelled ones."""
 
 from __future__ import annotations
 
+import glob
+import logging
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from xdm_ft.containers.files import group_of, is_image, visible_entries
+import numpy as np
+
+from xdm_ft.containers.files import (
+    group_of,
+    groups_of,
+    images_below,
+    is_image,
+    numbered,
+    refuse_missing_folder,
+    visible_entries,
+)
 from xdm_ft.containers.tables import csv_rows, name_in
-from xdm_ft.data.table import path_in
-from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.data.table import Table, path_in
+from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.names import expanded
 
+logger = logging.getLogger("xdm_ft")
 STDIN = "-"
 TABLES = (".csv", ".parquet")
-NAMED = 8  # extensions in a message; it counts the others
+MAX_NAMED = 8  # extensions in a message; it counts the others
 ROWS_AT_ONCE = 1024  # of a Parquet table
-Cells = tuple[int, object, object]  # row number, path, group
+LAYOUTS = "folders must be <class>/<image> or <domain>/<class>/<image>, with the model's class names"
 
 
 class Item(NamedTuple):
@@ -46,12 +59,12 @@ class Sources:
 
     def __init__(self, paths: Iterable[str], group_by: str | None = None) -> None:
         """Raises `UserError` for a path that does not exist."""
-        self.paths = tuple(paths)
-        self.group_by = group_by
-        self.others = Counter[str]()
+        self.paths, self.group_by, self.others = tuple(paths), group_by, Counter[str]()
         if self.paths.count(STDIN) > 1:
             raise UserError("PATH: - (standard input) is given twice; give it once")
-        self._sources = [_source(path, self.others) for path in self.paths]
+        for path in self.paths:
+            if path != STDIN and not os.path.lexists(path) and not glob.has_magic(path):
+                raise UserError(f"{printable(path)}: does not exist; name a file, a folder, a table or a quoted glob")
         try:
             self._expression = re.compile(group_by or "")
         except re.error as error:
@@ -60,8 +73,8 @@ class Sources:
     def __iter__(self) -> Iterator[Item]:
         """Raises `UserError` for a folder or table that can not be read, and for an image without a group."""
         self.others.clear()
-        for path, source in zip(self.paths, self._sources, strict=True):
-            yield from self._items(path, source)
+        for path in self.paths:
+            yield from self._items(path)
 
     def count(self) -> int | None:
         """Lists all images once and returns their number; None if some are listed on standard input.
@@ -71,45 +84,55 @@ class Sources:
         """
         self.others.clear()
         total = 0
-        for path, source in zip(self.paths, self._sources, strict=True):
-            if path != STDIN:
-                before = total
-                for _ in self._items(path, source):
-                    pulse.beat()
-                    total += 1
-                if total == before:
-                    others = f"; {counted(self.others)}" if self.others else ""
-                    raise UserError(f"{printable(path)}: {_no_images(path)}{others}")
+        for path in self.paths:
+            before = total
+            for _ in self._items(path) if path != STDIN else ():
+                pulse.beat()
+                total += 1
+            if total == before and path != STDIN:
+                others = f"; {counted(self.others)}" if self.others else ""
+                raise UserError(f"{printable(path)}: {_no_images(path)}{others}")
         return None if STDIN in self.paths else total
 
-    def _items(self, path: str, source: Callable[[str | None], Iterator[Item]]) -> Iterator[Item]:
-        for item in source(self.group_by):
-            if self.group_by is None or item.group:
-                yield item
-                continue
-            group = group_of(item.path, self._expression)
-            if not group:
+    def _items(self, path: str) -> Iterator[Item]:
+        for item in self._of_table(Path(path)) if _is_table(path) else self._of_files(path):
+            group = item.group or ("" if self.group_by is None else group_of(item.path, self._expression))
+            if not group and self.group_by is not None:
                 column = f"is no column of {printable(path)} and " if _is_table(path) else ""
                 raise UserError(
                     f"--group-by: {self.group_by} {column}matches nothing in {printable(item.path)}; change it so that "
                     "every image has a group"
                 )
-            yield item._replace(group=group.replace("\0", "/"))
+            yield item if group == item.group else item._replace(group=str(group).replace("\0", "/"))
 
+    def _of_files(self, path: str) -> Iterator[Item]:
+        if path == STDIN:
+            lines = (os.fsdecode(line.removesuffix(b"\n").removesuffix(b"\r")) for line in sys.stdin.buffer)
+            yield from (Item(line, line) for line in lines if line)
+        elif os.path.lexists(path) and not os.path.isdir(path):
+            yield Item(path, path)
+        else:
+            is_folder = os.path.isdir(path)
+            for file in _files(path, set()) if is_folder else _matches(str(expanded(path, "PATH"))):
+                if is_image(file):
+                    yield Item(file, file)
+                else:
+                    extension = os.path.splitext(file)[1].lower()
+                    # DICOM's names may be numbers with dots
+                    self.others["" if extension[1:].isdigit() else extension] += 1
 
-def _source(path: str, others: Counter[str]) -> Callable[[str | None], Iterator[Item]]:
-    """Returns the function that yields the images of a path, with their groups if they are a column of a table."""
-    if path == STDIN:
-        return lambda _: _listed()
-    if _is_table(path):
-        return lambda group: _of_table(Path(path), group)
-    if os.path.isdir(path):
-        return lambda _: _images(_files(path, (), ["**"], set()), others)
-    if os.path.lexists(path):
-        return lambda _: iter([Item(path, path)])
-    if not any(sign in path for sign in "*?["):
-        raise UserError(f"{printable(path)}: does not exist; name a file, a folder, a table or a quoted glob")
-    return lambda _: _images(_matches(str(expanded(path, "PATH"))), others)
+    def _of_table(self, file: Path) -> Iterator[Item]:
+        """Yields the images of a table, with their groups if they are a column of it."""
+        cells = _csv_cells if file.suffix.lower() == ".csv" else _parquet_cells
+        for number, path_cell, group_cell in cells(file, self.group_by):
+            column = "path"
+            try:
+                path = path_in(path_cell)
+                column = str(self.group_by)
+                group = "" if group_cell is None else name_in(group_cell)
+            except ValueError as error:
+                raise UserError(f"{printable(file)}: row {number}, column {column}: {printable(error)}") from error
+            yield Item(path, os.path.join(os.path.dirname(file), path), group)
 
 
 def _is_table(path: str) -> bool:
@@ -122,121 +145,174 @@ def _no_images(path: str) -> str:
     return "contains no image (known by its extension)" if os.path.isdir(path) else "matches no image"
 
 
-def _listed() -> Iterator[Item]:
-    for line in sys.stdin.buffer:
-        path = os.fsdecode(line.removesuffix(b"\n").removesuffix(b"\r"))
-        if path:
-            yield Item(path, path)
-
-
-def _images(files: Iterable[str], others: Counter[str]) -> Iterator[Item]:
-    """Yields the images among the files, and counts the others by their extension."""
-    for file in files:
-        if is_image(file):
-            yield Item(file, file)
-        else:
-            extension = os.path.splitext(file)[1].lower()
-            others["" if extension[1:].isdigit() else extension] += 1  # DICOM's names may be numbers with dots
-
-
 def counted(others: Mapping[str, int]) -> str:
     """Returns "12 other files: 10 .dcm, 2 .txt"."""
     ranked = sorted(others.items(), key=lambda item: (-item[1], not item[0], item[0]))
-    named = [f"{number} {printable(extension) or 'without an extension'}" for extension, number in ranked[:NAMED]]
-    more = sum(number for _, number in ranked[NAMED:])
+    named = [f"{number} {printable(extension) or 'without an extension'}" for extension, number in ranked[:MAX_NAMED]]
+    more = sum(number for _, number in ranked[MAX_NAMED:])
     named += [f"{more} with other extensions"] if more else []
     return f"{plural(sum(others.values()), 'other file')}: {', '.join(named)}"
 
 
-def _matches(pattern: str) -> Iterator[str]:
-    """Yields the files that a glob matches. `**` is any number of folders; hidden files match nothing."""
-    parts = pattern.split("/")
-    fixed = next(place for place, part in enumerate(parts) if any(sign in part for sign in "*?["))
-    root = "/".join(parts[:fixed]) or ("/" if fixed else "")
-    if os.path.isdir(root or "."):
-        yield from _files(root, (), [part for part in parts[fixed:] if part], set())
-
-
-def _files(folder: str, below: tuple[str, ...], parts: list[str], visited: set[tuple[int, int]]) -> Iterator[str]:
-    """Yields the files in a folder ("": the current one) whose names below the pattern's root match its `parts`.
-
-    They are in the order of their names. Links are followed, each folder once; `glob.iglob` would follow a link to a
-    folder above 40 times, and pass over a folder that can not be read. Raises `UserError` for such a folder.
-    """
-    status, names, folders = visible_entries(folder or ".", "PATH")
+def _files(folder: str, visited: set[tuple[int, int]]) -> Iterator[str]:
+    """Yields the files in a folder at any depth. Links are followed, each folder once."""
+    status, names, folders = visible_entries(folder, "PATH")
     if (identity := (status.st_dev, status.st_ino)) in visited:
         return
     visited.add(identity)
     for name in names:
-        path, reached = os.path.join(folder, name), (*below, name)
-        if name not in folders:
-            if _match(reached, parts):
-                yield path
-        elif _may_hold(reached, parts):
-            yield from _files(path, reached, parts, visited)
+        path = os.path.join(folder, name)
+        if name in folders:
+            yield from _files(path, visited)
+        else:
+            yield path
 
 
-def _match(names: tuple[str, ...], parts: list[str]) -> bool:
-    if not parts or not names:
-        return not names and all(part == "**" for part in parts)
-    if parts[0] == "**":
-        return _match(names, parts[1:]) or _match(names[1:], parts)
-    return fnmatchcase(names[0], parts[0]) and _match(names[1:], parts[1:])
+def _matches(pattern: str) -> Iterator[str]:
+    """Yields the files that a glob matches; a file that links lead to in several ways is there once."""
+    real_folder, seen = lru_cache(os.path.realpath), set[tuple[str, str]]()
+    for path in sorted(glob.iglob(pattern, recursive=True), key=lambda path: path.split("/")):
+        folder, name = os.path.split(path)
+        if not os.path.isdir(path) and (identity := (real_folder(folder), name)) not in seen:
+            seen.add(identity)
+            yield path
 
 
-def _may_hold(names: tuple[str, ...], parts: list[str]) -> bool:
-    """Whether files in a folder of these names may match."""
-    start = parts.index("**") if "**" in parts else len(parts)
-    fit = all(fnmatchcase(name, part) for name, part in zip(names, parts[:start], strict=False))
-    return fit and (len(names) < len(parts) or start < len(parts))
-
-
-def _of_table(file: Path, group: str | None) -> Iterator[Item]:
-    rows = _csv_cells if file.suffix.lower() == ".csv" else _parquet_cells
-    for number, path_cell, group_cell in rows(file, group):
-        column = "path"
-        try:
-            path = path_in(path_cell)
-            column = str(group)
-            own = "" if group_cell is None else name_in(group_cell)
-        except ValueError as error:
-            raise UserError(f"{printable(file)}: row {number}, column {column}: {printable(error)}") from error
-        yield Item(path, os.path.join(os.path.dirname(file), path), own)
-
-
-def _csv_cells(file: Path, group: str | None) -> Iterator[Cells]:
+def _csv_cells(file: Path, group: str | None) -> Iterator[tuple[int, object, object]]:
+    """Yields the number of each row, its path, and its group: None without such a column."""
     rows = csv_rows(file)
     _, header = next(rows)
-    path, own = _columns(file, header, group)
+    has_group = _has_group(file, header, group)
     for number, row in rows:
-        yield number, row[path], None if own is None else row[own]
+        yield number, row[header.index("path")], row[header.index(str(group))] if has_group else None
 
 
-def _parquet_cells(file: Path, group: str | None) -> Iterator[Cells]:
+def _parquet_cells(file: Path, group: str | None) -> Iterator[tuple[int, object, object]]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
     try:
         with ParquetFile(file) as table:
-            header = table.schema_arrow.names
-            _, own = _columns(file, header, group)
-            columns = ["path"] if own is None else ["path", str(group)]
-            number = 0
+            has_group = _has_group(file, table.schema_arrow.names, group)
+            columns, number = ["path", *([str(group)] if has_group else [])], 0
             for batch in table.iter_batches(ROWS_AT_ONCE, columns=columns):
-                paths = batch.column("path").to_pylist()
-                groups = [None] * len(paths) if own is None else batch.column(str(group)).to_pylist()
-                for path, of_row in zip(paths, groups, strict=True):
+                cells = [batch.column(name).to_pylist() for name in columns]
+                for path, *groups in zip(*cells, strict=True):
                     number += 1
-                    yield number, path, "" if own is not None and of_row is None else of_row
+                    yield number, path, next(("" if cell is None else cell for cell in groups), None)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{printable(file)}: can not be read as Parquet: {printable(error)}") from error
 
 
-def _columns(file: Path, header: list[str], group: str | None) -> tuple[int, int | None]:
-    """Returns the places of the columns path and `group`, None if there is no such one."""
+def _has_group(file: Path, header: Sequence[str], group: str | None) -> bool:
+    """Returns whether there is a column of groups. Raises `UserError` without a column of paths."""
     for column in ("path", group):
-        if column is not None and header.count(column) > 1:
+        if column is not None and list(header).count(column) > 1:
             raise UserError(f"{printable(file)}: two columns have the name {printable(column)}; rename one")
     if "path" not in header:
         raise UserError(f"{printable(file)}: there is no column path; found: {printable(', '.join(header))}")
-    return header.index("path"), header.index(group) if group is not None and group in header else None
+    return group in header
+
+
+class Site(NamedTuple):
+    """n labelled images of a new site, whose labels are numbers of the model's classes."""
+
+    items: list[Item]
+    labels: np.ndarray  # int64 [n]
+    domain_names: tuple[str, ...]
+    domains: np.ndarray  # int64 [n]
+    groups: np.ndarray | None  # int64 [n]; None: unknown
+
+    def only(self, wanted: Sequence[str]) -> Site:
+        """Returns the images of these domains. Raises `UserError` for a name that is not one of them."""
+        for name in wanted:
+            if name not in self.domain_names:
+                raise UserError(f"--domain: no domain {name}{did_you_mean(name, list(self.domain_names))}")
+        numbers = [number for number, name in enumerate(self.domain_names) if name in wanted]
+        return self.rows(np.flatnonzero(np.isin(self.domains, numbers)))
+
+    def rows(self, rows: np.ndarray) -> Site:
+        """Returns some of the images."""
+        groups = None if self.groups is None else self.groups[rows]
+        items = [self.items[row] for row in rows]
+        return Site(items, self.labels[rows], self.domain_names, self.domains[rows], groups)
+
+
+class _SiteTable(Table):
+    """A table that may leave the domain out: then its images are those of one site."""
+
+    needed = ("path", "label")
+
+
+def read_site(path: str, class_names: Sequence[str], renamed: Mapping[str, str], group: str | None = None) -> Site:
+    """Lists labelled images, in the order of their paths or rows: `<class>/<image>`, `<domain>/<class>/<image>`, or a
+    table.
+
+    `renamed` are names that classes had in the training data: they are known too, if no class is called so. `group` is
+    a regular expression as `data.group`; without it, groups are those of the table's column. Raises `UserError` for a
+    label that the model does not know, and as `data: folder` and `data: table` do.
+    """
+    numbers = {name: number for number, name in enumerate(class_names)}
+    numbers = {old: numbers[new] for old, new in renamed.items() if new in numbers} | numbers
+    try:
+        re.compile(group or "")
+    except re.error as error:
+        raise UserError(f"--group: {group} is not a regular expression: {error}") from error
+    where = expanded(path, "SITE")
+    try:
+        if path.lower().endswith(TABLES) and not where.is_dir():
+            return _site_of_table(where, numbers, class_names, group)
+        return _site_of_folder(where, numbers, class_names, group)
+    except UserError as error:  # written for keys of a recipe
+        lines = (re.sub("^data.(root|file): ", "", str(line)).replace("data.group:", "--group:") for line in error.args)
+        raise UserError(*lines) from error
+
+
+def _site_of_table(file: Path, numbers: Mapping[str, int], class_names: Sequence[str], group: str | None) -> Site:
+    table = _SiteTable(file=file, group=group)
+    labels = _labels(table.class_names, numbers, class_names, f"{printable(file)}: column label")
+    items = [Item(shown, path) for shown, path in zip(table.shown, table.paths, strict=True)]
+    return Site(items, labels[table.labels], table.domain_names, table.domains, table.groups)
+
+
+def _site_of_folder(root: Path, numbers: Mapping[str, int], class_names: Sequence[str], group: str | None) -> Site:
+    refuse_missing_folder(root, LAYOUTS)
+    images, _ = images_below(root, "<class>")
+    if not images:
+        raise UserError(f"{printable(root)}: contains no images in class folders; {LAYOUTS}")
+    if has_domains(images, numbers):
+        outside = [path for path in images if path.count("/") < 2]
+        if outside:
+            ignored = plural(len(outside), "image")
+            logger.warning("%s: ignored %s outside a <domain>/<class> folder: %s", root, ignored, outside[0])
+        images = [path for path in images if path.count("/") >= 2]
+        domains, classes = [path.split("/")[0] for path in images], [path.split("/")[1] for path in images]
+    else:
+        domains, classes = [root.resolve().name] * len(images), [path.split("/")[0] for path in images]
+    names, of_image = numbered(classes)
+    labels = _labels(names, numbers, class_names, str(root), f" ({LAYOUTS})")[of_image]
+    groups = None if group is None else groups_of(images, group)
+    items = [Item(path, path) for path in (os.path.join(root, image) for image in images)]
+    return Site(items, labels, *numbered(domains), groups)
+
+
+def has_domains(images: Sequence[str], known: Collection[str]) -> bool:
+    """Whether the folders of these paths are `<domain>/<class>/`, not `<class>/`, judged by the names of known classes.
+
+    If neither level has only known classes, the level that has some is that of the classes.
+    """
+    first = {printable(path.split("/")[0]) for path in images}
+    second = {printable(path.split("/")[1]) for path in images if path.count("/") >= 2}
+    return not first <= set(known) and not second.isdisjoint(known)
+
+
+def _labels(
+    names: Sequence[str], numbers: Mapping[str, int], class_names: Sequence[str], where: str, hint: str = ""
+) -> np.ndarray:
+    """The model's class of each name, int64. Raises `UserError` if the model lacks one."""
+    unknown = [name for name in names if name not in numbers]
+    if unknown:
+        more = f", nor {plural(len(unknown) - 1, 'other label')} of the site" if len(unknown) > 1 else ""
+        meant = did_you_mean(unknown[0], list(class_names))
+        raise UserError(f'{where}: the model has no class "{unknown[0]}"{more}{meant}{hint}')
+    return np.array([numbers[name] for name in names], np.int64)

@@ -7,9 +7,10 @@ are of models that were trained and tested in the run, not of the final fit, an 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.run_directory import RunDirectory
 
 
-def promise(
+def expected_performance(
     path: Path, results: Mapping[str, Any], records: Sequence[Record], rule: str, method: str
 ) -> Expected | None:
     """Returns what to expect of a method at a new site; None if no model of it has a test result.
@@ -46,86 +47,85 @@ def promise(
     """
     protocol = results["recipe"]["protocol"]
     metric = str(protocol["metric"])
-    picked = [one for one in picked_trials(records, rule, metric) if one.method == method]
-    planned = tuple(dict.fromkeys(tuple(one["test_domains"]) for one in results["runs"]))
-    tested = {held for held, _ in Runs(method, rule, metric, planned, tuple(picked)).values}
-    runs = Runs(method, rule, metric, tuple(held for held in planned if held in tested), tuple(picked))
+    picked = tuple(record for record in picked_trials(records, rule, metric) if record.method == method)
+    planned = tuple(dict.fromkeys(tuple(run["test_domains"]) for run in results["runs"]))
+    tested = {held for held, _ in Runs(method, rule, metric, planned, picked).values}
     if not tested:
         return None
-    seeds, values = runs.complete_seeds, runs.values
-    of_seeds, by_set = seeds_by_set(runs), values_by_set(runs)
+    runs = Runs(method, rule, metric, tuple(held for held in planned if held in tested), picked)
+    seeds, values, by_set = runs.complete_seeds, runs.values, values_by_set(runs)
     means = [float(np.mean([values[held, s] for held in runs.held_out])) for s in seeds]
     std = float(np.std(means, ddof=1)) if len(means) > 1 else None
-    stored = {held: _Stored.read(path, runs, held, own) for held, own in of_seeds.items()}
-    at = [_at(metric, runs, held, by_set[held], stored[held]) for held in runs.held_out]
+    stored = [_read_stored(path, runs, held, seeds_of_set) for held, seeds_of_set in seeds_by_set(runs).items()]
+    at = [_at_held_out(runs, by_set[one.held_out], one) for one in stored]
     site = new_site_of(runs)
-    mean = float(np.mean(means or [values.mean() for values in by_set.values()]))
     return Expected(
         source="official test" if protocol["name"] == "official" else "leave one domain out",
         data=str(results["recipe"]["data"]["name"]),
         method=method,
         selection=rule,
         metric=metric,
-        mean=mean,
+        mean=float(np.mean(means or [values.mean() for values in by_set.values()])),
         std=std,
         stderr=None if std is None else std / len(means) ** 0.5,
         seeds=len(means),
         held_out=tuple(at),
         worst=_worst(metric, at),
-        others=_others(runs, of_seeds),
-        calibrated=_calibrated(stored.values()),
+        others=_others(runs),
+        calibrated=_calibrated(stored),
         new_site=None if site is None else site.between(metric),
         one_more_domain=one_more_domain(runs, results.get("data", {}).get("images", ())),
         **({} if site is None else site._asdict()),
-        notes=tuple(_notes(runs, planned, at, stored.values())),
+        notes=tuple(_notes([held for held in planned if held not in tested], at, stored)),
     )
 
 
-class _Stored(NamedTuple):
-    """The stored test predictions of one held-out set."""
+@dataclass(frozen=True)
+class _Stored:
+    """The stored test predictions of one held-out set, with the temperature that was fitted for each model."""
 
+    held_out: Held
     predictions: list[Prediction]  # in the order of the seeds; empty if one can not be read
     temperatures: list[float | None]
-    missing: bool
     of_earlier_version: bool  # groups were not stored yet
 
-    @classmethod
-    def read(cls, path: Path, runs: Runs, held: Held, seeds: Sequence[int]) -> _Stored:
-        directory, found = RunDirectory(path), list[Prediction]()
-        own = {one.seed: one for one in runs.records if one.test_domains == held}
-        temperatures = [own[seed].selected[runs.rule].temperature for seed in seeds]
-        stored: Arrays = {}
-        try:
-            stored = directory.test_images(held)
-            images = HeldOutImages.from_arrays(stored)
-            for seed in seeds:
-                arrays = directory.predictions(own[seed].folder)
-                found.append(Prediction.from_arrays(arrays, images, own[seed].key, runs.rule))
-        except (UserError, KeyError):  # without them the estimate has no intervals, and its notes say so
-            found = []
-        return cls(found, temperatures, not found, bool(stored) and "worst_of" not in stored)
+
+def _read_stored(path: Path, runs: Runs, held: Held, seeds: Sequence[int]) -> _Stored:
+    directory, predictions = RunDirectory(path), list[Prediction]()
+    by_seed = {record.seed: record for record in runs.records if record.test_domains == held}
+    stored: Arrays = {}
+    try:
+        stored = directory.test_images(held)
+        images = HeldOutImages.from_arrays(stored)
+        for record in (by_seed[seed] for seed in seeds):
+            arrays = directory.predictions(record.folder)
+            predictions.append(Prediction.from_arrays(arrays, images, record.key, runs.rule))
+    except (UserError, KeyError):  # without them the estimate has no intervals, and its notes say so
+        predictions = []
+    temperatures = [by_seed[seed].selected[runs.rule].temperature for seed in seeds]
+    return _Stored(held, predictions, temperatures, bool(stored) and "worst_of" not in stored)
 
 
-def _at(metric: str, runs: Runs, held: Held, by_seed: np.ndarray, stored: _Stored) -> AtHeldOut:
-    scores = [score for one in runs.records if one.test_domains == held and (score := runs.score(one)) is not None]
+def _at_held_out(runs: Runs, by_seed: np.ndarray, stored: _Stored) -> AtHeldOut:
+    records = (record for record in runs.records if record.test_domains == stored.held_out)
+    scores = [score for record in records if (score := runs.score(record)) is not None]
     interval, groups = None, None
     if stored.predictions:
         images = stored.predictions[0].images
-        sizes = images.sizes
-        groups = None if images.groups is None else len(sizes)
-        estimate = error_at(metric, by_seed, stored.predictions, effective_number(sizes))
-        interval = interval_of(metric, estimate, effective_number(sizes))
+        groups = None if images.groups is None else len(images.sizes)
+        effective = effective_number(images.sizes)
+        interval = interval_of(runs.metric, error_at(runs.metric, by_seed, stored.predictions, effective), effective)
+    accuracies = {
+        name: float(np.mean([score.per_domain[name]["accuracy"] for score in scores])) for name in scores[0].per_domain
+    }
     return AtHeldOut(
-        domains=held,
+        domains=stored.held_out,
         value=float(by_seed.mean()),
         interval=interval,
         seeds=len(by_seed),
         images=scores[0].n,
         groups=groups,
-        accuracies={
-            name: float(np.mean([score.per_domain[name]["accuracy"] for score in scores]))
-            for name in scores[0].per_domain
-        },
+        accuracies=accuracies,
     )
 
 
@@ -134,45 +134,44 @@ def error_at(metric: str, by_seed: np.ndarray, predictions: Sequence[Prediction]
 
     `groups` is the effective number of groups of images.
     """
-    if groups < 2 or (metric == "auroc" and any(one.per_image is None for one in predictions)):
+    if groups < 2 or (metric == "auroc" and any(prediction.per_image is None for prediction in predictions)):
         return None
-    without = np.stack([without_each_group(metric, one) for one in predictions])  # [S,groups]
+    without = np.stack([without_each_group(metric, prediction) for prediction in predictions])  # [S,groups]
     return over_seeds_and_groups([HeldOut(by_seed, jackknife_variance(without.mean(0)), groups)])
 
 
 def _worst(metric: str, at: Sequence[AtHeldOut]) -> tuple[str, float]:
     if len(at) == 1 and len(at[0].domains) > 1:  # of several domains in one set only accuracies are known
-        domain = min(at[0].accuracies, key=lambda name: at[0].accuracies[name])
-        return domain, at[0].accuracies[domain]
+        return min(at[0].accuracies.items(), key=lambda item: item[1])
     sign = 1 if HIGHER_IS_BETTER[metric] else -1
-    worst = min(at, key=lambda one: sign * one.value)
+    worst = min(at, key=lambda held_out: sign * held_out.value)
     return ", ".join(worst.domains), worst.value
 
 
-def _others(runs: Runs, of_seeds: Mapping[Held, Sequence[int]]) -> dict[str, float]:
+def _others(runs: Runs) -> dict[str, float]:
     """{other metric: mean over held-out sets of the means over seeds}; left out where it is not defined."""
-    found = {}
+    scores = {(record.test_domains, record.seed): runs.score(record) for record in runs.records}
+    means = {}
     for name in HIGHER_IS_BETTER:
-        if name == runs.metric or (name == "worst_domain_accuracy" and all(len(held) == 1 for held in of_seeds)):
+        if name == runs.metric or (name == "worst_domain_accuracy" and all(len(held) == 1 for held in runs.held_out)):
             continue
-        scores = {(one.test_domains, one.seed): runs.score(one) for one in runs.records}
-        by_set = [[getattr(scores[held, seed], name) for seed in seeds] for held, seeds in of_seeds.items()]
+        by_set = [[getattr(scores[held, s], name) for s in seeds] for held, seeds in seeds_by_set(runs).items()]
         if all(value is not None for values in by_set for value in values):
-            found[name] = float(np.mean([np.mean(values) for values in by_set]))
-    return found
+            means[name] = float(np.mean([np.mean(values) for values in by_set]))
+    return means
 
 
-def _calibrated(stored: Iterable[_Stored]) -> dict[str, float] | None:
+def _calibrated(stored: Sequence[_Stored]) -> dict[str, float] | None:
     """Means of ECE and NLL after the logits of every model are divided by its own fitted temperature."""
-    ece, nll = [], []
+    by_set = []
     for one in stored:
-        own = [_tempered(p, t) for p, t in zip(one.predictions, one.temperatures, strict=False)]
-        known = [pair for pair in own if pair is not None]
-        if not own or len(known) < len(own):
+        found = [_tempered(*pair) for pair in zip(one.predictions, one.temperatures, strict=False)]
+        pairs = [pair for pair in found if pair is not None]
+        if not pairs or len(pairs) < len(found):
             return None
-        ece.append(np.mean([pair[0] for pair in known]))
-        nll.append(np.mean([pair[1] for pair in known]))
-    return {"nll": float(np.mean(nll)), "ece": float(np.mean(ece))}
+        by_set.append([np.mean(values) for values in zip(*pairs, strict=True)])
+    ece, nll = (float(np.mean(values)) for values in zip(*by_set, strict=True))
+    return {"nll": nll, "ece": ece}
 
 
 def _tempered(prediction: Prediction, temperature: float | None) -> tuple[float, float] | None:
@@ -181,27 +180,23 @@ def _tempered(prediction: Prediction, temperature: float | None) -> tuple[float,
         return None
     # probabilities are float32: the smallest of them are 0, and a logarithm must be finite
     stored = torch.from_numpy(prediction.probabilities).double().clamp_min(torch.finfo(torch.float32).tiny)
-    logits = stored.log() / temperature
-    labels = prediction.images.labels
-    right = prediction.predicted == labels
+    logits, labels = stored.log() / temperature, prediction.images.labels
     nll = float(per_image_nll(logits, torch.from_numpy(labels)).mean())
-    return expected_calibration_error(confidences(logits), right), nll
+    return expected_calibration_error(confidences(logits), prediction.predicted == labels), nll
 
 
-def _notes(runs: Runs, planned: Sequence[Held], at: Sequence[AtHeldOut], stored: Iterable[_Stored]) -> Iterable[str]:
+def _notes(lacking: Sequence[Held], at: Sequence[AtHeldOut], stored: Sequence[_Stored]) -> Iterator[str]:
     """Yields what limits the numbers."""
-    lacking = [", ".join(held) for held in planned if held not in runs.held_out]
     if lacking:
-        yield f"no result with {'; '.join(lacking)} held out"
-    if any(one.missing for one in stored):
+        yield f"no result with {'; '.join(', '.join(held) for held in lacking)} held out"
+    if not all(one.predictions for one in stored):
         yield "stored predictions are missing or damaged, so that some intervals are unknown"
-    if any(one.groups is None for one in at):
+    if any(held_out.groups is None for held_out in at):
+        earlier = any(one.of_earlier_version for one in stored)
         yield "images assumed independent: patients, slides or sequences are unknown" + (
-            " (the run is of an earlier version, which did not store them)"
-            if any(one.of_earlier_version for one in stored)
-            else ""
+            " (the run is of an earlier version, which did not store them)" if earlier else ""
         )
-    if any(one.seeds == 1 for one in at):
+    if any(held_out.seeds == 1 for held_out in at):
         yield "one seed: intervals are over images alone"
     if len(at) == 1:
         yield "one held-out set: how much sites differ is unknown, so there is no interval for a new site"

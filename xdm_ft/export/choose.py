@@ -1,0 +1,381 @@
+"""Which model of a run, and how its files become `Parts`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from xdm_ft.algorithms.wise_ft import interpolate
+from xdm_ft.cut.trainable import Trainable
+from xdm_ft.encoders import Encoder, TextEncoder
+from xdm_ft.evaluation.distance import Reference
+from xdm_ft.evaluation.records import Record
+from xdm_ft.evaluation.trials import picked_trials
+from xdm_ft.experiment.final_fit import median
+from xdm_ft.experiment.plan import read_data
+from xdm_ft.experiment.prepare import index_folder
+from xdm_ft.experiment.resume import written_recipe
+from xdm_ft.export.config import EncoderConfig, HeadConfig, ModelConfig, PartConfig
+from xdm_ft.export.directory import digest_of, reference_from, training_images_digest
+from xdm_ft.export.expected import expected_performance
+from xdm_ft.export.parts import SINGLE, Parts, build_encoder, build_head, check_encoder, load_trained, with_prefix
+from xdm_ft.features.hashes import hash_files
+from xdm_ft.features.key import weights_digest
+from xdm_ft.heads import Head
+from xdm_ft.images.transforms import Preprocessing
+from xdm_ft.protocol.derived_splits import all_domains
+from xdm_ft.protocol.splits import SELECTION_SPLIT, splits
+from xdm_ft.recipe.check import check
+from xdm_ft.recipe.method import ListedEncoder
+from xdm_ft.report.finished import ORACLE, Run
+from xdm_ft.runtime.errors import UserError, did_you_mean, printable
+from xdm_ft.storage.checksummed import Damaged, tensors_of
+from xdm_ft.storage.digests import digest
+from xdm_ft.storage.names import reference_beside, reference_file
+from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.version import __version__
+
+logger = logging.getLogger("xdm_ft")
+COPIED = ("class_names", "preprocessing", "normalize", "head", "method", "prompts", "protocol", "step")
+"""Keys of a weights file's metadata that are those of `ModelConfig` too."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which model of a run: by default the final fit of the method that validation prefers."""
+
+    method: str | None = None
+    held_out: tuple[str, ...] | None = None  # a model that was trained without these domains, instead of a final fit
+    seed: int | None = None  # of the model with `held_out`; None: the first
+    trial: int | None = None  # of the model with `held_out`; None: the one that validation picked
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The weights of a model (one file per seed of an ensemble), and how it was chosen."""
+
+    files: Mapping[int, str]  # {seed: address of the weights}
+    how: str
+    final_fit: Mapping[str, Any] | None  # its entry in results.json; None: a model that was trained for the estimate
+
+
+def chosen_method(run: Run, choice: Choice) -> tuple[str, str]:
+    """Returns the method and why it is this one. Raises `UserError` if the run has no such method, or no choice."""
+    methods = list(dict.fromkeys(record.method for record in run.records))
+    if not methods:
+        raise UserError(f"{run.path}: the run has no trained model; run its recipe first")
+    if choice.method is not None:
+        if choice.method not in methods:
+            hint = did_you_mean(choice.method, methods)
+            raise UserError(f"{run.path}: --method: no model {choice.method}{hint}")
+        return choice.method, f"{choice.method} was named"
+    if run.choice is not None:
+        return run.choice.method, str(run.choice)
+    if len(methods) == 1:
+        return methods[0], f"{methods[0]} is the only method"
+    if run.rule == ORACLE:
+        why = "its selection rule is oracle, which reads labels of the held-out domains"
+        raise UserError(f"{run.path}: {why}, so no method can be chosen; name a model: --method and --held-out")
+    raise UserError(f"{run.path}: no method has a value of {run.rule} in all of its runs; name one: --method")
+
+
+def choose(run: Run, choice: Choice, ensemble: bool = False) -> Chosen:
+    """Returns the model that `choice` means.
+
+    With `held_out` it is a model of the estimate; else the final fit of the method, and on an official split without
+    one the method's first seed. No test result is read. Raises `UserError` if the run has no such model.
+    """
+    if choice.held_out is None and (choice.seed is not None or choice.trial is not None):
+        option = "--seed" if choice.seed is not None else "--trial"
+        raise UserError(f"{run.path}: {option} names a model that was trained without a domain; add {_held_out(run)}")
+    if ensemble and choice.seed is not None:
+        raise UserError(f"{run.path}: --ensemble takes the heads of all seeds; leave --seed out")
+    method, why = chosen_method(run, choice)
+    final = run.final_fits.get(method)
+    if choice.held_out is None and final is not None and final["status"] == "ok":
+        seeds = final.get("seeds") or {str(final["seed"]): final["weights"]}
+        files = {int(seed): file for seed, file in seeds.items()} if ensemble else {final["seed"]: final["weights"]}
+        return Chosen(files, f"final fit: {final['how']}", final)
+    if choice.held_out is None and run.results["recipe"]["protocol"]["name"] != "official":
+        raise UserError(_no_final_fit(run, method))
+    models = [record for record in _models(run, method, choice) if run.rule in record.selected]
+    if not models:
+        raise UserError(_no_such_model(run, method, choice))
+    first, files = models[0], {record.seed: record.selected[run.rule].weights for record in models}
+    how = f"trained without {', '.join(first.test_domains)} (held out), seed {first.seed}, trial {first.trial}; {why}"
+    if ensemble:
+        return Chosen(files, f"the heads of {len(files)} seeds; {how}", None)
+    return Chosen({first.seed: files[first.seed]}, how, None)
+
+
+def _models(run: Run, method: str, choice: Choice) -> list[Record]:
+    """Returns the models of a method without these domains, one per seed, in the order of the recipe's seeds."""
+    wanted = None if choice.held_out is None else ",".join(choice.held_out)  # a domain's name may hold a comma
+    fitting = [
+        record
+        for record in run.records
+        if record.method == method
+        and wanted in (None, ",".join(record.test_domains))
+        and choice.seed in (None, record.seed)
+        and choice.trial in (None, record.trial)
+    ]
+    order = {seed: position for position, seed in enumerate(run.results["recipe"]["protocol"]["seeds"])}
+    return sorted(picked_trials(fitting, run.rule, run.metric), key=lambda record: order.get(record.seed, len(order)))
+
+
+def _held_out(run: Run) -> str:
+    sets = dict.fromkeys(",".join(record.test_domains) for record in run.records)
+    return " or ".join(f"--held-out {shlex.quote(name)}" for name in sets)
+
+
+def _no_final_fit(run: Run, method: str) -> str:
+    command = f"xdm-ft export {shlex.quote(str(run.path))} DIR --method {shlex.quote(method)}"
+    remedy = f"`{command}` trains it; or name another model of the run: "
+    if run.own_rule == ORACLE:
+        remedy = "selection: oracle gives no unbiased estimate of one; name a model of the run: "
+    others = [f"--method {shlex.quote(other)}" for other, fit in run.final_fits.items() if fit["status"] == "ok"]
+    options = " or ".join([*others, _held_out(run)])
+    return f"{run.path}: has no final fit of {method}, on all labelled images; {remedy}{options}"
+
+
+def _no_such_model(run: Run, method: str, choice: Choice) -> str:
+    records = [record for record in run.records if record.method == method]
+    held_out = None if choice.held_out is None else ",".join(choice.held_out)
+    for option, wanted, names in (
+        ("--held-out", held_out, [",".join(record.test_domains) for record in records]),
+        ("--seed", choice.seed, [str(record.seed) for record in records]),
+        ("--trial", choice.trial, [str(record.trial) for record in records]),
+    ):
+        if wanted is not None and str(wanted) not in names:
+            return f"{run.path}: {option}: no model {wanted}{did_you_mean(str(wanted), list(dict.fromkeys(names)))}"
+    return f"{run.path}: no trained model of {method} fits all of the options; results.json lists the models"
+
+
+def read_parts(
+    run: Run, choice: Choice, *, wise_ft: float | None = None, ensemble: bool = False, temperature: bool = False
+) -> Parts:
+    """Returns a model of the run.
+
+    `wise_ft`: α, the share of the trained weights in their mean with the zero-shot ones. `ensemble`: the heads of all
+    seeds. `temperature`: divide the logits by the temperature that was fitted in the run. Raises `UserError` if files
+    are missing or damaged, or if the model can not be combined so.
+    """
+    if wise_ft is not None and (ensemble or temperature):
+        lacking = "ensemble" if ensemble else "fitted temperature"
+        raise UserError(f"{run.path}: --wise-ft makes a new model, for which there is no {lacking}; leave one out")
+    chosen = choose(run, choice, ensemble)
+    if ensemble and len(chosen.files) == 1:
+        raise UserError(
+            f"{run.path}: --ensemble needs models of several seeds, but there is one ({chosen.how.split(';')[0]}); "
+            "run the recipe with more protocol.seeds, or leave it out; a solver has the same head under every seed"
+        )
+    files = {seed: _read_file(run, file) for seed, file in sorted(chosen.files.items())}
+    (state, about), *_ = files.values()  # what metadata say of encoder and data is the same under every seed
+    trains_encoder = bool(about["encoder"]["in_this_file"])
+    if ensemble and trains_encoder:
+        raise UserError(f"{run.path}: an ensemble needs one encoder, but each of these models has trained its own")
+    trained = with_prefix(state, "encoder")
+    encoder = _encoder(run.path, about, trained if wise_ft is None else None)
+    heads = {seed: _head(run, about, state) for seed, (state, _) in files.items()}
+    named: dict[str, Head] = {SINGLE: next(iter(heads.values()))}
+    if wise_ft is not None:
+        named[SINGLE] = _towards_zero_shot(run.path, about, encoder, state, named[SINGLE], wise_ft)
+    if len(heads) > 1:
+        named = {f"members.{seed}": head for seed, head in heads.items()}
+        if about["head"]["name"] == "linear":  # the mean of the logits is the logits of the mean
+            states = [head.state_dict() for head in heads.values()]
+            mean = {name: torch.stack([of_seed[name] for of_seed in states]).mean(0) for name in states[0]}
+            named[SINGLE] = _built_head(about, mean)
+    temperatures = [value for _, metadata in files.values() if (value := metadata.get("temperature")) is not None]
+    fitted = median(temperatures) if temperatures and wise_ft is None else None
+    if temperature and fitted is None:
+        raise UserError(
+            f"{run.path}: no temperature was fitted for this model: its run is of an earlier version, or has no "
+            "validation parts of training domains, or they are separated perfectly; leave --temperature out"
+        )
+    reference = _reference(run, about, chosen) if wise_ft is None or not trains_encoder else None
+    how = chosen.how
+    if wise_ft is not None:
+        how = f"{how}; WiSE-FT: {wise_ft:g} of the trained and {1 - wise_ft:g} of the zero-shot weights"
+    config = ModelConfig(
+        xdm_ft=__version__,
+        encoder=_encoder_config(about, encoder, tuple(trained)),
+        members=tuple(heads) if len(heads) > 1 else (),
+        chosen=how,
+        wise_ft=wise_ft,
+        temperature=fitted if temperature and fitted is not None else 1.0,
+        fitted_temperature=fitted,
+        reference_xxh3=None if reference is None else digest_of(tensors_of(reference.arrays())),
+        **_described(run, about, chosen.final_fit),
+    )
+    return Parts(config, encoder, named, reference, trained_names=tuple(trained))
+
+
+def _read_file(run: Run, file: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        state, metadata = RunDirectory(run.path).tensors(file)
+        if "class_names" not in metadata:
+            raise Damaged("an earlier version wrote it, without the description of its model")
+        return state, {key: json.loads(value) for key, value in metadata.items() if key != "file"}
+    except (Damaged, FileNotFoundError) as error:
+        reason = error if isinstance(error, Damaged) else "it does not exist"
+        raise UserError(
+            f"{run.path / file}: is damaged ({reason}); run the run's recipe again to train this model again"
+        ) from error
+
+
+def _settings(about: Mapping[str, Any]) -> Any:
+    left_out = {*ListedEncoder.model_fields, "preprocessing"}
+    return {key: value for key, value in about["encoder"]["settings"].items() if key not in left_out}
+
+
+def _encoder(path: Path, about: Mapping[str, Any], trained: Mapping[str, Tensor] | None) -> Encoder:
+    """Builds the encoder of a run, with the weights that were `trained`; None: as it was before training.
+
+    Raises `UserError` if the other weights are not those of the run, or if a trained one does not fit.
+    """
+    described, preprocessing = about["encoder"], Preprocessing(**about["preprocessing"])
+    encoder = build_encoder(described["settings"]["name"], _settings(about), preprocessing, described["seed"])
+    if described["xxh3"] is not None:
+        check_encoder(encoder, described["xxh3"], described["settings"].get("weights"), path)
+    if trained:
+        try:
+            load_trained(encoder, trained, complete=described["xxh3"] is None)
+        except ValueError as error:
+            raise UserError(f"{path}: the encoder's trained weights do not fit it ({error}); train again") from error
+    return encoder
+
+
+def _head(run: Run, about: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
+    try:
+        return _built_head(about, with_prefix(state, "head"))
+    except ValueError as error:
+        raise UserError(f"{run.path}: the weights do not fit their description ({error}); train again") from error
+
+
+def _built_head(about: Mapping[str, Any], state: Mapping[str, Tensor]) -> Head:
+    return build_head(HeadConfig(**about["head"]), about["encoder"]["width"], len(about["class_names"]), state)
+
+
+def _towards_zero_shot(
+    path: Path, about: Mapping[str, Any], encoder: Encoder, state: Mapping[str, Tensor], head: Head, alpha: float
+) -> Head:
+    """Returns the mean of the head with the zero-shot one. Does the same to the weights of an encoder that was trained.
+
+    Wortsman et al. 2022, eq. (1). `encoder` has the weights from before training.
+    """
+    if not 0 <= alpha <= 1:
+        raise UserError(f"--wise-ft: {alpha} is not in 0…1; 0 is zero-shot, 1 is the trained model")
+    label, trains_encoder = about["method"]["label"], bool(about["encoder"]["in_this_file"])
+    if about["prompts"] is None or not isinstance(encoder, TextEncoder):
+        raise UserError(
+            f"{path}: {label} did not start from class embeddings, so that there are no zero-shot weights "
+            "to interpolate with; train with head_init: zero_shot (and encoder.normalize: true)"
+        )
+    if "alpha" in about["method"]["hparams"]:
+        raise UserError(f"{path}: {label} is interpolated itself; choose another model")
+    text = encoder.logit_scale * encoder.text_embeddings(tuple(about["class_names"]), tuple(about["prompts"]))
+    zero_shot, trained = _built_head(about, head.state_dict()), head.state_dict()
+    zero_shot.start_from_text(text)
+    if not trains_encoder and all(torch.equal(value, trained[name]) for name, value in zero_shot.state_dict().items()):
+        raise UserError(f"{path}: {label} is zero-shot itself; choose a model that was trained")
+    if trains_encoder:
+        load_trained(encoder, interpolate(encoder.state_dict(), with_prefix(state, "encoder"), alpha))
+    return _built_head(about, interpolate(zero_shot.state_dict(), trained, alpha))
+
+
+def _encoder_config(about: Mapping[str, Any], encoder: Encoder, trained_names: Sequence[str]) -> EncoderConfig:
+    described, state, part = about["encoder"], encoder.state_dict(), None
+    trained: Trainable = False
+    if described["in_this_file"]:  # earlier versions trained all of the encoder or nothing
+        trained = TypeAdapter(Trainable).validate_python(described.get("trainable", True))
+    if not isinstance(trained, bool):
+        part = PartConfig(xxh3=digest_of({name: state[name] for name in trained_names}), named_xxh3=described["xxh3"])
+    return EncoderConfig(
+        name=described["settings"]["name"],
+        settings=_settings(about),
+        seed=described["seed"],
+        file=None,
+        part=part,
+        xxh3=weights_digest(encoder),
+        width=described["width"],
+        trained=trained,
+        precision="fp32" if described["precision"] in ("no", None) else described["precision"],
+        pretraining=described["pretraining"],
+        identity=described["identity"] if trained is False else None,
+    )
+
+
+def _described(run: Run, about: Mapping[str, Any], final: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` that repeat what the run has written."""
+    names = run.results["recipe"]["data"]["class_names"]
+    results = about["results"] if final is None else {key: final[key] for key in ("images", "chosen_by", "estimate")}
+    return {key: about[key] for key in COPIED} | {
+        "results": results,
+        "few_images": about.get("few_images", {}),  # earlier versions did not write it
+        "class_means": about.get("class_means", False),
+        "renamed": {name: words for name, words in names.items() if name != words},
+        "expected": expected_performance(run.path, run.results, run.records, run.rule, about["method"]["label"]),
+    }
+
+
+def _reference(run: Run, about: Mapping[str, Any], chosen: Chosen) -> Reference | None:
+    """Returns the reference in the run directory; None, with a warning if it is damaged, without one."""
+    if about["encoder"]["in_this_file"]:
+        file = reference_beside(*chosen.files.values())
+    else:
+        file = reference_file(tuple(about["method"]["test_domains"]), about["encoder"].get("label"))
+    try:
+        return reference_from(RunDirectory(run.path).tensors(file)[0], about["encoder"]["width"])
+    except FileNotFoundError:  # an earlier version wrote the run
+        return None
+    except Damaged as error:
+        logger.warning("%s: is damaged (%s), so distances are not known", printable(run.path / file), error)
+        return None
+
+
+def training_images(run: Run, config: ModelConfig) -> np.ndarray | None:
+    """Returns the checksums of the images that trained or selected a model of the run: uint8 [n,16], each once, sorted.
+
+    A checksum is the xxh3 (128 bits) of the bytes of an image file, not of its pixels, so that a copy in another format
+    has another one. None, with a warning of one line, if the run's data can not be read, or are not those of the run.
+    """
+    try:
+        recipe = check(written_recipe(run.path, run.results))
+        dataset = read_data(recipe)
+        held_out, seed = tuple(config.method["test_domains"]), config.method["seed"]
+        candidates = splits(dataset, recipe.protocol, seed) if held_out else [all_domains(dataset)]  # (): a final fit
+        split = next((split for split in candidates if split.test_domains == held_out), None)
+        if split is None:
+            raise UserError(f"the data have no domain {', '.join(held_out)} any more")
+        selecting = {"train_val", "val_domain", SELECTION_SPLIT.get(recipe.protocol.selection)}
+        rows = torch.cat([*split.train, *(part for name, part in split.evaluation.items() if name in selecting)])
+        digests = hash_files(dataset, index_folder(recipe), show=True).digests
+        recorded = run.results["environment"].get("data", {}).get("content")
+        if recorded not in (None, digest(digests, bits=128)):
+            raise UserError("the images have changed since the run")
+    except (UserError, OSError) as error:
+        reason = printable(error)[:200]
+        logger.warning("%s: no checksums of the training images, as they can not be read: %s", run.path, reason)
+        return None
+    used = digests[rows.numpy()]
+    return np.unique(used[used.any(1)], axis=0)  # zeros: its bytes can not be read
+
+
+def with_training_images(run: Run, parts: Parts) -> Parts:
+    """Returns a model of the run with the checksums of its training images, if they are known."""
+    images = training_images(run, parts.config)
+    if images is None:
+        return parts
+    config = parts.config.model_copy(update={"training_images_xxh3": training_images_digest(images)})
+    return replace(parts, config=config, training_images=images)

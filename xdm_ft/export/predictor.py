@@ -1,0 +1,342 @@
+"""Images in, class names and probabilities out: the model that `xdm_ft.load` returns, and streams of many images."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import NamedTuple, TypeVar, cast, get_args
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from xdm_ft.evaluation.distance import Reference
+from xdm_ft.export.choose import Choice, read_parts
+from xdm_ft.export.config import ModelPrecision
+from xdm_ft.export.directory import CONFIG, read_directory
+from xdm_ft.export.hub import download, is_hub_name
+from xdm_ft.export.parts import Classifier, Parts, probabilities
+from xdm_ft.export.sources import Item
+from xdm_ft.features import FeatureSettings, fast_batch_size
+from xdm_ft.features.cache import Lookup, cache_path
+from xdm_ft.features.key import key_of, key_parts_of
+from xdm_ft.heads.cosine import Cosine
+from xdm_ft.heads.linear import Linear
+from xdm_ft.images.decode import DECODER, OF_THE_MACHINE, UnreadableImage, decode, memory_of, to_rgb
+from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches
+from xdm_ft.images.transforms import evaluation_transform, normalized, resizing_transform
+from xdm_ft.report.finished import is_run, read_run
+from xdm_ft.runtime.errors import UserError, plural, printable
+from xdm_ft.runtime.memory import keep_freed_memory
+
+logger = logging.getLogger("xdm_ft")
+T = TypeVar("T")
+OneImage = str | Path | Image.Image | np.ndarray
+Images = OneImage | Iterable[OneImage]
+MAX_WORKERS = 4  # by default
+MAX_READ = 1 << 30  # bytes of a file that are read at once; a larger one is decoded from the disk
+NOT_FINITE = "the model returns values that are not finite"
+
+
+class ClassEmbeddings(NamedTuple):
+    """logits [B,C] = scale · ẑ @ embeddingsᵀ + bias, for L2-normalised features ẑ [B,K]."""
+
+    embeddings: Tensor  # float32 [C,K]; rows have length 1 on average, and exactly 1 for a cosine head
+    scale: float
+    bias: Tensor  # float32 [C]; 0 for a cosine head
+
+
+class Model:
+    """A trained model. An image is a path, a PIL image, or a uint8 array [H,W] or [H,W,3].
+
+    `class_names`: in the order of the columns of probabilities. `module`: a plain torch module, preprocessed pixels
+    float32 [B,3,H,W] → logits float32 [B,C]. `transform`: RGB PIL image → pixels [3,H,W]. `config`: how it was made.
+    """
+
+    def __init__(self, parts: Parts, device: torch.device | str | None = None, precision: ModelPrecision | None = None):
+        """`device` None: a GPU if torch finds one. `precision` None: that of the run. Raises `UserError`."""
+        self.config = parts.config
+        self.class_names = parts.config.class_names
+        self.device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.module = Classifier(parts, precision, self.device)
+        self.reference = parts.reference
+        self.training_images = parts.training_images
+        self.transform = evaluation_transform(parts.config.preprocessing)
+        self._resize = resizing_transform(parts.config.preprocessing)
+
+    def __repr__(self) -> str:
+        encoder, method = self.config.encoder, self.config.method["label"]
+        return f"Model({method}, {len(self.class_names)} classes, {encoder.settings['model']}, {self.device})"
+
+    def predict(self, images: Images) -> list[str]:
+        """Returns the most probable class of every image. Raises `UserError` for one that does not decode."""
+        return [self.class_names[number] for number in self.predict_proba(images).argmax(1)]
+
+    def predict_proba(self, images: Images) -> np.ndarray:
+        """Returns probabilities float32 [n,C]."""
+        blocks = [probabilities(self.module.logits(self.module.as_read(z))).cpu() for z in self._encoded(images)]
+        return torch.cat([torch.zeros(0, len(self.class_names)), *blocks]).numpy()
+
+    def encode(self, images: Images) -> np.ndarray:
+        """Returns features float32 [n,K], as the head reads them."""
+        blocks = [self.module.as_read(z).cpu() for z in self._encoded(images)]
+        return torch.cat([torch.zeros(0, self.config.encoder.width), *blocks]).numpy()
+
+    def distance(self, images: Images) -> np.ndarray:
+        """Returns how far the encoder's features are from those of the training images: float32 [n], at least 0.
+
+        It is the Mahalanobis distance to the nearest class (`evaluation/distance.py`). `distance_percentile` says what
+        is far. Raises `UserError` if the model has no reference.
+        """
+        reference = self.reference_for("distance")
+        blocks = [reference.distance(z.cpu().numpy()) for z in self._encoded(images)]
+        return np.concatenate([np.zeros(0, np.float32), *blocks])
+
+    def distance_percentile(self, distances: np.ndarray) -> np.ndarray:
+        """Returns, for each distance, the percentage of unseen images of training domains that are nearer: float32 [n].
+
+        Raises `UserError` if the model has no reference.
+        """
+        return self.reference_for("distance_percentile").percentile(distances)
+
+    def reference_for(self, what: str) -> Reference:
+        """Returns the reference. Raises `UserError`, which begins with `what`, if the model has none."""
+        if self.reference is not None:
+            return self.reference
+        start = f"{what}: not known for this model, since its run has kept nothing of the training features"
+        if self.config.encoder.trained:
+            raise UserError(f"{start}: it is of an earlier version, or the model is a mean of others; leave it out")
+        raise UserError(
+            f"{start}: it is of an earlier version, or the file is damaged; run its recipe again, which trains nothing "
+            "again, and export the model again"
+        )
+
+    def class_embeddings(self) -> ClassEmbeddings:
+        """Returns the head, or the mean of an ensemble's heads, as class embeddings, as programs for CLIP read them.
+
+        The temperature is in `scale` and `bias`. Raises `UserError` if the logits are not linear in L2-normalised
+        features.
+        """
+        heads = [*self.module.members] if self.module.head is None else [self.module.head]
+        maps = [_linear_map(head, self.module.normalize) for head in heads]
+        weight, bias = (torch.stack(tensors).mean(0) / self.module.temperature for tensors in zip(*maps, strict=True))
+        scale = weight.norm(dim=1).mean().item()
+        return ClassEmbeddings((weight / (scale or 1.0)).float().cpu(), scale, bias.float().cpu())
+
+    @torch.no_grad()
+    def _encoded(self, images: Images) -> Iterator[Tensor]:
+        """Yields features [B,K] of the encoder, a batch of images at a time."""
+        keep_freed_memory()
+        batches = _batched([images] if isinstance(images, OneImage) else images, fast_batch_size(self.device.type))
+        first, side = next(batches, []), self.config.preprocessing.size
+        # a shorter last batch rounds differently, and is filled up; a few images alone are not worth it
+        shape = (len(first), side, side, 3)
+        for batch in pixel_batches(
+            chain([first] if first else [], batches), self._pixels, shape, self.device, 0, "predict", ""
+        ):
+            pixels = normalized(batch.pixels.to(self.device), self.config.preprocessing)
+            yield self.module.encoded(pixels)[: len(batch.items)]
+
+    def _pixels(self, image: OneImage) -> Image.Image:
+        """Returns the resized image. Raises `UserError` if it does not decode."""
+        try:
+            if isinstance(image, str | Path):
+                decoded = decode(Path(image).expanduser(), str(image), self.config.preprocessing.least_side)
+            elif isinstance(image, Image.Image):
+                decoded = to_rgb(image)
+            elif image.dtype == np.uint8 and (image.ndim == 2 or image.shape[2:] == (3,)):
+                decoded = to_rgb(Image.fromarray(image))
+            else:
+                raise UserError(f"an image array must be uint8 [H,W] or [H,W,3], not {image.dtype} {list(image.shape)}")
+            return self._resize(decoded)
+        except UnreadableImage as error:
+            raise UserError(f"{error.name or 'an image'}: does not decode: {error.reason}") from error
+        except OSError as error:  # a PIL image that was opened, and is decoded only now
+            raise UserError(f"an image does not decode: {error}") from error
+
+
+def _linear_map(head: nn.Module, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Returns W float64 [C,K] and b [C] of a head: logits = W ẑ + b."""
+    if isinstance(head, Cosine):
+        weight = (head.log_scale.double().exp() * F.normalize(head.weight.double(), dim=-1)).detach()
+        return weight, weight.new_zeros(len(weight))
+    if not isinstance(head, Linear):
+        name = type(head).__name__.lower()
+        raise UserError(f"class embeddings: the head is {name}, which has none; train with head: linear or cosine")
+    if not normalize:
+        raise UserError(
+            "class embeddings: the linear head reads features that are not L2-normalised; train with "
+            "encoder.normalize: true, or with head: cosine"
+        )
+    return head.weight.double().detach(), head.bias.double().detach()
+
+
+def _device(name: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: no CUDA in this torch
+        raise UserError(f"device: {name} can not be used ({str(error).splitlines()[0]}); use cpu or cuda") from error
+    return device
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str | None = None,
+    precision: str | None = None,
+    encoder_weights: str | None = None,
+    choice: Choice | None = None,
+) -> Model:
+    """See `xdm_ft.load`."""
+    from_hub = is_hub_name(path)
+    folder = download(os.fspath(path)) if from_hub else Path(path).expanduser()
+    choice = choice or Choice()
+    if precision not in (None, *get_args(ModelPrecision)):
+        raise UserError(f"precision: {precision} is not known; use fp32, bf16 or fp16, or leave it out")
+    if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"{folder}: {problem}; name a model directory (xdm-ft export) or a run directory")
+    if is_run(folder) and not from_hub:  # a run reads further files, which a hub repository could name
+        parts = read_parts(read_run(folder), choice)
+        logger.info("%s: %s", folder, parts.config.chosen)
+    elif choice != Choice():
+        raise UserError(f"{folder}: is no run directory, so method, held-out domain, seed and trial can not be chosen")
+    elif not (folder / CONFIG).exists():
+        raise UserError(f"{folder}: holds neither a model (config.json) nor a run (results.json)")
+    else:
+        parts = read_directory(folder, encoder_weights)
+    return Model(parts, device, cast(ModelPrecision | None, precision))
+
+
+class Batch(NamedTuple):
+    """Images [n] in the order in which they came. The rows of images that are `unreadable` are of no use."""
+
+    items: list[Item]
+    encoded: Tensor  # float32 [n,K], features of the encoder, on the CPU
+    logits: Tensor  # float32 [n,C]
+    members: Tensor | None  # float32 [S,n,C], the logits of an ensemble's heads
+    unreadable: Mapping[int, str]  # position → why there is no prediction
+    computed: int  # number of images that passed through the encoder; the others' features were cached
+
+    @property
+    def readable(self) -> list[int]:
+        return [position for position in range(len(self.items)) if position not in self.unreadable]
+
+
+def stream(
+    model: Model,
+    items: Iterable[Item],
+    *,
+    batch_size: int | None = None,
+    cache: Path | None = None,
+    workers: int | None = None,
+) -> Iterator[Batch]:
+    """Yields the images in batches with the model's features and logits. Holds a few batches at once.
+
+    Images that do not decode are reported, not raised. Each position of a batch is computed alike whatever the others
+    hold, so that a stream that starts again after any batch yields the same bits. `batch_size` None: a fast one on the
+    model's device. `cache`: folder of the feature cache, whose features are used if the encoder is frozen; it may be
+    missing. `workers`: processes that decode; 0: threads decode a batch on all cores between two passes of the encoder;
+    None: as `decoding_workers` says. Raises `UserError` if memory is full.
+    """
+    keep_freed_memory()
+    lookup = None if cache is None else cached_features(model, cache)
+    size = fast_batch_size(model.device.type) if batch_size is None else batch_size
+    workers = decoding_workers(model.device, MAX_WORKERS) if workers is None else workers
+    for batch in read_batches(model, _batched(items, size), size, workers, lookup):
+        try:
+            yield _computed(model, batch)
+        except torch.OutOfMemoryError as error:
+            needs = f"a batch of {plural(size, 'image')} needs more memory than {model.device} has"
+            raise UserError(f"{needs}; {_smaller(size)}") from error
+
+
+def read_batches(
+    model: Model, batches: Iterable[list[Item]], batch_size: int, workers: int, lookup: Lookup | None = None
+) -> Iterator[PixelBatch[Item]]:
+    """Yields the images decoded and resized; instead of pixels the features [K] of those that the `lookup` has."""
+    preprocessing = model.config.preprocessing
+    resize = resizing_transform(preprocessing)
+
+    def read(item: Item) -> Image.Image | Tensor | str:
+        name = printable(item.path)
+        with memory_of(name):
+            content = _content(item, lookup is not None)
+            cached = None if lookup is None or isinstance(content, Path) else lookup.find(content)
+            return resize(decode(content, name, preprocessing.least_side)) if cached is None else cached
+
+    shape = (batch_size, preprocessing.size, preprocessing.size, 3)
+    return pixel_batches(batches, read, shape, model.device, workers, "predict", _smaller(batch_size))
+
+
+def _smaller(batch_size: int) -> str:
+    return f"give a smaller --batch-size (now {batch_size})"
+
+
+def _batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    return iter(lambda: list(islice(rest, size)), [])
+
+
+def _content(item: Item, complete: bool) -> bytes | Path:
+    """Returns the bytes of an image if they are wanted `complete`, else its path. Raises `UnreadableImage`."""
+    if isinstance(item.content, bytes):
+        return item.content
+    try:
+        status = os.stat(item.content)
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block for ever
+            raise UnreadableImage(item.path, "not a regular file")
+        path = Path(item.content)
+        return path.read_bytes() if complete and status.st_size <= MAX_READ else path
+    except ValueError as error:  # a null byte in the path
+        raise UnreadableImage(item.path, str(error)) from error
+    except OSError as error:
+        if error.errno in OF_THE_MACHINE:
+            raise
+        raise UnreadableImage(item.path, error.strerror or str(error)) from error
+
+
+@torch.inference_mode()
+def _computed(model: Model, batch: PixelBatch[Item]) -> Batch:
+    n, module = len(batch.items), model.module
+    cached = {position: value for position, value in batch.instead.items() if isinstance(value, Tensor)}
+    if len(batch.instead) == n:
+        encoded = torch.zeros(len(batch.pixels), model.config.encoder.width, device=model.device)
+    else:
+        pixels = batch.pixels.to(model.device, non_blocking=True)
+        encoded = module.encoded(normalized(pixels, model.config.preprocessing))  # [B,K]
+    if cached:
+        encoded[list(cached)] = torch.stack(list(cached.values())).float().to(model.device)
+    z = module.as_read(encoded)
+    logits = module.logits(z)
+    members = module.member_logits(z)[:, :n].cpu() if len(module.members) else None
+    broken = ~(z.isfinite().all(1) & logits.isfinite().all(1))[:n]
+    unreadable = dict.fromkeys(broken.nonzero()[:, 0].tolist(), NOT_FINITE)
+    unreadable |= {position: value for position, value in batch.instead.items() if isinstance(value, str)}
+    return Batch(batch.items, encoded[:n].cpu(), logits[:n].cpu(), members, unreadable, n - len(batch.instead))
+
+
+def cache_of(folder: str) -> Path:
+    """Returns the feature cache of a run, or the default one."""
+    path = Path(folder).expanduser()
+    settings = read_run(path).results["recipe"]["features"] if is_run(path) else {}
+    return cache_path(FeatureSettings(dir=settings.get("dir")))
+
+
+def cached_features(model: Model, cache: Path) -> Lookup | None:
+    """Returns the cached features of the model's encoder; None if there are none, or if it was trained."""
+    encoder, precision = model.config.encoder, model.module.precision
+    if encoder.trained or encoder.identity is None:
+        return None
+    # of the libraries that are installed here: an encoder from a file would also report another name than in the run
+    identity = {**encoder.identity, "versions": model.module.encoder.identity()["versions"]}
+    key = key_of(key_parts_of(identity, encoder.xxh3, model.config.preprocessing, DECODER, precision, model.device))
+    lookup = Lookup(cache / key, key, encoder.width, DTYPES[precision])
+    return lookup if len(lookup) else None
