@@ -44,7 +44,7 @@ from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.transforms import PreprocessingOverrides
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.components import find
-from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.progress import Progress
 from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.sharpness.sagm import SAGM

@@ -53,14 +53,14 @@ from xdm_ft.data.folder import Folder
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.encoders.timm import Timm
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import DTYPES, Features, cache_folder
+from xdm_ft.features.cache import Features, cache_folder
 from xdm_ft.features.extract import cached_views, extract, frozen_copy
 from xdm_ft.features.hashes import hash_files
 from xdm_ft.images.dataset import ImageDataset
-from xdm_ft.images.loader import image_loader, loaded
+from xdm_ft.images.loader import DTYPES, image_loader, loaded
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.protocol.splits import Protocol, splits
-from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.machine import keep_freed_memory
 
 SHARD = 1024  # rows of a made-up shard: as extraction cuts a million
 WIDTH = 512  # of made-up features

@@ -52,7 +52,7 @@ from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
-from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training

@@ -30,7 +30,7 @@ import torch
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of
 from xdm_ft.evaluation.records import ModelKey, Pick, Record
 from xdm_ft.evaluation.summary import summarise
-from xdm_ft.runtime.memory import PeakMemory
+from xdm_ft.runtime.machine import PeakMemory
 from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.run_directory import RunDirectory
 

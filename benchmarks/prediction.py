@@ -27,7 +27,7 @@ from xdm_ft.export.predictor import Model, read_batches, stream
 from xdm_ft.export.sources import Item, Sources
 from xdm_ft.features import fast_batch_size
 from xdm_ft.images.transforms import normalized
-from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.machine import keep_freed_memory
 
 
 def forward(model: Model, items: Sequence[Item], batch_size: int) -> Callable[[], float]:

@@ -6,7 +6,7 @@ import resource
 import pytest
 import torch
 
-from xdm_ft.runtime.memory import PeakMemory, keep_freed_memory
+from xdm_ft.runtime.machine import PeakMemory, keep_freed_memory
 
 # glibc before 2.35 keeps blocks up to 32 MB
 LARGE = [16, *([256] if float(platform.libc_ver()[1] or 0) >= 2.35 else [])]

@@ -22,8 +22,8 @@ from xdm_ft.experiment import tracking as curves_module
 from xdm_ft.experiment import train as train_module
 from xdm_ft.experiment.tracking import write_curves, write_sessions
 from xdm_ft.runtime.tensors import Score
-from xdm_ft.storage.events import Scalars, heads_sub_run, read_scalars, sub_run, trial_sub_run
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.tensorboard import Scalars, heads_sub_run, read_scalars, sub_run, trial_sub_run
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 SEARCH = ("search={trials: 2, preset: frozen}", "protocol.seeds=2", "protocol.test_domains=[sketch]")

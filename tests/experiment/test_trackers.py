@@ -14,7 +14,7 @@ from small_runs import RECIPE
 
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment import tracking
-from xdm_ft.storage.events import read_scalars
+from xdm_ft.storage.tensorboard import read_scalars
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
 

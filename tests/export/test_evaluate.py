@@ -21,8 +21,8 @@ from xdm_ft.export.directory import TRAINING_IMAGES
 from xdm_ft.export.evaluate import Labelled, are_among, at_site, checksums, first_of_each, judged
 from xdm_ft.export.sources import Item, has_domains, read_site
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.checksummed import write_arrays
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.tensors import write_arrays
 
 CLASSES = ("cat", "dog", "ox", "owl")
 METRICS = ("accuracy", "balanced_accuracy", "macro_f1", "nll", "ece")

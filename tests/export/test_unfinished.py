@@ -19,7 +19,7 @@ from xdm_ft.export.sources import Item
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import end_with_parent
 from xdm_ft.storage.atomic import disk_errors
-from xdm_ft.storage.checksummed import checked_line
+from xdm_ft.storage.lines import checked_line
 
 ABOUT = {"model": "m"}
 HELD_AT = 3000  # bytes

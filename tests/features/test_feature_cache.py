@@ -260,7 +260,7 @@ def test_features_that_fit_only_as_they_are_stored(
     monkeypatch.setattr(cache, "_free_memory", lambda device: halves)
     found = features_of(Pixels(70), tmp_path, precision=precision)
     assert found.in_memory == (precision != "fp32")
-    assert found._table is None or found._table.dtype == extraction.DTYPES[precision]
+    assert found._table is None or found._table.dtype == loader.DTYPES[precision]
     rows = torch.tensor([[3, 69], [0, 3]])
     assert found[rows].dtype == torch.float32
     assert torch.equal(found[rows], whole[rows]) and torch.equal(every_row(found), every_row(whole))

@@ -19,7 +19,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.features.shards import Shard, open_shard, write_shard
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import atomic
-from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.storage.lines import Damaged
 
 ROWS = torch.arange(70)
 

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from what_runs_leave import fill, numbers
 
 from xdm_ft.cli.parser import main
-from xdm_ft.storage.checksummed import Damaged, read_checked, read_tensors
+from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.tensors import read_checked, read_tensors
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,10 @@ from xdm_ft.experiment.work import run_forked
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import checkpoint
 from xdm_ft.storage.atomic import replace_text
-from xdm_ft.storage.checksummed import append_lines, write_tensors
-from xdm_ft.storage.events import EventFile
+from xdm_ft.storage.lines import append_lines
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.tensorboard import EventFile
+from xdm_ft.storage.tensors import write_tensors
 
 SIZE = 4 * 2**20
 METHODS = "methods=[erm, vrex, linear_probe]"

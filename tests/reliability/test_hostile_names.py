@@ -17,7 +17,7 @@ from tensorboard.plugins.hparams import metadata
 
 from xdm_ft.cli.parser import main
 from xdm_ft.runtime.errors import printable
-from xdm_ft.storage.events import read_scalars, sub_run
+from xdm_ft.storage.tensorboard import read_scalars, sub_run
 
 HTML, IMAGE = "<script>alert(1)<!--script>", "<img src=x onerror=alert(1)>"  # a folder's name has no slash
 DOMAINS = (HTML, "a|b\n# heading\n| c |", "\u202etxt.exe", "\x1b]0;title\x07\x1b[2J[click](javascript:alert(1))")

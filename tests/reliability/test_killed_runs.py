@@ -14,7 +14,7 @@ from real_runs import Run, bank, end_to_end, kill_until_done, leftovers, outcome
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
 from xdm_ft.storage.checkpoint import read
-from xdm_ft.storage.events import Scalars, read_scalars
+from xdm_ft.storage.tensorboard import Scalars, read_scalars
 
 CHECKPOINTS = "state/checkpoints/*.safetensors"
 

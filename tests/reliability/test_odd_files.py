@@ -16,7 +16,8 @@ from what_runs_leave import fill, numbers
 from xdm_ft.cli.parser import main
 from xdm_ft.storage import checkpoint
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
-from xdm_ft.storage.checksummed import Damaged, read_checked
+from xdm_ft.storage.lines import Damaged
+from xdm_ft.storage.tensors import read_checked
 
 SOON = 60.0  # seconds, on a busy machine; what would hang does so for ever or for hours
 

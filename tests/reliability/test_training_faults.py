@@ -13,7 +13,7 @@ import torch
 
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment import train
-from xdm_ft.runtime.memory import out_of_memory_as_user_error
+from xdm_ft.runtime.machine import out_of_memory_as_user_error
 from xdm_ft.training.end_to_end.gradients import StepGradients
 
 RECIPE = """\

@@ -9,7 +9,7 @@ from typing import Any
 from example_runs import run_of
 
 from xdm_ft.report.finished import Run
-from xdm_ft.storage.events import Scalars, heads_sub_run, sub_run
+from xdm_ft.storage.tensorboard import Scalars, heads_sub_run, sub_run
 
 RULE = "train_val"
 HELD = (("art",), ("sketch",))

@@ -13,7 +13,7 @@ import torch
 
 from xdm_ft.storage import checkpoint
 from xdm_ft.storage.checkpoint import Checkpoint, Pace, State, read, write
-from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.storage.lines import Damaged
 
 ABOUT = {"recipe": {"training": {"lr": 0.1}}, "processes": 2}
 

@@ -8,8 +8,16 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-from xdm_ft.storage.events import EventFile, Scalars, heads_sub_run, read_scalars, sub_run, trial_sub_run
-from xdm_ft.storage.sessions import Session, write_session
+from xdm_ft.storage.tensorboard import (
+    EventFile,
+    Scalars,
+    Session,
+    heads_sub_run,
+    read_scalars,
+    sub_run,
+    trial_sub_run,
+    write_session,
+)
 
 
 def shown(folder: Path) -> Scalars:

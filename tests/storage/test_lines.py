@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.checksummed import Damaged, append_lines, read_lines
+from xdm_ft.storage.lines import Damaged, append_lines, read_lines
 from xdm_ft.storage.run_directory import RunDirectory
 
 VALUES = [{"a": 1, "τ": [0.1, None]}, "text\nwith a newline", {"3": {"4": 5.5}}]
@@ -88,7 +88,7 @@ def test_a_killed_process_loses_no_line_that_it_had_added(tmp_path: Path) -> Non
     code = f"""
 import os, signal
 from pathlib import Path
-from xdm_ft.storage.checksummed import append_lines
+from xdm_ft.storage.lines import append_lines
 for number in range(5):
     append_lines(Path({str(tmp_path)!r}) / "lines", [number])
 os.kill(os.getpid(), signal.SIGKILL)

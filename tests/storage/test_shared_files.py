@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from xdm_ft.storage.checksummed import Damaged, read_tensors, write_tensors
+from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import address_in, folder_among_heads, folder_of, model_folder, parts_of, predictions_in
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.shared_files import METADATA, TensorFiles, read_entry, unchecked_entry
+from xdm_ft.storage.tensors import METADATA, TensorFiles, read_entry, read_tensors, unchecked_entry, write_tensors
 
 FILE = "models/erm/heads-1a2b.safetensors"
 COMMON = torch.ones(2)

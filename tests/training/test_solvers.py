@@ -84,7 +84,7 @@ from bank_problems import job_of
 from xdm_ft.algorithms.linear_probe import LinearProbe
 from xdm_ft.features.cache import Features
 from xdm_ft.runtime.tensors import Batch, Criteria
-from xdm_ft.runtime.memory import PeakMemory
+from xdm_ft.runtime.machine import PeakMemory
 from xdm_ft.training.solvers import solve
 import dataclasses, bank_problems
 n, width, classes = 200_000, 512, bank_problems.CLASSES

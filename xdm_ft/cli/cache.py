@@ -15,7 +15,7 @@ from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import cache_folder, cut_in
 from xdm_ft.features.maintenance import Cached, prune, stores, verify
 from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.results_file import read_results
 
 GIGABYTE = 10**9

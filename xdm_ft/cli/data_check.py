@@ -6,7 +6,6 @@ from collections.abc import Collection, Generator, Iterator
 from typing import TYPE_CHECKING
 
 from xdm_ft.experiment.faults import Finding, data_faults, fault, images_of, plan_faults
-from xdm_ft.experiment.machine import cores
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.features.cache import cache_folder
 from xdm_ft.features.hashes import hash_files
@@ -14,6 +13,7 @@ from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.decode import scan
 from xdm_ft.images.transforms import NotAStrip, Preprocessing
 from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.machine import cores
 
 if TYPE_CHECKING:
     from xdm_ft.features.hashes import FileHashes

@@ -134,8 +134,7 @@ def devices() -> Iterator[Finding]:
     import psutil
     import torch
 
-    from xdm_ft.experiment.machine import cores
-    from xdm_ft.features import cpu_has_bf16
+    from xdm_ft.runtime.machine import cores, cpu_has_bf16
 
     memory = psutil.virtual_memory()
     free, total = memory.available / GIGABYTE, memory.total / GIGABYTE

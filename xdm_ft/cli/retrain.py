@@ -28,8 +28,8 @@ from xdm_ft.recipe.text import apply_override
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.storage.atomic import disk_errors
-from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.digests import tensors_digest
+from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import expanded
 from xdm_ft.storage.run_directory import RunDirectory
 

@@ -40,16 +40,17 @@ from xdm_ft.experiment.results import inputs
 from xdm_ft.experiment.work import run_forked
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
-from xdm_ft.images.loader import ImageRows, image_loader, loaded, own_cores
+from xdm_ft.images.loader import ImageRows, image_loader, loaded
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.protocol.derived_splits import with_validation
 from xdm_ft.report.finished import Run
 from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import Progress, progress, pulse
 from xdm_ft.runtime.randomness import Stream, permutation
 from xdm_ft.runtime.tensors import Annotations, Batch, Task
-from xdm_ft.storage.checksummed import Damaged
 from xdm_ft.storage.digests import json_digest
+from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training.end_to_end.inputs import WORKERS_DIED, worker_count
 from xdm_ft.training.end_to_end.model import EndToEnd

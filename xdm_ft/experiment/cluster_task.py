@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 import torch
 
 from xdm_ft.encoders import Encoder
-from xdm_ft.experiment.machine import cores, start
+from xdm_ft.experiment.machine import start
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import Interrupted, request_stop
+from xdm_ft.runtime.machine import cores
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import torch
 
 from xdm_ft.experiment.prepare import Prepared, PreparedEncoder
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import DTYPES
 from xdm_ft.features.extract import frozen_copy
+from xdm_ft.images.loader import DTYPES
 from xdm_ft.training.bank.timing import seconds_of
 
 if TYPE_CHECKING:

@@ -20,17 +20,15 @@ from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.image_times import CutPasses, ImageTimes
-from xdm_ft.experiment.machine import cores
 from xdm_ft.experiment.pieces import SOLVER_PASSES
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepare import Prepared, PreparedEncoder, RecipeCut, counted_unhashed, cuts_of, make_job
 from xdm_ft.experiment.work import one_thread
-from xdm_ft.features import Precision, cpu_has_bf16
+from xdm_ft.features import Precision
 from xdm_ft.features.cache import Features
 from xdm_ft.features.extract import cached_images, frozen_copy
-from xdm_ft.images.loader import own_cores
 from xdm_ft.runtime.errors import plural
-from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.machine import cores, cpu_has_bf16, keep_freed_memory, own_cores
 from xdm_ft.runtime.progress import duration
 from xdm_ft.training.bank.cached_data import CachedData
 from xdm_ft.training.bank.timing import seconds_of, timed

@@ -16,8 +16,8 @@ from xdm_ft.cut.cut import Below
 from xdm_ft.encoders import Encoder
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.decode import UnreadableImage
-from xdm_ft.images.loader import own_cores
 from xdm_ft.images.transforms import Preprocessing, evaluation_transform
+from xdm_ft.runtime.machine import own_cores
 from xdm_ft.training.bank.timing import seconds_of
 from xdm_ft.training.end_to_end.model import is_cnn
 

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, get_args
 
-from xdm_ft.features import on_cpu_by_request
-from xdm_ft.images.loader import own_cores
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.machine import on_cpu_by_request, own_cores
 from xdm_ft.training import Precision
 
 if TYPE_CHECKING:
@@ -23,11 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("xdm_ft")
 LOOPBACK = "127.0.0.1"
-
-
-def cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def as_launched(recipe: Recipe) -> Recipe:

@@ -38,8 +38,6 @@ from xdm_ft.runtime.progress import Progress, progress
 from xdm_ft.runtime.randomness import Stream, permutation
 from xdm_ft.runtime.tensors import Criteria, Score
 from xdm_ft.runtime.watchdog import wait_for_everyone
-from xdm_ft.storage.checksummed import Arrays
-from xdm_ft.storage.events import sub_run
 from xdm_ft.storage.names import (
     address_in,
     folder_among_heads,
@@ -50,6 +48,8 @@ from xdm_ft.storage.names import (
     reference_file,
 )
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.tensorboard import sub_run
+from xdm_ft.storage.tensors import Arrays
 from xdm_ft.training import Job, Selected, Trained
 from xdm_ft.training.rule_images import BY_DOMAIN, RuleImages, rule_images
 from xdm_ft.training.selection import best_finish, split_of

@@ -24,7 +24,7 @@ from xdm_ft.experiment.work import Overall
 from xdm_ft.features.cache import Features
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.method import MethodItem
-from xdm_ft.runtime.memory import out_of_memory_as_user_error
+from xdm_ft.runtime.machine import out_of_memory_as_user_error
 from xdm_ft.runtime.progress import Progress
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.storage.atomic import replace_file

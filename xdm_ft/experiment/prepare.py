@@ -23,18 +23,19 @@ from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.cluster_extraction import extraction_on
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import DTYPES, Features, cache_folder, cache_path
+from xdm_ft.features.cache import Features, cache_folder, cache_path
 from xdm_ft.features.extract import cached_images, cached_views, extract, refuse_unreadable
 from xdm_ft.features.hashes import FileHashes, hash_files, undecodable
 from xdm_ft.features.key import weights_digest
 from xdm_ft.images.dataset import ImageDataset
-from xdm_ft.images.loader import own_cores
+from xdm_ft.images.loader import DTYPES
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.check import checked_algorithm
 from xdm_ft.recipe.components import Component
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.tensors import Task
 from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage.atomic import is_writable

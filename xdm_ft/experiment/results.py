@@ -28,10 +28,9 @@ from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.finished import Run, read_run
 from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.shared_files import TensorFiles
+from xdm_ft.storage.tensors import Arrays, TensorFiles
 from xdm_ft.training.end_to_end.model import cut_of
 
 if TYPE_CHECKING:

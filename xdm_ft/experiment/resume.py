@@ -25,7 +25,7 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.checkpoint import differences
-from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import predictions_in
 from xdm_ft.storage.results_file import INPUTS, unverified_facts
 from xdm_ft.storage.run_directory import RunDirectory

@@ -16,10 +16,9 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.finished import ORACLE
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse
-from xdm_ft.storage.events import heads_sub_run, read_scalars, sub_run, trial_sub_run
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.storage.sessions import Session
+from xdm_ft.storage.tensorboard import Session, heads_sub_run, read_scalars, sub_run, trial_sub_run
 from xdm_ft.training import Job
 from xdm_ft.training.selection import FINAL_FIT
 

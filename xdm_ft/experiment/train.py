@@ -12,8 +12,7 @@ from xdm_ft.experiment.cluster_connection import device_of
 from xdm_ft.experiment.pieces import Engines, Model, Request
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.work import overall, run_forked
-from xdm_ft.images.loader import own_cores
-from xdm_ft.runtime.memory import libraries_left_out
+from xdm_ft.runtime.machine import libraries_left_out, own_cores
 from xdm_ft.runtime.watchdog import wait_for_everyone
 
 

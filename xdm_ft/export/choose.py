@@ -39,10 +39,11 @@ from xdm_ft.recipe.check import check
 from xdm_ft.recipe.method import ListedEncoder
 from xdm_ft.report.finished import ORACLE, Run
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
-from xdm_ft.storage.checksummed import Damaged, tensors_of
 from xdm_ft.storage.digests import digest
+from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import reference_beside, reference_file
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.tensors import tensors_of
 from xdm_ft.version import __version__
 
 logger = logging.getLogger("xdm_ft")

@@ -38,16 +38,9 @@ from xdm_ft.export.parts import (
 )
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_text, sync, umask
-from xdm_ft.storage.checksummed import (
-    Damaged,
-    json_object,
-    read_checked,
-    tensors_of,
-    write_arrays,
-    write_checked,
-    write_tensors,
-)
 from xdm_ft.storage.digests import json_digest, tensors_digest
+from xdm_ft.storage.lines import Damaged, json_object
+from xdm_ft.storage.tensors import read_checked, tensors_of, write_arrays, write_checked, write_tensors
 from xdm_ft.weights.files import is_file_name
 from xdm_ft.weights.foreign import TEXT_CONFIG, check_sizes, refuse_sources
 

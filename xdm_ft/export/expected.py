@@ -31,8 +31,8 @@ from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.evaluation.verdicts import FEWEST_SETS, Estimate, HeldOut
 from xdm_ft.export.config import AtHeldOut, Expected
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.storage.checksummed import Arrays
 from xdm_ft.storage.run_directory import RunDirectory
+from xdm_ft.storage.tensors import Arrays
 
 
 def expected_performance(

@@ -18,7 +18,8 @@ from xdm_ft.export.config import ModelConfig
 from xdm_ft.export.directory import CONFIG, ENCODER, PART, REFERENCE, TRAINING_IMAGES, WEIGHTS, read_config
 from xdm_ft.export.onnx import ONNX, check_installed
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.checksummed import Damaged, read_tensors
+from xdm_ft.storage.lines import Damaged
+from xdm_ft.storage.tensors import read_tensors
 from xdm_ft.version import __version__
 from xdm_ft.weights.downloads import check_hub_cache, network_error
 from xdm_ft.weights.foreign import TEXT_CONFIG

@@ -29,8 +29,8 @@ from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, replace_file, sync
-from xdm_ft.storage.checksummed import Damaged, append_lines, read_lines
 from xdm_ft.storage.csv_cells import csv_line
+from xdm_ft.storage.lines import Damaged, append_lines, read_lines
 
 Row = list[str | float | bool | int | None]
 Format = Literal["csv", "jsonl", "parquet"]

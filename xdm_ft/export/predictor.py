@@ -33,7 +33,7 @@ from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_bat
 from xdm_ft.images.transforms import evaluation_transform, normalized, resizing_transform
 from xdm_ft.report.finished import is_run, read_run
 from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.machine import keep_freed_memory
 
 logger = logging.getLogger("xdm_ft")
 T = TypeVar("T")

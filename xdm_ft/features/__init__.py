@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from xdm_ft.runtime.machine import on_gpu
 from xdm_ft.runtime.settings import Block
 
 Precision = Literal["fp32", "bf16", "fp16"]
 CutUse = Literal["cache", "compute", "auto"]
 
 
-def on_cpu_by_request() -> bool:
-    """Whether the launcher forbids the GPU: by the values of its variable that Accelerate reads as true."""
-    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "on", "t")
-
-
 def default_precision() -> Precision:
     """Returns bf16 where a GPU computes in it, else fp32."""
     import torch
 
-    return "bf16" if _on_gpu() and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-
-
-def _on_gpu() -> bool:
-    import torch
-
-    return not on_cpu_by_request() and torch.cuda.is_available()
-
-
-def cpu_has_bf16() -> bool:
-    """Returns whether the processor multiplies bfloat16 numbers itself; else bf16 is slower than fp32."""
-    import torch
-
-    found = torch.cpu.get_capabilities()
-    return any(found.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))  # the last one is ARM's name
+    return "bf16" if on_gpu() and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 def fast_batch_size(device: str) -> int:
@@ -72,7 +53,7 @@ class FeatureSettings(Block):
             "features by rounding only, so cached features serve any batch size; by default 16 on a CPU and 64 on a "
             "GPU; a run that goes on elsewhere keeps its own",
         ),
-    ] = Field(default_factory=lambda: fast_batch_size("cuda" if _on_gpu() else "cpu"))
+    ] = Field(default_factory=lambda: fast_batch_size("cuda" if on_gpu() else "cpu"))
     views: Annotated[
         int,
         Field(

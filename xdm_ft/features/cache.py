@@ -47,11 +47,10 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.atomic import disk_errors, remove_unfinished
 from xdm_ft.storage.cache_root import cache_root, one_at_a_time
-from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.storage.lines import Damaged
 
 logger = logging.getLogger("xdm_ft")
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEMORY_FRACTION = 0.25  # features that need more of the machine's free memory stay in their memory-mapped files
 GPU_FRACTION = 0.6  # the same of a GPU's: nothing else is there but a chunk of heads and its batches
 WHAT = "image features, cached by xdm_ft; safe to delete"

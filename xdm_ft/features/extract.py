@@ -22,23 +22,23 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from xdm_ft.encoders import Encoder
 from xdm_ft.features import FeatureSettings, Precision
-from xdm_ft.features.cache import DTYPES, Features, Lookup, ShardFiles, Store, cache_folder, cache_path
+from xdm_ft.features.cache import Features, Lookup, ShardFiles, Store, cache_folder, cache_path
 from xdm_ft.features.hashes import DistinctImages, FileHashes
 from xdm_ft.features.key import key_of, key_parts
 from xdm_ft.features.maintenance import stores
 from xdm_ft.features.shards import Shard
-from xdm_ft.features.views import View, ViewTransform, all_views
+from xdm_ft.features.views import View, all_views
 from xdm_ft.images.dataset import Augmentation, ImageDataset
-from xdm_ft.images.decode import UnreadableImage, memory_of, unreadable_message
-from xdm_ft.images.loader import image_loader, loaded, own_cores
-from xdm_ft.images.transforms import Preprocessing, normalized
+from xdm_ft.images.decode import memory_of, unreadable_message
+from xdm_ft.images.loader import DTYPES, PixelBatch, pixel_batches
+from xdm_ft.images.transforms import normalized
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.machine import keep_freed_memory, own_cores
 from xdm_ft.runtime.progress import Progress, progress
 from xdm_ft.runtime.watchdog import from_main, gather
 from xdm_ft.storage.atomic import is_writable
@@ -211,51 +211,6 @@ def cached_images(
     return [len(Lookup(folder / key, key, encoder.width, DTYPES[settings.precision])) for key in keys]
 
 
-class ImageBatch(NamedTuple):
-    """One batch, as a DataLoader worker returns it."""
-
-    rows: list[int]
-    pixels: Tensor  # uint8 [features.batch_size,S,S,3]; black where the image does not decode, and after the last row
-    unreadable: dict[int, str]  # row → why its image does not decode
-
-
-class EncoderInputs(Dataset[ImageBatch]):
-    """Item `rows` is a whole batch. An image that does not decode is black and reported; it does not raise.
-
-    Every batch has `batch_size` images: the products of a shorter one round differently. `threads` of this process
-    decode the images of a batch; 0: the process that asks for it does.
-    """
-
-    def __init__(
-        self,
-        dataset: ImageDataset,
-        digests: np.ndarray,
-        transform: ViewTransform,
-        preprocessing: Preprocessing,
-        batch_size: int,
-        threads: int = 0,
-    ) -> None:
-        self.dataset, self.digests, self.transform = dataset, digests, transform
-        self.shape = (batch_size, preprocessing.size, preprocessing.size, 3)
-        self.least_side = preprocessing.least_side
-        self._map = ThreadPoolExecutor(threads, "decoder").map if threads else map
-
-    def __getitem__(self, rows: list[int]) -> ImageBatch:
-        pixels = np.zeros(self.shape, np.uint8)
-        reasons = self._map(self._decode, rows, pixels)
-        unreadable = {row: reason for row, reason in zip(rows, reasons, strict=True) if reason is not None}
-        return ImageBatch(rows, torch.from_numpy(pixels), unreadable)
-
-    def _decode(self, row: int, pixels: np.ndarray) -> str | None:
-        """Fills `pixels` [S,S,3]. Returns why the image does not decode, or None."""
-        try:
-            with memory_of(self.dataset.name(row)):
-                pixels[:] = self.transform(self.dataset.draft(row, self.least_side), self.digests[row])
-        except UnreadableImage as error:
-            return error.reason
-        return None
-
-
 def refuse_unreadable(unreadable: Mapping[int, str], dataset: ImageDataset, on_bad_image: str) -> None:
     """Raises `UserError` for images that do not decode, if `on_bad_image` is "error"."""
     if unreadable and on_bad_image == "error":
@@ -372,9 +327,9 @@ class Extraction:
             shard = requested.popleft()
             first = sum(map(len, shard.parts))
             shard.parts.append(z)
-            bar.advance(len(images.rows), waits.bound)
-            shard.unreadable.update({first + images.rows.index(row): why for row, why in images.unreadable.items()})
-            if first + len(images.rows) == len(shard.numbers):
+            bar.advance(len(images.items), waits.bound)
+            shard.unreadable.update({first + position: reason for position, reason in images.instead.items()})
+            if first + len(images.items) == len(shard.numbers):
                 yield shard.numbers, torch.cat(shard.parts), shard.unreadable
                 shard.parts.clear()
 
@@ -400,29 +355,26 @@ class Extraction:
                         requested.append(batch[0])
                         yield batch[1]
 
-    def _load_images(self, batches: Iterator[list[int]]) -> Iterator[ImageBatch]:
+    def _load_images(self, batches: Iterator[list[int]]) -> Iterator[PixelBatch[int]]:
         """Yields the decoded and transformed images of each batch."""
-        preprocessing = self.encoder.preprocessing
-        workers = worker_count(self.settings, self.hashes, self.device)
-        inputs = EncoderInputs(
-            self.dataset,
-            self.hashes.digests,
-            self.view.transform(preprocessing),
-            preprocessing,
-            self.settings.batch_size,
-            threads=0 if workers else own_cores(),
-        )
-        loader = image_loader(inputs, workers, self.device, batch_size=None, sampler=batches)  # it yields whole batches
-        smaller = f"set fewer (0: none), or a smaller features.batch_size (now {self.settings.batch_size})"
-        yield from loaded(loader, f"features.workers: {workers}", smaller)
+        preprocessing, workers = self.encoder.preprocessing, worker_count(self.settings, self.hashes, self.device)
+        transform, side = self.view.transform(preprocessing), preprocessing.size
 
-    def _encoded(self, batches: Iterator[ImageBatch]) -> Iterator[tuple[ImageBatch, Tensor]]:
+        def read(row: int) -> Image.Image:
+            with memory_of(self.dataset.name(row)):
+                return transform(self.dataset.draft(row, preprocessing.least_side), self.hashes.digests[row])
+
+        smaller = f"set fewer (0: none), or a smaller features.batch_size (now {self.settings.batch_size})"
+        shape = (self.settings.batch_size, side, side, 3)
+        yield from pixel_batches(batches, read, shape, self.device, workers, f"features.workers: {workers}", smaller)
+
+    def _encoded(self, batches: Iterator[PixelBatch[int]]) -> Iterator[tuple[PixelBatch[int], Tensor]]:
         """Yields batches with their features, float [B,K] in the stored precision, on the CPU.
 
         A GPU computes a batch while the features of the one before are copied and checked.
         """
         ahead = 0 if self.device.type == "cpu" else 1
-        computed = deque[tuple[ImageBatch, Tensor, torch.cuda.Event | None]]()
+        computed = deque[tuple[PixelBatch[int], Tensor, torch.cuda.Event | None]]()
         for images in batches:
             computed.append((images, *self._begun(images)))
             if len(computed) > ahead:
@@ -430,9 +382,9 @@ class Extraction:
         while computed:
             yield self._finished(*computed.popleft())
 
-    def _begun(self, images: ImageBatch) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _begun(self, images: PixelBatch[int]) -> tuple[Tensor, torch.cuda.Event | None]:
         """Returns float [B,K] on the CPU, which is filled when the event has happened; None: it is filled."""
-        stored, n = DTYPES[self.settings.precision], len(images.rows)
+        stored, n = DTYPES[self.settings.precision], len(images.items)
         pixels = images.pixels.to(self.device, non_blocking=True)
         with torch.inference_mode():
             z = self.encoder(normalized(pixels, self.encoder.preprocessing).to(stored))[:n].to(stored)
@@ -444,17 +396,20 @@ class Extraction:
         event.record()
         return on_host, event
 
-    def _finished(self, images: ImageBatch, z: Tensor, event: torch.cuda.Event | None) -> tuple[ImageBatch, Tensor]:
+    def _finished(
+        self, images: PixelBatch[int], z: Tensor, event: torch.cuda.Event | None
+    ) -> tuple[PixelBatch[int], Tensor]:
         """Returns the batch with its checked features; a row of zeros for an image that does not decode."""
-        refuse_unreadable(images.unreadable, self.dataset, self.on_bad_image)
+        unreadable = {images.items[position]: reason for position, reason in images.instead.items()}
+        refuse_unreadable(unreadable, self.dataset, self.on_bad_image)
         if event is not None:
             event.synchronize()
         broken = ~z.isfinite().all(1)
         if broken.any():
-            name = self.dataset.name(images.rows[int(broken.nonzero()[0])])
+            name = self.dataset.name(images.items[int(broken.nonzero()[0])])
             remedy = " or set features.precision: fp32" if self.settings.precision != "fp32" else ""
             raise UserError(f"{name}: the encoder returns features that are not finite; check encoder.weights{remedy}")
-        readable = torch.tensor([row not in images.unreadable for row in images.rows])
+        readable = torch.tensor([position not in images.instead for position in range(len(z))])
         return images, z * readable[:, None]
 
 
@@ -464,7 +419,7 @@ class Waits:
     def __init__(self) -> None:
         self.started, self.waited = time.perf_counter(), 0.0
 
-    def of(self, batches: Iterator[ImageBatch]) -> Iterator[ImageBatch]:
+    def of(self, batches: Iterator[PixelBatch[int]]) -> Iterator[PixelBatch[int]]:
         """Yields the same batches."""
         while True:
             asked = time.perf_counter()

@@ -39,9 +39,10 @@ from xdm_ft.features.key import SCHEMA
 from xdm_ft.features.shards import ContentIndex, Contents, contents_of
 from xdm_ft.images.dataset import Container, ImageDataset, Pieces
 from xdm_ft.images.decode import OF_THE_MACHINE, scan
-from xdm_ft.images.loader import image_loader, loaded, own_cores
+from xdm_ft.images.loader import image_loader, loaded
 from xdm_ft.images.transforms import NotAStrip, Preprocessing
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import progress, pulse
 from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, file_mode, is_writable

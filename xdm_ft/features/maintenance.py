@@ -13,12 +13,13 @@ from typing import Any
 from filelock import Timeout
 from safetensors import SafetensorError, safe_open
 
-from xdm_ft.features.cache import DTYPES, WHAT, lock_file
+from xdm_ft.features.cache import WHAT, lock_file
 from xdm_ft.features.key import SCHEMA, key_of
 from xdm_ft.features.shards import MANIFEST, SHARDS, open_shard, read_manifest
+from xdm_ft.images.loader import DTYPES
 from xdm_ft.storage.atomic import UNFINISHED, UNFINISHED_TENSORS, disk_errors
 from xdm_ft.storage.cache_root import one_at_a_time
-from xdm_ft.storage.checksummed import Damaged
+from xdm_ft.storage.lines import Damaged
 
 SECONDS_PER_DAY = 86400.0
 DECODED = "decoded"  # folder in which earlier versions kept which images decode

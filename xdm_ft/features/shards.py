@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from xdm_ft.storage.atomic import replace_text
-from xdm_ft.storage.checksummed import Damaged, json_object, read_tensors, write_tensors
 from xdm_ft.storage.digests import digest
+from xdm_ft.storage.lines import Damaged, json_object
+from xdm_ft.storage.tensors import read_tensors, write_tensors
 
 SHARDS = "shard-*.safetensors"
 MANIFEST = "manifest.json"

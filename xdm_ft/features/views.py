@@ -39,7 +39,7 @@ class View:
 
 
 class ViewTransform:
-    """(RGB image, hash of its content) → RGB pixels uint8 [size,size,3]. Random draws depend on view and hash alone."""
+    """(RGB image, hash of its content) → RGB image of size × size. Random draws depend on view and hash alone."""
 
     def __init__(self, view: View, preprocessing: Preprocessing) -> None:
         self.view = view
@@ -48,13 +48,13 @@ class ViewTransform:
         else:
             self._transform = augmenting_transform(preprocessing, view.augmentation)
 
-    def __call__(self, image: Image.Image, content: np.ndarray) -> np.ndarray:
+    def __call__(self, image: Image.Image, content: np.ndarray) -> Image.Image:
         """`content`: uint8 [16]."""
         if self.view.number == 0:
-            return np.asarray(self._transform(image))
+            return self._transform(image)
         index = int.from_bytes(content[:8].tobytes(), "little", signed=True)
         with drawing_from(int(bits(SEED, self.view.number, Stream.VIEW_IMAGE, index))):
-            return np.asarray(self._transform(image))
+            return self._transform(image)
 
 
 def all_views(augmentation: Augmentation, count: int) -> list[View]:

@@ -26,6 +26,7 @@ from xdm_ft.images.decode import FaultInLoader, UnreadableImage, memory_of, unre
 from xdm_ft.images.transforms import drawing_from
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import end_with_parent, stop_requested
+from xdm_ft.runtime.machine import own_cores
 
 T = TypeVar("T")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # of the precisions in recipes
@@ -75,11 +76,6 @@ class DrawnRows(Dataset[tuple[Tensor, int]]):
         row, seed = key
         with drawing_from(seed):
             return self.images[row]
-
-
-def own_cores() -> int:
-    """Returns this process's share of the machine's cores."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def decoding_workers(device: torch.device, most: int) -> int:

@@ -14,11 +14,11 @@ from xdm_ft.evaluation.records import Entries, Record, SummaryRow, record_in
 from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest_rule, picked_trials, selection_values
 from xdm_ft.report.pooled import Pools, pooled
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.checksummed import Damaged
-from xdm_ft.storage.events import Scalars, read_scalars
+from xdm_ft.storage.lines import Damaged
 from xdm_ft.storage.names import images_file
 from xdm_ft.storage.results_file import read_results
 from xdm_ft.storage.run_directory import ANALYSIS, RunDirectory
+from xdm_ft.storage.tensorboard import Scalars, read_scalars
 
 
 @dataclass(frozen=True)

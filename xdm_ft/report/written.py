@@ -18,8 +18,8 @@ from xdm_ft.report.markdown import markdown
 from xdm_ft.report.model_table import LARGE, parquet_of
 from xdm_ft.report.page import PLOTS, write_page
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.checksummed import Damaged, read_object
 from xdm_ft.storage.digests import digest
+from xdm_ft.storage.lines import Damaged, read_object
 from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
 
 TABLES, MADE_FROM = (MARKDOWN, TABLE, MODELS), (RESULTS, ANALYSIS)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.atomic import disk_errors
-from xdm_ft.storage.checksummed import Damaged, read_checked, write_checked
+from xdm_ft.storage.lines import Damaged
+from xdm_ft.storage.tensors import read_checked, write_checked
 
 logger = logging.getLogger("xdm_ft")
 

@@ -26,21 +26,11 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.atomic import UNFINISHED, disk_errors, remove_unfinished, replace_bytes
 from xdm_ft.storage.checkpoint import Checkpoint, Pace
-from xdm_ft.storage.checksummed import (
-    Arrays,
-    Damaged,
-    append_lines,
-    read_checked,
-    read_lines,
-    read_object,
-    tensors_of,
-    with_checksum,
-)
-from xdm_ft.storage.events import EventFile
+from xdm_ft.storage.lines import Damaged, append_lines, read_lines, read_object, with_checksum
 from xdm_ft.storage.names import file_name, images_file, parts_of, predictions_in
 from xdm_ft.storage.results_file import read_results, write_results
-from xdm_ft.storage.sessions import Session, write_session
-from xdm_ft.storage.shared_files import TensorFiles, read_entry, unchecked_entry
+from xdm_ft.storage.tensorboard import EventFile, Session, write_session
+from xdm_ft.storage.tensors import Arrays, TensorFiles, read_checked, read_entry, tensors_of, unchecked_entry
 
 logger = logging.getLogger("xdm_ft")
 SHARED = "shared"  # folder of `state/`, with memory that the launched processes of this run share
@@ -287,7 +277,7 @@ class RunDirectory:
         return True
 
     def write_scalars(self, sub_run: str, step: int, values: Mapping[str, float]) -> None:
-        """Writes TensorBoard's scalars {tag: value} of a sub-run after `step` steps (`storage.events`)."""
+        """Writes TensorBoard's scalars {tag: value} of a sub-run after `step` steps (`storage.tensorboard`)."""
         folder = self._checked("events") / sub_run
         if sub_run not in self._events:
             self._events[sub_run] = EventFile(folder, self.process)  # each process has a file of its own

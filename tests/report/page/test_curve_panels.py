@@ -14,7 +14,7 @@ from xdm_ft.report.page import search, wise_ft
 from xdm_ft.report.page.curve_figures import Band, Curve, Lines, thinned
 from xdm_ft.report.page.panel import Panel
 from xdm_ft.report.page.styles import styles
-from xdm_ft.storage.events import Scalars
+from xdm_ft.storage.tensorboard import Scalars
 
 ALPHAS = (0.0, 0.1, 0.5, 1.0)
 

@@ -14,7 +14,7 @@ from xdm_ft.report.page.numbers import axis_label, axis_value, set_name
 from xdm_ft.report.page.panel import Cell, Figure, Panel, Table
 from xdm_ft.report.page.styles import listed, method_styles
 from xdm_ft.report.table_rows import EMPTY, number
-from xdm_ft.storage.events import Scalars, heads_sub_run, sub_run
+from xdm_ft.storage.tensorboard import Scalars, heads_sub_run, sub_run
 
 MOST_SETS = 8  # held-out sets with figures of their own
 MOST_PARTS = 6

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from xdm_ft.runtime.interrupt import deferred, stop_requested
-from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.progress import Progress, unseen
 from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.storage.checkpoint import Checkpoint

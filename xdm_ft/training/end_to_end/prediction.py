@@ -13,7 +13,7 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.encoders import Encoder
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.runtime.interrupt import Interrupted, stop_requested
-from xdm_ft.runtime.memory import keep_freed_memory
+from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.training import Job, Precision
 from xdm_ft.training.end_to_end.inputs import CachedActivations, ComputedActivations, Images, Inputs

@@ -26,7 +26,7 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.images.dataset import Augmentation, ImageDataset
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import Interrupted, deferred, stop_requested
-from xdm_ft.runtime.memory import PeakMemory, keep_freed_memory
+from xdm_ft.runtime.machine import PeakMemory, keep_freed_memory
 from xdm_ft.runtime.progress import Progress, unseen
 from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.runtime.tensors import Annotations, Criteria

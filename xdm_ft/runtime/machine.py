@@ -1,23 +1,56 @@
-"""Memory: keeps what was freed for the next step or pass, measures its peak, makes one line of a lack of it."""
+"""Cores, devices and memory: malloc settings, peak memory, and out-of-memory as a `UserError`."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from xdm_ft.runtime.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt(3)
 _LARGEST_KEPT = 1 << 30  # bytes
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes, the limit of glibc before 2.35
+
+
+def cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def own_cores() -> int:
+    """Returns this process's share of the machine's cores."""
+    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def on_cpu_by_request() -> bool:
+    """Whether the launcher forbids the GPU: by the values of its variable that Accelerate reads as true."""
+    return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes", "y", "on", "t")
+
+
+def on_gpu() -> bool:
+    """Whether runs compute on a GPU."""
+    import torch
+
+    return not on_cpu_by_request() and torch.cuda.is_available()
+
+
+def cpu_has_bf16() -> bool:
+    """Returns whether the processor multiplies bfloat16 numbers itself; else bf16 is slower than fp32."""
+    import torch
+
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))  # the last one is ARM's name
 
 
 @cache
@@ -57,6 +90,8 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self.device, self.start = device, 0
         if device.type == "cuda":
+            import torch
+
             torch.cuda.reset_peak_memory_stats(device)
             self.start = torch.cuda.memory_allocated(device)
         elif sys.platform.startswith("linux"):
@@ -76,6 +111,8 @@ class PeakMemory:
     def peak(self) -> int | None:
         """Bytes; None: this system does not tell."""
         if self.device.type == "cuda":
+            import torch
+
             return torch.cuda.max_memory_allocated(self.device) - self.start
         if self.start <= 0:
             return None
@@ -102,6 +139,8 @@ def out_of_memory_as_user_error(what: str, remedy: str) -> Iterator[None]:
 
 def _exhausted(error: MemoryError | RuntimeError) -> str | None:
     """Returns a name of the memory that has run out; None: the error is another one."""
+    import torch
+
     # torch has an error type for the memory of devices only
     if isinstance(error, torch.OutOfMemoryError):
         return "the memory of the GPU"

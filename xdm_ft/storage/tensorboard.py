@@ -21,23 +21,30 @@ follows from a method alone. The first trial of a search is `seed0`, as it is wi
 | `test/METRIC` | of the selected weights, once, at their step: on the test images |
 | `selection/METRIC`, `selection/NAME` | the value that selected them; what else was selected with them |
 
-`test/` and `selection/` are in a file of their own beside TensorBoard's table of hyper-parameters (`storage.sessions`).
+`test/` and `selection/` are in a file of their own beside TensorBoard's table of hyper-parameters (its plugin hparams):
+one session per row. TensorBoard collects names and types of the columns from the sessions of all runs below its folder.
 A metric that is undefined has no point. Older runs have one sub-run, `events/` itself.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.storage.atomic import disk_errors
+from xdm_ft.storage.atomic import disk_errors, replace_file
+from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 
 Scalars = dict[str, list[tuple[int, float]]]  # {tag: [(step, value), …] by rising step}
 BEGINNING = "events.out.tfevents."  # of the names by which TensorBoard finds its files
+ENDING = ".hparams"
+LAST = "9999999999"  # in place of the time in a session's file name: what training writes again does not replace it
 
 
 def sub_run(method: str, test_domains: tuple[str, ...], seed: int, trial: int) -> str:
@@ -71,30 +78,36 @@ def read_scalars(folder: Path) -> dict[str, Scalars]:
     of several values of one step the last one counts. A damaged record, or one that was cut off by a kill, ends its
     file. Without a folder there is nothing. Raises `UserError` if a file can not be read.
     """
-    from google.protobuf.message import DecodeError
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.compat.proto.event_pb2 import SessionLog
 
     found: dict[str, dict[str, dict[int, float]]] = {}
     for path in sorted(path for path in folder.rglob(f"{BEGINNING}*") if path.is_file()):
         name = path.parent.relative_to(folder).as_posix()
         values = found.setdefault("" if name == "." else name, {})
-        try:
-            for event in LegacyEventFileLoader(str(path)).Load():
-                if event.session_log.status == SessionLog.START:
-                    for tag, points in values.items():
-                        values[tag] = {step: value for step, value in points.items() if step < event.step}
-                for scalar in event.summary.value:
-                    if scalar.HasField("simple_value"):
-                        values.setdefault(scalar.tag, {})[event.step] = scalar.simple_value
-        except DecodeError:
-            continue
-        except OSError as error:
-            raise UserError(f"{path}: can not be read: {error.strerror}") from error
+        for event in _read_events(path):
+            if event.session_log.status == SessionLog.START:
+                for tag, points in values.items():
+                    values[tag] = {step: value for step, value in points.items() if step < event.step}
+            for scalar in event.summary.value:
+                if scalar.HasField("simple_value"):
+                    values.setdefault(scalar.tag, {})[event.step] = scalar.simple_value
     return {
         name: {tag: sorted(points.items()) for tag, points in values.items() if points}
         for name, values in found.items()
     }
+
+
+def _read_events(path: Path) -> Iterator[Any]:
+    """Yields the records of a file up to one that is damaged: each has a checksum."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    try:
+        yield from LegacyEventFileLoader(str(path)).Load()
+    except DecodeError:
+        return
+    except OSError as error:
+        raise UserError(f"{path}: can not be read: {error.strerror}") from error
 
 
 class EventFile:
@@ -130,3 +143,63 @@ class EventFile:
                 for event in events:
                     writer.write(event.SerializeToString())
         self._last = step
+
+
+@dataclass(frozen=True)
+class Session:
+    """A row of the table, or one of the repetitions whose mean is a row."""
+
+    row: str  # sessions with the same row differ by their seed alone, and are shown as their mean
+    hparams: Mapping[str, bool | float | str]
+    step: int  # at which the scalars are drawn
+    scalars: Mapping[str, float]  # {tag: value}; those of the sub-run's curves become columns too
+    failed: bool = False
+
+
+def write_session(folder: Path, session: Session) -> None:
+    """Writes the session of the sub-run in `folder`, unless it is there, undamaged, and removes an earlier one.
+
+    Raises `UserError` if it can not be written.
+    """
+    name = f"{BEGINNING}{LAST}.{digest(json.dumps(asdict(session)), bits=128)}{ENDING}"
+    if not (folder / name).is_file() or len([*_read_events(folder / name)]) < 3:  # the records of `_write`
+        replace_file(folder / name, lambda temporary: _write(temporary, session))
+    with disk_errors(folder):
+        for other in folder.glob(f"{BEGINNING}{LAST}.*{ENDING}"):
+            if other.name != name:
+                other.unlink()
+
+
+def _write(path: Path, session: Session) -> None:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import api_pb2, metadata
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    # `tensorboard.plugins.hparams.summary` makes the same messages, but needs TensorFlow
+    now = time.time()
+    start = SessionStartInfo(group_name=session.row, start_time_secs=now)
+    for name, value in session.hparams.items():
+        kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
+        setattr(start.hparams[name], kind, value)
+    status = api_pb2.STATUS_FAILURE if session.failed else api_pb2.STATUS_SUCCESS
+    of_plugin = {
+        metadata.SESSION_START_INFO_TAG: HParamsPluginData(session_start_info=start),
+        metadata.SESSION_END_INFO_TAG: HParamsPluginData(
+            session_end_info=SessionEndInfo(status=status, end_time_secs=now)
+        ),
+    }
+    values = [
+        Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR)
+        for tag, data in of_plugin.items()
+    ]
+    scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in session.scalars.items()]
+    with path.open("wb") as file:
+        writer = RecordWriter(file)
+        for event in (
+            Event(wall_time=now, file_version="brain.Event:2"),
+            Event(wall_time=now, summary=Summary(value=values)),
+            Event(wall_time=now, step=session.step, summary=Summary(value=scalars)),
+        ):
+            writer.write(event.SerializeToString())

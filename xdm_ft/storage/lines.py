@@ -1,0 +1,125 @@
+"""JSON in files: objects, and files of lines. Checksums let a run that resumes find damage in its own files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from xdm_ft.storage.atomic import disk_errors, sync
+from xdm_ft.storage.digests import digest, json_digest, sorted_json
+
+TOO_DEEP = "its brackets are nested too deeply"
+
+
+class Damaged(Exception):
+    """A file does not hold what was written to it. The text says what is wrong."""
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object of a file. Raises `Damaged`, also if it has a checksum that differs."""
+    with opened_file(path) as file:
+        found = json_object(file.read())
+    if "checksum" in found and found["checksum"] != with_checksum(found)["checksum"]:
+        raise Damaged("its checksum differs")
+    return found
+
+
+def with_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a JSON object with the key `checksum`, of all other keys."""
+    rest = {name: inner for name, inner in value.items() if name != "checksum"}
+    return {**rest, "checksum": json_digest(rest)}
+
+
+def append_lines(path: Path, values: Iterable[Any]) -> None:
+    """Appends JSON values to a file of lines, and returns when they are on the disk.
+
+    No other process may write the file. An incomplete last line, left by a killed process, is cut off first. Raises
+    `UserError` if the file can not be written.
+    """
+    text = b"".join(map(checked_line, values))
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        created = not path.exists()
+        with path.open("ab+") as file:
+            file.truncate(end_of_last_line(file))
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if created:
+            sync(path.parent)  # or a crash could lose the name of the new file
+
+
+def checked_line(value: Any) -> bytes:
+    """Returns a line of JSON: the value and its checksum."""
+    return json.dumps({"value": value, "xxh3": json_digest(value)}, allow_nan=False).encode() + b"\n"
+
+
+def end_of_last_line(file: BinaryIO) -> int:
+    """Returns the number of bytes up to the last newline, inclusive. Moves the position in the file."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        begin = max(0, end - 4096)
+        file.seek(begin)
+        place = file.read(end - begin).rfind(b"\n")
+        if place >= 0:
+            return begin + place + 1
+        end = begin
+    return 0
+
+
+def read_lines(path: Path) -> Iterator[Any]:
+    """Yields the values of a file of lines, as `checked_lines` does. Raises `Damaged`."""
+    with opened_file(path) as file:
+        yield from checked_lines(file)
+
+
+def checked_lines(file: BinaryIO) -> Iterator[Any]:
+    """Yields the values of the lines that follow; an incomplete last line is ignored. Raises `Damaged`."""
+    for number, line in enumerate(file, start=1):
+        if not line.endswith(b"\n"):  # a kill cut it short
+            return
+        try:
+            kept = json_object(line)
+            if "value" not in kept or kept.get("xxh3") != digest(sorted_json(kept["value"], is_read=True)):
+                raise Damaged("its checksum differs")
+        except Damaged as error:
+            raise Damaged(f"line {number}: {error}") from error
+        except RecursionError as error:
+            raise Damaged(f"line {number}: {TOO_DEEP}") from error
+        yield kept["value"]
+
+
+@contextmanager
+def opened_file(path: Path) -> Iterator[BinaryIO]:
+    """Yields an open file. Raises `Damaged`, also for what is no file, as reading a pipe may never end."""
+    if not path.is_file():
+        raise Damaged("it is a folder" if path.is_dir() else "it is no file")
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise Damaged(one_line(error)) from error
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """Parses a JSON object. Raises `Damaged` for anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise Damaged(f"it is not JSON: {one_line(error)}") from error
+    except RecursionError as error:
+        raise Damaged(TOO_DEEP) from error
+    if not isinstance(found, dict):
+        raise Damaged("it is not a JSON object")
+    return found
+
+
+def one_line(error: Exception) -> str:
+    """Returns the text of an exception on one line."""
+    # str() of an OSError repeats the path
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split())

@@ -1,0 +1,214 @@
+"""Safetensors files of a run, whose metadata hold a checksum.
+
+A hundred thousand small files are slow to write, read and copy, so heads that train together in a large run share one.
+The weights of each, and its predictions, are entries (`storage.names`): the tensors of an entry are named
+`<entry>/<name>`, and `<entry>/metadata` holds its own metadata with its checksum, as JSON in bytes. So one model is
+checked and read without the others, and the file's header stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from xdm_ft.storage.atomic import Replace, Together, order_metadata, replace_file
+from xdm_ft.storage.digests import tensors_digest
+from xdm_ft.storage.lines import Damaged, json_object, one_line
+from xdm_ft.storage.names import parts_of
+
+Arrays = dict[str, np.ndarray]
+CHECKSUM = "xxh3"  # key of the metadata of a safetensors file
+METADATA = "metadata"  # name of the tensor with an entry's metadata
+_OPEN_FILES = 64  # heads are read in the order of the recipe, in which those of several files may alternate
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], replace: Replace = replace_file
+) -> None:
+    """Writes a safetensors file atomically, by `replace`. Equal tensors and metadata give equal bytes.
+
+    Raises `UserError` if the file can not be written.
+    """
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+    def write(temporary: Path) -> None:
+        try:
+            save_file(kept, temporary, dict(metadata))
+        except SafetensorError as error:
+            number = re.search(r"os error (\d+)", str(error))  # only the text says which error of the system it was
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        order_metadata(temporary)
+
+    replace(path, write, sum(tensor.nbytes for tensor in kept.values()))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the memory-mapped tensors of a safetensors file by name, and its metadata. Verifies no checksum.
+
+    Raises `Damaged`, or `FileNotFoundError` if there is no file.
+    """
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in sorted(file.keys())}, dict(file.metadata() or {})
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Yields an open safetensors file. Errors as for `read_tensors`."""
+    with _as_damage(path), safe_open(path, framework="pt") as file:
+        yield file
+
+
+@contextmanager
+def _as_damage(path: Path) -> Iterator[None]:
+    """Context for reading a safetensors file. Raises `Damaged`, or `FileNotFoundError` if there is none."""
+    if path.exists() and not path.is_file():
+        raise Damaged("it is a folder" if path.is_dir() else "it is no file")
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise Damaged(f"it is not a complete safetensors file: {one_line(error)}") from error
+
+
+def write_checked(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], replace: Replace = replace_file
+) -> None:
+    """Writes a safetensors file as `write_tensors` does, with a checksum of its tensors and metadata."""
+    write_tensors(path, tensors, {**metadata, CHECKSUM: tensors_checksum(tensors, metadata)}, replace)
+
+
+def read_checked(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the memory-mapped tensors by name and the metadata that `write_checked` wrote, without the checksum.
+
+    Reads all of the file. Raises `Damaged`, or `FileNotFoundError` if there is no file.
+    """
+    with _opened(path) as file:
+        metadata = dict(file.metadata() or {})
+        checksum = metadata.pop(CHECKSUM, None)
+        if checksum is None:  # checked first, as a file that we did not write may have a million tensors
+            raise Damaged("it has no checksum; an earlier version may have written it")
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    if checksum != tensors_checksum(tensors, metadata):
+        raise Damaged("its checksum differs")
+    return tensors, metadata
+
+
+def tensors_checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Returns the checksum that `write_checked` adds to the metadata."""
+    return tensors_digest(dict(sorted(tensors.items())), json.dumps(sorted(metadata.items())))
+
+
+def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str], replace: Replace = replace_file) -> None:
+    """Writes numpy arrays as `write_checked` does."""
+    write_checked(path, tensors_of(arrays), metadata, replace)
+
+
+def tensors_of(arrays: Arrays) -> dict[str, Tensor]:
+    """Returns copies, because safetensors refuses tensors that share memory."""
+    return {name: torch.tensor(array) for name, array in arrays.items()}
+
+
+def read_entry(path: Path, entry: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the memory-mapped tensors of an entry by name, and its metadata. Reads all of the entry.
+
+    Raises `Damaged`, or `FileNotFoundError` if there is no file.
+    """
+    tensors = unchecked_entry(path, entry)
+    try:
+        # viewed as bytes, as a file that we did not write may hold anything
+        metadata = json_object(tensors.pop(METADATA, torch.empty(0)).flatten().view(torch.uint8).numpy().tobytes())
+    except Damaged as error:
+        raise Damaged(f"metadata of {entry}: {error}") from error
+    if metadata.pop(CHECKSUM, None) != tensors_checksum(tensors, metadata):
+        raise Damaged(f"the checksum of {entry} differs")
+    return tensors, metadata
+
+
+def unchecked_entry(path: Path, entry: str) -> dict[str, Tensor]:
+    """Returns the memory-mapped tensors of an entry and its metadata, unverified. Raises as `read_entry`."""
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(path) from error
+    except OSError as error:
+        raise Damaged(str(error.strerror)) from error
+    file = _open_shared(path, (status.st_ino, status.st_size, status.st_mtime_ns))
+    if entry not in file.names:
+        raise Damaged(f"it lacks {entry}")
+    return file.tensors(entry)
+
+
+class _SharedFile:
+    """An open file, whose tensors are made when they are read: making those of all heads takes long."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with _as_damage(path):
+            self._file = safe_open(path, framework="pt")
+        self.names: dict[str, list[str]] = {}  # of each entry's tensors
+        for place in sorted(self._file.keys()):
+            entry, _, name = place.rpartition("/")
+            self.names.setdefault(entry, []).append(name)
+
+    def tensors(self, entry: str) -> dict[str, Tensor]:
+        with _as_damage(self._path):
+            return {name: self._file.get_tensor(f"{entry}/{name}") for name in self.names[entry]}
+
+
+@lru_cache(_OPEN_FILES)
+def _open_shared(path: Path, _state: tuple[int, int, int]) -> _SharedFile:
+    return _SharedFile(path)
+
+
+class TensorFiles(Together):
+    """Safetensors files with checksums that are replaced together. Entries of the same file are written at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shared: dict[Path, dict[str, dict[str, Tensor]]] = {}
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The size of the entries that wait in memory for `replace`."""
+        waiting = (tensors for entries in self._shared.values() for tensors in entries.values())
+        return sum(tensor.nbytes for tensors in waiting for tensor in tensors.values())
+
+    def put(self, folder: Path, address: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        """Adds the tensors at an address below `folder`. Errors as for `add`."""
+        file, entry = parts_of(address)
+        if entry is None:
+            write_checked(folder / file, tensors, metadata, self.add)
+            return
+        about = json.dumps({**metadata, CHECKSUM: tensors_checksum(tensors, metadata)}, sort_keys=True).encode()
+        # copies, as heads that train together may share memory, which the tensors of a file can not
+        kept = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        kept[METADATA] = torch.frombuffer(bytearray(about), dtype=torch.uint8)
+        self._shared.setdefault(folder / file, {})[entry] = kept
+
+    def replace(self) -> None:
+        """Replaces the files that were added; a shared file keeps its other entries, as they are."""
+        for path, new in self._shared.items():
+            try:
+                old = _SharedFile(path)
+                found = {entry: old.tensors(entry) for entry in old.names} | new
+            except (FileNotFoundError, Damaged):  # whose models are all trained again
+                found = new
+            named = {f"{entry}/{name}": tensor for entry in found for name, tensor in found[entry].items()}
+            write_tensors(path, named, {}, self.add)
+        self._shared = {}
+        super().replace()
