@@ -29,6 +29,7 @@ from xdm_ft.features.cache import Features, cache_folder
 from xdm_ft.features.shards import read_manifest
 from xdm_ft.features.views import View
 from xdm_ft.images.decode import EncodedImages
+from xdm_ft.images.loader import DTYPES
 from xdm_ft.images.transforms import PreprocessingOverrides, evaluation_transform
 from xdm_ft.runtime.errors import UserError
 
@@ -260,7 +261,7 @@ def test_features_that_fit_only_as_they_are_stored(
     monkeypatch.setattr(cache, "_free_memory", lambda device: halves)
     found = features_of(Pixels(70), tmp_path, precision=precision)
     assert found.in_memory == (precision != "fp32")
-    assert found._table is None or found._table.dtype == loader.DTYPES[precision]
+    assert found._table is None or found._table.dtype == DTYPES[precision]
     rows = torch.tensor([[3, 69], [0, 3]])
     assert found[rows].dtype == torch.float32
     assert torch.equal(found[rows], whole[rows]) and torch.equal(every_row(found), every_row(whole))
