@@ -56,8 +56,8 @@ from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.cached_data import CachedData, batches
-from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank.data import CachedData, batches
+from xdm_ft.training.bank.step import stack, step
 from xdm_ft.training.bank.train import chunk_heads
 from xdm_ft.training.bank.validation import BankValidation
 from xdm_ft.xdomainmix import order_statistic

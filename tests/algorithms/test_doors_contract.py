@@ -15,7 +15,7 @@ from torch.func import stack_module_state
 
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.runtime.tensors import Batch
-from xdm_ft.training.bank.inputs import OnInputs
+from xdm_ft.training.bank.step import _InputMixing
 
 FIELDS = ("x", "y", "domain", "index", "place")
 CHANGES_INPUTS = [name for name in ALGORITHMS if METHODS[name].on_inputs is not Algorithm.on_inputs]
@@ -67,7 +67,7 @@ def test_inputs_of_one_head_are_the_same_alone_and_among_24(name: str) -> None:
     names = batches[0].fields()
     stacked = Batch(**{name: torch.stack([batch.fields()[name] for batch in batches]) for name in names})
     _, buffers = stack_module_state(heads)
-    together = OnInputs(heads[0]).of_heads(buffers, stacked, 5).fields()
+    together = _InputMixing(heads[0]).of_heads(buffers, stacked, 5).fields()
     differ = False
     for place, (head, batch) in enumerate(zip(heads, batches, strict=True)):
         alone = head.on_inputs(batch, 5).fields()
@@ -106,10 +106,10 @@ def test_modules_in_the_encoder_have_no_buffers_and_keep_shapes(name: str) -> No
 @pytest.mark.parametrize("step", [0, STEPS - 1])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_update_trains_on_all_domains_and_goes_nowhere_by_itself(name: str, step: int) -> None:
-    algorithm, asked = METHODS[name](setup()), list[int | None]()
+    algorithm = METHODS[name](setup())
     parameters = dict(algorithm.named_parameters())
     before = {key: value.detach().clone() for key, value in parameters.items()}
-    algorithm.update(parameters, dict(algorithm.named_buffers()), asked.append, step)
+    asked = list(algorithm.update(parameters, dict(algorithm.named_buffers()), step))
     assert asked == [None] or sorted(asked) == list(range(DOMAINS))  # type: ignore[type-var]
     assert all(torch.equal(value, before[key]) for key, value in parameters.items())
     assert (asked == [None]) == (name not in HAS_UPDATE)
@@ -122,12 +122,10 @@ def test_an_update_follows_its_inner_steps_and_stacks(name: str) -> None:
     one, many = torch.zeros(3, 2), torch.zeros(24, 3, 2)
 
     def moved(parameter: Tensor) -> Tensor:
-        def inner_step(domain: int | None) -> None:
-            parameter.add_(1.0)
-
         algorithm, heads = METHODS[name](setup()), parameter.shape[:-2]
         buffers = {key: value.expand((*heads, *value.shape)) for key, value in algorithm.named_buffers()}
-        algorithm.update({"a": parameter}, buffers, inner_step, 0)
+        for _ in algorithm.update({"a": parameter}, buffers, 0):
+            parameter.add_(1.0)
         return parameter
 
     assert (moved(one) > 0).all()
@@ -145,6 +143,6 @@ def test_a_step_takes_as_many_gradients_as_it_says(name: str) -> None:
     if name not in ALGORITHMS:
         assert METHODS[name].gradients_per_step(DOMAINS) == 0  # no steps
         return
-    algorithm, taken = METHODS[name](setup()), list[int | None]()
-    algorithm.update(dict(algorithm.named_parameters()), dict(algorithm.named_buffers()), taken.append, 3)
+    algorithm = METHODS[name](setup())
+    taken = list(algorithm.update(dict(algorithm.named_parameters()), dict(algorithm.named_buffers()), 3))
     assert len(taken) == METHODS[name].gradients_per_step(DOMAINS) > 0

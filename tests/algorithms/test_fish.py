@@ -38,16 +38,13 @@ def trained(algorithm: Fish, golden: dict[str, Tensor]) -> list[tuple[Tensor, Te
     optimizer = torch.optim.Adam(head.parameters(), lr=float(golden["lr"]))
     after = []
     for step in range(len(golden["W"])):
-
-        def inner_step(domain: int | None) -> None:
+        for domain in algorithm.update(dict(head.named_parameters()), dict(algorithm.named_buffers()), step):
             assert domain is not None
             x, y = golden["X"][domain], golden["y"][domain]
             batch = Batch(x, y, torch.full_like(y, domain), torch.arange(len(y)), torch.arange(len(y)))
             optimizer.zero_grad()
-            algorithm(x, batch, step).total.backward()  # noqa: B023 (called before the next step)
+            algorithm(x, batch, step).total.backward()
             optimizer.step()
-
-        algorithm.update(dict(head.named_parameters()), dict(algorithm.named_buffers()), inner_step, step)
         after.append((head.weight.detach().clone(), head.bias.detach().clone()))
     return after
 

@@ -15,7 +15,7 @@ from xdm_ft.features.cache import Features
 from xdm_ft.heads.neighbours import Neighbours
 from xdm_ft.runtime.tensors import Batch, Criteria
 from xdm_ft.training import Trained
-from xdm_ft.training.bank.cached_data import CachedData, cached_logits
+from xdm_ft.training.bank.data import CachedData, cached_logits
 from xdm_ft.training.solvers import solve
 
 METHODS = {KNN: {"head": Neighbours}, Prototypes: {}}

@@ -11,7 +11,7 @@ if __name__ == "__main__":
 
     from xdm_ft.runtime import interrupt, watchdog
     from xdm_ft.runtime.progress import pulse
-    from xdm_ft.training.end_to_end.accelerated import shut_down
+    from xdm_ft.training.end_to_end.train import shut_down
 
     watchdog.EVERY_SECONDS, watchdog.SILENCE_SECONDS = 0.2, 4.0
     mode, accelerator = sys.argv[1], Accelerator()

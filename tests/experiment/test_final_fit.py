@@ -274,7 +274,7 @@ def test_an_interval_averages_exactly_its_steps():
 @pytest.mark.parametrize("method", ["erm", "{name: erm+swad, swad.n_converge: 1}"])
 def test_end_to_end_nothing_is_measured_either(method, monkeypatch):
     from xdm_ft.training.end_to_end import train as loop
-    from xdm_ft.training.end_to_end.validation import EndToEndValidation
+    from xdm_ft.training.end_to_end.prediction import EndToEndValidation
 
     made = []
 

@@ -22,7 +22,7 @@ from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Losses, Task
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.training import Job, Trained, Training
-from xdm_ft.training.bank.cached_data import CachedData
+from xdm_ft.training.bank.data import CachedData
 from xdm_ft.training.bank.train import chunks, train_chunk
 
 DOMAINS, CLASSES, WIDTH = 4, 10, 96

@@ -26,8 +26,8 @@ from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.training import Job, Training
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
-from xdm_ft.training.bank.cached_data import batches
-from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank.data import batches
+from xdm_ft.training.bank.step import stack, step
 from xdm_ft.training.bank.train import chunks
 
 ANY_VALLEY = SWAD(n_converge=1, tolerance_ratio=100.0)  # averages everything

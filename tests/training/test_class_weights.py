@@ -18,8 +18,7 @@ from xdm_ft.algorithms import LossAverage
 from xdm_ft.images.loader import ImageRows
 from xdm_ft.images.transforms import evaluation_transform
 from xdm_ft.protocol.samplers import sampler
-from xdm_ft.training import Job, Training
-from xdm_ft.training.class_weights import balanced
+from xdm_ft.training import Job, Training, balanced_class_weight
 
 SGD = Training(batch_size=8, optimizer="sgd", momentum=0.0, encoder_lr=0.01)
 WEIGHTS = [
@@ -31,8 +30,8 @@ WEIGHTS = [
 def test_balanced_by_hand() -> None:
     labels = torch.tensor([0, 0, 0, 0, 2, 2, 3, 0])  # n = 8, three classes of five
     expected = torch.tensor([8 / (3 * 5), 0.0, 8 / (3 * 2), 8 / (3 * 1), 0.0])
-    torch.testing.assert_close(balanced(labels, 5), expected)
-    assert balanced(labels, 5).dtype == torch.float32
+    torch.testing.assert_close(balanced_class_weight(labels, 5), expected)
+    assert balanced_class_weight(labels, 5).dtype == torch.float32
 
 
 def test_balanced_is_scikit_learns() -> None:
@@ -40,9 +39,9 @@ def test_balanced_is_scikit_learns() -> None:
 
     labels = np.random.default_rng(0).choice(6, 500, p=[0.5, 0.3, 0.1, 0.05, 0.04, 0.01])
     theirs = compute_class_weight("balanced", classes=np.arange(6), y=labels)
-    np.testing.assert_allclose(balanced(torch.from_numpy(labels), 6).numpy(), theirs, rtol=1e-6)
+    np.testing.assert_allclose(balanced_class_weight(torch.from_numpy(labels), 6).numpy(), theirs, rtol=1e-6)
     torch.testing.assert_close(
-        balanced(torch.from_numpy(labels), 6)[torch.from_numpy(labels)].mean(), torch.tensor(1.0)
+        balanced_class_weight(torch.from_numpy(labels), 6)[torch.from_numpy(labels)].mean(), torch.tensor(1.0)
     )
 
 

@@ -34,8 +34,8 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Batch, Losses, Task
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.cached_data import batches
-from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank.data import batches
+from xdm_ft.training.bank.step import stack, step
 from xdm_ft.training.end_to_end.model import EndToEnd
 from xdm_ft.training.end_to_end.prediction import predict
 

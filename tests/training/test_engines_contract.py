@@ -38,11 +38,10 @@ from xdm_ft.recipe.components import find, names
 from xdm_ft.runtime.tensors import Batch, Criteria, Losses
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank.step import stack, step
 from xdm_ft.training.bank.train import train_chunk
 from xdm_ft.training.end_to_end.gradients import StepGradients
-from xdm_ft.training.end_to_end.model import EndToEnd
-from xdm_ft.training.end_to_end.optimizer import optimizer_of
+from xdm_ft.training.end_to_end.model import EndToEnd, optimizer_of
 
 FOUND = {name: find("algorithms", name) for name in names("algorithms")}
 ALGORITHMS = {name: cls for name, cls in FOUND.items() if issubclass(cls, Algorithm)}

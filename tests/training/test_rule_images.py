@@ -25,9 +25,9 @@ from xdm_ft.protocol.splits import Metric, Split
 from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Trained, Training
 from xdm_ft.training.averages import Averages
-from xdm_ft.training.bank.cached_data import CachedData
+from xdm_ft.training.bank.data import CachedData
 from xdm_ft.training.end_to_end.prediction import predict
-from xdm_ft.training.rule_images import rule_images, undefined_domains
+from xdm_ft.training.selection import rule_images, undefined_domains
 from xdm_ft.training.solvers import solve
 
 METRICS = get_args(Metric)

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from xdm_ft.training import Schedule
-from xdm_ft.training.schedule import learning_rate_factor
 
 
 def course(steps: int, **settings: object) -> list[float]:
-    return [learning_rate_factor(step, steps, Schedule(**settings)) for step in range(steps)]
+    return [Schedule(**settings).factor(step, steps) for step in range(steps)]
 
 
 def test_constant() -> None:

@@ -23,9 +23,8 @@ from xdm_ft.algorithms.zero_shot import ZeroShot
 from xdm_ft.features.cache import Features
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.runtime.tensors import Batch, Criteria, Task
-from xdm_ft.training import Job, Trained
-from xdm_ft.training.bank.cached_data import CachedData
-from xdm_ft.training.class_weights import balanced
+from xdm_ft.training import Job, Trained, balanced_class_weight
+from xdm_ft.training.bank.data import CachedData
 from xdm_ft.training.solvers import solve
 
 ROOT = Path(__file__).parents[2]
@@ -131,7 +130,7 @@ def test_class_weights_make_it_scikit_learns_balanced_optimum() -> None:
     plain, z, batch = problem("sample")
     kept = torch.cat([(batch.y == c).nonzero()[: 5 * (c + 1), 0] for c in range(CLASSES - 1)])  # nothing of the last
     z, batch = z[kept], Batch(z[kept], batch.y[kept], batch.domain[kept], batch.index[kept], batch.place[kept])
-    setup = dataclasses.replace(plain.setup, class_weight=balanced(batch.y, CLASSES))
+    setup = dataclasses.replace(plain.setup, class_weight=balanced_class_weight(batch.y, CLASSES))
     probe = LinearProbe(setup, strengths=STRENGTHS[:2], tolerance=1e-6)
     for candidate in probe.solve(z, batch):
         c = 1 / (len(z) * candidate.hparams["l2"])

@@ -9,7 +9,7 @@ arguments of the class's constructor are its recipe keys, each annotated
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, final
 
@@ -253,16 +253,15 @@ class Algorithm(Method):
         self,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
-        inner_step: Callable[[int | None], None],
         step: int,
-    ) -> None:
-        """Takes one training step: changes the `parameters` in place.
+    ) -> Iterator[int | None]:
+        """Yields the inner steps of one training step: the number of a domain, or None for the whole batch (default).
 
-        `inner_step(domain)` takes a step of the engine's optimizer, which keeps its state, on the batch's samples of
-        one domain; `inner_step(None)` takes it on the whole batch (the default). `buffers` are the algorithm's. In a
-        bank the first axis of every parameter and buffer is that of the heads.
+        At each of them the engine takes a step of its optimizer, which keeps its state, on these samples. In between
+        this function may change the `parameters` in place. `buffers` are the algorithm's. In a bank the first axis of
+        every parameter and buffer is that of the heads.
         """
-        inner_step(None)
+        yield None
 
     def finish(self, start: Mapping[str, Tensor], end: Mapping[str, Tensor]) -> Iterable[Finish]:
         """Yields weights to keep in place of the trained ones. Called only if `varied_by_finish` is not empty.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 import torch
@@ -50,12 +50,10 @@ class Fish(ERM):
         self,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
-        inner_step: Callable[[int | None], None],
         step: int,
-    ) -> None:
+    ) -> Iterator[int | None]:
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        for domain in self.order(step):
-            inner_step(domain)
+        yield from self.order(step)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(meta_step(before[name], parameter, buffers["meta_lr"]))

@@ -13,7 +13,7 @@ from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.encoders import Encoder
 from xdm_ft.runtime.randomness import Stream, permutation
 from xdm_ft.runtime.tensors import Batch, Samples
-from xdm_ft.training.end_to_end.stage_modules import StageModules
+from xdm_ft.training.end_to_end.model import StageModules
 from xdm_ft.xdomainmix import domain_quantile
 
 QUANTILES = tuple(domain_quantile(stage, every=1) for stage in range(5))

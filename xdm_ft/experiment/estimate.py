@@ -30,7 +30,7 @@ from xdm_ft.features.extract import cached_images, frozen_copy
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.machine import cores, cpu_has_bf16, keep_freed_memory, own_cores
 from xdm_ft.runtime.progress import duration
-from xdm_ft.training.bank.cached_data import CachedData
+from xdm_ft.training.bank.data import CachedData
 from xdm_ft.training.bank.timing import seconds_of, timed
 from xdm_ft.training.bank.train import chunks, most_heads
 from xdm_ft.training.selection import evaluation_steps, split_of

@@ -56,7 +56,7 @@ def launched(recipe: Recipe, trackers: Sequence[str] = ()) -> Iterator[Accelerat
     """
     from accelerate.state import AcceleratorState, is_initialized
 
-    from xdm_ft.training.end_to_end.accelerated import shut_down
+    from xdm_ft.training.end_to_end.train import shut_down
 
     of_the_caller = is_initialized()
     with on_loopback():

@@ -51,8 +51,7 @@ from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensorboard import sub_run
 from xdm_ft.storage.tensors import Arrays
 from xdm_ft.training import Job, Selected, Trained
-from xdm_ft.training.rule_images import BY_DOMAIN, RuleImages, rule_images
-from xdm_ft.training.selection import best_finish, split_of
+from xdm_ft.training.selection import BY_DOMAIN, RuleImages, best_finish, rule_images, split_of
 from xdm_ft.weights.prompts import expand_templates
 
 logger = logging.getLogger("xdm_ft")

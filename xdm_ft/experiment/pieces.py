@@ -263,10 +263,10 @@ class Engines:
 
         Random weights are drawn from the seed. What lies below a cut is the same for all seeds, as it is cached.
         """
-        from xdm_ft.training.end_to_end.model import WHOLE, EncoderPart
+        from xdm_ft.training.end_to_end.model import FULL_ENCODER, EncoderPart
 
         if not item.is_cut:
-            return build_encoder(item.encoder, seed), WHOLE
+            return build_encoder(item.encoder, seed), FULL_ENCODER
         prepared = self.prepared.of(item)
         return prepared.encoder, EncoderPart(item.trainable, prepared.activations[item.trainable])
 
@@ -318,7 +318,7 @@ def _shared_files(jobs: Sequence[Job], rules: Sequence[str]) -> dict[ModelKey, s
 
 def _cached_logits(job: Job, features: Features, named: Callable[[], Any]) -> Logits:
     """Returns the function that computes the logits of selected weights from cached features."""
-    from xdm_ft.training.bank.cached_data import cached_logits
+    from xdm_ft.training.bank.data import cached_logits
 
     model = job.make(job.setup).eval()
 

@@ -21,7 +21,7 @@ from xdm_ft.recipe.settings import Recipe
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural
 from xdm_ft.runtime.tensors import Annotations, Criteria, Task
 from xdm_ft.training import Training
-from xdm_ft.training.rule_images import BY_DOMAIN, undefined_domains
+from xdm_ft.training.selection import BY_DOMAIN, undefined_domains
 
 MOST_MODELS = 200  # in a run where each head has files and curves of its own
 

@@ -40,8 +40,7 @@ from xdm_ft.runtime.tensors import Task
 from xdm_ft.runtime.watchdog import from_main, wait_for_everyone
 from xdm_ft.storage.atomic import is_writable
 from xdm_ft.storage.digests import digest
-from xdm_ft.training import Job
-from xdm_ft.training.class_weights import balanced
+from xdm_ft.training import Job, balanced_class_weight
 from xdm_ft.training.end_to_end.model import check_trainable, check_updates, cut_of
 
 if TYPE_CHECKING:
@@ -435,4 +434,4 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel, external_value
 def _class_weight(plan: Plan, split: Split) -> Tensor | None:
     if plan.recipe.training.class_weights == "none":
         return None
-    return balanced(plan.annotations.labels[torch.cat(split.train)], len(plan.dataset.class_names))
+    return balanced_class_weight(plan.annotations.labels[torch.cat(split.train)], len(plan.dataset.class_names))

@@ -1,11 +1,13 @@
-"""Training: the head bank (many heads on cached features), the end-to-end loop (one model), schedules, selection."""
+"""Training: the head bank (many heads on cached features), the end-to-end loop (one model), solvers, selection."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+import torch
 from pydantic import BeforeValidator, Field, ValidationInfo
 from torch import Tensor
 
@@ -28,6 +30,19 @@ class Schedule(Block):
         Literal["constant", "cosine"], Field(description="factor after the warm-up; cosine: falls from 1 to 0")
     ] = "constant"
     warmup_steps: Annotated[int, Field(ge=0, description="first steps, in which the factor rises linearly")] = 0
+
+    def factor(self, step: int, steps: int) -> float:
+        """Returns the factor of the learning rates at `step` (0…steps−1).
+
+        The warm-up rises linearly, (step + 1) / (warmup_steps + 1), so that no step is wasted on a learning rate of 0.
+        Cosine then falls as ½[1 + cos(π t / T)] after t of the T remaining steps, from 1 to 0 after the last one
+        (Loshchilov & Hutter 2017; torch's `CosineAnnealingLR` with T_max = T).
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.name == "constant":
+            return 1.0
+        return 0.5 * (1 + math.cos(math.pi * (step - self.warmup_steps) / (steps - self.warmup_steps)))
 
 
 ADAMW_DECAY = 0.01
@@ -157,6 +172,18 @@ class Training(Block):
             if not trains_encoders and getattr(self, key) not in (type(self).model_fields[key].default, "no"):
                 problem = "has no effect with a frozen encoder; leave it out (for precision set features.precision)"
                 yield Problem(f"training.{key}", problem, ("encoder.trainable",))
+
+
+def balanced_class_weight(labels: Tensor, num_classes: int) -> Tensor:
+    """Returns w_c = n / (C n_c), float32 [num_classes], for `labels` int64 [n] of which n_c are class c.
+
+    C is the number of classes that occur; the weight of any other class is 0. As scikit-learn's
+    class_weight="balanced": every class has the same sum of weights, and their mean over the images is 1.
+    """
+    count = labels.bincount(minlength=num_classes)
+    present = count > 0
+    weight = len(labels) / (present.sum() * count.clamp(min=1).double())
+    return torch.where(present, weight, 0.0).float()
 
 
 RuleValues = dict[str, dict[int, float]]

@@ -47,8 +47,8 @@ class Averages:
             torch._foreach_lerp_([*self.mean.values()], [parameters[name] for name in self.mean], shares[0])
             return
         for name, mean in self.mean.items():  # [H,…]
-            own = torch.tensor(shares, dtype=mean.dtype, device=mean.device).view(-1, *[1] * (mean.dim() - 1))
-            mean.lerp_(parameters[name], own)
+            share = torch.tensor(shares, dtype=mean.dtype, device=mean.device).view(-1, *[1] * (mean.dim() - 1))
+            mean.lerp_(parameters[name], share)
 
     def evaluated(self, taken: int, losses: Sequence[float | None], ended: Collection[int] = ()) -> None:
         """Passes the mean since the last evaluation, and the validation loss, to the average of every head.
@@ -85,16 +85,16 @@ class Averages:
         }
 
     def load_state(self, state: Mapping[str, Any], device: torch.device) -> None:
-        for average, of_head in zip(self.averages, state["averages"], strict=True):
-            average.load_state(of_head)
+        for average, saved in zip(self.averages, state["averages"], strict=True):
+            average.load_state(saved)
         self.mean = {name: value.to(device) for name, value in state["mean"].items()}
         self.count, self.weights, self.broken_at = state["count"], state["weights"], state["broken_at"]
 
-    def selected(self, head: int, whole: Callable[[Tensors], Tensors], rules: Sequence[str]) -> dict[str, Selected]:
+    def selected(self, head: int, complete: Callable[[Tensors], Tensors], rules: Sequence[str]) -> dict[str, Selected]:
         """Returns the same average for every rule, as no rule picks a step.
 
-        `whole` completes averaged parameters to the state of a model.
+        `complete`: averaged parameters → the state of a model.
         """
         average = self.averages[head].result()
-        selected = Selected(average.last, whole(average.mean), {"averaged_from": average.first})
+        selected = Selected(average.last, complete(average.mean), {"averaged_from": average.first})
         return dict.fromkeys(rules, selected)

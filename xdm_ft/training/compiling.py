@@ -13,7 +13,7 @@ from xdm_ft.runtime.errors import UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MOST_GRAPHS = 256  # of one function: kinds of heads, their numbers, phases
+MAX_GRAPHS = 256  # of one function: kinds of heads, their numbers, phases
 
 
 def compiled(function: Callable[P, R], **how: Any) -> Callable[P, R]:
@@ -25,14 +25,14 @@ def compiled(function: Callable[P, R], **how: Any) -> Callable[P, R]:
     from torch._dynamo.exc import BackendCompilerFailed
 
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns of a GPU that is not asked for
-    whole = torch.compile(function, **how)
+    compiled_function = torch.compile(function, **how)
 
     @wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> R:
         try:
             # a step takes gradients inside
-            with config.patch(trace_autograd_ops=True, recompile_limit=MOST_GRAPHS):
-                return whole(*arguments, **named)
+            with config.patch(trace_autograd_ops=True, recompile_limit=MAX_GRAPHS):
+                return compiled_function(*arguments, **named)
         except BackendCompilerFailed as error:
             reason = (str(error.inner_exception).strip().splitlines() or [type(error.inner_exception).__name__])[0]
             raise UserError(

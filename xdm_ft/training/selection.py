@@ -1,24 +1,34 @@
-"""Selects the best step of a training by the protocol's rules."""
+"""Selects the best step of a training: the images that a rule measures, their value, and the selector."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Finish
-from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER, is_defined, per_image_nll
+from xdm_ft.evaluation.metrics import metric as metric_of
 from xdm_ft.evaluation.trials import ORACLE, honest_rule
 from xdm_ft.protocol.splits import SELECTION_SPLIT
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.tensors import Criteria
+from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job, RuleValues, Selected
 
 FINAL_FIT = "final_fit"
 """The rule of a final fit: `Job.external_values` fixes its step before the training begins, and nothing is measured."""
+
+
+BY_DOMAIN = "train_val"
+"""The split that is measured as an unweighted mean over its domains: DomainBed averages the accuracies of the training
+domains' validation parts (`env{i}_out_acc`, model_selection.py of Gulrajani & Lopez-Paz 2021), SWAD their losses. All
+other splits are pooled."""
 
 
 def evaluation_steps(steps: int, every: int | None) -> list[int]:
@@ -39,11 +49,11 @@ def split_of(rule: str) -> str:
 
 
 def rows_of_rules(job: Job, rules: Sequence[str]) -> dict[str, Tensor]:
-    """Returns {selection rule: rows (int64) of the split that it measures}, without rules whose values are known.
+    """Returns {selection rule: rows (int64) of its split}, without rules that use other models' values.
 
     Raises `UserError` if a split has no rows.
     """
-    found = {}
+    rows_of = {}
     for rule in rules:
         if rule in job.external_values:
             continue
@@ -54,13 +64,98 @@ def rows_of_rules(job: Job, rules: Sequence[str]) -> dict[str, Tensor]:
                 f'protocol.selection: "{rule}" needs images in the split {name}, which has none if '
                 f"{', '.join(job.split.test_domains)} is held out; choose another rule"
             )
-        found[rule] = rows
-    return found
+        rows_of[rule] = rows
+    return rows_of
 
 
 def external_values(job: Job, step: int) -> dict[str, float]:
-    """Returns {selection rule: its value after `step` steps} for rules whose values are known; nan: no value."""
-    return {rule: of_step.get(step, math.nan) for rule, of_step in job.external_values.items()}
+    """Returns {selection rule: its value after `step` steps} for rules that use other models' values; nan: no value."""
+    return {rule: values.get(step, math.nan) for rule, values in job.external_values.items()}
+
+
+@dataclass(frozen=True)
+class RuleImages:
+    """n images of one split. Its tensors are on the device of the logits to measure."""
+
+    labels: Tensor  # int64 [n]
+    worst_of: Tensor  # int64 [n], see `Annotations`
+    metric: str
+    parts: tuple[Tensor, ...] | None  # per domain the positions of its images, int64; None: all images together
+    part_of: Tensor  # int64 [n]: the number of an image's part; len(parts): in no part
+
+    def value(self, logits: Tensor) -> float:
+        """Returns the metric of finite logits [n,C], the unweighted mean over `parts`; nan if it is not defined."""
+        if self.metric == "accuracy":
+            return self.accuracy(self.count(logits.argmax(1) == self.labels).tolist())
+        if self.metric == "nll":
+            return self._mean(per_image_nll(logits, self.labels))
+        if self.parts is None:
+            return metric_of(self.metric, logits, self.labels, self.worst_of)
+        values = (metric_of(self.metric, logits[p], self.labels[p], self.worst_of[p]) for p in self.parts)
+        # fsum is exact in any order of the domains, so that equally good steps have equal values
+        return math.fsum(values) / len(self.parts) if self.parts else math.nan
+
+    def values(self, logits: Tensor) -> list[float]:
+        """Returns `value` of H heads from their finite logits [n,H,C] on the CPU."""
+        images, heads = logits.shape[:2]
+        if self.metric == "nll":
+            losses = per_image_nll(logits.flatten(0, 1), self.labels.repeat_interleave(heads)).reshape(images, heads)
+            return [self._mean(np.ascontiguousarray(losses[:, head])) for head in range(heads)]
+        return [self.value(logits[:, head]) for head in range(heads)]
+
+    def _mean(self, losses: np.ndarray) -> float:
+        """Returns the mean of losses [n], or of their means over parts."""
+        if self.parts is None:
+            return float(losses.mean())
+        means = [float(losses[part.cpu().numpy()].mean()) for part in self.parts]
+        return math.fsum(means) / len(means) if means else math.nan
+
+    def count(self, right: Tensor) -> Tensor:
+        """Returns the number of right predictions of every part, int64 [parts,…], from bool [n,…]."""
+        if self.parts is None:
+            return right.sum(0, keepdim=True)
+        counts = torch.zeros(len(self.parts) + 1, *right.shape[1:], dtype=torch.int64, device=right.device)
+        return counts.index_add_(0, self.part_of, right.long())[:-1]
+
+    def accuracy(self, right: Sequence[int]) -> float:
+        """Returns the accuracy from the number of right predictions of every part, as `count` returns them."""
+        sizes = [len(self.labels)] if self.parts is None else list(map(len, self.parts))
+        return math.fsum(n / size for n, size in zip(right, sizes, strict=True)) / len(sizes) if sizes else math.nan
+
+
+def rule_images(split: str, rows: Tensor, annotations: Annotations, metric: str, num_classes: int) -> RuleImages:
+    """Returns the images `rows` (int64 [n]) of a split.
+
+    The labels alone decide which domains count, so they are the same at every step and in every trial.
+    """
+    rows = rows.to(annotations.labels.device)
+    labels, worst_of, part_of = annotations.labels[rows], annotations.worst_of[rows], torch.zeros_like(rows)
+    if split != BY_DOMAIN or metric == "worst_domain_accuracy":
+        return RuleImages(labels, worst_of, metric, None, part_of)
+    parts = tuple(_defined_parts(rows, annotations, metric, num_classes)[0].values())
+    part_of += len(parts)
+    for number, part in enumerate(parts):
+        part_of[part] = number
+    return RuleImages(labels, worst_of, metric, parts, part_of)
+
+
+def undefined_domains(rows: Tensor, annotations: Annotations, metric: str, num_classes: int) -> list[int]:
+    """Returns the domains (by number) on whose images in `rows`, of the split BY_DOMAIN, the metric is undefined."""
+    return _defined_parts(rows, annotations, metric, num_classes)[1]
+
+
+def _defined_parts(
+    rows: Tensor, annotations: Annotations, metric: str, num_classes: int
+) -> tuple[dict[int, Tensor], list[int]]:
+    """Returns {domain: positions of its images in `rows`} if the metric is defined on them, and the other domains."""
+    domains, defined, undefined = annotations.domains[rows], dict[int, Tensor](), list[int]()
+    for domain in domains.unique().tolist():
+        positions = (domains == domain).nonzero()[:, 0]
+        if is_defined(metric, annotations.labels[rows[positions]], num_classes):
+            defined[domain] = positions
+        else:
+            undefined.append(domain)
+    return defined, undefined
 
 
 class Selector:
@@ -125,18 +220,18 @@ class Selector:
     def state(self) -> dict[str, Any]:
         # rules that picked the same step share its weights, which are stored once
         distinct = {id(selected.state): selected for selected in self.selected.values()}
-        place = {key: number for number, key in enumerate(distinct)}
+        index = {key: number for number, key in enumerate(distinct)}
         return {
             "values": {rule: selected.value for rule, selected in self.selected.items()},
             "waited": self.waited,
             "stopped_at": self.stopped_at,
             "course": self.course,
-            "picked": [[one.step, one.state, one.hparams] for one in distinct.values()],
-            "by_rule": {rule: place[id(selected.state)] for rule, selected in self.selected.items()},
+            "picked": [[picked.step, picked.state, picked.hparams] for picked in distinct.values()],
+            "by_rule": {rule: index[id(selected.state)] for rule, selected in self.selected.items()},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        picked = [Selected(*one) for one in state["picked"]]
+        picked = [Selected(*entry) for entry in state["picked"]]
         self.selected = {
             rule: dataclasses.replace(picked[number], value=state["values"][rule])
             for rule, number in state["by_rule"].items()
@@ -169,13 +264,13 @@ def best_finish(
     """
     selector = Selector(criteria, first_selectable_step=0)
     curve: list[dict[str, float | None]] = []
-    for one in offered:
-        here = dataclasses.replace(selected, state=one.state, hparams=selected.hparams | one.varied)
-        values = measure(here)
+    for finish in offered:
+        finished = dataclasses.replace(selected, state=finish.state, hparams=selected.hparams | finish.varied)
+        values = measure(finished)
         point = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        curve.append({**one.varied, **point})
-        if one.selectable:
-            of_rules = {one: values[split_of(one)] for one in criteria.rules}
-            selector.offer(here.step, of_rules, lambda here=here: here.state, here.hparams)  # type: ignore[misc]
+        curve.append({**finish.varied, **point})
+        if finish.selectable:
+            by_rule = {name: values[split_of(name)] for name in criteria.rules}
+            selector.offer(selected.step, by_rule, lambda state=finish.state: state, finished.hparams)  # type: ignore[misc]
     picked = selector.selected.get(rule)
     return None if picked is None else dataclasses.replace(picked, curve=curve)

@@ -7,16 +7,14 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from xdm_ft.algorithms import Solver
 from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.progress import Progress, unseen
 from xdm_ft.runtime.tensors import Annotations, Batch, Criteria
 from xdm_ft.training import Job, Trained
-from xdm_ft.training.bank.cached_data import cached_logits
-from xdm_ft.training.rule_images import RuleImages, rule_images
-from xdm_ft.training.selection import Selector, external_values, rows_of_rules, split_of
+from xdm_ft.training.bank.data import cached_logits
+from xdm_ft.training.selection import Selector, external_values, rows_of_rules, rule_images, split_of
 
 if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
@@ -31,14 +29,11 @@ def solve(
     path, `Selected.hparams` the hyper-parameters that the solver varied. `bar` counts the candidates.
     """
     started, bar = time.perf_counter(), bar or unseen()
-    solver = job.make(job.setup)
+    solver, classes, selector = job.make(job.setup), job.setup.task.num_classes, Selector(criteria, 0)
     assert isinstance(solver, Solver)
     solver.eval()
-    watched, classes = rows_of_rules(job, criteria.rules), job.setup.task.num_classes
-    images = {
-        rule: rule_images(split_of(rule), own, annotations, criteria.metric, classes) for rule, own in watched.items()
-    }
-    selector = Selector(criteria, first_selectable_step=0)
+    rows_of = rows_of_rules(job, criteria.rules)
+    images = {r: rule_images(split_of(r), rows, annotations, criteria.metric, classes) for r, rows in rows_of.items()}
     rows, labels, domains = torch.cat(job.split.train), annotations.labels, annotations.domains
     batch = Batch(features[rows], labels[rows], job.split.domain_of[domains[rows]], rows, torch.arange(len(rows)))
     low, high = batch.x.aminmax(dim=1)  # [n], NaN if a feature is: without a copy of the features
@@ -51,19 +46,11 @@ def solve(
         # assign, not copy: the rounding of products depends on the layout in memory
         solver.load_state_dict(state, assign=True)
         solver.to(features.device)
-        values = {
-            rule: _value(images[rule], cached_logits(features, of_rule, solver).cpu())
-            for rule, of_rule in watched.items()
-        }
-        values |= external_values(job, candidate.step)
+        values = external_values(job, candidate.step)
+        for rule, rows in rows_of.items():
+            logits = cached_logits(features, rows, solver).cpu()
+            values[rule] = images[rule].value(logits) if logits.isfinite().all() else math.nan  # nan: never selected
         selector.offer(candidate.step, values, lambda state=state: state, candidate.hparams)  # type: ignore[misc]
         bar.advance()
-    failure = selector.nothing_selected()
-    return Trained(
-        job, {} if failure else selector.selected, None, time.perf_counter() - started, failure, selector.course
-    )
-
-
-def _value(images: RuleImages, logits: Tensor) -> float:
-    """Returns the metric's value; nan, which is never selected, if a logit is not finite."""
-    return images.value(logits) if torch.isfinite(logits).all() else math.nan
+    failure, seconds = selector.nothing_selected(), time.perf_counter() - started
+    return Trained(job, {} if failure else selector.selected, None, seconds, failure, selector.course)

@@ -28,8 +28,8 @@ from xdm_ft.protocol.samplers import PerDomainSampler, PooledSampler
 from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Schedule, Training
-from xdm_ft.training.bank.cached_data import batches
-from xdm_ft.training.bank.stacked import Bank, stack, step
+from xdm_ft.training.bank.data import batches
+from xdm_ft.training.bank.step import Bank, stack, step
 from xdm_ft.training.bank.train import CHUNK_BYTES, CHUNK_HEADS, chunks
 
 CPU = torch.device("cpu")

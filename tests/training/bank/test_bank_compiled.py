@@ -27,10 +27,10 @@ from xdm_ft.runtime.tensors import Batch
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank import stacked
+from xdm_ft.training.bank import step as step_module
 from xdm_ft.training.bank import train as bank_train
-from xdm_ft.training.bank.cached_data import CachedData, batches
-from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank.data import CachedData, batches
+from xdm_ft.training.bank.step import stack, step
 from xdm_ft.training.compiling import compiled
 
 STEPS = 9
@@ -82,7 +82,9 @@ def test_a_step_compiles_whole_and_once_per_phase(case: str, monkeypatch: pytest
         graphs.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(stacked, "inner_step", torch.compile(stacked.inner_step, fullgraph=True, backend=backend))
+    monkeypatch.setattr(
+        step_module, "inner_step", torch.compile(step_module.inner_step, fullgraph=True, backend=backend)
+    )
     for name, value in weights(jobs).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=2e-5)
     assert len(graphs) == (2 if isinstance(jobs[0].make(jobs[0].setup), XDomainMix) else 1)
@@ -97,7 +99,7 @@ def test_a_compiled_training_is_the_same_but_for_rounding(monkeypatch: pytest.Mo
     plain, compiling = Training(batch_size=8), Training(batch_size=8, compile=True)
     assert not Training().compile
     expected, found = train(jobs, plain), train(jobs, compiling)
-    stacked.compiled_step.cache_clear()
+    step_module.compiled_step.cache_clear()
     torch.compiler.reset()
     alone = train(jobs[4:], compiling)
     for ours, theirs in zip(found, expected, strict=True):

@@ -15,7 +15,7 @@ from xdm_ft.algorithms.xdomainmix import Noise, XDomainMix
 from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank.step import stack, step
 from xdm_ft.xdomainmix import Partners
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "clip_trajectory_sgd.npz"

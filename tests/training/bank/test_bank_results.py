@@ -18,9 +18,9 @@ from xdm_ft.features.cache import Features
 from xdm_ft.protocol.samplers import PerDomainSampler
 from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.training import Job, Schedule, Training
-from xdm_ft.training.bank.cached_data import CachedData
+from xdm_ft.training.bank.data import CachedData
 from xdm_ft.training.bank.validation import BankValidation
-from xdm_ft.training.rule_images import rule_images
+from xdm_ft.training.selection import rule_images
 
 Records = list[tuple[Job, int, dict[str, float]]]
 
@@ -45,7 +45,7 @@ def recorded(jobs: list[Job], training: Training, **arguments: object) -> Record
 
 
 def test_records_hold_the_means_since_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xdm_ft.training.running_means.READ_STEPS", 3)  # losses are read in more than one block
+    monkeypatch.setattr("xdm_ft.training.state.READ_STEPS", 3)  # losses are read in more than one block
     training = Training(batch_size=2, evaluate_every=4, schedule=Schedule(warmup_steps=9))
     jobs = [job_of(Counting, seed=seed, steps=10, lr=seed + 1.0) for seed in range(2)]
     records = recorded(jobs, training)

@@ -18,8 +18,8 @@ from xdm_ft.algorithms.mixup import Mixup
 from xdm_ft.algorithms.rsc import RSC
 from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.cached_data import batches
-from xdm_ft.training.bank.stacked import Bank, algorithm_of, stack, step
+from xdm_ft.training.bank.data import batches
+from xdm_ft.training.bank.step import Bank, algorithm_of, stack, step
 from xdm_ft.training.bank.train import CHUNK_HEADS, GPU_CHUNK_BYTES, GPU_CHUNK_HEADS, chunks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -11,11 +11,10 @@ from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.protocol.samplers import PerDomainSampler
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.training.bank import validation as validation_module
-from xdm_ft.training.bank.cached_data import batches
-from xdm_ft.training.bank.stacked import Bank, stack
+from xdm_ft.training.bank.data import batches
+from xdm_ft.training.bank.step import Bank, stack
 from xdm_ft.training.bank.validation import BankValidation
-from xdm_ft.training.rule_images import rule_images
-from xdm_ft.training.selection import rows_of_rules, split_of
+from xdm_ft.training.selection import rows_of_rules, rule_images, split_of
 
 RULES = ("train_val", "oracle")
 JOBS = [job_of(held_out=head % DOMAINS, seed=head // 5) for head in range(10)]

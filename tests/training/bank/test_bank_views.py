@@ -22,9 +22,10 @@ from xdm_ft.runtime.randomness import Stream, integers
 from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank import cached_data, validation
-from xdm_ft.training.bank.cached_data import CachedData, batches
-from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank import data as data_module
+from xdm_ft.training.bank import validation
+from xdm_ft.training.bank.data import CachedData, batches
+from xdm_ft.training.bank.step import stack, step
 from xdm_ft.training.bank.validation import BankValidation
 from xdm_ft.training.solvers import solve
 
@@ -157,8 +158,8 @@ def test_features_from_files_train_to_the_same_bits(views: int, monkeypatch: pyt
 
     data = viewed() if views else digits()
     rows = torch.arange(len(data.annotations.labels))
-    monkeypatch.setattr(cached_data, "KEEP_IN_MEMORY_BYTES", 0)
-    monkeypatch.setattr(cached_data, "READ_BYTES", 4 * data.features.width * 24 * 2 * 3)
+    monkeypatch.setattr(data_module, "KEEP_IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(data_module, "READ_BYTES", 4 * data.features.width * 24 * 2 * 3)
     passes = [data.features.of_views(rows, torch.full_like(rows, v)) for v in range(views + 1)]
     monkeypatch.setattr(feature_cache, "MEMORY_FRACTION", 0.0)
     mapped = dataclasses.replace(data, features=of_passes(passes, 500))
@@ -179,8 +180,8 @@ def test_selection_in_blocks_and_by_some_heads_at_a_time(monkeypatch: pytest.Mon
     whole = BankValidation(jobs, digits(), Criteria(tuple(rules), "nll"))
     model, state = jobs[0].make(jobs[0].setup).eval(), {"head.weight": weight, "head.bias": bias}
     expected = whole.values(model, state)
-    monkeypatch.setattr(cached_data, "KEEP_IN_MEMORY_BYTES", 0)
-    monkeypatch.setattr(cached_data, "READ_BYTES", 4 * digits().features.width * 100)
+    monkeypatch.setattr(data_module, "KEEP_IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(data_module, "READ_BYTES", 4 * digits().features.width * 100)
     monkeypatch.setattr(validation, "VALUES_PER_READING", 10 * len(whole.rows) * 3)  # three heads, then one
     blocks = BankValidation(jobs, digits(), Criteria(tuple(rules), "nll"))
     assert whole.loaded is not None and blocks.loaded is None
@@ -189,7 +190,7 @@ def test_selection_in_blocks_and_by_some_heads_at_a_time(monkeypatch: pytest.Mon
         assert one == pytest.approx(other, rel=1e-6)
     model.load_state_dict({name: value[0] for name, value in state.items()}, strict=False)
     rows = torch.randperm(1000, generator=generator)
-    in_blocks = cached_data.cached_logits(digits().features, rows, model)
+    in_blocks = data_module.cached_logits(digits().features, rows, model)
     torch.testing.assert_close(in_blocks, F.linear(digits().features[rows], weight[0], bias[0]))
 
 

@@ -28,7 +28,7 @@ from xdm_ft.runtime.interrupt import Interrupted
 from xdm_ft.runtime.tensors import Batch, Losses
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
-from xdm_ft.training.bank.cached_data import CachedData, batches
+from xdm_ft.training.bank.data import CachedData, batches
 from xdm_ft.training.end_to_end.batches import TrainingBatches
 from xdm_ft.training.end_to_end.inputs import STEPS_AHEAD, CachedActivations, _ahead
 

@@ -19,9 +19,8 @@ from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.cut.trainable import LastBlocks, LowRank
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
-from xdm_ft.training.end_to_end.accelerated import shut_down
 from xdm_ft.training.end_to_end.model import EncoderPart
-from xdm_ft.training.end_to_end.train import predict
+from xdm_ft.training.end_to_end.train import predict, shut_down
 
 pytestmark = pytest.mark.slow
 # not Adam: the bias of attention's keys has no effect, and Adam would make its rounding as large as any gradient

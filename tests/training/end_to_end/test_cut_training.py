@@ -36,8 +36,7 @@ from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Job, Training
 from xdm_ft.training.end_to_end.gradients import StepGradients
-from xdm_ft.training.end_to_end.model import EncoderPart, EndToEnd
-from xdm_ft.training.end_to_end.optimizer import optimizer_of
+from xdm_ft.training.end_to_end.model import EncoderPart, EndToEnd, optimizer_of
 from xdm_ft.training.end_to_end.train import predict
 
 SGD = Training(batch_size=4, optimizer="sgd", encoder_lr=0.01)

@@ -40,9 +40,8 @@ from xdm_ft.training.end_to_end.batch_norm import synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches, split_batch
 from xdm_ft.training.end_to_end.inputs import Images
 from xdm_ft.training.end_to_end.model import EndToEnd
+from xdm_ft.training.end_to_end.prediction import EndToEndValidation
 from xdm_ft.training.end_to_end.train import predict
-from xdm_ft.training.end_to_end.validation import EndToEndValidation
-from xdm_ft.training.schedule import learning_rate_factor
 
 COSINE = Schedule(name="cosine", warmup_steps=2)
 
@@ -89,7 +88,7 @@ def trained_by_hand(job: Job, encoder: SmallCNN, training: Training, batch_norm:
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], training.clip_norm)
-        factor = learning_rate_factor(step, job.setup.steps, training.schedule)
+        factor = training.schedule.factor(step, job.setup.steps)
         optimizer.param_groups[0]["lr"] = training.encoder_lr * factor
         optimizer.param_groups[1]["lr"] = job.training.lr * factor
         optimizer.step()
@@ -306,10 +305,10 @@ def test_batches_start_anywhere(accelerator: Accelerator, kind: str) -> None:
         for one, other in zip(batch.parts, whole[step].parts, strict=True):
             assert torch.equal(one.index, other.index) and torch.equal(one.x, other.x)
             assert torch.equal(one.y, labels[one.index]) and torch.equal(one.domain, domains[one.index])
-            assert torch.equal(batch.whole.index[one.place], one.index)
+            assert torch.equal(batch.full_batch.index[one.place], one.index)
         rows = torch.cat([part.index for part in batch.parts])
         assert torch.equal(rows.sort().values, batch_of(job, training, step).index.sort().values)
-        assert torch.equal(batch.whole.index, batch_of(job, training, step).index)
+        assert torch.equal(batch.full_batch.index, batch_of(job, training, step).index)
         assert batch.share(0) + batch.share(1) == pytest.approx(1)
 
 

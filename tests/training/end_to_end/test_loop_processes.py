@@ -23,8 +23,7 @@ from xdm_ft.heads.mlp import MLP
 from xdm_ft.sharpness import Sharpness
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.training import Training
-from xdm_ft.training.end_to_end.accelerated import shut_down
-from xdm_ft.training.end_to_end.train import predict
+from xdm_ft.training.end_to_end.train import predict, shut_down
 
 
 @pytest.fixture(autouse=True)

@@ -96,9 +96,8 @@ def test_the_first_phase_is_a_linear_probe_and_the_second_goes_on_from_it(accele
 
 
 def factor(number: int) -> float:
-    from xdm_ft.training.schedule import learning_rate_factor
 
-    return learning_rate_factor(number, 5, TRAINING.schedule)
+    return TRAINING.schedule.factor(number, 5)
 
 
 def batch_of(job: Job, number: int) -> tuple[Tensor, Tensor]:

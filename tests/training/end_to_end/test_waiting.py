@@ -28,12 +28,11 @@ from xdm_ft.sharpness.sagm import SAGM
 from xdm_ft.sharpness.sam import SAM
 from xdm_ft.storage.checkpoint import read, write
 from xdm_ft.training import Training
-from xdm_ft.training.end_to_end import unread
+from xdm_ft.training.end_to_end import train as train_module
 from xdm_ft.training.end_to_end.batch_norm import RunningStatistics
 from xdm_ft.training.end_to_end.batches import StepBatch
 from xdm_ft.training.end_to_end.gradients import StepGradients, StepLosses
-from xdm_ft.training.end_to_end.model import EndToEnd
-from xdm_ft.training.end_to_end.optimizer import optimizer_of
+from xdm_ft.training.end_to_end.model import EndToEnd, optimizer_of
 
 TRAINING = Training(batch_size=4)
 
@@ -74,7 +73,7 @@ def step_without_values(
     job = make_job(make, sharpness=sharpness)
     inner = EndToEnd(SmallCNN(), job.make(job.setup), "train").train().to("meta")
     batch = step_batch(job, TRAINING, accelerator, 0)
-    batch = StepBatch(without_values(batch.parts), without_values(batch.whole), batch.places, batch.process)
+    batch = StepBatch(without_values(batch.parts), without_values(batch.full_batch), batch.positions, batch.process)
     optimizer = optimizer_of(inner, TRAINING)
     losses = StepGradients(inner, inner, accelerator, sharpness, 0, by_parts=False).run(batch, 0)
     optimizer.step()
@@ -104,13 +103,13 @@ def test_a_step_that_reads_something_is_found(accelerator: Accelerator, monkeypa
 
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the loop read as late on a CPU as on a GPU."""
-    before = unread.UnreadSteps.__init__
+    before = train_module.PendingScalars.__init__
 
-    def later(self: unread.UnreadSteps, device: torch.device) -> None:
+    def later(self: train_module.PendingScalars, device: torch.device) -> None:
         before(self, device)
-        self.ahead = unread.AHEAD
+        self.ahead = train_module.AHEAD
 
-    monkeypatch.setattr(unread.UnreadSteps, "__init__", later)
+    monkeypatch.setattr(train_module.PendingScalars, "__init__", later)
 
 
 class Breaks(WithDomainHead):
@@ -143,9 +142,9 @@ def test_a_loss_that_is_read_later_names_its_step(accelerator: Accelerator, monk
     at_once, _ = recorded(Breaks, accelerator)
     steps: list[int] = []
     ahead(monkeypatch)
-    add = unread.UnreadSteps.add
+    add = train_module.PendingScalars.add
     monkeypatch.setattr(
-        unread.UnreadSteps, "add", lambda self, step, *rest: (steps.append(step), add(self, step, *rest))
+        train_module.PendingScalars, "add", lambda self, step, *rest: (steps.append(step), add(self, step, *rest))
     )
     later, _ = recorded(Breaks, accelerator)
     assert steps == [*range(6)], "steps 4 and 5 are taken before the loss of step 3 is read"
@@ -154,18 +153,18 @@ def test_a_loss_that_is_read_later_names_its_step(accelerator: Accelerator, monk
 
 
 def test_a_checkpoint_holds_the_steps_that_are_not_read(tmp_path: Path) -> None:
-    kept, scalar = unread.UnreadSteps(torch.device("cpu")), torch.tensor(0.5)
+    kept, scalar = train_module.PendingScalars(torch.device("cpu")), torch.tensor(0.5)
     kept.ahead = 2
     for step in (7, 8):
         losses = StepLosses(scalar * step, scalar, scalar, torch.tensor(step - 7.0), {"margin": scalar + step})
         kept.add(step, losses, skipped=step == 8)
     write(tmp_path / "state", {"unread": kept.state()}, {})
-    loaded = unread.UnreadSteps(torch.device("cpu"))
+    loaded = train_module.PendingScalars(torch.device("cpu"))
     loaded.load_state(read(tmp_path / "state")[0]["unread"])
     assert not [*kept.read(all_of_them=False)]
     for one, other in zip(kept.read(all_of_them=True), loaded.read(all_of_them=True), strict=True):
         assert one[:5] == other[:5]
-        assert {name: float(value) for name, value in one.scalars.items()} == other.scalars
+        assert {name: float(value) for name, value in one.recorded.items()} == other.recorded
     assert (one.step, one.total, one.loss, one.stop, one.skipped) == (8, 4.0, 5.0, True, True)
 
 

@@ -235,5 +235,5 @@ def test_partners_from_all_images_are_read_and_augmented_like_any(accelerator: A
                 row = int(partners.row[place])
                 assert row in pool and labels[row] == part.y[number] and domains[row] != part.domain[number]
                 assert torch.equal(part.partner[number], images.plain[row][0]) and part.partner_y[number] == labels[row]
-                outside += row not in batch.whole.index.tolist()
+                outside += row not in batch.full_batch.index.tolist()
     assert outside > 10

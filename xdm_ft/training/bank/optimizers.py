@@ -33,16 +33,24 @@ class Optimizer(ABC):
             lr, weight_decay = _beside(self.lr * factor, parameter), _beside(self.weight_decay, parameter)
             self._update(name, parameter, gradients[name], lr, weight_decay)
 
+    @property
     @abstractmethod
+    def moments(self) -> dict[str, Tensors]:
+        """All that steps change besides the parameters; 0 before the first step."""
+
     def reset(self) -> None:
-        """Sets the moments of every head to 0, as before the first step."""
+        for moment in self.moments.values():
+            for values in moment.values():
+                values.zero_()
 
-    @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Returns everything that steps change besides the parameters, for a checkpoint."""
+        """Returns the moments, for a checkpoint."""
+        return dict(self.moments)
 
-    @abstractmethod
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name, moment in self.moments.items():
+            for parameter, values in moment.items():
+                values.copy_(state[name][parameter])
 
     @abstractmethod
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None: ...
@@ -56,15 +64,9 @@ class SGD(Optimizer):
         self.momentum = momentum.float()
         self.velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
 
-    def reset(self) -> None:
-        for velocity in self.velocity.values():
-            velocity.zero_()
-
-    def state(self) -> dict[str, Any]:
+    @property
+    def moments(self) -> dict[str, Tensors]:
         return {"velocity": self.velocity}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        _copy(state["velocity"], self.velocity)
 
     def _update(self, name: str, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> None:
         if self.decays:
@@ -100,19 +102,10 @@ class Adam(Optimizer):
         self.square = {name: torch.zeros_like(p) for name, p in parameters.items()}
         self.largest = {name: torch.zeros_like(p) for name, p in parameters.items()} if amsgrad else {}
 
-    def reset(self) -> None:
-        self.taken.zero_()
-        for moment in (*self.mean.values(), *self.square.values(), *self.largest.values()):
-            moment.zero_()
-
-    def state(self) -> dict[str, Any]:
-        return {"taken": self.taken, "mean": self.mean, "square": self.square, "largest": self.largest}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.taken.copy_(state["taken"])
-        _copy(state["mean"], self.mean)
-        _copy(state["square"], self.square)
-        _copy(state["largest"], self.largest)
+    @property
+    def moments(self) -> dict[str, Tensors]:
+        taken = {"steps": self.taken}
+        return {"taken": taken, "mean": self.mean, "square": self.square, "largest": self.largest}
 
     def _correction(self, taken: int) -> tuple[float, float]:
         """Returns 1 / √(1 − β2^t) and −1 / (1 − β1^t) after t steps."""
@@ -141,7 +134,7 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Loshchilov & Hutter 2019: weight decay subtracts lr × wd × θ from θ and does not enter the moments.
 
-    It acts on weights alone (`Training.decays`), which have two axes or more beside that of the heads.
+    It acts on weights alone (`Training.decays`), which have two axes or more besides that of the heads.
     """
 
     def _decay(self, parameter: Tensor, gradient: Tensor, lr: Tensor, weight_decay: Tensor) -> Tensor:
@@ -161,10 +154,7 @@ def make_optimizer(
     *,
     steps: int,
 ) -> Optimizer:
-    """Returns the optimizer of this `name`. `momentum` (float [H]) is for SGD; `betas` and `amsgrad` are for Adam(W).
-
-    `steps`: the largest number of steps that it takes.
-    """
+    """Returns the optimizer. `momentum` (float [H]) is for SGD; `betas`, `amsgrad` and the most `steps` for Adam(W)."""
     if name == "sgd":
         return SGD(parameters, lr, weight_decay, momentum)
     return {"adam": Adam, "adamw": AdamW}[name](parameters, lr, weight_decay, betas, amsgrad, steps)
@@ -176,11 +166,6 @@ def clip(gradients: Tensors, norm: float) -> Tensors:
     total = torch.linalg.vector_norm(torch.stack(per_tensor), dim=0)  # [H]
     scale = (norm / (total + 1e-6)).clamp(max=1)  # torch adds the same 1e-6
     return {name: g * _beside(scale, g) for name, g in gradients.items()}
-
-
-def _copy(values: Mapping[str, Tensor], into: Tensors) -> None:
-    for name, tensor in into.items():
-        tensor.copy_(values[name])
 
 
 def _beside(per_head: Tensor, stacked: Tensor) -> Tensor:

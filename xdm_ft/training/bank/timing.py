@@ -11,8 +11,8 @@ import torch
 
 from xdm_ft.runtime.tensors import Batch, Criteria
 from xdm_ft.training import Job
-from xdm_ft.training.bank.cached_data import BLOCK_STEPS, CachedData, batches
-from xdm_ft.training.bank.stacked import stack, step
+from xdm_ft.training.bank.data import BLOCK_STEPS, CachedData, batches
+from xdm_ft.training.bank.step import stack, step
 from xdm_ft.training.bank.validation import BankValidation
 
 MOMENTS = (

@@ -1,4 +1,4 @@
-"""Trains heads on cached features, a chunk of them together. `stacked.step` is one step of a chunk."""
+"""Trains heads on cached features, a chunk of them together. `step.step` is one step of a chunk."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from xdm_ft.runtime.errors import plural
 from xdm_ft.runtime.interrupt import deferred, stop_requested
 from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.progress import Progress, unseen
 from xdm_ft.runtime.tensors import Annotations, Criteria
-from xdm_ft.storage.checkpoint import Checkpoint
-from xdm_ft.training import Job, Record, Trained
+from xdm_ft.sharpness import Tensors
+from xdm_ft.storage.checkpoint import Checkpoint, State
+from xdm_ft.storage.digests import tensors_digest
+from xdm_ft.training import Job, Record, Selected, Trained
 from xdm_ft.training.averages import LOSS_SPLIT, Averages
-from xdm_ft.training.bank.cached_data import CachedData, batches
-from xdm_ft.training.bank.stacked import Bank, algorithm_of, settings_of, stack, step
-from xdm_ft.training.bank.state import ChunkState
+from xdm_ft.training.bank.data import CachedData, batches
+from xdm_ft.training.bank.step import algorithm_of, settings_of, stack, step
 from xdm_ft.training.bank.validation import BankValidation
-from xdm_ft.training.schedule import learning_rate_factor
 from xdm_ft.training.selection import Selector, evaluation_steps, external_values
+from xdm_ft.training.state import TrainingState
 
 if TYPE_CHECKING:
     from xdm_ft.features.cache import Features
@@ -61,52 +63,199 @@ def train_chunk(
     no weights; the other heads are not affected.
     """
     keep_freed_memory()
-    started, training = time.perf_counter(), jobs[0].training
+    started, bar = time.perf_counter(), bar or unseen()
     data = CachedData(features, annotations.to(features.device))
-    bank = stack(jobs, features.device, training.compile and not algorithm_of(jobs[0]).has_kernels)
-    averages, validation_loss = _averages(jobs, bank, data)
-    first_step = bank.template.first_selectable_step
-    selectors = [Selector(criteria, first_step, training.patience) for _ in jobs]
-    state = ChunkState(jobs, bank, selectors, averages, [None for _ in jobs], started=started)
-    if checkpoint is not None:
-        state.resume(checkpoint, data)
-    _take_steps(state, data, BankValidation(jobs, data, criteria), validation_loss, record, bar or unseen(), checkpoint)
-    return state.results(criteria.rules)
-
-
-def _take_steps(
-    state: ChunkState,
-    data: CachedData,
-    validation: BankValidation,
-    validation_loss: BankValidation | None,
-    record: Record,
-    bar: Progress,
-    checkpoint: Checkpoint | None,
-) -> None:
-    """Takes the steps that are left; evaluates and saves in between."""
-    jobs, bank, averages = state.jobs, state.bank, state.averages
-    bar.skip(len(jobs) * state.taken)
-    due = set(evaluation_steps(bank.steps, jobs[0].training.evaluate_every))
+    chunk = _Chunk(jobs, data, criteria, checkpoint, started)
+    bank, evaluate_after = chunk.bank, set(evaluation_steps(chunk.steps, jobs[0].training.evaluate_every))
+    chunk.resume()
+    bar.skip(len(jobs) * chunk.taken)
     with deferred():
-        if averages is not None and state.taken == 0:
-            averages.add(0, bank.main | bank.auxiliary)
-        for number, batch in enumerate(batches(jobs, data, state.taken), start=state.taken):
-            state.means.add(number, step(bank, batch, number))
-            if averages is not None:
-                averages.add(number + 1, bank.main | bank.auxiliary)
+        if chunk.taken == 0:
+            chunk.average(0)
+        for number, batch in enumerate(batches(jobs, data, chunk.taken), start=chunk.taken):
+            chunk.means.add(number, step(bank, batch, number))
+            chunk.average(number + 1)
             bar.advance(len(jobs))
-            if number + 1 in due:
-                _evaluate(state, data, validation, number + 1, record)
-                if averages is not None:
-                    losses = _losses_to_average_by(validation_loss, bank)
-                    averages.evaluated(number + 1, losses, ended=state.stopped_before(number + 1))
-                if state.ended:
+            if number + 1 in evaluate_after:
+                chunk.evaluate(number + 1, record)
+                if chunk.has_ended:
                     break
-            state.taken = number + 1
+            chunk.taken = number + 1
             if stop_requested():
-                state.save_and_stop(checkpoint)
-            if checkpoint is not None:
-                checkpoint.save_if_due(state.state, event=number + 1 in due)
+                chunk.save_and_stop()
+            chunk.save_if_due(event=number + 1 in evaluate_after)
+    return chunk.results()
+
+
+class _Chunk(TrainingState):
+    """Heads that train together, and what has been selected of them."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        data: CachedData,
+        criteria: Criteria,
+        checkpoint: Checkpoint | None,
+        started: float,
+    ) -> None:
+        training, steps = jobs[0].training, jobs[0].setup.steps
+        super().__init__(f"{jobs[0].method}, {plural(len(jobs), 'model')} together", steps, checkpoint, started)
+        self.jobs, self.data, self.rules = jobs, data, criteria.rules
+        compiles = training.compile and not algorithm_of(jobs[0]).has_kernels
+        self.bank = stack(jobs, data.features.device, compiles)
+        first_step = self.bank.template.first_selectable_step
+        self.selectors = [Selector(criteria, first_step, training.patience) for _ in jobs]
+        self.failures: list[str | None] = [None for _ in jobs]
+        self.best: dict[str, Tensors] = {}
+        """{selection rule: {name: weights that it has picked so far, [H,…] on the device}}; selectors have the steps"""
+        self.validation = BankValidation(jobs, data, criteria)
+        self.averages, self.loss_validation = None, None
+        averagings = [job.averaging for job in jobs if job.averaging is not None]
+        if averagings:
+            assert len(averagings) == len(jobs), "a bank has one kind of averaging"
+            self.averages = Averages(averagings, first_step, steps)
+            if averagings[0].reads_loss:
+                self.loss_validation = BankValidation(jobs, data, Criteria((LOSS_SPLIT,), "nll"))
+
+    def _settings(self) -> dict[str, Any]:
+        splits, annotations = [job.split for job in self.jobs], self.data.annotations
+        rows = [rows for split in splits for rows in (*split.train, *split.evaluation.values())]
+        return {
+            "device": self.data.features.device.type,
+            "features": self.data.features.key,
+            "data": tensors_digest(dict(enumerate([annotations.labels, annotations.domains, *rows]))),
+            "weights": tensors_digest(self.bank.stacked()),
+        }
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every head has failed or stopped."""
+        return all(
+            failure is not None or selector.stopped_at is not None
+            for failure, selector in zip(self.failures, self.selectors, strict=True)
+        )
+
+    def average(self, taken: int) -> None:
+        """Adds the weights after `taken` steps to the averages, if the heads have any."""
+        if self.averages is not None:
+            self.averages.add(taken, self.bank.parameters)
+
+    def evaluate(self, taken: int, record: Record) -> None:
+        """Evaluates every head that has neither failed nor stopped, after `taken` steps; selects and records."""
+        bank, metric = self.bank, self.validation.metric
+        means, broken_at = self.means.take()
+        lr = (bank.optimizer.lr * bank.factors[taken - 1]).tolist()
+        evaluated, heads_of_rule = list[tuple[Job, dict[str, float]]](), dict[str, list[int]]()
+        for head, values in enumerate(self.validation.values(bank.template, bank.main)):
+            job, selector = self.jobs[head], self.selectors[head]
+            if self.failures[head] is not None or selector.stopped_at is not None:
+                continue
+            if head in broken_at:
+                self.failures[head] = self._broken_loss(job, broken_at[head])
+            elif values is None:
+                where = f"after step {taken} of {self.steps}"
+                self.failures[head] = f"the logits of the validation images were not finite {where}"
+            else:
+                values |= external_values(job, taken)
+                for rule in selector.offer(taken, values, dict):  # the weights stay stacked until the end
+                    heads_of_rule.setdefault(rule, []).append(head)
+                scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": lr[head]}
+                evaluated.append((job, scalars | {f"{rule}/{metric}": value for rule, value in values.items()}))
+        if self.averages is None:
+            self._keep_best(heads_of_rule)
+        if evaluated:
+            record(taken, evaluated)
+        if self.averages is not None:
+            stops = enumerate(selector.stopped_at for selector in self.selectors)
+            ended = {head for head, stop in stops if stop is not None and stop < taken}
+            self.averages.evaluated(taken, self._losses(), ended)
+
+    def _broken_loss(self, job: Job, number: int) -> str:
+        rows = job.sampler(self.data.annotations.labels).indices(number, number + 1)[0].tolist()
+        where = f"at step {number + 1} of {self.steps}; rows of its batch: {', '.join(map(str, rows))}"
+        return f"the loss was not finite {where}"
+
+    def _keep_best(self, heads_of_rule: Mapping[str, Sequence[int]]) -> None:
+        """Keeps the present weights of some heads as the best ones, {selection rule: heads}."""
+        stacked = {name: values.detach() for name, values in self.bank.stacked().items()}
+        for rule, heads in heads_of_rule.items():
+            best = self.best.setdefault(rule, {})
+            index = torch.tensor(heads, device=self.bank.factors.device)
+            for name, values in stacked.items():
+                if name not in best:
+                    best[name] = torch.zeros_like(values)
+                best[name].index_copy_(0, index, values.index_select(0, index))
+
+    def _losses(self) -> list[float | None]:
+        """Returns the validation loss of every head: None if its logits are not finite, nan if no average needs it."""
+        if self.loss_validation is None:
+            return [math.nan] * len(self.jobs)
+        values = self.loss_validation.values(self.bank.template, self.bank.main)
+        return [None if of_head is None else of_head[LOSS_SPLIT] for of_head in values]
+
+    def _own_state(self) -> State:
+        return {
+            "parameters": self.bank.parameters,
+            "buffers": self.bank.buffers,
+            "optimizer": self.bank.optimizer.state(),
+            "selectors": [selector.state() for selector in self.selectors],
+            "best": self.best,
+            "averages": None if self.averages is None else self.averages.state(),
+            "failures": self.failures,
+        }
+
+    def _load_own_state(self, state: State) -> None:
+        bank, device = self.bank, self.bank.factors.device
+        for name, parameter in bank.parameters.items():
+            parameter.copy_(state["parameters"][name])
+        for name, value in state["buffers"].items():
+            bank.buffers[name].copy_(value)
+        bank.optimizer.load_state(state["optimizer"])
+        for selector, saved in zip(self.selectors, state["selectors"], strict=True):
+            selector.load_state(saved)
+        self.best = {
+            rule: {name: value.to(device) for name, value in weights.items()} for rule, weights in state["best"].items()
+        }
+        if self.averages is not None:
+            self.averages.load_state(state["averages"], device)
+        self.failures = state["failures"]
+
+    def results(self) -> list[Trained]:
+        """Returns one result per head. `seconds` is the chunk's time divided by its number of heads."""
+        template, seconds = self.bank.template, self.seconds / len(self.jobs)
+        best = {rule: {name: value.cpu() for name, value in weights.items()} for rule, weights in self.best.items()}
+        # all heads of a bank have parameters of the same sizes
+        parameters = sum(parameter.numel() for parameter in template.parameters() if parameter.requires_grad)
+        results = []
+        for head, (job, selector) in enumerate(zip(self.jobs, self.selectors, strict=True)):
+            failure, selected = self._selected(head, best)
+            results.append(
+                Trained(
+                    job=job,
+                    selected={} if failure else selected,
+                    mixed_steps=template.mixed_steps(selector.stopped_at or self.steps),
+                    seconds=seconds,
+                    failure=failure,
+                    course=selector.course,
+                    stopped_at=selector.stopped_at,
+                    restarts=self.restarts,
+                    parameters=parameters,
+                )
+            )
+        return results
+
+    def _selected(self, head: int, best: Mapping[str, Tensors]) -> tuple[str | None, dict[str, Selected]]:
+        """Returns why a head has failed (None: it has not), and what was selected of it."""
+        selector, failure = self.selectors[head], self.failures[head]
+        if self.averages is not None:
+            failure = failure or self.averages.nothing_averaged(head)
+            if failure:
+                return failure, {}
+            return None, self.averages.selected(head, lambda mean: self.bank.state(head) | mean, self.rules)
+        for rule, selected in selector.selected.items():
+            if not selected.state:  # of rules that picked the same step, the first fills the weights that they share
+                selected.state.update({name: value[head].clone() for name, value in best[rule].items()})
+        return failure or selector.nothing_selected(), selector.selected
 
 
 def chunks(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
@@ -122,28 +271,27 @@ def chunks(jobs: Sequence[Job], device: torch.device) -> list[list[Job]]:
     for job in jobs:
         algorithm = algorithm_of(job)
         settings = (settings_of(algorithm), settings_of(algorithm.head), settings_of(job.sharpness))
-        shared = job.training.model_dump_json(exclude=STACKED)
-        alike = (
+        shared = (
             job.setup.task.num_domains,
             job.setup.steps,
-            shared,
+            job.training.model_dump_json(exclude=STACKED),
             type(job.averaging),  # its settings may differ between heads
             *(tuple(sorted(s.items(), key=str)) for s in settings),
         )
-        groups.setdefault(alike, []).append(job)
-    cut = list[list[Job]]()
+        groups.setdefault(shared, []).append(job)
+    chunked = list[list[Job]]()
     for group in groups.values():
         size = chunk_heads(group[0], device)
         trials: dict[tuple[int, int], list[Job]] = {}
         for job in group:
             trials.setdefault((id(job.split), job.seed), []).append(job)
-        parts = [part for of_one in trials.values() for part in _cut(of_one, size)]
+        parts = [part for same_batches in trials.values() for part in _slices(same_batches, size)]
         rest = [job for part in parts if 2 * len(part) <= size for job in part]
-        cut += [part for part in parts if 2 * len(part) > size] + _cut(rest, size)
-    return cut
+        chunked += [part for part in parts if 2 * len(part) > size] + _slices(rest, size)
+    return chunked
 
 
-def _cut(jobs: list[Job], size: int) -> list[list[Job]]:
+def _slices(jobs: list[Job], size: int) -> list[list[Job]]:
     return [jobs[first : first + size] for first in range(0, len(jobs), size)]
 
 
@@ -156,60 +304,3 @@ def chunk_heads(job: Job, device: torch.device) -> int:
 
 def most_heads(device: torch.device) -> int:
     return CHUNK_HEADS if device.type == "cpu" else GPU_CHUNK_HEADS
-
-
-def _evaluate(state: ChunkState, data: CachedData, validation: BankValidation, taken: int, record: Record) -> None:
-    """Evaluates every head that has neither failed nor stopped, after `taken` steps; selects and records."""
-    bank, jobs, failures, metric = state.bank, state.jobs, state.failures, validation.metric
-    means, broken_at = state.means.take()
-    lr = (bank.lr * learning_rate_factor(taken - 1, bank.steps, bank.schedule)).tolist()
-    evaluated, picked = list[tuple[Job, dict[str, float]]](), dict[str, list[int]]()
-    for head, values in enumerate(validation.values(bank.template, bank.main)):
-        if failures[head] is not None or state.selectors[head].stopped_at is not None:
-            continue
-        failures[head] = _failure(jobs[head], data, taken, broken_at.get(head), values)
-        if failures[head] is None and values is not None:
-            values |= external_values(jobs[head], taken)
-            for rule in state.selectors[head].offer(taken, values, dict):  # the weights stay stacked until the end
-                picked.setdefault(rule, []).append(head)
-            scalars = {name: float(mean[head]) for name, mean in means.items()} | {"lr": lr[head]}
-            evaluated.append((jobs[head], scalars | {f"{rule}/{metric}": v for rule, v in values.items()}))
-    if state.averages is None:
-        state.pick(picked)
-    if evaluated:
-        record(taken, evaluated)
-
-
-def _averages(jobs: Sequence[Job], bank: Bank, data: CachedData) -> tuple[Averages | None, BankValidation | None]:
-    """Returns the averages of the heads, and the validation whose losses they need; None for what is not needed."""
-    averagings = [job.averaging for job in jobs if job.averaging is not None]
-    if not averagings:
-        return None, None
-    assert len(averagings) == len(jobs), "a bank has one kind of averaging"
-    averages = Averages(averagings, bank.template.first_selectable_step, bank.steps)
-    return averages, BankValidation(jobs, data, Criteria((LOSS_SPLIT,), "nll")) if averagings[0].reads_loss else None
-
-
-def _losses_to_average_by(validation: BankValidation | None, bank: Bank) -> list[float | None]:
-    """Returns the validation loss of every head: None if its logits are not finite, nan if no average needs it."""
-    if validation is None:
-        return [math.nan] * len(bank.lr)
-    values = validation.values(bank.template, bank.main)
-    return [None if of_head is None else of_head[LOSS_SPLIT] for of_head in values]
-
-
-def _failure(
-    job: Job,
-    data: CachedData,
-    taken: int,
-    broken_at: int | None,
-    values: Mapping[str, float] | None,
-) -> str | None:
-    """Returns why a head has failed by the evaluation after `taken` steps; None if it has not."""
-    if broken_at is not None:
-        drawn = job.sampler(data.annotations.labels).indices(broken_at, broken_at + 1)[0]
-        rows = ", ".join(str(row) for row in drawn.tolist())
-        return f"the loss was not finite at step {broken_at + 1} of {job.setup.steps}; rows of its batch: {rows}"
-    if values is None:
-        return f"the logits of the validation images were not finite after step {taken} of {job.setup.steps}"
-    return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,15 +13,13 @@ from torch import Tensor, nn
 from xdm_ft.runtime.interrupt import stop_requested
 from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.runtime.tensors import Losses
-from xdm_ft.sharpness import Sharpness
+from xdm_ft.sharpness import Sharpness, Tensors
 from xdm_ft.training.end_to_end.batch_norm import RunningStatistics
 from xdm_ft.training.end_to_end.batches import StepBatch
 from xdm_ft.training.end_to_end.model import EndToEnd
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-Tensors = dict[str, Tensor]
 
 
 class Weighted(NamedTuple):
@@ -31,7 +30,7 @@ class Weighted(NamedTuple):
 
 
 class StepLosses(NamedTuple):
-    """The losses of the whole batch of all processes, and how many processes have received a signal to stop."""
+    """The losses of the full batch of all processes, and how many processes have received a signal to stop."""
 
     total: Tensor  # scalar
     second: Tensor  # scalar: `total` of the second pass; 0 without one
@@ -50,12 +49,11 @@ class StepLosses(NamedTuple):
         return self.total + self.second + self.auxiliary
 
     @classmethod
-    def mean(cls, of: list[StepLosses]) -> StepLosses:
-        """Returns the mean over several inner steps."""
-        total, second, auxiliary, stop = (
-            torch.stack(values).mean(0) for values in zip(*(one[:4] for one in of), strict=True)
-        )
-        logs = {name: torch.stack([one.logs[name] for one in of]).mean(0) for name in of[0].logs}
+    def mean(cls, inner_steps: list[StepLosses]) -> StepLosses:
+        scalars = zip(*(losses[:4] for losses in inner_steps), strict=True)
+        total, second, auxiliary, stop = (torch.stack(values).mean(0) for values in scalars)
+        names = inner_steps[0].logs
+        logs = {name: torch.stack([losses.logs[name] for losses in inner_steps]).mean(0) for name in names}
         return cls(total, second, auxiliary, stop, logs)
 
 
@@ -65,7 +63,7 @@ class StepGradients:
     It updates batch-norm statistics and algorithm buffers once per step: all passes of a step use the buffers from
     before it, and then the values that the first pass returned are stored.
 
-    The loss is that of the whole batch, however many processes and micro-batches have parts of it. Features of all
+    The loss is that of the full batch, however many processes and micro-batches have parts of it. Features of all
     processes are gathered with their gradient. Under accumulation, features are computed first without a graph, then
     the gradient of the loss by the features, and then every part is encoded again to backpropagate its rows of that
     gradient (gradient caching, Gao et al. 2021). The result is exact and costs one more forward pass. A loss that
@@ -81,7 +79,7 @@ class StepGradients:
 
         `by_parts`: the loss is the mean of the losses of the parts, weighted by their sizes.
         """
-        self.model, self.inner, self.accelerator = model, inner, accelerator
+        self.model, self.inner, self.algorithm, self.accelerator = model, inner, inner.algorithm, accelerator
         self.sharpness, self.seed, self.by_parts = sharpness, seed, by_parts
         self.roles = inner.roles()
         self.statistics = RunningStatistics(inner)
@@ -92,42 +90,33 @@ class StepGradients:
 
     def run(self, batch: StepBatch, step: int) -> StepLosses:
         """Sets `.grad`, updates statistics and buffers, and returns the losses. One call is one inner step."""
-        algorithm = self.inner.algorithm
-        batch = replace(batch, parts=[algorithm.on_inputs(part, step) for part in batch.parts])
+        batch = replace(batch, parts=[self.algorithm.on_inputs(part, step) for part in batch.parts])
         # a single pass over a single part leaves the statistics of the step by itself
         self.statistics.begin(self.needs_statistics or len(batch.parts) > 1)
-        first = self._backward_pass(batch, step)
+        backward = self._at_once
+        if self.by_parts:
+            backward = self._by_parts
+        elif len(batch.parts) > 1 and not self.inner.encoder_frozen:
+            backward = self._cached
+        first = backward(batch, step)
         second = torch.zeros_like(first[0].losses.total)
         if self.sharpness is not None:
-            second = self._pass_at_offset(self.sharpness, batch, step, [one.losses.reuse for one in first])
+            with self._at_offset(self.sharpness):
+                second_pass = backward(batch, step, [weighted.losses.reuse for weighted in first])
+            second = _weighted_sum((losses.total, weight) for losses, weight in second_pass)
         return self._commit(first, second)
 
-    def _backward_pass(self, batch: StepBatch, step: int, reuse: list[Tensors] | None = None) -> list[Weighted]:
-        """Adds the gradient of one pass to `.grad`, averaged over processes at the last part.
+    # Each of the three adds the gradient of one pass to `.grad`, averaged over processes at the last part. With `reuse`
+    # it is a second pass. They return the losses with their weights, which sum to 1 over all processes.
 
-        With `reuse` it is a second pass. Returns the losses with their weights, which sum to 1 over all processes.
-        """
-        if self.by_parts:
-            return self._by_parts(batch, step, reuse)
-        of_whole, counts = (None, True) if reuse is None else (reuse[0], False)
-        if len(batch.parts) > 1 and not self.inner.encoder_frozen:
-            losses = self._cached(batch, step, of_whole, counts)
-        else:
-            z = [self._encode(batch, part, step) for part in range(len(batch.parts))]
-            losses = self._whole_loss(batch, z, step, of_whole)
-            self.accelerator.backward(losses.total + losses.auxiliary)
-            # there are several parts here only if the encoder is frozen, and then no statistics change
-            self._collect(batch, 0, counts)
-        return [Weighted(_detached(losses), 1 / len(batch.places))]  # every process has computed the same losses
-
-    def _by_parts(self, batch: StepBatch, step: int, reuse: list[Tensors] | None) -> list[Weighted]:
+    def _by_parts(self, batch: StepBatch, step: int, reuse: list[Tensors] | None = None) -> list[Weighted]:
         """The pass of a loss that is the weighted mean of the losses of its parts."""
         returned = []
         for number, part in enumerate(batch.parts):
             weight = batch.share(number)
             with self._synchronised(batch, number):
                 z = self._encode(batch, number, step)
-                losses: Losses = self.inner.algorithm(z, part, step, None if reuse is None else reuse[number])
+                losses: Losses = self.algorithm(z, part, step, None if reuse is None else reuse[number])
                 # gradients are averaged over processes, and the weights already sum to 1 over all of them
                 scale = weight * self.accelerator.num_processes
                 self.accelerator.backward((losses.total + losses.auxiliary) * scale)
@@ -135,15 +124,25 @@ class StepGradients:
             returned.append(Weighted(_detached(losses), weight))
         return returned
 
-    def _cached(self, batch: StepBatch, step: int, reuse: Tensors | None, counts: bool) -> Losses:
-        """The pass of a whole-batch loss under accumulation, by gradient caching. Returns the loss."""
+    def _at_once(self, batch: StepBatch, step: int, reuse: list[Tensors] | None = None) -> list[Weighted]:
+        """The pass of a full-batch loss of one part, or of a frozen encoder."""
+        full_batch = batch.gathered([self._encode(batch, part, step) for part in range(len(batch.parts))])
+        losses: Losses = self.algorithm(full_batch.x, full_batch, step, None if reuse is None else reuse[0])
+        self.accelerator.backward(losses.total + losses.auxiliary)
+        # there are several parts here only if the encoder is frozen, and then no statistics change
+        self._collect(batch, 0, counts=reuse is None)
+        return [Weighted(_detached(losses), 1 / len(batch.positions))]  # every process has computed the same losses
+
+    def _cached(self, batch: StepBatch, step: int, reuse: list[Tensors] | None = None) -> list[Weighted]:
+        """The pass of a full-batch loss under accumulation, by gradient caching."""
         leaves = []
         for number in range(len(batch.parts)):
             with torch.no_grad():
                 z = self._encode(batch, number, step)
             self._collect(batch, number, counts=False)
             leaves.append(z.requires_grad_())
-        losses = self._whole_loss(batch, leaves, step, reuse)
+        full_batch = batch.gathered(leaves)
+        losses: Losses = self.algorithm(full_batch.x, full_batch, step, None if reuse is None else reuse[0])
         loss = losses.total + losses.auxiliary
         gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
         for number, gradient in enumerate(gradients):
@@ -152,13 +151,8 @@ class StepGradients:
                 part = (z * gradient).sum()  # its gradient is that of the loss by the encoder, through this part
                 last = number == len(gradients) - 1
                 self.accelerator.backward(part + loss if last else part)  # `loss` itself adds the heads' gradient
-            self._collect(batch, number, counts)
-        return losses
-
-    def _whole_loss(self, batch: StepBatch, z: list[Tensor], step: int, reuse: Tensors | None) -> Losses:
-        whole = batch.gathered(z, [part.targets for part in batch.parts])
-        losses: Losses = self.inner.algorithm(whole.x, whole, step, reuse)
-        return losses
+            self._collect(batch, number, counts=reuse is None)
+        return [Weighted(_detached(losses), 1 / len(batch.positions))]
 
     def _encode(self, batch: StepBatch, number: int, step: int) -> Tensor:
         """Returns the features of one of this process's parts."""
@@ -179,8 +173,9 @@ class StepGradients:
         last = number == len(batch.parts) - 1
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
-    def _pass_at_offset(self, sharpness: Sharpness, batch: StepBatch, step: int, reuse: list[Tensors]) -> Tensor:
-        """Runs the second pass and sets `.grad` to the step's gradient. Returns this process's part of its loss.
+    @contextmanager
+    def _at_offset(self, sharpness: Sharpness) -> Iterator[None]:
+        """Context of the second pass, at θ + offset; then sets `.grad` to the step's gradient.
 
         The parameters are restored from copies: subtracting the offset would not restore every bit.
         """
@@ -191,43 +186,33 @@ class StepGradients:
             offset = sharpness.offset(values, first, sharpness.rho)
             torch._foreach_add_([*main.values()], [offset[name] for name in main])
             del offset  # it is as large as the model
-        returned = self._backward_pass(batch, step, reuse)
+        yield
         with torch.no_grad():
             torch._foreach_copy_([*main.values()], [*values.values()])
             _set_gradients(main, sharpness.combine(first, _take_gradients(main)))
             _set_gradients(self.roles.auxiliary, auxiliary)
-        return _weighted_sum([(one.losses.total, one.weight) for one in returned])
 
     @torch.no_grad()
     def _commit(self, first: list[Weighted], second: Tensor) -> StepLosses:
-        total = _weighted_sum([(one.losses.total, one.weight) for one in first])
-        auxiliary = _weighted_sum([(one.losses.auxiliary, one.weight) for one in first])
-        logs = {
-            name: _weighted_sum([(one.losses.logs[name], one.weight) for one in first]) for name in first[0].losses.logs
-        }
-        buffers = {}
-        for name, value in first[-1].losses.buffers.items():
-            # integers (counters) are the same in every part
-            is_mean = value.is_floating_point()
-            buffers[name] = (
-                _weighted_sum([(one.losses.buffers[name], one.weight) for one in first]) if is_mean else value
-            )
-        means = [value for value in buffers.values() if value.is_floating_point()]
+        """Returns the losses over all processes; stores statistics and the buffers that the first pass returned."""
+        total = _weighted_sum((losses.total, weight) for losses, weight in first)
+        auxiliary = _weighted_sum((losses.auxiliary, weight) for losses, weight in first)
+        names = first[0].losses.logs
+        logs = {name: _weighted_sum((losses.logs[name], weight) for losses, weight in first) for name in names}
+        buffers = dict(first[-1].losses.buffers)  # integers (counters) are the same in every part
+        means = [name for name, value in buffers.items() if value.is_floating_point()]
+        buffers |= {name: _weighted_sum((losses.buffers[name], weight) for losses, weight in first) for name in means}
         stop = torch.full_like(total, float(stop_requested()))
-        moved = [total, second, auxiliary, stop, *logs.values(), *means, *self.statistics.sums]
-        _sum_over_processes(self.accelerator, moved)
+        summed = [total, second, auxiliary, stop, *logs.values(), *(buffers[name] for name in means)]
+        _sum_over_processes(self.accelerator, [*summed, *self.statistics.sums])
         losses = StepLosses(total, second, auxiliary, stop, logs)
         self.statistics.commit()
-        stored = [self.inner.algorithm.get_buffer(name) for name in buffers]
-        if self.outlives_overflow:
-            finite = losses.loss.isfinite()  # a tensor: the host does not wait for it
+        finite = losses.loss.isfinite() if self.outlives_overflow else None  # a tensor: the host does not wait for it
+        if finite is not None:
             self.statistics.restore_unless(finite)
-            buffers = {
-                name: torch.where(finite, value, before)
-                for (name, value), before in zip(buffers.items(), stored, strict=True)
-            }
-        for buffer, value in zip(stored, buffers.values(), strict=True):
-            buffer.copy_(value)
+        for name, value in buffers.items():
+            buffer = self.algorithm.get_buffer(name)
+            buffer.copy_(value if finite is None else torch.where(finite, value, buffer))
         return losses
 
 
@@ -236,7 +221,7 @@ def _detached(losses: Losses) -> Losses:
     return Losses(losses.total.detach(), losses.auxiliary.detach(), *dicts)
 
 
-def _take_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def _take_gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
     """Returns the gradients that exist and removes them from the parameters."""
     taken = {}
     for name, parameter in parameters.items():
@@ -245,14 +230,15 @@ def _take_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return taken
 
 
-def _set_gradients(parameters: dict[str, nn.Parameter], gradients: dict[str, Tensor]) -> None:
+def _set_gradients(parameters: Mapping[str, nn.Parameter], gradients: Tensors) -> None:
     for name, parameter in parameters.items():
         parameter.grad = gradients.get(name)
 
 
-def _weighted_sum(values: list[tuple[Tensor, float]]) -> Tensor:
-    total = torch.zeros_like(values[0][0])
-    for value, weight in values:
+def _weighted_sum(values: Iterable[tuple[Tensor, float]]) -> Tensor:
+    terms = list(values)
+    total = torch.zeros_like(terms[0][0])
+    for value, weight in terms:
         total += weight * value
     return total
 

@@ -1,27 +1,30 @@
-"""The model that trains: an encoder, or what lies above its cut, and an algorithm with its head."""
+"""The model that trains: an encoder, or what lies above its cut, and an algorithm with its head; and its optimizer."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from xdm_ft.algorithms import Algorithm
-from xdm_ft.cut.cut import Cut
+from xdm_ft.cut.cut import Cut, depth_from_top
 from xdm_ft.cut.lora import add_lora, merged_state, touched_names
 from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable, blocks_above
 from xdm_ft.encoders import Encoder
 from xdm_ft.features.cache import Features
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Batch
+from xdm_ft.training import Training
 from xdm_ft.training.compiling import compiled
 from xdm_ft.training.end_to_end.batch_norm import batch_norm_layers
-from xdm_ft.training.end_to_end.stage_modules import StageModules
 
 BatchNorm = Literal["train", "frozen"]
 logger = logging.getLogger("xdm_ft")
@@ -35,7 +38,49 @@ class EncoderPart:
     activations: Features | None = None  # of the cut, flattened; None: they are computed, or there is no cut
 
 
-WHOLE = EncoderPart()
+FULL_ENCODER = EncoderPart()
+
+
+class StageModules(nn.Module):
+    """Each replaces the output of one named module of the encoder, in training mode and inside `during` only."""
+
+    def __init__(self, encoder: Encoder, by_name: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        assert not any(list(module.buffers()) for module in by_name.values()), "modules behind stages have no buffers"
+        self.list = nn.ModuleList(by_name.values())
+        self.names = tuple(by_name)
+        self.now: tuple[Batch, int] | None = None  # the batch that is being encoded, and the step
+        self.reached: set[str] = set()  # the modules that this forward pass has called
+        for name, module in by_name.items():
+            encoder.get_submodule(name).register_forward_hook(partial(self._replace, name, module))
+
+    @contextmanager
+    def during(self, batch: Batch, step: int) -> Iterator[None]:
+        """Context of the encoding of `batch`. Raises `UserError` if the encoder did not call one of the modules."""
+        self.now, self.reached = (batch, step) if self.training else None, set()
+        try:
+            yield
+        finally:
+            active, self.now = self.now, None
+        if active is not None and (missed := [name for name in self.names if name not in self.reached]):
+            raise UserError(
+                f"encoder.model: its module {missed[0]} is never called, so no module can be placed after it; "
+                "use another model"
+            )
+
+    def _replace(self, name: str, module: nn.Module, _: nn.Module, inputs: Any, output: Any) -> Tensor | None:
+        if self.now is None:
+            return None
+        self.reached.add(name)
+        # images are square, and so are maps [B,C,h,w]: this detects channels-last maps and tokens
+        if not isinstance(output, Tensor) or output.ndim != 4 or output.shape[2] != output.shape[3]:
+            shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise UserError(
+                f"encoder.model: its module {name} returns {shape}, and this method needs feature maps [B,C,h,w]; "
+                "use a CNN"
+            )
+        changed: Tensor = module(output, *self.now)
+        return changed
 
 
 class EndToEnd(nn.Module):
@@ -133,9 +178,9 @@ class EndToEnd(nn.Module):
     def roles(self) -> Roles:
         """Returns the trainable parameters. An encoder may have others too, such as fixed position embeddings."""
         encoder = {f"encoder.{name}": p for name, p in self.encoder.named_parameters() if p.requires_grad}
-        own = {name: p for name, p in self.algorithm.named_parameters() if p.requires_grad}
-        auxiliary = {name: p for name, p in own.items() if name.split(".")[0] in self.algorithm.auxiliary}
-        head = {name: p for name, p in own.items() if name not in auxiliary}
+        algorithm = {name: p for name, p in self.algorithm.named_parameters() if p.requires_grad}
+        auxiliary = {name: p for name, p in algorithm.items() if name.split(".")[0] in self.algorithm.auxiliary}
+        head = {name: p for name, p in algorithm.items() if name not in auxiliary}
         head |= {f"stages.{name}": p for name, p in self.stages.named_parameters() if p.requires_grad}
         return Roles(encoder, head, auxiliary)
 
@@ -171,9 +216,9 @@ class EndToEnd(nn.Module):
         """
         state = self.named_weights()
         if self.low_rank:
-            plain = merged_state(self.encoder)
-            own = {name: tensor for name, tensor in state.items() if not name.startswith("encoder.")}
-            state = {f"encoder.{name}": plain[name] for name in touched_names(self.encoder)} | own
+            merged = merged_state(self.encoder)
+            others = {name: tensor for name, tensor in state.items() if not name.startswith("encoder.")}
+            state = {f"encoder.{name}": merged[name] for name in touched_names(self.encoder)} | others
         layout = torch.contiguous_format  # safetensors saves no other
         return {name: tensor.detach().to("cpu", copy=True, memory_format=layout) for name, tensor in state.items()}
 
@@ -238,3 +283,29 @@ class Roles(NamedTuple):
     @property
     def main(self) -> dict[str, nn.Parameter]:
         return self.encoder | self.head
+
+
+def optimizer_of(inner: EndToEnd, training: Training) -> Optimizer:
+    """Returns the optimizer: class head and auxiliary modules have the learning rate `lr`, the encoder `encoder_lr`.
+
+    With `layer_decay` γ, what lies d blocks from the end of the encoder has `encoder_lr` γ^d (ELECTRA, Clark et al.
+    2020, appendix B); d is 0 for a final norm and projection, and 1 for the last block. `weight_decay` acts on the
+    parameters that `Training.decays` names.
+    """
+    encoder, head, auxiliary = inner.roles()
+    by_rate: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in encoder.items():
+        depth = 0 if training.layer_decay == 1 else depth_from_top(inner.encoder, name.removeprefix("encoder."))
+        by_rate.setdefault(training.encoder_lr * training.layer_decay**depth, []).append(parameter)
+    rates = [*by_rate.items(), (training.lr, [*head.values()]), (training.lr, [*auxiliary.values()])]
+    groups = [
+        {"params": members, "lr": lr, "initial_lr": lr, "weight_decay": training.weight_decay if decays else 0.0}
+        for lr, parameters in rates
+        for decays in (True, False)
+        if (members := [parameter for parameter in parameters if training.decays(parameter.ndim) == decays])
+    ]
+    if training.optimizer == "sgd":
+        return SGD(groups, momentum=training.momentum)
+    return {"adam": Adam, "adamw": AdamW}[training.optimizer](
+        groups, betas=(training.beta1, training.beta2), amsgrad=training.amsgrad
+    )

@@ -1,8 +1,9 @@
-"""Computes the logits or features of images with a model that was trained end to end."""
+"""The logits or features of images by a model that is trained end to end, and the validation during its training."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -15,9 +16,12 @@ from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.runtime.interrupt import Interrupted, stop_requested
 from xdm_ft.runtime.machine import keep_freed_memory
 from xdm_ft.runtime.progress import pulse
+from xdm_ft.runtime.tensors import Annotations, Criteria
 from xdm_ft.training import Job, Precision
+from xdm_ft.training.averages import LOSS_SPLIT
 from xdm_ft.training.end_to_end.inputs import CachedActivations, ComputedActivations, Images, Inputs
-from xdm_ft.training.end_to_end.model import WHOLE, EncoderPart, EndToEnd
+from xdm_ft.training.end_to_end.model import FULL_ENCODER, EncoderPart, EndToEnd
+from xdm_ft.training.selection import RuleImages, rows_of_rules, rule_images, split_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -83,7 +87,7 @@ def predict(
     batch_size: int,
     precision: Precision | None = None,
     of: Literal["logits", "features"] = "logits",
-    part: EncoderPart = WHOLE,
+    part: EncoderPart = FULL_ENCODER,
 ) -> Tensor:
     """Returns logits float32 [n,C] for the images `rows` (int64 [n]), on the CPU, the same in every process.
 
@@ -117,3 +121,49 @@ def inputs_of(model: EndToEnd, part: EncoderPart, images: Images, accelerator: A
 def precision_of(accelerator: Accelerator) -> Precision:
     precision: Precision = accelerator.mixed_precision
     return precision
+
+
+class EndToEndValidation:
+    """The validation images of the selection rules, evaluated in the precision of the training."""
+
+    def __init__(
+        self,
+        job: Job,
+        inputs: Inputs,
+        annotations: Annotations,
+        criteria: Criteria,
+        batch_size: int,
+        accelerator: Accelerator,
+        *,
+        loss: bool,
+    ) -> None:
+        """`loss`: also measure the loss on the images of LOSS_SPLIT, as `self.loss`."""
+        self.metric = criteria.metric
+        self.precision = precision_of(accelerator)
+        self.loss = math.nan  # loss on LOSS_SPLIT at the last evaluation, if it is measured
+        rows_of = rows_of_rules(job, [*criteria.rules, LOSS_SPLIT] if loss else criteria.rules)
+
+        def measured(rule: str, metric: str) -> RuleImages:
+            classes = job.setup.task.num_classes
+            return rule_images(split_of(rule), rows_of[rule], annotations, metric, classes)
+
+        self.measured = {rule: measured(rule, criteria.metric) for rule in rows_of}
+        self.measured_loss = measured(LOSS_SPLIT, "nll") if loss else None
+        self.images = {
+            rule: EvaluationImages(inputs, rows, batch_size, accelerator, persistent=True)
+            for rule, rows in rows_of.items()
+        }
+
+    def evaluate(self, inner: EndToEnd) -> dict[str, float] | None:
+        """Returns {selection rule: value of the metric}; None if logits are not finite."""
+        inner.eval()
+        values = {}
+        for rule, images in self.images.items():
+            logits = images.logits(inner, self.precision)
+            if not logits.isfinite().all():
+                return None
+            values[rule] = self.measured[rule].value(logits)
+            if rule == LOSS_SPLIT and self.measured_loss is not None:
+                self.loss = self.measured_loss.value(logits)
+        inner.train()
+        return values

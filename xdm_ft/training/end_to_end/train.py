@@ -8,17 +8,17 @@ torch's global generator is reseeded at every step and not restored.
 from __future__ import annotations
 
 import copy
-import logging
+import gc
 import math
 import time
-from collections.abc import Iterable
-from contextlib import closing
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xdm_ft.algorithms import Algorithm
@@ -30,34 +30,30 @@ from xdm_ft.runtime.machine import PeakMemory, keep_freed_memory
 from xdm_ft.runtime.progress import Progress, unseen
 from xdm_ft.runtime.randomness import Stream, bits
 from xdm_ft.runtime.tensors import Annotations, Criteria
-from xdm_ft.storage.checkpoint import Checkpoint
+from xdm_ft.storage.checkpoint import Checkpoint, State
 from xdm_ft.storage.digests import tensors_digest
 from xdm_ft.training import Job, Record, Trained
 from xdm_ft.training.averages import Averages
-from xdm_ft.training.end_to_end.accelerated import prepared, refuse_unsupported
 from xdm_ft.training.end_to_end.batch_norm import gather_statistics, synchronised
 from xdm_ft.training.end_to_end.batches import StepBatch, TrainingBatches
 from xdm_ft.training.end_to_end.gradients import StepGradients, StepLosses
-from xdm_ft.training.end_to_end.inputs import Images
-from xdm_ft.training.end_to_end.model import WHOLE, BatchNorm, EncoderPart, EndToEnd
-from xdm_ft.training.end_to_end.optimizer import optimizer_of
-from xdm_ft.training.end_to_end.prediction import inputs_of, predict
-from xdm_ft.training.end_to_end.state import LoopState
-from xdm_ft.training.end_to_end.unread import Read
-from xdm_ft.training.end_to_end.validation import EndToEndValidation
-from xdm_ft.training.schedule import learning_rate_factor
+from xdm_ft.training.end_to_end.inputs import Images, Inputs
+from xdm_ft.training.end_to_end.model import FULL_ENCODER, BatchNorm, EncoderPart, EndToEnd, optimizer_of
+from xdm_ft.training.end_to_end.prediction import EndToEndValidation, inputs_of, predict
 from xdm_ft.training.selection import Selector, evaluation_steps, external_values
+from xdm_ft.training.state import TrainingState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
 
-__all__ = ["predict", "train_model"]
+__all__ = ["predict", "shut_down", "train_model"]
 
-logger = logging.getLogger("xdm_ft")
 BROKEN_LOGITS = "logits on validation images are not finite"
 STATISTICS_BATCHES = 500  # training batches that determine the batch-norm statistics of averaged weights
 # steps in a row that fp16's gradient scaler may skip: each halves the scale, so 16 steps reduce it from 2^16 to 1
-MOST_SKIPPED = 32
+MAX_SKIPPED = 32
+AHEAD = 2  # steps that a GPU has in its queue: with fewer it waits for the host between them
 
 
 def train_model(
@@ -74,7 +70,7 @@ def train_model(
     unfreeze_at: int = 0,
     augmentation: Augmentation = "none",
     checkpoint: Checkpoint | None = None,
-    part: EncoderPart = WHOLE,
+    part: EncoderPart = FULL_ENCODER,
 ) -> Trained:
     """Trains a copy of `encoder`, from its present weights, with the job's method for `job.setup.steps` steps.
 
@@ -97,7 +93,7 @@ def train_model(
     micro-batches than a domain has images in a batch, and for a launch configuration that is not supported.
     """
     started, training = time.perf_counter(), job.training
-    refuse_unsupported(job, accelerator)
+    _refuse_unsupported(job, accelerator)
     algorithm = job.make(job.setup)
     assert isinstance(algorithm, Algorithm), f"{job.method} trains no encoder"
     keep_freed_memory()
@@ -109,212 +105,327 @@ def train_model(
         inner.compile_encoding()
     images = Images(dataset, encoder.preprocessing, augmentation, accelerator)
     inputs = inputs_of(inner, part, images, accelerator)
-    batches = TrainingBatches(job, inputs, annotations, accelerator)
-    first_step = max(algorithm.first_selectable_step, unfreeze_at + 1)
-    averages = Averages([job.averaging], first_step, job.setup.steps) if job.averaging else None
-    reads_loss = job.averaging is not None and job.averaging.reads_loss
-    validation = EndToEndValidation(
-        job, inputs, annotations, criteria, batches.largest_part, accelerator, loss=reads_loss
-    )
-    selector = Selector(criteria, first_step, training.patience)
-    roles = inner.roles()
-    optimizer = optimizer_of(inner, training)
-    state = LoopState(inner, roles, optimizer, selector, averages, accelerator, started=started)
-    run = _Run(job, batches, validation, record, checkpoint)
-    _resume(run, state, annotations)
-    failure = _train(run, state, unfreeze_at, bar or unseen())
-    selected = selector.selected
-    if averages is None:
-        failure = failure or selector.nothing_selected()
+    loop = _Loop(job, inner, inputs, annotations, criteria, accelerator, unfreeze_at, checkpoint, started)
+    loop.resume()
+    failure = loop.take_steps(record, bar or unseen())
+    selected = loop.selector.selected
+    if loop.averages is None:
+        failure = failure or loop.selector.nothing_selected()
     elif failure is None:
-        selected = averages.selected(0, lambda mean: _with_weights(mean, inner, run, accelerator), criteria.rules)
+        selected = loop.averages.selected(0, loop.with_averaged_weights, criteria.rules)
     return Trained(
         job=job,
         selected={} if failure else selected,
-        mixed_steps=algorithm.mixed_steps(state.taken),
-        seconds=state.seconds,
+        mixed_steps=algorithm.mixed_steps(loop.taken),
+        seconds=loop.seconds,
         failure=failure,
-        course=selector.course,
-        stopped_at=selector.stopped_at,
-        restarts=() if checkpoint is None else tuple(checkpoint.restarts),
-        parameters=sum(parameter.numel() for of_role in roles for parameter in of_role.values()),
+        course=loop.selector.course,
+        stopped_at=loop.selector.stopped_at,
+        restarts=loop.restarts,
+        parameters=sum(parameter.numel() for of_role in loop.roles for parameter in of_role.values()),
         peak_memory=memory.peak,
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The constants of one training."""
+class _Loop(TrainingState):
+    """The training of one model. Its state is the same in every process: one writes it, and each resumes from it."""
 
-    job: Job
-    batches: TrainingBatches
-    validation: EndToEndValidation
-    record: Record
-    checkpoint: Checkpoint | None
+    def __init__(
+        self,
+        job: Job,
+        inner: EndToEnd,
+        inputs: Inputs,
+        annotations: Annotations,
+        criteria: Criteria,
+        accelerator: Accelerator,
+        unfreeze_at: int,
+        checkpoint: Checkpoint | None,
+        started: float,
+    ) -> None:
+        name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
+        super().__init__(name, job.setup.steps, checkpoint, started)
+        self.job, self.inner, self.annotations, self.accelerator = job, inner, annotations, accelerator
+        self.unfreeze_at = unfreeze_at
+        self.batches = TrainingBatches(job, inputs, annotations, accelerator)
+        reads_loss = job.averaging is not None and job.averaging.reads_loss
+        size = self.batches.largest_part
+        self.validation = EndToEndValidation(job, inputs, annotations, criteria, size, accelerator, loss=reads_loss)
+        self.roles = inner.roles()  # of all parameters that some step trains
+        self.optimizer = optimizer_of(inner, job.training)
+        first_step = max(inner.algorithm.first_selectable_step, unfreeze_at + 1)
+        self.selector = Selector(criteria, first_step, job.training.patience)
+        self.averages = Averages([job.averaging], first_step, self.steps) if job.averaging else None
+        self.pending = PendingScalars(accelerator.device)
+        self.is_evaluated = True  # False: an evaluation is due after the steps taken and not done
+        self.skipped = 0  # steps in a row that the gradient scaler skipped, as a loss or gradient was not finite
+        if accelerator.scaler is not None:
+            # one scaler serves all models of a process: reset it, so that no model depends on those before it
+            accelerator.scaler.load_state_dict(torch.amp.GradScaler(accelerator.device.type).state_dict())
 
-    @property
-    def name(self) -> str:
-        return f"{self.job.method}, {', '.join(self.job.test_domains)} held out, seed {self.job.seed}"
-
-
-def _resume(run: _Run, state: LoopState, annotations: Annotations) -> None:
-    """Loads the checkpoint that an interrupted process has left of this training, if there is one, into `state`."""
-    if run.checkpoint is None:
-        return
-    accelerator, split, images = state.accelerator, run.job.split, (annotations.labels, annotations.domains)
-    saved = run.checkpoint.load(  # one that was written for other values of these is not used
-        {
-            "processes": accelerator.num_processes,
-            "device": accelerator.device.type,
-            "data": tensors_digest(dict(enumerate([*images, *split.train, *split.evaluation.values()]))),
-            "weights": tensors_digest(state.inner.state_dict()),  # below a cut too
-        }
-    )
-    if saved is not None:
-        state.load_state(saved)
-        logger.info("%s: resumes after %d of %d steps", run.name, state.taken, run.job.setup.steps)
-    taken = accelerator.gather(torch.tensor([state.taken], device=accelerator.device))
-    if (taken != state.taken).any():
-        raise UserError(
-            f"{run.checkpoint.path}: processes read different checkpoints; set output.dir to a shared folder"
-        )
-
-
-def _train(run: _Run, state: LoopState, unfreeze_at: int, bar: Progress) -> str | None:
-    """Takes the remaining steps. Returns why the training failed; None if it did not."""
-    steps = run.job.setup.steps
-    with deferred(), closing(run.batches.begin(state.taken)) as batches:  # what reads ahead ends with the loop
-        bar.skip(state.taken)
-        if state.taken == 0:
-            state.average()
-        if not state.evaluated and not _evaluate(run, state):
-            return _failure(BROKEN_LOGITS, run, state.taken)
-        for frozen, last in ((True, unfreeze_at), (False, steps)):
-            if state.taken >= last or state.selector.stopped_at is not None:
-                continue
-            state.inner.freeze_encoder(frozen)
-            failure = _phase(run, state, islice(batches, last - state.taken), bar)
-            if failure is not None:
-                return failure
-    return None
-
-
-def _phase(run: _Run, state: LoopState, batches: Iterable[tuple[int, StepBatch]], bar: Progress) -> str | None:
-    """Takes the steps of `batches`, which train the same parameters. Returns as `_train`."""
-    steps = run.job.setup.steps
-    evaluate_after = set(evaluation_steps(steps, run.job.training.evaluate_every))
-    with prepared(state.inner, state.optimizer, state.accelerator) as (model, optimizer):
-        algorithm = state.inner.algorithm
-        by_parts = algorithm.loss_over != "batch" and algorithm.parts_add_up(run.job.training.sampler == "pooled")
-        gradients = StepGradients(model, state.inner, state.accelerator, run.job.sharpness, run.job.seed, by_parts)
+    def take_steps(self, record: Record, bar: Progress) -> str | None:
+        """Takes the remaining steps. Returns why the training failed; None if it did not."""
+        job, inner, training = self.job, self.inner, self.job.training
+        evaluate_after = set(evaluation_steps(self.steps, training.evaluate_every))
+        by_parts = inner.algorithm.loss_over != "batch" and inner.algorithm.parts_add_up(training.sampler == "pooled")
         note = ""
-        for step, batch in batches:
-            factor = learning_rate_factor(step, steps, run.job.training.schedule)
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+        with deferred(), closing(self.batches.begin(self.taken)) as batches:  # what reads ahead ends with the loop
+            bar.skip(self.taken)
+            if self.taken == 0:
+                self._average()
+            if not self.is_evaluated and not self._evaluate(record):
+                return self._failure(BROKEN_LOGITS, self.taken)
+            for frozen, last in ((True, self.unfreeze_at), (False, self.steps)):
+                if self.taken >= last or self.selector.stopped_at is not None:
+                    continue
+                inner.freeze_encoder(frozen)
+                with _prepared(inner, self.optimizer, self.accelerator) as (model, optimizer):
+                    gradients = StepGradients(model, inner, self.accelerator, job.sharpness, job.seed, by_parts)
+                    for step, batch in islice(batches, last - self.taken):
+                        factor = training.schedule.factor(step, self.steps)
+                        losses = _take_step(gradients, batch, optimizer, factor, training.clip_norm, step)
+                        self.pending.add(step, losses, optimizer.step_was_skipped)
+                        self.taken, self.is_evaluated = step + 1, step + 1 not in evaluate_after
+                        self._average()
+                        for scalars in self.pending.read(all_of_them=not self.is_evaluated):
+                            if (failure := self._check(scalars)) is not None:
+                                return failure
+                            note = f"loss {scalars.total:.3f}"
+                        if not self.is_evaluated and not self._evaluate(record):
+                            return self._failure(BROKEN_LOGITS, step + 1)
+                        self.save_if_due(event=step + 1 in evaluate_after)
+                        bar.advance(1, note)
+                        if self.selector.stopped_at is not None:
+                            break
+                    else:
+                        if stop_requested():
+                            self.save_and_stop()  # without waiting: the signal has ended this process's loader workers
+        return None
 
-            losses = _step(gradients, batch, optimizer, run.job.training.clip_norm, step)
-            state.unread.add(step, losses, optimizer.step_was_skipped)
-            state.taken, state.evaluated = step + 1, step + 1 not in evaluate_after
-            state.average()
-            for read in state.unread.read(all_of_them=not state.evaluated):
-                failure = _checked(run, state, read)
-                if failure is not None:
-                    return failure
-                note = f"loss {read.total:.3f}"
-            if not state.evaluated and not _evaluate(run, state):
-                return _failure(BROKEN_LOGITS, run, step + 1)
-            if run.checkpoint is not None:
-                run.checkpoint.save_if_due(state.state, event=step + 1 in evaluate_after)
-            bar.advance(1, note)
-            if state.selector.stopped_at is not None:
-                return None
-    if stop_requested():
-        _save_and_stop(run, state, together=False)  # the signal has ended this process's loader workers
-    return None
+    def _average(self) -> None:
+        """Adds the weights after the steps taken to the model's average, if it has one."""
+        if self.averages is not None:
+            trained = self.roles.main | self.roles.auxiliary
+            self.averages.add(self.taken, {name: parameter[None] for name, parameter in trained.items()})
+
+    def _check(self, scalars: StepScalars) -> str | None:
+        """Records a step that the host has read. Returns as `take_steps`. Raises `Interrupted` after a signal."""
+        finite = math.isfinite(scalars.loss)
+        self.skipped = 0 if finite and not scalars.skipped else self.skipped + 1
+        if self.skipped > (0 if self.accelerator.scaler is None else MAX_SKIPPED):
+            self.taken = scalars.step  # later steps continue from weights that are not finite
+            what = "gradients are not finite" if finite else f"the loss is {scalars.loss}"
+            return self._failure(what, scalars.step + 1)
+        if finite:
+            self.means.add(scalars.step, {name: value[None] for name, value in scalars.recorded.items()})
+        if scalars.stop:
+            self._stop_together()
+        return None
+
+    def _stop_together(self) -> NoReturn:
+        """Saves and raises `Interrupted` in all processes, which are at the same step."""
+        # a launcher kills the other processes when the first one exits
+        self.save_and_stop(self.accelerator.wait_for_everyone)
+
+    def _evaluate(self, record: Record) -> bool:
+        """Evaluates, selects and records after the steps taken. Returns False if logits are not finite."""
+        try:
+            values = self.validation.evaluate(self.inner)
+        except Interrupted:
+            self._stop_together()
+        if values is None:
+            return False
+        training = self.job.training
+        values |= external_values(self.job, self.taken)
+        self.selector.offer(self.taken, values, self.inner.weights)
+        if self.averages is not None:
+            self.averages.evaluated(self.taken, [self.validation.loss])
+        if self.accelerator.is_main_process:
+            lr = training.lr * training.schedule.factor(self.taken - 1, self.steps)
+            means = {name: float(mean) for name, mean in self.means.take()[0].items()}
+            scores = {f"{rule}/{self.validation.metric}": value for rule, value in values.items()}
+            record(self.taken, [(self.job, {**means, "lr": lr, **scores})])
+        self.is_evaluated = True
+        return True
+
+    def _failure(self, what: str, taken: int) -> str:
+        rows = ", ".join(map(str, self.batches.rows(taken - 1).tolist()))
+        return f"{what} at step {taken} of {self.steps}; images in its batch: rows {rows}"
+
+    def with_averaged_weights(self, mean: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the model's weights with the averaged ones in them, and batch-norm statistics of these weights."""
+        inner, accelerator = self.inner, self.accelerator
+        with torch.no_grad():
+            for name, parameter in inner.named_weights().items():
+                if name in mean:
+                    parameter.copy_(mean[name])
+        torch.manual_seed(int(bits(self.job.seed, self.steps, Stream.ENCODER, accelerator.process_index)))
+        inner.train()
+        batches = (batch for _, batch in islice(self.batches.begin(), STATISTICS_BATCHES))
+        gather_statistics(inner.encoder, inner.encode, batches, accelerator)
+        return inner.weights()
+
+    def resume(self) -> None:
+        super().resume()
+        if self.checkpoint is not None:
+            taken = self.accelerator.gather(torch.tensor([self.taken], device=self.accelerator.device))
+            if (taken != self.taken).any():
+                raise UserError(
+                    f"{self.checkpoint.path}: processes read different checkpoints; set output.dir to a shared folder"
+                )
+
+    def _settings(self) -> dict[str, Any]:
+        split, annotations = self.job.split, self.annotations
+        data = [annotations.labels, annotations.domains, *split.train, *split.evaluation.values()]
+        return {
+            "processes": self.accelerator.num_processes,
+            "device": self.accelerator.device.type,
+            "data": tensors_digest(dict(enumerate(data))),
+            "weights": tensors_digest(self.inner.state_dict()),  # below a cut too
+        }
+
+    def _own_state(self) -> State:
+        scaler = self.accelerator.scaler
+        return {
+            "evaluated": self.is_evaluated,
+            "skipped": self.skipped,
+            "weights": self.inner.named_weights(),
+            "optimizer": self.optimizer.state_dict()["state"],
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "selector": self.selector.state(),
+            "averages": None if self.averages is None else self.averages.state(),
+            "pending": self.pending.state(),
+        }
+
+    def _load_own_state(self, state: State) -> None:
+        self.inner.load_weights(state["weights"])
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.selector.load_state(state["selector"])
+        if self.averages is not None:
+            self.averages.load_state(state["averages"], self.accelerator.device)
+        self.pending.load_state(state["pending"])
+        self.is_evaluated, self.skipped = state["evaluated"], state["skipped"]
 
 
-def _checked(run: _Run, state: LoopState, read: Read) -> str | None:
-    """Records a step that the host has read. Returns as `_train`. Raises `Interrupted` if a process was asked to."""
-    finite = math.isfinite(read.loss)
-    state.skipped = 0 if finite and not read.skipped else state.skipped + 1
-    if state.skipped > (0 if state.accelerator.scaler is None else MOST_SKIPPED):
-        state.taken = read.step  # later steps continue from weights that are not finite
-        what = "gradients are not finite" if finite else f"the loss is {read.loss}"
-        return _failure(what, run, read.step + 1)
-    if finite:
-        state.means.add(read.step, {name: value[None] for name, value in read.scalars.items()})
-    if read.stop:
-        _save_and_stop(run, state)
-    return None
-
-
-def _save_and_stop(run: _Run, state: LoopState, together: bool = True) -> NoReturn:
-    """Saves the checkpoint, if any, and raises `Interrupted`. `together`: all processes are at the same step."""
-    if run.checkpoint is None:
-        raise Interrupted
-    run.checkpoint.save(state.state)
-    if together:
-        state.accelerator.wait_for_everyone()  # a launcher kills the other processes when the first one exits
-    raise Interrupted(f"{run.name}: {state.taken} of {run.job.setup.steps} steps")
-
-
-def _evaluate(run: _Run, state: LoopState) -> bool:
-    """Evaluates, selects and records after the steps taken. Returns False if logits are not finite."""
-    try:
-        values = run.validation.evaluate(state.inner)
-    except Interrupted:
-        _save_and_stop(run, state)
-    if values is None:
-        return False
-    taken, training = state.taken, run.job.training
-    values |= external_values(run.job, taken)
-    state.selector.offer(taken, values, state.inner.weights)
-    if state.averages is not None:
-        state.averages.evaluated(taken, [run.validation.loss])
-    if state.accelerator.is_main_process:
-        factor = learning_rate_factor(taken - 1, run.job.setup.steps, training.schedule)
-        means = {name: float(mean) for name, mean in state.means.take()[0].items()}
-        scores = {f"{rule}/{run.validation.metric}": value for rule, value in values.items()}
-        run.record(taken, [(run.job, {**means, "lr": training.lr * factor, **scores})])
-    state.evaluated = True
-    return True
-
-
-def _with_weights(mean: dict[str, Tensor], inner: EndToEnd, run: _Run, accelerator: Accelerator) -> dict[str, Tensor]:
-    """Returns the model's weights with the averaged ones in them, and with batch-norm statistics of these weights."""
-    with torch.no_grad():
-        for name, parameter in inner.named_weights().items():
-            if name in mean:
-                parameter.copy_(mean[name])
-    torch.manual_seed(int(bits(run.job.seed, run.job.setup.steps, Stream.ENCODER, accelerator.process_index)))
-    inner.train()
-    steps = (batch for _, batch in islice(run.batches.begin(), STATISTICS_BATCHES))
-    gather_statistics(inner.encoder, inner.encode, steps, accelerator)
-    return inner.weights()
-
-
-def _step(
-    gradients: StepGradients, batch: StepBatch, optimizer: Optimizer, clip_norm: float | None, step: int
+def _take_step(
+    gradients: StepGradients,
+    batch: StepBatch,
+    optimizer: AcceleratedOptimizer,
+    factor: float,
+    clip_norm: float | None,
+    step: int,
 ) -> StepLosses:
-    """Takes one step of the algorithm. Returns its losses, as means over its inner steps."""
-    algorithm, taken = gradients.inner.algorithm, list[StepLosses]()
+    """Takes one step of the algorithm. Returns its losses, as means over its inner steps.
 
-    def inner_step(domain: int | None) -> None:
+    `factor`: of the learning rates.
+    """
+    algorithm, accelerator, taken = gradients.algorithm, gradients.accelerator, list[StepLosses]()
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
+    parameters = gradients.roles.main | gradients.roles.auxiliary
+    for domain in algorithm.update(parameters, dict(algorithm.named_buffers()), step):
         part = batch if domain is None else batch.block(domain, algorithm.task.num_domains)
         taken.append(gradients.run(part, step))
         if clip_norm is not None:
-            gradients.accelerator.clip_grad_norm_(gradients.roles.main.values(), clip_norm)
+            accelerator.clip_grad_norm_(gradients.roles.main.values(), clip_norm)
         if algorithm.resets_optimizer(step):
             optimizer.state.clear()  # torch's optimizers initialise a state that is missing
         optimizer.step()
         optimizer.zero_grad()
-
-    parameters = gradients.roles.main | gradients.roles.auxiliary
-    algorithm.update(parameters, dict(algorithm.named_buffers()), inner_step, step)
     return StepLosses.mean(taken)
 
 
-def _failure(what: str, run: _Run, taken: int) -> str:
-    rows = ", ".join(map(str, run.batches.rows(taken - 1).tolist()))
-    return f"{what} at step {taken} of {run.job.setup.steps}; images in its batch: rows {rows}"
+class StepScalars(NamedTuple):
+    """A step, as the host knows it."""
+
+    step: int
+    total: float  # `Losses.total`
+    loss: float  # the sum of all losses: finite only if each of them is
+    stop: bool  # whether a process has received a signal to stop
+    skipped: bool  # whether the gradient scaler has skipped its update
+    recorded: dict[str, Tensor]  # on the device
+
+
+class PendingScalars:
+    """The scalars of the last steps, which the host reads some steps later, in order.
+
+    On a GPU the host only queues work. A `float(loss)` would make it wait until the whole queue is done, and then the
+    GPU until the host has queued the next step. So the loss of a step, and whether a process was asked to stop, are
+    copied to the host's memory as part of the queue, and read when AHEAD more steps are queued. Every process reads the
+    same values after the same step, so that all of them end at the same step. On a CPU each step is read at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.ahead = AHEAD if device.type == "cuda" else 0
+        self._steps: deque[tuple[int, Tensor, bool, dict[str, Tensor], torch.cuda.Event | None]] = deque()
+
+    def add(self, step: int, losses: StepLosses, skipped: bool) -> None:
+        """Adds the last step, and begins to copy its scalars to the host."""
+        values = torch.stack([losses.total, losses.loss, losses.stop]).to("cpu", non_blocking=True)
+        copied = None
+        if losses.total.is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+        self._steps.append((step, values, skipped, losses.scalars, copied))
+
+    def read(self, all_of_them: bool) -> Iterator[StepScalars]:
+        """Yields and forgets the oldest steps: all but the last `ahead`, or all, for which the host waits."""
+        while len(self._steps) > (0 if all_of_them else self.ahead):
+            step, values, skipped, recorded, copied = self._steps.popleft()
+            if copied is not None:
+                copied.synchronize()
+            total, loss, stop = values.tolist()
+            yield StepScalars(step, total, loss, stop > 0, skipped, recorded)
+
+    def state(self) -> list[Any]:
+        """Returns the steps as a checkpoint stores them; the host waits for their scalars."""
+        for *_, copied in self._steps:
+            if copied is not None:
+                copied.synchronize()
+        return [list(step[:4]) for step in self._steps]
+
+    def load_state(self, state: list[Any]) -> None:
+        self._steps = deque((step, values, skipped, recorded, None) for step, values, skipped, recorded in state)
+
+
+def _refuse_unsupported(job: Job, accelerator: Accelerator) -> None:
+    """Raises `UserError` for a launch configuration that can not train this model."""
+    kind = accelerator.distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise UserError(f"accelerate: {kind} is not supported for training end to end; launch without it")
+    if accelerator.gradient_accumulation_steps != 1:
+        # Accelerate would divide the losses by it
+        raise UserError("accelerate: gradient_accumulation_steps must be 1; set training.accumulation instead")
+    if accelerator.mixed_precision == "fp16" and job.sharpness is not None:
+        # the gradient scaler would leave the second pass scaled
+        raise UserError(
+            f"training.mixed_precision: fp16 does not support the two passes of {job.method}; use bf16 or no"
+        )
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        # without a GPU Accelerate would silently compute in float32
+        raise UserError("training.mixed_precision: fp16 needs a GPU, and this process runs on the CPU; use bf16 or no")
+
+
+@contextmanager
+def _prepared(
+    inner: EndToEnd, optimizer: Optimizer, accelerator: Accelerator
+) -> Iterator[tuple[nn.Module, AcceleratedOptimizer]]:
+    """Context that yields the model and its optimizer as Accelerate prepares them."""
+    prepared = accelerator.prepare(inner, optimizer)
+    try:
+        yield prepared
+    finally:
+        # otherwise a second phase would wrap the forward pass in autocast twice
+        accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)
+        accelerator.free_memory()
+
+
+def shut_down(accelerator: Accelerator) -> None:
+    """Frees Accelerate's resources; every process calls it at the end of a run."""
+    # in another order a rank sometimes aborts at exit
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.wait_for_everyone()
+    accelerator.end_training()

@@ -1,4 +1,4 @@
-"""Batches of cached features for the head bank."""
+"""Batches of cached features for the head bank, and the logits of cached features."""
 
 from __future__ import annotations
 
@@ -41,98 +41,94 @@ def batches(jobs: Sequence[Job], data: CachedData, begin: int = 0) -> Iterator[B
     """
     annotations = data.annotations
     device = annotations.labels.device
-    samplers, own = _samplers(jobs, data)
-    own = own.to(device)
+    samplers, sampler_of = _samplers(jobs, annotations.labels)
     domain_of = torch.stack([job.split.domain_of for job in jobs]).to(device)  # [H, domains of the data]
     head = torch.arange(len(jobs), device=device)[:, None]  # [H,1]
     steps = jobs[0].setup.steps
-    choose = _partner_choices(jobs, data)
+    draw_partners = _partner_choices(jobs, annotations)
     for first in range(begin, steps, BLOCK_STEPS):
         last = min(first + BLOCK_STEPS, steps)
         drawn = [sampler.indices(first, last) for sampler in samplers]
-        rows = torch.stack(drawn, dim=1).index_select(1, own)  # [S,H,B]
+        rows = torch.stack(drawn, dim=1).index_select(1, sampler_of)  # [S,H,B]
         labels, domains = annotations.labels[rows], domain_of[head, annotations.domains[rows]]  # [S,H,B]
-        place = torch.arange(rows.shape[-1], device=rows.device).expand_as(rows)
-        partners, size = choose(Samples(rows, labels, domains), first), rows.shape[-1]
-        read, placed = rows, place
+        size = rows.shape[-1]
+        position = torch.arange(size, device=device).expand_as(rows)
+        partners = draw_partners(Samples(rows, labels, domains), first)
+        read, read_position = rows, position
         if partners is not None and bool((partners.place >= size).any()):  # from outside the batch: read them too
-            read, placed = torch.cat([rows, partners.row], -1), torch.cat([place, partners.place], -1)  # [S,H,2B]
+            read, read_position = torch.cat([rows, partners.row], -1), torch.cat([position, partners.place], -1)
         elif len(samplers) == 1:
-            read, placed = rows[:, :1], place[:, :1]  # [S,1,B]
-        views = _drawn_views(jobs[: read.shape[1]], data.features, placed, first)
+            read, read_position = rows[:, :1], position[:, :1]  # [S,1,B]
+        views = _drawn_views(jobs[: read.shape[1]], data.features, read_position, first)
         for number, x in enumerate(_gathered(data.features, read, views)):
             x = x.expand(len(jobs), -1, -1)
-            batch = Batch(x[:, :size], labels[number], domains[number], rows[number], place[number])
+            batch = Batch(x[:, :size], labels[number], domains[number], rows[number], position[number])
             if partners is not None:
-                theirs = x[:, size:] if x.shape[1] > size else x.take_along_dim(partners.place[number][..., None], 1)
-                y, found = annotations.labels[partners.row[number]], partners.found[number]
-                batch = batch._replace(partner=theirs, partner_y=y, has_partner=found)
+                partner = x[:, size:] if x.shape[1] > size else x.take_along_dim(partners.place[number][..., None], 1)
+                partner_y = annotations.labels[partners.row[number]]
+                batch = batch._replace(partner=partner, partner_y=partner_y, has_partner=partners.found[number])
             yield batch
 
 
-def _partner_choices(jobs: Sequence[Job], data: CachedData) -> Callable[[Samples, int], InputPartners | None]:
+def _partner_choices(jobs: Sequence[Job], annotations: Annotations) -> Callable[[Samples, int], InputPartners | None]:
     """Returns a function: (batches of the steps from `first` on, fields [S,H,B]; `first`) → the partners of all heads.
 
     The function returns None if the method mixes no inputs.
     """
-    first_one = jobs[0].make(jobs[0].setup)
-    if not isinstance(first_one, Algorithm) or type(first_one).input_partners is Algorithm.input_partners:
-        return lambda drawn, first: None
-    annotations = data.annotations
-    device = annotations.labels.device
-    made = [job.make(job.setup) for job in jobs]
-    algorithms = [algorithm.to(device) for algorithm in made if isinstance(algorithm, Algorithm)]
+    device, algorithms = annotations.labels.device, list[Algorithm]()
+    for job in jobs:
+        algorithm = job.make(job.setup)
+        if not isinstance(algorithm, Algorithm) or type(algorithm).input_partners is Algorithm.input_partners:
+            return lambda drawn, first: None
+        algorithms.append(algorithm.to(device))
     pools = [torch.cat(list(job.split.train)).to(device) for job in jobs]
     domain_of = [job.split.domain_of.to(device) for job in jobs]
 
-    def of_head(head: int, drawn: Samples, steps: Tensor) -> InputPartners | None:
+    def partners_of(head: int, drawn: Samples, steps: Tensor) -> InputPartners | None:
         pool = pools[head]
         training = Samples(pool, annotations.labels[pool], domain_of[head][annotations.domains[pool]])
         return algorithms[head].input_partners(Samples(*(field[:, head] for field in drawn)), training, steps)
 
-    def choose(drawn: Samples, first: int) -> InputPartners | None:
+    def draw(drawn: Samples, first: int) -> InputPartners | None:
         steps = torch.arange(first, first + len(drawn.row), device=device)
-        of_heads = [of_head(head, drawn, steps) for head in range(len(jobs))]
-        chosen = [partners for partners in of_heads if partners is not None]
+        chosen = [p for head in range(len(jobs)) if (p := partners_of(head, drawn, steps)) is not None]
         return InputPartners(*(torch.stack(fields, 1) for fields in zip(*chosen, strict=True))) if chosen else None
 
-    return choose
+    return draw
 
 
-def _samplers(jobs: Sequence[Job], data: CachedData) -> tuple[list[BatchSampler], Tensor]:
-    """Returns the distinct samplers, and the number of each job's own, int64 [H].
+def _samplers(jobs: Sequence[Job], labels: Tensor) -> tuple[list[BatchSampler], Tensor]:
+    """Returns the distinct samplers, and the number of each job's sampler, int64 [H].
 
     Trials of one split and seed share one, which stores all training rows, and its draws.
     """
-    known: dict[tuple[int, int], int] = {}
-    samplers, own = list[BatchSampler](), list[int]()
+    numbers: dict[tuple[int, int], int] = {}
+    samplers = list[BatchSampler]()
     for job in jobs:
-        key = id(job.split), job.seed
-        if key not in known:
-            known[key] = len(samplers)
-            samplers.append(job.sampler(data.annotations.labels))
-        own.append(known[key])
-    return samplers, torch.tensor(own)
+        if (id(job.split), job.seed) not in numbers:
+            numbers[id(job.split), job.seed] = len(samplers)
+            samplers.append(job.sampler(labels))
+    return samplers, torch.tensor([numbers[id(job.split), job.seed] for job in jobs], device=labels.device)
 
 
-def _drawn_views(jobs: Sequence[Job], features: Features, place: Tensor, first: int) -> Tensor | None:
+def _drawn_views(jobs: Sequence[Job], features: Features, position: Tensor, first: int) -> Tensor | None:
     """Draws the augmented view of each sample uniformly: int64 [S,H,B] in 1…views; None: only plain features exist.
 
-    A function of seed, step and place in the batch: a row that is twice in a batch may have two different views.
+    A function of seed, step and position in the batch: a row that is twice in a batch may have two different views.
     """
     if not features.views:
         return None
-    seed = torch.tensor([job.seed for job in jobs], device=place.device)[:, None]  # [H,1]
-    step = torch.arange(first, first + len(place), device=place.device)[:, None, None]  # [S,1,1]
-    return 1 + integers(seed, step, Stream.VIEW, place, features.views)
+    seed = torch.tensor([job.seed for job in jobs], device=position.device)[:, None]  # [H,1]
+    step = torch.arange(first, first + len(position), device=position.device)[:, None, None]  # [S,1,1]
+    return 1 + integers(seed, step, Stream.VIEW, position, features.views)
 
 
 def _gathered(features: Features, rows: Tensor, views: Tensor | None) -> Iterator[Tensor]:
     """Yields the features of each step, [H,B,K]; if they are in files, it reads several steps at once."""
     at_once = 1 if features.in_memory else max(1, READ_BYTES // (4 * features.width * rows[0].numel()))
     for first in range(0, len(rows), at_once):
-        some = slice(first, first + at_once)
-        yield from features[rows[some]] if views is None else features.of_views(rows[some], views[some])
+        steps = slice(first, first + at_once)
+        yield from features[rows[steps]] if views is None else features.of_views(rows[steps], views[steps])
 
 
 @torch.no_grad()
