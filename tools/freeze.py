@@ -7,6 +7,7 @@
 versions and paths are replaced by words. One thread computes, as the order of sums depends on their number.
 """
 
+# ruff: noqa: E501 - lists of inputs
 from __future__ import annotations
 
 import contextlib
