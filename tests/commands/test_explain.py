@@ -7,7 +7,8 @@ from typing import get_args
 
 import pytest
 
-from xdm_ft.cli.parser import TOPICS, main
+from xdm_ft.cli.explain import TOPICS
+from xdm_ft.cli.parser import main
 from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT
 from xdm_ft.protocol.splits import Rule
 from xdm_ft.report.comparisons import ELSEWHERE, HERE

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from warm_processes import xdm_ft
 
-from xdm_ft.cli.answer import Answer, as_json
+from xdm_ft.cli.answer import as_json
 from xdm_ft.cli.parser import parser
 from xdm_ft.runtime.progress import progress
 
@@ -162,13 +162,13 @@ def test_validate_doctor_ls_and_cp(recipe):
 
 
 @dataclass(frozen=True)
-class Odd(Answer):
+class Odd:
     values: tuple[float, ...]
     path: Path
 
 
 def test_numbers_that_json_lacks_are_null():
-    text = as_json(Odd((math.nan, math.inf, 0.5), Path("x")).to_json())
+    text = as_json(Odd((math.nan, math.inf, 0.5), Path("x")))
     assert json.loads(text) == {"values": [None, None, 0.5], "path": "x"}
 
 
@@ -176,13 +176,13 @@ NOISY = """
 import os, subprocess, sys
 from xdm_ft.cli import parser
 from xdm_ft.cli import cp
-copy = cp.copy
+main = cp.main
 def noisy(*arguments):
     print("python prints")
     os.write(1, b"a library in C prints")
     subprocess.run(["echo", "a child prints"])
-    return copy(*arguments)
-cp.copy = noisy
+    return main(*arguments)
+cp.main = noisy
 sys.exit(parser.main(sys.argv[1:]))
 """
 

@@ -14,7 +14,7 @@ def test_methods_say_what_they_work_on():
 
 
 def test_heads_that_hold_training_images_are_marked():
-    marked = {entry.name: entry.holds for entry in listing("methods").entries if entry.holds}
+    marked = {entry.name: entry.holds for entry in listing("methods").document if entry.holds}
     assert marked == {
         "knn": "its head holds the features of all training images",
         "prototypes": "its head holds the mean feature of each class",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def test_layer_decay_without_known_blocks_is_refused_before_all_else(monkeypatch
 def test_validate_says_what_cuts_take_and_save(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cut_costs, "MEASURING_SECONDS", 0.01)
     found = validate(recipe(ONE_CUT))
-    text, (cut,) = found.text(), found.to_json()["cuts"]
+    text, (cut,) = found.text(), found.document["cuts"]
     assert "#   last 1 block trained, LoRA of rank 2 in the last 1 block: cut before model.blocks.5" in text
     assert "% of the encoder's forward pass lies below; a step of 12 images: computed " in text
     assert "#   model.blocks.5: activation 5×64, " in text and text.count("#   model.blocks.") == 6
@@ -182,7 +183,7 @@ def test_validate_says_what_cuts_take_and_save(monkeypatch: pytest.MonkeyPatch) 
     assert speed["whole"] == pytest.approx((1 - cut["share_below"]) * (1 / (1 / speed["whole"] - 1 / speed["below"])))
     assert not list(Path("cache").glob("*/*")), "no store is made"
     plain = validate(recipe("methods=[erm]"))
-    assert plain.to_json()["cuts"] == plain.to_json()["blocks"] == [] and "cut" not in plain.text().split("# plan")[1]
+    assert plain.document["cuts"] == plain.document["blocks"] == [] and "cut" not in plain.text().split("# plan")[1]
 
 
 @pytest.mark.slow
@@ -193,7 +194,7 @@ def test_what_can_not_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("xdm_ft.experiment.image_times.ImageTimes.cut", broken)
     found = validate(recipe(ONE_CUT))
     assert "its saving could not be measured (RuntimeError: no such kernel)" in found.text()
-    assert found.to_json()["cuts"][0]["share_below"] is None
+    assert found.document["cuts"][0]["share_below"] is None
 
 
 @pytest.mark.slow
@@ -202,7 +203,9 @@ def test_doctor_counts_the_disk_for_cuts(monkeypatch: pytest.MonkeyPatch) -> Non
     recipe()
 
     def findings(*overrides: str) -> list[str]:
-        return [str(one) for one in doctor.doctor("small.yaml", list(overrides)).findings]
+        arguments = Namespace(recipe="small.yaml", overrides=[*overrides], json=True)
+        checks = doctor.main(arguments).document["checks"]
+        return [f"{'ok    ' if one['ok'] else 'FAULT '} {one['check']}: {one['found']}" for one in checks]
 
     both = f"methods=[{{name: erm, label: head}}, {BLOCK}]"
     lines = "\n".join(findings(both))

@@ -34,7 +34,7 @@ report: {page: false}
 def test_two_encoders_at_two_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     miniature.domainbed(tmp_path / "data", "pacs")
-    assert run_recipe(check(parse(RECIPE, "small.yaml"))).status == 0
+    assert run_recipe(check(parse(RECIPE, "small.yaml"))).exit_status == 0
     found = json.loads(Path("output/small/results.json").read_text())
     jsonschema.Draft202012Validator(SCHEMA).validate(found)
     own = [row for row in found["summary"] if row["selection"] == "train_val"]

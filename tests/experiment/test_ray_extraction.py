@@ -17,7 +17,7 @@ from range_server import served
 from safetensors.torch import load_file
 from warm_processes import begin, interrupted
 
-from xdm_ft.cli.features import Filled, fill_cache
+from xdm_ft.cli.features import fill_cache
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment import run
 from xdm_ft.experiment.cluster_extraction import _Stretches
@@ -55,12 +55,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as patch, clusters.one_core():
         patch.chdir(tmp_path_factory.mktemp("one_process"))
         miniature.domainbed(Path("data"), "pacs", per_class=PER_CLASS)
-        assert filled().computed == IMAGES
+        assert filled() == IMAGES
         return stored("cache")
 
 
-def filled(*overrides: str) -> Filled:
-    return fill_cache(small_runs.recipe(*SLOW, *overrides))
+def filled(*overrides: str) -> int:
+    """How many images are computed."""
+    return int(fill_cache(small_runs.recipe(*SLOW, *overrides)).document["computed"])
 
 
 def stored(cache: str) -> dict[str, bytes]:
@@ -137,7 +138,7 @@ def test_a_node_dies(
             nodes.add_node(num_cpus=1)
 
     lost = watched(monkeypatch, replace_all, tasks=2)
-    assert filled(*on(nodes)).computed == IMAGES
+    assert filled(*on(nodes)) == IMAGES
     assert lost
     assert stored("cache") == expected
 
@@ -157,7 +158,7 @@ def test_a_node_that_comes_takes_work(
 
     monkeypatch.setattr(_Stretches, "poll", polled)
     watched(monkeypatch, lambda: came.append(nodes.add_node(num_cpus=1).node_id))
-    assert filled(*on(nodes)).computed == IMAGES
+    assert filled(*on(nodes)) == IMAGES
     assert any(works), "its core was taken at some time"
     assert stored("cache") == expected
 
@@ -231,6 +232,6 @@ def test_images_in_parquet_files_on_a_server(nodes: Any, monkeypatch: pytest.Mon
     with served(tmp_path / "tables") as server:
         data = f"data={{name: parquet, file: '{server.address}', cache_mb: 1}}"
         own = (data, "methods=[linear_probe]", "protocol.test_domains=photo", "features.batch_size=16")
-        assert fill_cache(small_runs.recipe(*own, "features.dir=cache_here")).computed > SHARD
+        assert fill_cache(small_runs.recipe(*own, "features.dir=cache_here")).document["computed"] > SHARD
         fill_cache(small_runs.recipe(*own, *on(nodes)))
     assert stored("cache") == stored("cache_here")

@@ -34,7 +34,7 @@ def made(tmp_path, monkeypatch):
         recipe = check(parse(RECIPE.format(name=name, protocol=protocol, more=more), "small.yaml"))
         ran = run_recipe(recipe)
         ran.show()
-        assert ran.status == 0
+        assert ran.exit_status == 0
         found = json.loads((tmp_path / "output" / "small" / "results.json").read_text())
         jsonschema.Draft202012Validator(SCHEMA).validate(found)
         return found, (tmp_path / "output" / "small" / "results.md").read_text()

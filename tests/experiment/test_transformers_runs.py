@@ -13,7 +13,6 @@ from exported import choice_of, exported, held_out, recorded
 
 from xdm_ft.cli.validate import validate
 from xdm_ft.experiment import run
-from xdm_ft.experiment.plan import describe
 from xdm_ft.export.onnx import PACKAGES
 from xdm_ft.runtime.errors import UserError
 
@@ -66,12 +65,12 @@ def test_methods_that_need_text_are_skipped_if_the_model_has_none() -> None:
     alone = small_runs.recipe("protocol.test_domains=[photo]", encoder("vit"), "methods=[zero_shot]")
     with pytest.raises(UserError, match=f"methods: zero_shot: {why}"):
         run(alone)
-    assert validate(alone).status == 2
+    assert validate(alone).exit_status == 2
     both = "protocol.test_domains=[photo]", encoder("vit"), "methods=[erm, zero_shot]"
-    plan = describe(validate(small_runs.recipe(*both)).plan)
-    assert re.search(f"(?m)^skipped: zero_shot: {why}", plan)
+    plan = validate(small_runs.recipe(*both)).text()
+    assert re.search(f"(?m)^#   skipped: zero_shot: {why}", plan)
     results = small_runs.results(*both)
     assert [record["status"] for record in results["runs"]] == ["ok", "skipped"]
     assert re.match(why, results["runs"][1]["reason"])
     found = validate(small_runs.recipe("protocol.test_domains=[photo]", encoder("vit"), "methods=[erm]"))
-    assert found.prompts is None
+    assert found.document["prompts"] is None

@@ -223,7 +223,7 @@ class TestOneEncoder:
     def test_onnx_of_low_rank_updates(self, tmp_path: Path) -> None:
         found = trained(tmp_path, f"methods=[{LORA}]")
         written = export_model(str(RUN), "model", choice_of(found["runs"][0]), onnx=True)
-        assert written.onnx is not None and written.onnx.difference < 1e-5
+        assert written.document["onnx"].difference < 1e-5
 
     def test_an_encoder_from_a_file(self, tmp_path: Path) -> None:
         torch.manual_seed(3)
@@ -234,7 +234,7 @@ class TestOneEncoder:
         whole = exported(choice_of(record), "whole")
         assert Path("whole/encoder.safetensors").exists() and not Path("whole/encoder_part.safetensors").exists()
         answer = export_model(str(RUN), "part", choice_of(record), with_encoder=False)
-        assert answer.needs_encoder_weights and Path("part/encoder_part.safetensors").exists()
+        assert answer.document["needs_encoder_weights"] and Path("part/encoder_part.safetensors").exists()
         part = load("part", encoder_weights="own.safetensors")
         for model in (whole, part):
             np.testing.assert_allclose(model.predict_proba(paths), recorded(record), rtol=0, atol=1e-6)

@@ -134,13 +134,13 @@ class TestWhichModel:
         run("methods=[erm, linear_probe]")
         assert "final_fit" not in json.loads((RUN / "results.json").read_text())
         answer = export_model(str(RUN), "model", Choice())
-        assert answer.model.startswith("final fit: ") and load("model").config.method["test_domains"] == []
+        assert answer.document["model"].startswith("final fit: ") and load("model").config.method["test_domains"] == []
         assert json.loads((RUN / "results.json").read_text())["recipe"]["output"] == {"dir": "output"}, "as before"
         before = (RUN / "models/final_fit/linear_probe/model.safetensors").stat().st_mtime_ns
         export_model(str(RUN), "again", Choice(), best=True)
         assert (RUN / "models/final_fit/linear_probe/model.safetensors").stat().st_mtime_ns == before
         assert Path("model/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
-        assert load(str(RUN)).config.chosen == answer.model
+        assert load(str(RUN)).config.chosen == answer.document["model"]
 
     @pytest.mark.slow
     def test_final_fits_of_several_methods_lie_side_by_side(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,7 +148,7 @@ class TestWhichModel:
         with caplog.at_level("INFO", "xdm_ft"):
             named = export_model(str(RUN), "model", Choice(method="erm"))
         assert "trains the final fit of erm on all labelled images: about" in caplog.text
-        assert "erm was named (" in named.model and load("model").config.method["test_domains"] == []
+        assert "erm was named (" in named.document["model"] and load("model").config.method["test_domains"] == []
         before = json.loads((RUN / "results.json").read_text())
         assert [*before["final_fits"]] == ["erm"] and load(RUN, choice=Choice("erm")) is not None
         export_model(str(RUN), "chosen", Choice())
@@ -242,7 +242,7 @@ class TestWhichModel:
             export_model(str(RUN), "model", Choice())
         with pytest.raises(UserError, match=r"has no final fit .*unbiased estimate of one; name .*: --held-out photo$"):
             xdm_ft.load(RUN)
-        told = export_model(str(RUN), "model", Choice(held_out=PHOTO)).model
+        told = export_model(str(RUN), "model", Choice(held_out=PHOTO)).document["model"]
         assert told.startswith("trained without photo (held out), seed 0, trial 0; ")
 
     @pytest.mark.slow
@@ -283,12 +283,12 @@ class TestWhichModel:
         assert all("temperature" not in pick for pick in picks), "no training domain has validation images"
         nll = [pick["metrics"]["val_domain"]["nll"] for pick in picks]
         assert [pick["validation_nll"] for pick in picks] == pytest.approx(nll, rel=1e-6)
-        told = export_model(str(RUN), "own", Choice()).model
+        told = export_model(str(RUN), "own", Choice()).document["model"]
         assert told.startswith("trained without cartoon (held out), seed 3, trial 0; ") and xdm_ft.load(RUN)
         assert not (RUN / "models/final_fit").exists()
         assert exported(Choice(), "heads", ensemble=True).config.members == (1, 3)
-        assert export_model(str(RUN), "best", Choice(), best=True).model.startswith("final fit: ")
-        assert export_model(str(RUN), "again", Choice("erm")).model.startswith("final fit: ")
+        assert export_model(str(RUN), "best", Choice(), best=True).document["model"].startswith("final fit: ")
+        assert export_model(str(RUN), "again", Choice("erm")).document["model"].startswith("final fit: ")
 
 
 class TestTrainingFeatures:
@@ -445,10 +445,10 @@ class TestFaults:
         (model / "encoder.safetensors").rename("mine.safetensors")
         small = ("encoder.weights=mine.safetensors", "name=small")
         run("methods=[erm]", *small, "output.dir=again", "features.dir=again/cache")
-        assert not export_model("again/small", "whole", Choice(method="erm")).needs_encoder_weights
+        assert not export_model("again/small", "whole", Choice(method="erm")).document["needs_encoder_weights"]
         assert load("whole").predict(held_out()[:1])
         answer = export_model("again/small", "head", Choice(method="erm"), with_encoder=False)
-        assert answer.needs_encoder_weights and "--encoder-weights" in answer.text()
+        assert answer.document["needs_encoder_weights"] and "--encoder-weights" in answer.text()
         with pytest.raises(UserError, match=r"come from a file .* give it \("):
             load("head")
         assert load("head", encoder_weights="mine.safetensors").predict(held_out()[:1])

@@ -168,8 +168,8 @@ def test_the_list_names_the_cut(tmp_path: Path) -> None:
     activations_of(tmp_path, precision="bf16")
     listed = list_cache(str(tmp_path))
     assert f"deep m, activations before blocks.1, {IMAGES} images, bf16" in listed.text()
-    assert listed.entries[0].encoder["cut"] == "blocks.1"
-    assert read_manifest(listed.entries[0].path)["width"] == 4 * SIZE * SIZE
+    assert listed.document["entries"][0].encoder["cut"] == "blocks.1"
+    assert read_manifest(listed.document["entries"][0].path)["width"] == 4 * SIZE * SIZE
 
 
 def test_a_cache_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,8 @@ def test_verify_names_every_damaged_file(tmp_path: Path) -> None:
     assert faults[0] == f"{one.name} is damaged (its checksum differs)"
     assert faults[1].startswith(f"{two.name} is damaged") and len(faults) == 2
     verified = verify_cache(str(tmp_path))
-    assert verified.status == 2 and f"{one.name} is damaged" in str(verified.error)
-    assert [(entry.state, len(entry.faults)) for entry in verified.entries] == [("damaged", 2)]
+    assert verified.exit_status == 2 and f"{one.name} is damaged" in str(verified.error)
+    assert [(entry.state, len(entry.faults)) for entry in verified.document["entries"]] == [("damaged", 2)]
     features_of(Pixels(120), tmp_path)
     assert verify(store_of(tmp_path, key)) == []
     assert "1 set of features, none damaged" in verify_cache(str(tmp_path)).text()

@@ -45,7 +45,7 @@ def encoded(caplog: pytest.LogCaptureFixture, data: str = "name: pacs, root: dat
     Path("small.yaml").write_text(RECIPE.format(data=data))
     caplog.clear()
     with caplog.at_level("INFO", logger="xdm_ft"):
-        return fill_cache(load("small.yaml")).computed
+        return fill_cache(load("small.yaml")).document["computed"]
 
 
 @pytest.mark.slow

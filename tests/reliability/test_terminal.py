@@ -27,12 +27,11 @@ from PIL import Image
 
 import xdm_ft
 from xdm_ft.cli.parser import main
-from xdm_ft.cli.validate import _value
 from xdm_ft.evaluation.records import Record, SummaryRow
 from xdm_ft.experiment.faults import Finding
 from xdm_ft.features.maintenance import stores
 from xdm_ft.features.shards import write_manifest
-from xdm_ft.recipe.text import parse
+from xdm_ft.recipe.text import in_yaml, parse
 from xdm_ft.report.finished import Run
 from xdm_ft.report.headline import show_headline
 from xdm_ft.report.markdown import markdown, tables_of
@@ -145,11 +144,11 @@ def test_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 @quick
 @given(hostile | st.dictionaries(hostile, hostile))
 def test_a_resolved_recipe_is_printable_and_means_the_same(value: object) -> None:
-    assert _value(value).isprintable() and yaml.safe_load(_value(value)) == value
+    assert in_yaml(value).isprintable() and yaml.safe_load(in_yaml(value)) == value
 
 
 def test_a_resolved_recipe_keeps_a_text_that_looks_like_a_number() -> None:
-    assert parse(f"name: {_value('1e-3')}", "recipe").values == {"name": "1e-3"}
+    assert parse(f"name: {in_yaml('1e-3')}", "recipe").values == {"name": "1e-3"}
 
 
 def images(root: Path) -> Path:

@@ -6,42 +6,38 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.terminal import show
 
 
+@dataclass(frozen=True)
 class Answer:
-    """The result of a verb: a subclass is a dataclass of values, and makes its text from them alone.
+    """The result of a verb. Values are fractions, seconds and bytes, names are as in the data: only the text rounds."""
 
-    Values are fractions, seconds and bytes, and names are as they are in the data: only the text rounds and escapes.
-    """
-
-    shown_with_error: ClassVar[bool] = False
-    """Whether the text is shown even if there is an error; what `--json` prints always is."""
-
-    @property
-    def error(self) -> UserError | None:
-        """A fault that leaves a result. Its lines go to standard error, after the text if `shown_with_error`."""
-        return None
+    document: Any  # what `as_json` can write
+    lines: Sequence[str] | Callable[[], None] = ()  # the text; a function prints it itself
+    error: UserError | None = None  # a fault that leaves a result; its lines go to standard error, after the text
+    status: int = 0  # exit status; with an error it is 2
+    text_despite_error: bool = False  # what `--json` prints always is
 
     @property
-    def status(self) -> int:
-        """The exit status of the verb."""
-        return 0 if self.error is None else 2
+    def exit_status(self) -> int:
+        return self.status or (2 if self.error else 0)
 
     def text(self) -> str:
-        raise NotImplementedError
+        """Returns the lines, in which names can neither begin a line nor change the terminal."""
+        return "" if callable(self.lines) else "\n".join(map(printable, self.lines))
 
     def show(self) -> None:
         """Prints the text to standard output."""
-        show(self.text())
-
-    def to_json(self) -> dict[str, Any] | list[Any]:
-        """Returns what `as_json` can write: by default the fields."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        if callable(self.lines):
+            self.lines()
+        elif self.lines:
+            show(self.text())
 
 
 def as_json(document: Any) -> str:
@@ -63,3 +59,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def columns(rows: Iterable[tuple[str, ...]], numbers: bool = True) -> list[str]:
+    """Returns aligned lines: the first cell of a row to the left, the others, if they are numbers, to the right."""
+    table = [tuple(map(printable, row)) for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    side = ">" if numbers else "<"
+    lines = []
+    for first, *others in table:
+        cells = [f"{cell:{side}{width}}" for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]).rstrip())
+    return lines

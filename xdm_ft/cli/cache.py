@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.features import FeatureSettings
-from xdm_ft.features.cache import cache_folder, cut_in
-from xdm_ft.features.maintenance import Cached, prune, stores, verify
-from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.storage.lines import Damaged
-from xdm_ft.storage.results_file import read_results
+from xdm_ft.runtime.errors import UserError, plural
 
+if TYPE_CHECKING:
+    from xdm_ft.features.maintenance import Cached
+
+HELP = "list, verify or remove cached features"
+EXAMPLES = ("xdm-ft cache verify", "xdm-ft cache prune --unused-days 30")
 GIGABYTE = 10**9
 
 
-def cache_folder_of(folder: str | None) -> Path:
-    return cache_folder(FeatureSettings(dir=None if folder is None else Path(folder)))
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("action", nargs="?", choices=["ls", "verify", "prune"], default="ls")
+    verb.add_argument("--dir", help="folder of the cache, if it is not the default one")
+    verb.add_argument("--unused-days", type=float, metavar="N", help="prune: remove features not used for N days")
+    unreferenced = "prune: remove features that no run in these folders, at any depth, was trained on"
+    verb.add_argument("--unreferenced", nargs="+", metavar="DIR", help=unreferenced)
+    size = "prune: remove the longest unused features until this size is left"
+    verb.add_argument("--max-size", type=float, metavar="GB", help=size)
+
+
+def main(arguments: argparse.Namespace) -> Answer:
+    if arguments.action == "prune":
+        return prune_cache(arguments.dir, arguments.unused_days, arguments.max_size, arguments.unreferenced)
+    return verify_cache(arguments.dir) if arguments.action == "verify" else list_cache(arguments.dir)
 
 
 @dataclass(frozen=True)
@@ -43,93 +56,61 @@ class Entry:
     view: dict[str, Any] | None  # {"number", "augmentation", …} of an augmented view
     faults: tuple[str, ...] = ()  # one for every damaged file
 
-
-@dataclass(frozen=True)
-class Listed(Answer):
-    folder: Path
-    entries: list[Entry]
-
-    def text(self) -> str:
-        return "\n".join([_line(entry) for entry in self.entries] or [f"{self.folder}: nothing is cached"])
-
-
-@dataclass(frozen=True)
-class Verified(Answer):
-    folder: Path
-    entries: list[Entry]
-
-    @property
-    def error(self) -> UserError | None:
-        faults = [f"{entry.path}: {fault}" for entry in self.entries for fault in entry.faults]
-        remedy = "the next run that uses these computes the damaged parts again"
-        return UserError(*faults, remedy) if faults else None
-
-    def text(self) -> str:
-        outdated = sum(entry.state == "outdated" for entry in self.entries)
-        of_cuts = sum(entry.state != "outdated" and "cut" in (entry.encoder or {}) for entry in self.entries)
-        checks = sum(entry.state != "outdated" and entry.encoder is None for entry in self.entries)
-        count = len(self.entries) - outdated - checks
-        what = f"{plural(count, 'set')} of features"
-        if of_cuts:
-            what = f"{plural(count, 'set')} of features and activations ({of_cuts} of activations)"
-        what += f", {plural(checks, 'list')} of decoded images" * bool(checks) + ", none damaged"
-        return f"{self.folder}: {what}" + (f"; {outdated} of an earlier version, which nothing reads" * bool(outdated))
+    def line(self) -> str:
+        used = datetime.datetime.fromisoformat(self.last_used).astimezone().strftime("%Y-%m-%d %H:%M")
+        what = f"which of {plural(self.images, 'image')} can be decoded"
+        if self.encoder is not None:
+            cut = self.encoder.get("cut")
+            activations = "" if cut is None else f", activations before {cut}"
+            encoder = f"{self.encoder['component']} {self.encoder['model']}{activations}"
+            what = f"{encoder}, {plural(self.images, 'image')}, {self.precision}"
+        if self.view is not None:
+            what += f", view {self.view['number']} of {self.view['augmentation']}"
+        if self.state == "outdated":
+            what += ", of an earlier version: nothing reads it"
+        return f"{self.key}  {self.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}"
 
 
-@dataclass(frozen=True)
-class Removed:
-    entry: Entry  # as it was before
-    files: int
-    files_before: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Pruned(Answer):
-    folder: Path
-    removed: list[Removed]
-
-    def text(self) -> str:
-        lines = []
-        for one in self.removed:
-            part = "" if one.files == one.files_before else f", {one.files} of {one.files_before} files"
-            lines.append(f"{_line(one.entry)}{part}")
-        files, freed = (sum(getattr(one, name) for one in self.removed) for name in ("files", "bytes"))
-        return "\n".join([*lines, f"{plural(files, 'file')} removed, {freed / GIGABYTE:.3f} GB freed"])
-
-
-def cache(
-    action: str,
-    folder: str | None,
-    unused_days: float | None,
-    max_gigabytes: float | None,
-    runs: Sequence[str] | None,
-) -> Listed | Verified | Pruned:
-    """Performs `xdm-ft cache ls|verify|prune`."""
-    if action == "prune":
-        return prune_cache(folder, unused_days, max_gigabytes, runs)
-    return verify_cache(folder) if action == "verify" else list_cache(folder)
-
-
-def list_cache(folder: str | None) -> Listed:
+def list_cache(folder: str | None) -> Answer:
     """Returns the stores, last used first."""
-    cache = cache_folder_of(folder)
-    return Listed(cache, [_entry(store) for store in stores(cache)])
+    cache, stores = _stores(folder)
+    entries = [_entry(store) for store in stores]
+    lines = [entry.line() for entry in entries] or [f"{cache}: nothing is cached"]
+    return Answer({"folder": cache, "entries": entries}, lines)
 
 
-def verify_cache(folder: str | None) -> Verified:
+def verify_cache(folder: str | None) -> Answer:
     """Reads every file of the cache that a run of this version would read."""
-    cache = cache_folder_of(folder)
-    return Verified(cache, [_entry(store, () if store.is_outdated else verify(store)) for store in stores(cache)])
+    from xdm_ft.features.maintenance import verify
+
+    cache, stores = _stores(folder)
+    entries = [_entry(store, () if store.is_outdated else verify(store)) for store in stores]
+    faults = [f"{entry.path}: {fault}" for entry in entries for fault in entry.faults]
+    remedy = "the next run that uses these computes the damaged parts again"
+    error = UserError(*faults, remedy) if faults else None
+    return Answer({"folder": cache, "entries": entries}, [f"{cache}: {_counts(entries)}"], error)
+
+
+def _counts(entries: Sequence[Entry]) -> str:
+    current = [entry.encoder for entry in entries if entry.state != "outdated"]
+    checks = current.count(None)
+    cuts = sum("cut" in encoder for encoder in current if encoder is not None)
+    text = plural(len(current) - checks, "set") + " of features"
+    text += f" and activations ({cuts} of activations)" if cuts else ""
+    text += f", {plural(checks, 'list')} of decoded images" if checks else ""
+    outdated = len(entries) - len(current)
+    return f"{text}, none damaged" + (f"; {outdated} of an earlier version, which nothing reads" if outdated else "")
 
 
 def prune_cache(
     folder: str | None, unused_days: float | None, max_gigabytes: float | None, runs: Sequence[str] | None = None
-) -> Pruned:
+) -> Answer:
     """Removes features unused for `unused_days`, and those that no run below the folders `runs` was trained on.
 
     Then removes the longest unused features until `max_gigabytes` are left.
     """
+    from xdm_ft.features.maintenance import prune
+
     if unused_days is None and max_gigabytes is None and not runs:
         raise UserError("cache prune: no limit is given; give --unused-days N, --unreferenced DIR or --max-size GB")
     for name, value in (("--unused-days", unused_days), ("--max-size", max_gigabytes)):
@@ -137,15 +118,19 @@ def prune_cache(
             raise UserError(f"cache prune: {name} {value}: must be a number of at least 0")
     max_bytes = None if max_gigabytes is None else int(max_gigabytes * GIGABYTE)
     referenced = referenced_by(runs) if runs else None
-    cache = cache_folder_of(folder)
-    before = [(store, _entry(store)) for store in stores(cache)]
-    removed = prune(cache, unused_days=unused_days, max_bytes=max_bytes, referenced=referenced)
-    found = []
+    cache, stores = _stores(folder)
+    before = [(store, _entry(store)) for store in stores]
+    files = prune(cache, unused_days=unused_days, max_bytes=max_bytes, referenced=referenced)
+    removed, lines = list[dict[str, Any]](), []
     for store, entry in before:
-        files = [file for file in removed if file.path.parent == store.folder]
-        if files:
-            found.append(Removed(entry, len(files), len(store.files), sum(file.bytes for file in files)))
-    return Pruned(cache, found)
+        sizes = [file.bytes for file in files if file.path.parent == store.folder]
+        if sizes:
+            count, count_before = len(sizes), len(store.files)
+            removed.append({"entry": entry, "files": count, "files_before": count_before, "bytes": sum(sizes)})
+            lines.append(entry.line() + ("" if count == count_before else f", {count} of {count_before} files"))
+    freed = sum(one["bytes"] for one in removed) / GIGABYTE
+    lines.append(f"{plural(sum(one['files'] for one in removed), 'file')} removed, {freed:.3f} GB freed")
+    return Answer({"folder": cache, "removed": removed}, lines)
 
 
 def referenced_by(folders: Sequence[str]) -> set[str]:
@@ -153,16 +138,16 @@ def referenced_by(folders: Sequence[str]) -> set[str]:
 
     Raises `UserError` if a folder holds no run or a results.json is damaged: its features must not be removed.
     """
+    from xdm_ft.storage.lines import Damaged
+    from xdm_ft.storage.results_file import read_results
+
     keys = set()
     for folder in folders:
-        found = sorted(
-            Path(parent, "results.json")
-            for parent, _, files in os.walk(folder, onerror=_refuse_unreadable)
-            if "results.json" in files
-        )
-        if not found:
+        walk = os.walk(folder, onerror=_refuse_unreadable)
+        paths = sorted(Path(parent, "results.json") for parent, _, files in walk if "results.json" in files)
+        if not paths:
             raise UserError(f"cache prune: {folder} holds no run (no results.json); name a run directory or its parent")
-        for path in found:
+        for path in paths:
             try:
                 features = read_results(path, lambda run: None)["environment"].get("features")
             except Damaged as error:
@@ -181,39 +166,31 @@ def _feature_keys(features: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _refuse_unreadable(error: OSError) -> None:
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return  # holds no run
-    raise UserError(f"cache prune: {error.filename}: can not be read ({error.strerror}); a run in it may need features")
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):  # these hold no run
+        problem = f"can not be read ({error.strerror}); a run in it may need features"
+        raise UserError(f"cache prune: {error.filename}: {problem}")
+
+
+def _stores(folder: str | None) -> tuple[Path, list[Cached]]:
+    from xdm_ft.features import FeatureSettings
+    from xdm_ft.features.cache import cache_folder
+    from xdm_ft.features.maintenance import stores
+
+    cache = cache_folder(FeatureSettings(dir=None if folder is None else Path(folder)))
+    return cache, stores(cache)
 
 
 def _entry(store: Cached, faults: Sequence[str] = ()) -> Entry:
     manifest = store.manifest
-    state = "damaged" if faults else "outdated" if store.is_outdated else "current"
     return Entry(
         store.key,
         store.folder,
         store.bytes,
         store.images(),
         datetime.datetime.fromtimestamp(store.last_used, datetime.UTC).isoformat(timespec="seconds"),
-        state,
+        "damaged" if faults else "outdated" if store.is_outdated else "current",
         manifest.get("encoder"),
         manifest.get("precision"),
         manifest.get("view"),
         tuple(faults),
     )
-
-
-def _line(entry: Entry) -> str:
-    used = datetime.datetime.fromisoformat(entry.last_used).astimezone().strftime("%Y-%m-%d %H:%M")
-    images = plural(entry.images, "image")
-    if entry.encoder is None:
-        what = f"which of {images} can be decoded"
-    else:
-        cut = cut_in({"encoder": entry.encoder})
-        activations = "" if cut is None else f", activations before {cut}"
-        what = f"{entry.encoder['component']} {entry.encoder['model']}{activations}, {images}, {entry.precision}"
-    if entry.view is not None:
-        what += f", view {entry.view['number']} of {entry.view['augmentation']}"
-    if entry.state == "outdated":
-        what += ", of an earlier version: nothing reads it"
-    return printable(f"{entry.key}  {entry.bytes / GIGABYTE:8.3f} GB  last used {used}  {what}")

@@ -1,22 +1,23 @@
-"""`xdm-ft cp`: copies a packaged recipe to a file that you can edit."""
+"""`xdm-ft cp`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+import argparse
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.recipe.text import copy_recipe
-from xdm_ft.runtime.errors import printable
+from xdm_ft.cli.arguments import complete_with, recipe_names
+
+HELP = "copy a packaged recipe to a file that you can edit"
+EXAMPLES = ("xdm-ft cp clip_folder mine.yaml",)
 
 
-@dataclass(frozen=True)
-class Copied(Answer):
-    file: Path
-
-    def text(self) -> str:
-        return printable(f"wrote {self.file}")
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    complete_with(verb.add_argument("recipe", metavar="RECIPE"), recipe_names)
+    verb.add_argument("file", metavar="FILE")
 
 
-def copy(recipe: str, file: str) -> Copied:
-    return Copied(copy_recipe(recipe, file))
+def main(arguments: argparse.Namespace) -> Answer:
+    from xdm_ft.recipe.text import copy_recipe
+
+    file = copy_recipe(arguments.recipe, arguments.file)
+    return Answer({"file": file}, [f"wrote {file}"])

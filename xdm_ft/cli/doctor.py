@@ -2,87 +2,72 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.metadata
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from collections.abc import Callable, Collection, Generator, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.experiment.faults import Finding, fault
-from xdm_ft.features import FeatureSettings
-from xdm_ft.recipe.settings import Cluster
+from xdm_ft.cli.arguments import add_recipe, load_recipe
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.runtime.terminal import show
 
 if TYPE_CHECKING:
     import torch
 
     from xdm_ft.encoders import Encoder
     from xdm_ft.experiment.estimate import Encoders
+    from xdm_ft.experiment.faults import Finding
     from xdm_ft.experiment.plan import Plan
+    from xdm_ft.features import FeatureSettings
     from xdm_ft.features.hashes import FileHashes
     from xdm_ft.images.dataset import ImageDataset
-    from xdm_ft.recipe.settings import Recipe
+    from xdm_ft.images.transforms import Preprocessing
+    from xdm_ft.recipe.settings import Cluster, Recipe
 
+HELP = "check installation, devices, weights and data; print a remedy for each fault"
+EXAMPLES = ("xdm-ft doctor", "xdm-ft doctor clip_folder data.root=DIR")
 MODULES = ("torchvision", "timm", "open_clip", "accelerate", "datasets", "wilds", "sklearn", "safetensors", "PIL")
 GIGABYTE = 1e9
+add_arguments = partial(add_recipe, nargs="?")
 
 
-class Diagnosis(Answer):
-    """The findings. Each check is made when its finding is read, so that `show` can print every finding at once."""
+def main(arguments: argparse.Namespace) -> Answer:
+    """Prints every finding when it is made: some checks take minutes."""
+    from xdm_ft.runtime.terminal import show
 
-    def __init__(self, findings: Iterator[Finding]) -> None:
-        self._unread = findings
-
-    def show(self) -> None:
-        self.findings = []
-        for finding in self._unread:
+    findings = []
+    for finding in _findings(arguments):
+        if not arguments.json:
             show(finding)
-            self.findings.append(finding)
-        show(f"{plural(self.faults, 'fault')}, each followed by its remedy (→)" if self.faults else "no faults")
-
-    @cached_property
-    def findings(self) -> list[Finding]:
-        return list(self._unread)
-
-    @property
-    def faults(self) -> int:
-        return sum(finding.remedy is not None for finding in self.findings)
-
-    @property
-    def status(self) -> int:
-        """2 if there is a fault, else 0."""
-        return 2 if self.faults else 0
-
-    def to_json(self) -> dict[str, Any]:
-        checks = [
-            {"check": one.what, "ok": one.remedy is None, "found": one.found, "remedy": one.remedy}
-            for one in self.findings
-        ]
-        return {"ok": not self.faults, "faults": self.faults, "checks": checks}
+        findings.append(finding)
+    faults = sum(finding.remedy is not None for finding in findings)
+    checks = [
+        {"check": one.what, "ok": one.remedy is None, "found": one.found, "remedy": one.remedy} for one in findings
+    ]
+    line = f"{plural(faults, 'fault')}, each followed by its remedy (→)" if faults else "no faults"
+    return Answer({"ok": not faults, "faults": faults, "checks": checks}, [line], status=2 if faults else 0)
 
 
-def doctor(recipe: str | None, overrides: list[str]) -> Diagnosis:
-    return Diagnosis(_findings(recipe, overrides))
-
-
-def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
+def _findings(arguments: argparse.Namespace) -> Iterator[Finding]:
+    from xdm_ft.experiment.faults import Finding, fault
     from xdm_ft.experiment.resume import keeping_choices
-    from xdm_ft.recipe.check import load
+    from xdm_ft.features import FeatureSettings
+    from xdm_ft.recipe.settings import Cluster
 
     yield from installation()
     yield from devices()
-    if name is None:
+    if arguments.recipe is None:
         yield from _guarded("cache", lambda: cache_disk(FeatureSettings()))
         yield from _guarded("cluster", lambda: ray_cluster(Cluster()))
         return
     try:
-        recipe = keeping_choices(load(name, overrides))
+        recipe = keeping_choices(load_recipe(arguments))
     except UserError as error:
         yield from fault("recipe", error)
         return
@@ -95,6 +80,8 @@ def _findings(name: str | None, overrides: list[str]) -> Iterator[Finding]:
 
 def _guarded(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     """Yields the findings of a check. A `UserError` that stops it becomes a fault, and the next checks still run."""
+    from xdm_ft.experiment.faults import fault
+
     try:
         yield from check()
     except UserError as error:
@@ -104,6 +91,8 @@ def _guarded(what: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Find
 def installation() -> Iterator[Finding]:
     """Checks the version of every required library, and that the heavy ones can be imported."""
     from packaging.requirements import Requirement
+
+    from xdm_ft.experiment.faults import Finding
 
     yield Finding("python", sys.version.split()[0])
     installed, wrong = [], 0
@@ -134,32 +123,31 @@ def devices() -> Iterator[Finding]:
     import psutil
     import torch
 
+    from xdm_ft.experiment.faults import Finding
     from xdm_ft.runtime.machine import cores, cpu_has_bf16
 
     memory = psutil.virtual_memory()
     free, total = memory.available / GIGABYTE, memory.total / GIGABYTE
     bf16 = "bf16 (in hardware)" if cpu_has_bf16() else "bf16 (slowly)"
-    yield Finding(
-        "processor", f"{plural(cores(), 'core')}, {free:.1f} of {total:.1f} GB free; float32, {bf16}, no fp16"
-    )
+    has = f"{plural(cores(), 'core')}, {free:.1f} of {total:.1f} GB free"
+    yield Finding("processor", f"{has}; float32, {bf16}, no fp16")
     for number in range(torch.cuda.device_count()):
-        left, whole = (size / GIGABYTE for size in torch.cuda.mem_get_info(number))
+        free, total = (size / GIGABYTE for size in torch.cuda.mem_get_info(number))
         with torch.cuda.device(number):
             precisions = "float32, fp16 and bf16" if torch.cuda.is_bf16_supported() else "float32 and fp16, no bf16"
         name = torch.cuda.get_device_name(number)
-        yield Finding(f"GPU {number}", f"{name}, {left:.1f} of {whole:.1f} GB free; {precisions}")
+        yield Finding(f"GPU {number}", f"{name}, {free:.1f} of {total:.1f} GB free; {precisions}")
     if Path("/proc/driver/nvidia/version").exists() and not torch.cuda.is_available():
-        yield Finding(
-            "GPU",
-            f"an NVIDIA driver is installed, but torch {torch.__version__} sees no GPU",
-            "install torch built for CUDA (https://pytorch.org), or make the GPU visible (CUDA_VISIBLE_DEVICES)",
-        )
+        problem = f"an NVIDIA driver is installed, but torch {torch.__version__} sees no GPU"
+        remedy = "install torch built for CUDA (https://pytorch.org), or make the GPU visible (CUDA_VISIBLE_DEVICES)"
+        yield Finding("GPU", problem, remedy)
 
 
 def precision(recipe: Recipe) -> Iterator[Finding]:
     """Checks that this machine supports the recipe's precision. Raises `UserError` if the launcher sets another one."""
     import torch
 
+    from xdm_ft.experiment.faults import Finding
     from xdm_ft.experiment.machine import as_launched
 
     asked, cuda = as_launched(recipe).training.mixed_precision, torch.cuda.is_available()
@@ -172,6 +160,7 @@ def precision(recipe: Recipe) -> Iterator[Finding]:
 
 
 def cache_disk(settings: FeatureSettings) -> Iterator[Finding]:
+    from xdm_ft.experiment.faults import Finding
     from xdm_ft.features.cache import cache_folder
 
     folder = cache_folder(settings)
@@ -181,6 +170,7 @@ def cache_disk(settings: FeatureSettings) -> Iterator[Finding]:
 def ray_cluster(settings: Cluster) -> Iterator[Finding]:
     """Reports version and address of Ray. Raises `UserError` if the recipe names a cluster that is not there."""
     from xdm_ft.experiment.cluster_connection import address_of, imported_ray, reachable
+    from xdm_ft.experiment.faults import Finding
 
     if settings.name is not None:
         yield Finding("cluster", f"Ray {imported_ray().__version__} at {reachable(settings.address)}")
@@ -196,7 +186,7 @@ def ray_cluster(settings: Cluster) -> Iterator[Finding]:
 
 def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
     """Checks the encoder's weights, the data, and the disk space that the features need."""
-    from xdm_ft.cli.data_check import check_data
+    from xdm_ft.experiment.faults import Finding, fault
     from xdm_ft.experiment.prepare import build_encoder, by_label, with_text
     from xdm_ft.features.key import weights_digest
 
@@ -210,34 +200,36 @@ def weights_and_data(recipe: Recipe) -> Iterator[Finding]:
             continue
         size = sum(tensor.nbytes for tensor in encoder.state_dict().values())
         number = sum(tensor.numel() for tensor in encoder.state_dict().values())
-        about = f"{encoder.pretraining}; {number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
-        yield Finding(what, f"{about}; {encoder.width} features")
+        values = f"{number:,} values, {size / 1e6:,.1f} MB, xxh3_128 {weights_digest(encoder)}"
+        yield Finding(what, f"{encoder.pretraining}; {values}; {encoder.width} features")
         encoders[label] = encoder
-    if encoders.keys() == by_label(recipe).keys():
+    all_built = encoders.keys() == by_label(recipe).keys()
+    if all_built:
         recipe = with_text(recipe, encoders)
-    read = [encoder for label, encoder in encoders.items() if _reads_cache(recipe, label)]
-    checked = yield from check_data(recipe, read[0].preprocessing if read else None)
+    preprocessing = next((one.preprocessing for label, one in encoders.items() if _reads_cache(recipe, label)), None)
+    checked = yield from check_data(recipe, preprocessing)
     if checked is None:
         return
     dataset, hashes, plan = checked
     for label, encoder in encoders.items():
         yield from _guarded("cache", partial(cache_space, recipe, label, encoder, dataset, hashes))
-    if plan is not None and encoders.keys() == by_label(recipe).keys():
+    if plan is not None and all_built:
         yield from _guarded("time", partial(time_of, plan, encoders))
+
+
+def _reads_cache(recipe: Recipe, label: str | None) -> bool:
+    return any(item.encoder_label == label and not recipe.trains_on_images(item) for item in recipe.served)
 
 
 def time_of(plan: Plan, encoders: Encoders) -> Iterator[Finding]:
     """Reports how long the run will take, and what would make it faster."""
     from xdm_ft.experiment.estimate import estimate
+    from xdm_ft.experiment.faults import Finding
     from xdm_ft.experiment.machine import launched
 
     with launched(plan.recipe) as accelerator:
-        found = estimate(plan, encoders, accelerator)
-    yield Finding("time", f"{found.text()} on {found.device}, if nothing is trained yet")
-
-
-def _reads_cache(recipe: Recipe, label: str | None) -> bool:
-    return any(item.encoder_label == label and not recipe.trains_on_images(item) for item in recipe.served)
+        time = estimate(plan, encoders, accelerator)
+    yield Finding("time", f"{time.text()} on {time.device}, if nothing is trained yet")
 
 
 def cache_space(
@@ -247,30 +239,31 @@ def cache_space(
 
     Raises `UserError` if they do not, or if the encoder can not be cut where the recipe says.
     """
+    from xdm_ft.experiment.faults import Finding
     from xdm_ft.experiment.prepare import counted, cuts_of
     from xdm_ft.experiment.summary import trained_words
     from xdm_ft.features.extract import cached_views
 
-    items = [item for item in recipe.served if item.encoder_label == label]
-    images, needed = hashes.images, 0
-    wanted: list[tuple[str, Encoder]] = []
+    items, device = [item for item in recipe.served if item.encoder_label == label], _device(recipe)
+    cached: list[tuple[str, Encoder]] = []
     if any(item.trainable is False for item in items):
-        wanted.append(("features", encoder))
-    for cut in cuts_of(recipe, encoder, items, counted(recipe, dataset, hashes, _device(recipe))):
+        cached.append(("features", encoder))
+    for cut in cuts_of(recipe, encoder, items, counted(recipe, dataset, hashes, device)):
         what = f"activations, {', '.join(map(trained_words, cut.serves))}"
         if cut.is_cached:
-            wanted.append((what, cut.below))
+            cached.append((what, cut.below))
         else:
             yield Finding(what, f"computed at every step ({cut.why_computed})")
-    for what, of_images in wanted:
-        views = cached_views(of_images, dataset, images, recipe.features, recipe.train_augmentation, _device(recipe))
+    needed_before = 0
+    for what, part in cached:
+        views = cached_views(part, dataset, hashes.images, recipe.features, recipe.train_augmentation, device)
         missing, plain = sum(len(store.missing()) for _, store in views), views[0].store
-        own = sum(store.bytes_needed for _, store in views)
-        plain.require_space(needed + own - plain.bytes_needed)
-        needed += own
+        needed = sum(store.bytes_needed for _, store in views)
+        plain.require_space(needed_before + needed - plain.bytes_needed)
+        needed_before += needed
         passes = f" in {len(views)} passes" if len(views) > 1 else ""
-        count = len(views) * len(images.contents)
-        yield Finding(what, f"{count - missing} of {count} cached{passes}, {own / 1e6:,.1f} MB more are needed")
+        count = len(views) * len(hashes.images.contents)
+        yield Finding(what, f"{count - missing} of {count} cached{passes}, {needed / 1e6:,.1f} MB more are needed")
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -280,3 +273,83 @@ def _device(recipe: Recipe) -> torch.device:
     from xdm_ft.experiment.cluster_connection import device_of
 
     return device_of(recipe.cluster, PartialState().device)
+
+
+def check_data(
+    recipe: Recipe, preprocessing: Preprocessing | None
+) -> Generator[Finding, None, tuple[ImageDataset, FileHashes, Plan | None] | None]:
+    """Returns the data, a hash of every image, and the plan, if data and recipe fit; None if they can not be read.
+
+    `preprocessing` is the encoder's; None if the encoder can not be built.
+    """
+    from xdm_ft.experiment.faults import Finding, data_faults, fault, plan_faults
+    from xdm_ft.experiment.plan import read_data
+    from xdm_ft.features.cache import cache_folder
+    from xdm_ft.features.hashes import hash_files
+    from xdm_ft.images.decode import scan
+    from xdm_ft.images.transforms import NotAStrip
+    from xdm_ft.runtime.machine import cores
+
+    dataset: ImageDataset | None
+    try:
+        dataset = read_data(recipe)
+    except UserError as error:
+        yield from fault("data", error)
+        dataset = _with_any_counts(recipe)
+    if dataset is None:
+        return None
+    yield from _counts(dataset)
+    unreadable = scan(dataset, cores(), None if preprocessing is None else NotAStrip(preprocessing))
+    if not unreadable:
+        yield Finding("images", "all decode")
+    for row, reason in unreadable.items():
+        remedy = "repair or remove it, or set data.on_bad_image: skip"
+        yield Finding("image", f"{dataset.name(row)} does not decode: {reason}", remedy)
+    plan = yield from _plan(recipe, dataset)
+    if plan is not None and unreadable:
+        # a run with data.on_bad_image: skip leaves these images out, and what remains may be too little for a split
+        yield from _plan(recipe, dataset, unreadable)
+    hashes = hash_files(dataset, cache_folder(recipe.features), show=True)
+    faults = list(data_faults(dataset, hashes, plan.splits_of_all_seeds if plan else ()))
+    faults += plan_faults(plan) if plan is not None else ()
+    yield from faults or [Finding("images and groups", "no image occurs twice, no group is in both training and test")]
+    return dataset, hashes, plan
+
+
+def _with_any_counts(recipe: Recipe) -> ImageDataset | None:
+    """Returns a benchmark whose image counts are wrong, so that its other faults are found too; else None."""
+    settings = recipe.data.kwargs()
+    if settings.get("counts") != "published":
+        return None
+    try:
+        dataset: ImageDataset = recipe.data.cls(**(settings | {"counts": "any"}))
+    except UserError:  # the stricter check has reported this fault already
+        return None
+    return dataset
+
+
+def _counts(dataset: ImageDataset) -> Iterator[Finding]:
+    """Yields the number of images of each domain, then those of each class by domain."""
+    from xdm_ft.experiment.faults import Finding, images_of
+
+    count = f"{plural(len(dataset), 'image')}, {plural(len(dataset.domain_names), 'domain')}"
+    yield Finding("data", f"{count}, images per class and domain:")
+    images = images_of(dataset)
+    domains = zip(dataset.domain_names, images.sum(0), strict=True)
+    yield Finding("domains", ", ".join(f"{domain} {number}" for domain, number in domains))
+    for name, row in zip(dataset.class_names, images, strict=True):
+        yield Finding(f"class {name}", " ".join(map(str, row)))
+
+
+def _plan(
+    recipe: Recipe, dataset: ImageDataset, unreadable: Collection[int] = ()
+) -> Generator[Finding, None, Plan | None]:
+    """Returns the plan. If data and recipe do not fit, yields the fault and returns None."""
+    from xdm_ft.experiment.faults import fault
+    from xdm_ft.experiment.plan import make_plan
+
+    try:
+        return make_plan(recipe, dataset, unreadable)
+    except UserError as error:
+        yield from fault("plan", error)
+        return None

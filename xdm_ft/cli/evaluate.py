@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+from xdm_ft.cli.answer import Answer, columns
+from xdm_ft.cli.arguments import add_model_options, load_model, refuse_batch_size
+from xdm_ft.runtime.errors import UserError, plural
 
-from xdm_ft.cli.answer import Answer
-from xdm_ft.evaluation.trials import ORACLE
-from xdm_ft.export.card import WORDS, interval, ranks, shown
-from xdm_ft.export.choose import training_images
-from xdm_ft.export.evaluate import AtSite, Labelled, Versus, are_among, at_site, checksums, first_of_each
-from xdm_ft.export.predictor import Model, cache_of, stream
-from xdm_ft.export.sources import Site, read_site
-from xdm_ft.report.finished import is_run, read_run
-from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.runtime.progress import progress
+if TYPE_CHECKING:
+    import numpy as np
+
+    from xdm_ft.export.evaluate import AtSite, Labelled, Versus
+    from xdm_ft.export.predictor import Model
+    from xdm_ft.export.sources import Site
+
+HELP = "measure a model on labelled images of a new site, beside what it promises"
+EXAMPLES = ("xdm-ft evaluate my_model SITE", "xdm-ft evaluate my_model site.csv --json")
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("model", metavar="MODEL", help="a model directory or a run directory")
+    site = "folder <class>/<image> or <domain>/<class>/<image>, or a CSV or Parquet table with columns path, label; "
+    verb.add_argument("site", metavar="SITE", help=f"{site}optional: domain, group")
+    verb.add_argument("--group", metavar="REGEX", help="for an image's path: what it matches is the image's group")
+    verb.add_argument("--domain", metavar="NAME", nargs="+", help="evaluate these domains only")
+    add_model_options(verb)
+
+
+def main(arguments: argparse.Namespace) -> Answer:
+    refuse_batch_size(arguments)
+    model, name, size = load_model(arguments), arguments.model, arguments.batch_size
+    found = evaluate(model, name, arguments.site, group=arguments.group, domains=arguments.domain, batch_size=size)
+    return Answer(found, list(found.lines()))
 
 
 @dataclass(frozen=True)
-class Evaluation(Answer):
+class Evaluation:
     model: str
     site: str
     method: str
@@ -37,89 +55,82 @@ class Evaluation(Answer):
     whole: AtSite  # all images
     domains: dict[str, AtSite]  # each of several domains; empty for one
 
-    def text(self) -> str:
-        known = "images assumed independent" if self.whole.groups is None else plural(self.whole.groups, "group")
-        over = f"95% over {'images' if self.whole.groups is None else 'groups'}"
-        lines = [f"{self.method}, {plural(self.whole.images, 'image')}, {known}", ""]
-        lines += [
-            *_columns(
-                [
-                    ("", "value", over),
-                    *_metrics(self.whole),
-                ]
-            ),
-            "",
-        ]
+    def lines(self) -> Iterator[str]:
+        whole = self.whole
+        groups = "images assumed independent" if whole.groups is None else plural(whole.groups, "group")
+        yield from (f"{self.method}, {plural(whole.images, 'image')}, {groups}", "")
+        over = f"95% over {'images' if whole.groups is None else 'groups'}"
+        yield from (*columns([("", "value", over), *_metric_rows(whole)]), "")
         if self.domains:
-            lines += [*_columns([("domain", "images", "accuracy", "95%"), *_domains(self.domains)]), ""]
-        rows = [
-            (printable(name), str(one.images), "–" if one.recall is None else shown("accuracy", one.recall))
-            for name, one in self.whole.classes.items()
-        ]
-        lines += [*_columns([("class", "images", "recall"), *rows]), ""]
-        lines += [f"The card: {self.ranks}"] * (self.ranks is not None)
-        sites = self.domains or {"": self.whole}
-        lines += [_promise(name, one.versus) for name, one in sites.items() if one.versus is not None]
-        if all(one.versus is None for one in sites.values()):
-            lines.append("The model's card promises nothing about these images.")
-        return "\n".join([*lines, *_left_out(self), _not_new(self)])
+            yield from (*columns([("domain", "images", "accuracy", "95%"), *_domain_rows(self.domains)]), "")
+        yield from (*columns([("class", "images", "recall"), *_class_rows(whole)]), "")
+        if self.ranks is not None:
+            yield f"The card: {self.ranks}"
+        promises = {name: site.versus for name, site in (self.domains or {"": whole}).items() if site.versus}
+        yield from (_promise(name, versus) for name, versus in promises.items())
+        if not promises:
+            yield "The model's card promises nothing about these images."
+        yield from self._left_out()
+        yield f"{self._copies()}; {self._trained()}"
+
+    def _left_out(self) -> Iterator[str]:
+        if self.seen_domains:
+            yield f"Domains of this name trained the model, so they are no new sites: {', '.join(self.seen_domains)}"
+        if self.absent_classes:
+            names = ", ".join(self.absent_classes)
+            yield f"No image here of {plural(len(self.absent_classes), 'class')} of the model: {names}"
+        if self.unreadable:
+            name, reason = next(iter(self.unreadable.items()))
+            yield f"{plural(len(self.unreadable), 'unreadable image')} left out, the first: {name}: {reason}"
+
+    def _copies(self) -> str:
+        if not self.copies:
+            return "no copies"
+        contrary = self.copies_with_another_label
+        other = f", {contrary} of them with another label" if contrary else ""
+        return f"{self.copies} {'copy' if self.copies == 1 else 'copies'} left out, as an image counts once{other}"
+
+    def _trained(self) -> str:
+        if self.training_images is None:
+            return "whether any image trained the model is unknown, as there are no checksums of its training images"
+        if not self.training_images:
+            return "none of these images trained the model"
+        share = f"{self.training_images} of {plural(self.whole.images, 'image')}"
+        return f"{share} trained the model: what is measured on them does not hold for new ones"
 
 
-def _metrics(at: AtSite) -> Iterator[tuple[str, ...]]:
-    for name, one in at.metrics.items():
-        yield WORDS[name], shown(name, one.value), interval(name, one.interval)
+def _metric_rows(site: AtSite) -> Iterator[tuple[str, ...]]:
+    from xdm_ft.export.card import WORDS, interval, shown
+
+    for name, measured in site.metrics.items():
+        yield WORDS[name], shown(name, measured.value), interval(name, measured.interval)
 
 
-def _domains(domains: dict[str, AtSite]) -> Iterator[tuple[str, ...]]:
-    for name, one in domains.items():
-        accuracy = one.metrics["accuracy"]
+def _domain_rows(domains: dict[str, AtSite]) -> Iterator[tuple[str, ...]]:
+    from xdm_ft.export.card import interval, shown
+
+    for name, site in domains.items():
+        accuracy = site.metrics["accuracy"]
         ends = interval("accuracy", accuracy.interval)
-        yield printable(name), str(one.images), shown("accuracy", accuracy.value), ends
+        yield name, str(site.images), shown("accuracy", accuracy.value), ends
+
+
+def _class_rows(site: AtSite) -> Iterator[tuple[str, ...]]:
+    from xdm_ft.export.card import shown
+
+    for name, one in site.classes.items():
+        yield name, str(one.images), "–" if one.recall is None else shown("accuracy", one.recall)
 
 
 def _promise(name: str, versus: Versus) -> str:
-    at, metric = f"{printable(name)}: " if name else "", versus.metric
-    told = f"{at}{WORDS[metric]} {shown(metric, versus.value)}; the card's mean is {shown(metric, versus.promised)}"
+    from xdm_ft.export.card import WORDS, interval, shown
+
+    at, metric = f"{name}: " if name else "", versus.metric
+    text = f"{at}{WORDS[metric]} {shown(metric, versus.value)}; the card's mean is {shown(metric, versus.promised)}"
     if versus.interval is not None:
-        told += f", 95% for such a sample of a like site {interval(metric, versus.interval)}"
+        text += f", 95% for such a sample of a like site {interval(metric, versus.interval)}"
     domain, worst = versus.worst
-    return f"{told}, and of its worst held-out domain, {printable(domain)}, {shown(metric, worst)}: {versus.verdict}"
-
-
-def _left_out(found: Evaluation) -> Iterator[str]:
-    if found.seen_domains:
-        yield f"Domains of this name trained the model, so they are no new sites: {', '.join(found.seen_domains)}"
-    if found.absent_classes:
-        names = ", ".join(map(printable, found.absent_classes))
-        yield f"No image here of {plural(len(found.absent_classes), 'class')} of the model: {names}"
-    if found.unreadable:
-        name, reason = next(iter(found.unreadable.items()))
-        count = plural(len(found.unreadable), "unreadable image")
-        yield f"{count} left out, the first: {printable(name)}: {reason}"
-
-
-def _not_new(found: Evaluation) -> str:
-    """The last line: copies, and images that trained the model."""
-    copies = "no copies"
-    if found.copies:
-        contrary = found.copies_with_another_label
-        other = f", {contrary} of them with another label" if contrary else ""
-        copies = f"{found.copies} {'copy' if found.copies == 1 else 'copies'} left out, as an image counts once{other}"
-    trained = "whether any image trained the model is unknown, as there are no checksums of its training images"
-    if found.training_images == 0:
-        trained = "none of these images trained the model"
-    elif found.training_images is not None:
-        share = f"{found.training_images} of {plural(found.whole.images, 'image')}"
-        trained = f"{share} trained the model: what is measured on them does not hold for new ones"
-    return f"{copies}; {trained}"
-
-
-def _columns(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    """Yields aligned lines: the first cell to the left, numbers to the right."""
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    for first, *others in rows:
-        cells = [f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True)]
-        yield "  ".join([f"{first:<{widths[0]}}", *cells]).rstrip()
+    return f"{text}, and of its worst held-out domain, {domain}, {shown(metric, worst)}: {versus.verdict}"
 
 
 def evaluate(
@@ -132,8 +143,14 @@ def evaluate(
     count, are counted, and leave no verdict. Raises `UserError` for a site that can not be read or a label that the
     model lacks.
     """
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"--batch-size: {batch_size} is not positive")
+    from xdm_ft.evaluation.trials import ORACLE
+    from xdm_ft.export.card import ranks
+    from xdm_ft.export.choose import training_images
+    from xdm_ft.export.evaluate import are_among, at_site, checksums, first_of_each
+    from xdm_ft.export.predictor import cache_of
+    from xdm_ft.export.sources import read_site
+    from xdm_ft.report.finished import is_run, read_run
+
     config = model.config
     site = read_site(path, config.class_names, config.renamed, group)
     if domains is not None:
@@ -144,19 +161,19 @@ def evaluate(
     if known is None and is_run(run := Path(name).expanduser()):
         known = training_images(read_run(run), config)
     trained = None if known is None else are_among(content[rows], known)
-    images, unreadable = _answered(model, site.rows(rows), trained, batch_size, cache_of(name))
+    images, unreadable = _predict(model, site.rows(rows), trained, batch_size, cache_of(name))
     if not len(images.labels):
         image, reason = next(iter(unreadable.items()))
-        raise UserError(f"{printable(path)}: no image can be read, the first: {printable(image)}: {reason}")
-    found = {
+        raise UserError(f"{path}: no image can be read, the first: {image}: {reason}")
+    by_domain = {
         domain: images.of_domain(number)
         for number, domain in enumerate(site.domain_names)
         if (images.domains == number).any()
     }
-    several = len(found) > 1
-    measured = (config.class_names, site.domain_names)
-    promised = (config.expected, config.temperature)
-    whole = at_site(images, *measured, *(() if several else promised))
+    several = len(by_domain) > 1
+    names, promise = (config.class_names, site.domain_names), (config.expected, config.temperature)
+    whole = at_site(images, *names, *(() if several else promise))
+    card = config.expected
     return Evaluation(
         model=name,
         site=path,
@@ -164,28 +181,35 @@ def evaluate(
         temperature=config.temperature,
         unreadable=unreadable,
         absent_classes=tuple(name for name, one in whole.classes.items() if not one.images),
-        seen_domains=tuple(name for name in found if name in config.method["train_domains"]),
+        seen_domains=tuple(name for name in by_domain if name in config.method["train_domains"]),
         copies=len(content) - len(rows),
         copies_with_another_label=int((site.labels != site.labels[first]).sum()),
         training_images=None if images.trained is None else int(images.trained.sum()),
-        ranks=None if (card := config.expected) is None or card.selection == ORACLE else ranks(card),
+        ranks=None if card is None or card.selection == ORACLE else ranks(card),
         whole=whole,
-        domains={name: at_site(one, *measured, *promised) for name, one in found.items()} if several else {},
+        domains={name: at_site(one, *names, *promise) for name, one in by_domain.items()} if several else {},
     )
 
 
-def _answered(
+def _predict(
     model: Model, site: Site, trained: np.ndarray | None, batch_size: int | None, cache: Path
 ) -> tuple[Labelled, dict[str, str]]:
     """Returns the images that can be read with the model's logits, and {image: reason} of the others."""
-    logits, kept, unreadable, start = [], [], dict[str, str](), 0
-    with progress("evaluate", len(site.items), "images") as done:
+    import numpy as np
+    import torch
+
+    from xdm_ft.export.evaluate import Labelled
+    from xdm_ft.export.predictor import stream
+    from xdm_ft.runtime.progress import progress
+
+    logits, readable, unreadable, start = [], [], dict[str, str](), 0
+    with progress("evaluate", len(site.items), "images") as bar:
         for batch in stream(model, site.items, batch_size=batch_size, cache=cache):
-            readable = [place for place in range(len(batch.items)) if place not in batch.unreadable]
-            logits.append(batch.logits[readable])
-            kept += [start + place for place in readable]
-            unreadable |= {batch.items[place].path: reason for place, reason in batch.unreadable.items()}
+            positions = [i for i in range(len(batch.items)) if i not in batch.unreadable]
+            logits.append(batch.logits[positions])
+            readable += [start + i for i in positions]
+            unreadable |= {batch.items[i].path: reason for i, reason in batch.unreadable.items()}
             start += len(batch.items)
-            done.advance(len(batch.items))
-    rest, trained = site.rows(np.array(kept, np.int64)), None if trained is None else trained[kept]
+            bar.advance(len(batch.items))
+    rest, trained = site.rows(np.array(readable, np.int64)), None if trained is None else trained[readable]
     return Labelled(torch.cat(logits), rest.labels, rest.domains, rest.groups, trained), unreadable

@@ -1,130 +1,29 @@
-"""The verbs of `xdm-ft`. Each verb imports the heavy modules that it needs, so that `--help` answers at once."""
+"""The command line: its verbs, what it prints, its exit status. Each verb imports what is heavy in its `main`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from typing import Any, NoReturn
 
-from xdm_ft.cli import completion, evaluate_options, export_options, predict_options, report_options
 from xdm_ft.cli.answer import Answer, as_json
 from xdm_ft.runtime import interrupt
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.runtime.terminal import complain, opened, set_aside, write
 from xdm_ft.version import __version__
 
-Verb = Callable[[argparse.Namespace], Answer]
-RESUMABLE = ("run", "features", "analyse")  # verbs whose finished work stays when a signal stops them
-TOPICS = (
-    "table", "comparison", "verdict", "selection", "metrics", "sentence", "cost", "encoders", "notes", "analysis"
+VERBS = (
+    "run", "validate", "features", "retrain", "analyse", "report", "export", "predict", "evaluate", "doctor", "explain",
+    "ls", "cp", "cache",
 )  # fmt: skip
-"""Of `explain`."""
-CHANGES = "changes to the recipe, values as YAML; METHOD.KEY=value sets a key of a method"
-EXAMPLES = {
-    "run": (
-        "xdm-ft run demo",
-        "xdm-ft run demo name=long 'methods=[erm,xdomainmix]' training.steps=300 xdomainmix.warmup_steps=100",
-    ),
-    "validate": ("xdm-ft validate clip_folder data.root=DIR protocol.test_domains=sketch",),
-    "features": ("xdm-ft features clip_folder data.root=DIR features.precision=bf16",),
-    "retrain": (
-        "xdm-ft retrain output/demo xdomainmix blurred 0",
-        "xdm-ft retrain output/demo xdomainmix blurred 0 --keep DIR",
-    ),
-    "analyse": ("xdm-ft analyse output/demo", "xdm-ft analyse output/demo --json"),
-    "report": (
-        "xdm-ft report output/demo --images",
-        "xdm-ft report output/demo output/short --format latex --out table.tex",
-    ),
-    "export": (
-        "xdm-ft export output/demo my_model",
-        "xdm-ft export output/demo my_model --method xdomainmix --held-out blurred --with-encoder",
-    ),
-    "predict": (
-        "xdm-ft predict my_model scans/ --out predictions.csv --resume",
-        "xdm-ft predict my_model 'scans/**/*.png' --group-by '(patient_\\d+)' --top-k 3",
-    ),
-    "evaluate": ("xdm-ft evaluate my_model SITE", "xdm-ft evaluate my_model site.csv --json"),
-    "doctor": ("xdm-ft doctor", "xdm-ft doctor clip_folder data.root=DIR"),
-    "explain": ("xdm-ft explain", "xdm-ft explain verdict"),
-    "ls": ("xdm-ft ls methods", "xdm-ft ls methods --json"),
-    "cp": ("xdm-ft cp clip_folder mine.yaml",),
-    "cache": ("xdm-ft cache verify", "xdm-ft cache prune --unused-days 30"),
-}
-
-
-def _run(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.recipe.text import read_recipe, say_if_finished
-
-    say_if_finished(read_recipe(arguments.recipe, arguments.overrides))
-    from xdm_ft.cli.run import run_recipe  # this imports torch
-    from xdm_ft.recipe.check import load
-
-    return run_recipe(load(arguments.recipe, arguments.overrides))
-
-
-def _validate(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.cli.validate import validate
-    from xdm_ft.recipe.check import load
-
-    return validate(load(arguments.recipe, arguments.overrides))
-
-
-def _features(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.cli.features import fill_cache
-    from xdm_ft.recipe.check import load
-
-    return fill_cache(load(arguments.recipe, arguments.overrides))
-
-
-def _ls(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.cli.ls import listing
-
-    return listing(arguments.what)
-
-
-def _explain(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.cli.explain import explain
-
-    return explain(arguments.topic)
-
-
-def _cp(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.cli.cp import copy
-
-    return copy(arguments.recipe, arguments.file)
-
-
-def _cache(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.cli.cache import cache
-
-    return cache(arguments.action, arguments.dir, arguments.unused_days, arguments.max_size, arguments.unreferenced)
-
-
-def _retrain(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.cli.retrain import retrain
-    from xdm_ft.evaluation.records import ModelKey
-
-    key = ModelKey(arguments.method, tuple(arguments.test_domain.split(",")), arguments.seed, arguments.trial)
-    return retrain(arguments.run_dir, key, arguments.alone, arguments.keep)
-
-
-def _analyse(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.cli.analyse import analyse_run
-
-    return analyse_run(arguments.run_dir, arguments.reconstruct)
-
-
-def _doctor(arguments: argparse.Namespace) -> Answer:
-    from xdm_ft.cli.doctor import doctor
-
-    return doctor(arguments.recipe, arguments.overrides)
+"""Modules of this folder with HELP, EXAMPLES, `add_arguments(parser)` and `main(arguments) -> Answer`."""
+RESUMABLE = ("run", "features", "analyse")  # verbs whose finished work stays when a signal stops them
 
 
 class _Misused(SystemExit):
@@ -163,94 +62,20 @@ class _Parser(argparse.ArgumentParser):
             self._options_are_first = False
 
 
-def completed(argument: argparse.Action, values: Callable[..., Iterable[str]]) -> None:
-    """Notes the function that returns what the Tab key offers for an argument."""
-    argument.completer = values  # type: ignore[attr-defined]  # where argcomplete looks for it
-
-
 def parser() -> argparse.ArgumentParser:
     main_parser = _Parser(prog="xdm-ft", description="Fine-tune foundation models for domain generalization.")
     main_parser.add_argument("--version", action="version", version=__version__)
     verbs = main_parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    def verb(name: str, function: Verb, text: str) -> argparse.ArgumentParser:
-        examples = "\n  ".join(["examples:", *EXAMPLES[name]])
+    for name in VERBS:
+        module = importlib.import_module(f"xdm_ft.cli.{name}")
+        examples = "\n  ".join(["examples:", *module.EXAMPLES])
         form = argparse.RawDescriptionHelpFormatter  # it keeps the line breaks of the examples
-        sub = verbs.add_parser(name, help=text, description=text, epilog=examples, formatter_class=form)
-        sub.set_defaults(function=function)
-        sub.add_argument("--json", action="store_true", help="print the result as one JSON document")
-        sub.add_argument(
-            "--quiet", action="store_true", help="print no progress and no notes: only warnings and faults"
-        )
-        return sub
-
-    def recipe_and_overrides(sub: argparse.ArgumentParser, nargs: str | None = None) -> None:
-        about = "a file, or the name of a packaged recipe"
-        completed(sub.add_argument("recipe", metavar="RECIPE", nargs=nargs, help=about), completion.recipes)
-        changes = sub.add_argument("overrides", metavar="key.sub=value", nargs="*", default=[], help=CHANGES)
-        completed(changes, completion.overrides)
-
-    recipe_verbs: list[tuple[str, Verb, str]] = [
-        ("run", _run, "train and compare all methods of a recipe; resume or grow the run of an earlier start"),
-        ("validate", _validate, "check a recipe against its data; print the resolved recipe, the prompts and the plan"),
-        ("features", _features, "compute the features of a recipe and cache them, without training"),
-    ]
-    for name, function, text in recipe_verbs:
-        sub = verb(name, function, text)
-        recipe_and_overrides(sub)
-    again = verb("retrain", _retrain, "train one model of a run again and compare it with the recorded one")
-    again.add_argument("run_dir", metavar="RUN_DIR")
-    for one in (
-        again.add_argument("method", metavar="METHOD", help="name of the method in results.json"),
-        again.add_argument("test_domain", metavar="TEST_DOMAIN", help="held-out domain; several joined by commas"),
-        again.add_argument("seed", metavar="SEED", type=int),
-        again.add_argument("trial", metavar="TRIAL", type=int, nargs="?", default=0, help="of a search (default 0)"),
-    ):
-        completed(one, completion.models)
-    again.add_argument("--keep", metavar="DIR", help="keep what it trains: DIR becomes a run directory with this model")
-    again.add_argument("--alone", action="store_true", help="train the head without the other heads of its chunk")
-    text = "measure the models of a finished run as the paper does: invariance, divergence, importance, calibration"
-    measured = verb("analyse", _analyse, text)
-    measured.add_argument("run_dir", metavar="RUN_DIR")
-    measured.add_argument(
-        "--reconstruct",
-        metavar="FOLDER",
-        help="write images of augmented features too; FOLDER has AdaIN's vgg_normalised.pth and decoder.pth",
-    )
-    text = "print the tables of a run and write its reports again; show several runs in one table"
-    report_options.add(verb("report", report_options.called, text))
-    text = "write a model of a run as a directory that loads anywhere"
-    export_options.add(verb("export", export_options.called, text))
-    text = "predict the classes of images: a table with a row per image"
-    predict_options.add(verb("predict", predict_options.called, text))
-    text = "measure a model on labelled images of a new site, beside what it promises"
-    evaluate_options.add(verb("evaluate", evaluate_options.called, text))
-    doctor = verb("doctor", _doctor, "check installation, devices, weights and data; print a remedy for each fault")
-    recipe_and_overrides(doctor, nargs="?")
-    manual = verb("explain", _explain, "explain the words of a run's tables: ±, intervals, verdicts, selection, notes")
-    manual.add_argument("topic", nargs="?", choices=TOPICS)
-    ls = verb("ls", _ls, "list recipes, methods, heads, data sets or encoders, one per line")
-    ls.add_argument("what", nargs="?", choices=["recipes", "methods", "heads", "data", "encoders"], default="recipes")
-    cp = verb("cp", _cp, "copy a packaged recipe to a file that you can edit")
-    completed(cp.add_argument("recipe", metavar="RECIPE"), completion.recipes)
-    cp.add_argument("file", metavar="FILE")
-    _cache_options(verb("cache", _cache, "list, verify or remove cached features"))
+        verb = verbs.add_parser(name, help=module.HELP, description=module.HELP, epilog=examples, formatter_class=form)
+        verb.add_argument("--json", action="store_true", help="print the result as one JSON document")
+        quiet = "print no progress and no notes: only warnings and faults"
+        verb.add_argument("--quiet", action="store_true", help=quiet)
+        module.add_arguments(verb)
     return main_parser
-
-
-def _cache_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("action", nargs="?", choices=["ls", "verify", "prune"], default="ls")
-    sub.add_argument("--dir", help="folder of the cache, if it is not the default one")
-    sub.add_argument("--unused-days", type=float, metavar="N", help="prune: remove features not used for N days")
-    sub.add_argument(
-        "--unreferenced",
-        nargs="+",
-        metavar="DIR",
-        help="prune: remove features that no run in these folders, at any depth, was trained on",
-    )
-    sub.add_argument(
-        "--max-size", type=float, metavar="GB", help="prune: remove the longest unused features until this size is left"
-    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -260,8 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     reader of standard output has ended (`| head`). 143: SIGTERM.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow
-        completion.complete(parser())
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow; this ends the process
+        import argcomplete
+
+        argcomplete.autocomplete(parser(), always_complete_options="long")
     json_is_wanted = "--json" in argv
     level = logging.INFO if _is_main_process() and "--quiet" not in argv else logging.WARNING
     if "--quiet" in argv:  # bars of libraries, which read this when they are imported
@@ -271,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments = parser().parse_args(argv)
             with interrupt.handled(resumable=arguments.verb in RESUMABLE):
                 _refuse_missing_folder()
-                return _answered(arguments)
+                return _perform(arguments)
     except _Misused as misused:
         if json_is_wanted:
             _show_fault(2, misused.message)
@@ -287,19 +114,19 @@ def main(argv: list[str] | None = None) -> int:
         return status
 
 
-def _answered(arguments: argparse.Namespace) -> int:
+def _perform(arguments: argparse.Namespace) -> int:
     """Performs the verb and shows its answer, as data or as text. Returns the exit status."""
+    verb = importlib.import_module(f"xdm_ft.cli.{arguments.verb}")
     with set_aside() if arguments.json else nullcontext():
-        answer: Answer = arguments.function(arguments)
-        fault, document = answer.error, answer.to_json() if arguments.json else None
+        answer: Answer = verb.main(arguments)
     if _is_main_process():
         if arguments.json:
-            write(as_json(document))
-        elif fault is None or answer.shown_with_error:
+            write(as_json(answer.document))
+        elif answer.error is None or answer.text_despite_error:
             answer.show()
-        if fault is not None:
-            complain(f"xdm-ft: {fault}")
-    return answer.status
+        if answer.error is not None:
+            complain(f"xdm-ft: {answer.error}")
+    return answer.exit_status
 
 
 def _show_fault(status: int, message: str) -> None:

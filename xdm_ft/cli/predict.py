@@ -2,239 +2,221 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.export.choose import Choice
-from xdm_ft.export.predict import (
-    Columns,
-    Format,
-    GroupMeans,
-    Row,
-    Tally,
-    Unfinished,
-    format_of,
-    group_rows,
-    header_of,
-    image_rows,
-    line_of,
-    open_unfinished,
-    refuse_taken,
-    write_table,
+from xdm_ft.cli.arguments import add_model_options, load_model, refuse_batch_size
+from xdm_ft.runtime.errors import UserError, plural
+
+if TYPE_CHECKING:
+    from xdm_ft.export.predict import Columns, Format, Row, Tally
+    from xdm_ft.export.predictor import Batch, Model
+    from xdm_ft.export.sources import Sources
+
+HELP = "predict the classes of images: a table with a row per image"
+EXAMPLES = (
+    "xdm-ft predict my_model scans/ --out predictions.csv --resume",
+    "xdm-ft predict my_model 'scans/**/*.png' --group-by '(patient_\\d+)' --top-k 3",
 )
-from xdm_ft.export.predictor import Batch, Model, cache_of, load, stream
-from xdm_ft.export.sources import Sources, counted
-from xdm_ft.features import fast_batch_size
-from xdm_ft.runtime import interrupt
-from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.runtime.progress import Progress, progress
-from xdm_ft.runtime.terminal import write_data
-from xdm_ft.storage.digests import digest, json_digest, tensors_digest
-from xdm_ft.storage.names import expanded
-from xdm_ft.version import __version__
-
-logger = logging.getLogger("xdm_ft")
 WITH_RESUME = "run the same command with --resume to resume"
+logger = logging.getLogger("xdm_ft")
 
 
-@dataclass(frozen=True)
-class Predicted(Answer):
-    out: Path | None  # None: the predictions were printed
-    predicted: int  # number of images
-    groups: int | None  # None: the rows are images
-    unreadable: int  # number of images without a prediction
-    unreadable_images: dict[str, str]  # the first of them → why
-    other_files: dict[str, int]  # extension → number of the files in folders that are no images
-    computed: int  # number of images that passed through the encoder now
-    resumed: int  # number of images that an earlier command has done
-    strict: bool  # whether unreadable images and other files are faults
-
-    @property
-    def error(self) -> UserError | None:
-        if self.predicted:
-            return None
-        first, *more = self.faults() if self.unreadable else ["none is listed", *self.faults()]
-        table = f"; {self.out} has a row of each" if self.unreadable and self.out is not None else ""
-        return UserError(f"no image was predicted: {first}{table}", *more)
-
-    @property
-    def status(self) -> int:
-        return 2 if self.strict and self.faults() else super().status
-
-    def faults(self) -> list[str]:
-        """Returns a line on images without a prediction, and one on other files."""
-        named = [f"{printable(path)} ({reason})" for path, reason in self.unreadable_images.items()]
-        more = self.unreadable - len(named)
-        images = f"{plural(self.unreadable, 'image')} can not be read: {', '.join(named)}"
-        unreadable = [f"{images}{f', {more} more' if more else ''}"] if self.unreadable else []
-        return unreadable + ([counted(self.other_files)] if self.other_files else [])
-
-    def text(self) -> str:
-        groups = "" if self.groups is None else f" in {plural(self.groups, 'group')}"
-        return printable(f"wrote {self.out}: predictions of {plural(self.predicted, 'image')}{groups}")
-
-    def show(self) -> None:
-        if self.out is not None:
-            super().show()
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("model", metavar="DIR", help="a model directory, or a run directory")
+    paths = "image, folder, quoted glob, table (CSV or Parquet) with a column path, or - (paths on standard input)"
+    verb.add_argument("paths", metavar="PATH", nargs="+", help=paths)
+    verb.add_argument("--out", metavar="FILE", help="appears when it is complete; default: standard output")
+    default = "default: by the suffix of --out, else csv"
+    verb.add_argument("--format", choices=["csv", "jsonl", "parquet"], help=default)
+    verb.add_argument("--probabilities", action="store_true", help="a column p:CLASS for each class")
+    verb.add_argument("--top-k", type=int, metavar="K", help="columns label_1, probability_1 … of the K best classes")
+    verb.add_argument("--entropy", action="store_true", help="entropy of the probabilities, in nats")
+    spread = "standard deviation of the label's probability over the heads of an ensemble"
+    verb.add_argument("--spread", action="store_true", help=spread)
+    distance = "columns distance and distance_percentile: how unusual an image is for the model (docs/deploying.md)"
+    verb.add_argument("--distance", action="store_true", help=distance)
+    abstain = "leave the label empty where its probability is lower"
+    verb.add_argument("--abstain-below", type=float, metavar="P", help=abstain)
+    group = "a row per group, with the mean of its images' probabilities: a column of the tables, or an expression"
+    verb.add_argument("--group-by", metavar="REGEX|COLUMN", help=f"{group} that matches it in the paths")
+    verb.add_argument("--resume", action="store_true", help="continue the unfinished predictions of --out, if any")
+    strict = "exit status 2 if an image can not be read, or a folder holds other files"
+    verb.add_argument("--strict", action="store_true", help=strict)
+    add_model_options(verb)
 
 
-@dataclass(frozen=True)
-class Output:
-    """What is written, and where."""
-
-    columns: Columns = field(default_factory=Columns)
-    group_by: str | None = None
-    out: Path | None = None  # None: standard output
-    format: Format = "csv"
-    resume: bool = False
-    strict: bool = False
-
-    def __post_init__(self) -> None:
-        if self.out is None and (self.format == "parquet" or self.resume):
-            option = "--format parquet" if self.format == "parquet" else "--resume"
-            raise UserError(f"{option}: needs a file; add --out FILE")
-
-    @property
-    def grouped(self) -> bool:
-        return self.group_by is not None
-
-
-def output(out: str | None, format_: Format | None, json_is_wanted: bool, **others: Any) -> Output:
-    """Raises `UserError` for options that do not go together."""
-    if json_is_wanted and out is None:
-        raise UserError(
-            "--json: prints a summary, so that the predictions need --out FILE; to print them as JSON lines, use "
-            "--format jsonl instead"
-        )
-    path = None if out is None else expanded(out, "--out")
-    return Output(out=path, format=format_ or format_of(path), **others)
-
-
-def predict(
-    folder: str,
-    paths: list[str],
-    output: Output,
-    *,
-    choice: Choice,
-    encoder_weights: str | None = None,
-    device: str | None = None,
-    precision: str | None = None,
-    batch_size: int | None = None,
-) -> Predicted:
+def main(arguments: argparse.Namespace) -> Answer:
     """Predicts the images of `paths`, see `Sources`, and writes their rows.
 
     Raises `UserError` for a path that does not exist, a model that can not be loaded, or options that do not fit it.
     """
-    sources = Sources(paths, output.group_by)
-    if batch_size is not None and batch_size < 1:
-        raise UserError(f"--batch-size: {batch_size} is not positive")
-    if output.out is not None:
-        refuse_taken(output.out, output.resume)
-    total = sources.count()
-    model = load(folder, device=device, precision=precision, encoder_weights=encoder_weights, choice=choice)
-    output.columns.refuse(model, output.grouped)
-    size = batch_size or fast_batch_size(model.device.type)
-    batches = partial(stream, model, batch_size=size, cache=cache_of(folder))
+    from xdm_ft.export.predict import Columns, open_unfinished, refuse_taken
+    from xdm_ft.export.predictor import cache_of, stream
+    from xdm_ft.export.sources import Sources
+    from xdm_ft.features import fast_batch_size
+    from xdm_ft.runtime import interrupt
+    from xdm_ft.runtime.progress import progress
+
+    out, format_ = _output(arguments)
+    sources = Sources(arguments.paths, arguments.group_by)
+    refuse_batch_size(arguments)
+    if out is not None:
+        refuse_taken(out, arguments.resume)
+    total, model = sources.count(), load_model(arguments)
+    flags = arguments.probabilities, arguments.entropy, arguments.spread, arguments.top_k, arguments.distance
+    table = _Rows(model, Columns(*flags, arguments.abstain_below), format_, arguments.group_by is not None)
+    size = arguments.batch_size or fast_batch_size(model.device.type)
+    items = iter(sources)
     with progress("predicting", total, "images") as bar:
-        if output.out is None:
-            return _printed(_watched(batches(sources), bar), model, output, sources.others)
-        about = {"xdm_ft": __version__, "model": _digest(model), **_options(model, output), "batch_size": size}
-        with open_unfinished(output.out, about, output.resume) as unfinished, interrupt.resumed_by(WITH_RESUME):
-            items = iter(sources)
+
+        def batches() -> Iterator[Batch]:
+            unreadable = 0
+            for batch in stream(model, items, batch_size=size, cache=cache_of(arguments.model)):
+                yield batch
+                unreadable += len(batch.unreadable)
+                bar.advance(len(batch.items), f"{unreadable} unreadable" if unreadable else "")
+
+        if out is None:
+            return _answer(arguments, out, table, table.print(batches()), sources)
+        options = dataclasses.asdict(table.columns) | {"group_by": arguments.group_by, "batch_size": size}
+        with (
+            open_unfinished(out, _identity(model, options), arguments.resume) as unfinished,
+            interrupt.resumed_by(WITH_RESUME),
+        ):
             unfinished.skip_done(items)
-            bar.skip(unfinished.tally.images)
-            return _written(_watched(batches(items), bar), model, output, unfinished, sources.others)
+            resumed = unfinished.tally.images
+            bar.skip(resumed)
+            for batch in batches():
+                unfinished.add(table.rows_of(batch))
+            unfinished.flush()
+            rows = table.complete(unfinished.rows())
+            if unfinished.tally.images:
+                unfinished.complete(lambda path: table.write(path, rows))
+            return _answer(arguments, out, table, unfinished.tally, sources, resumed)
 
 
-def _digest(model: Model) -> str:
-    """Returns a checksum of the model without its encoder's tensors, whose checksum is in the config."""
+def _output(arguments: argparse.Namespace) -> tuple[Path | None, Format]:
+    """Returns the file, None for standard output, and the format. Raises `UserError` for options that do not fit."""
+    from xdm_ft.export.predict import format_of
+    from xdm_ft.storage.names import expanded
+
+    if arguments.json and arguments.out is None:
+        problem = "--json: prints a summary, so that the predictions need --out FILE; to print them as JSON lines, use"
+        raise UserError(f"{problem} --format jsonl instead")
+    out = None if arguments.out is None else expanded(arguments.out, "--out")
+    format_: Format = arguments.format or format_of(out)
+    if out is None and (format_ == "parquet" or arguments.resume):
+        raise UserError(f"{'--format parquet' if format_ == 'parquet' else '--resume'}: needs a file; add --out FILE")
+    return out, format_
+
+
+def _identity(model: Model, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns what must not change when predictions are resumed."""
+    from xdm_ft.storage.digests import digest, json_digest, tensors_digest
+    from xdm_ft.version import __version__
+
+    # the checksum of the encoder's tensors is in the config
     heads = {name: tensor for name, tensor in model.module.state_dict().items() if not name.startswith("encoder.")}
-    return digest(json_digest(model.config.model_dump(mode="json")), tensors_digest(heads))
+    checksum = digest(json_digest(model.config.model_dump(mode="json")), tensors_digest(heads))
+    machine = {"device": model.device.type, "precision": model.module.precision}
+    # earlier versions had no column "error"
+    return {"xdm_ft": __version__, "model": checksum, "error": True, **machine, **options}
 
 
-def _options(model: Model, output: Output) -> dict[str, Any]:
-    """What must not change when predictions are resumed."""
-    own = dataclasses.asdict(output.columns) | {"group_by": output.group_by}
-    own |= {"error": True}  # earlier versions had no such column
-    return own | {"device": model.device.type, "precision": model.module.precision}
+class _Rows:
+    """The rows of images, or of groups of images."""
 
+    def __init__(self, model: Model, columns: Columns, format_: Format, grouped: bool) -> None:
+        """Raises `UserError` for columns that can not be computed."""
+        from xdm_ft.export.predict import GroupMeans
 
-def _watched(batches: Iterator[Batch], bar: Progress) -> Iterator[Batch]:
-    unreadable = 0
-    for batch in batches:
-        yield batch
-        unreadable += len(batch.unreadable)
-        bar.advance(len(batch.items), f"{unreadable} unreadable" if unreadable else "")
+        columns.refuse(model, grouped)
+        self.model, self.columns, self.format, self.grouped = model, columns, format_, grouped
+        self.types = columns.types(model.class_names, grouped)
+        self.groups, self.computed = GroupMeans(), 0
 
+    def rows_of(self, batch: Batch) -> list[Row]:
+        """Returns a row per image: that of the table, or with groups what `GroupMeans` takes."""
+        from xdm_ft.export.predict import group_rows, image_rows
 
-def _rows(batch: Batch, model: Model, output: Output) -> Iterator[Row]:
-    """Yields a row per image: that of the table, or with groups what `GroupMeans` takes."""
-    return (group_rows if output.grouped else image_rows)(output.columns, model, batch)
+        self.computed += batch.computed
+        return list((group_rows if self.grouped else image_rows)(self.columns, self.model, batch))
 
+    def complete(self, rows: Iterable[Row]) -> Iterable[Row]:
+        """Returns the rows of the table, given those of all images."""
+        if not self.grouped:
+            return rows
+        self.groups.add_all(rows)
+        return self.groups.rows(self.columns, self.model.class_names)
 
-def _printed(batches: Iterator[Batch], model: Model, output: Output, others: Mapping[str, int]) -> Predicted:
-    """Prints the rows of each batch, or at the end those of the groups."""
-    columns = output.columns.types(model.class_names, output.grouped)
-    tally, means, header, computed = Tally(), GroupMeans(), header_of(columns, output.format), 0
+    def write(self, path: Path, rows: Iterable[Row]) -> None:
+        from xdm_ft.export.predict import write_table
 
-    def show(rows: Iterable[Row]) -> None:
-        nonlocal header
-        lines = [line_of(columns, row, output.format) for row in rows]
-        if lines:
-            write_data(header + b"".join(lines))
-            header = b""
+        write_table(path, self.types, rows, self.format)
 
-    for batch in batches:
-        rows = list(_rows(batch, model, output))
-        tally.add(rows)
-        computed += batch.computed
-        if output.grouped:
-            means.add_all(rows)
-        else:
-            show(rows)
-    show(means.rows(output.columns, model.class_names))
-    return _answer(output, tally, others, len(means), computed)
+    def print(self, batches: Iterable[Batch]) -> Tally:
+        """Prints the rows of each batch, or at the end those of the groups."""
+        from xdm_ft.export.predict import Tally, header_of, line_of
+        from xdm_ft.runtime.terminal import write_data
 
+        tally, header = Tally(), header_of(self.types, self.format)
 
-def _written(
-    batches: Iterator[Batch], model: Model, output: Output, unfinished: Unfinished, others: Mapping[str, int]
-) -> Predicted:
-    """Writes the rows to the unfinished file, and makes the table of it."""
-    resumed, computed, means = unfinished.tally.images, 0, GroupMeans()
-    for batch in batches:
-        unfinished.add(_rows(batch, model, output))
-        computed += batch.computed
-    unfinished.flush()
-    rows = unfinished.rows()
-    if output.grouped:
-        means.add_all(rows)
-        rows = means.rows(output.columns, model.class_names)
-    if unfinished.tally.images:
-        columns = output.columns.types(model.class_names, output.grouped)
-        unfinished.complete(lambda path: write_table(path, columns, rows, output.format))
-    return _answer(output, unfinished.tally, others, len(means), computed, resumed)
+        def show(rows: Iterable[Row]) -> None:
+            nonlocal header
+            if lines := [line_of(self.types, row, self.format) for row in rows]:
+                write_data(header + b"".join(lines))
+                header = b""
+
+        for batch in batches:
+            rows = self.rows_of(batch)
+            tally.add(rows)
+            if self.grouped:
+                self.groups.add_all(rows)
+            else:
+                show(rows)
+        show(self.complete([]) if self.grouped else [])
+        return tally
 
 
 def _answer(
-    output: Output, tally: Tally, others: Mapping[str, int], groups: int, computed: int, resumed: int = 0
-) -> Predicted:
-    answer = Predicted(
-        out=output.out,
-        predicted=tally.images - tally.unreadable,
-        groups=groups if output.grouped else None,
-        unreadable=tally.unreadable,
-        unreadable_images=tally.named,
-        other_files=dict(others),
-        computed=computed,
-        resumed=resumed,
-        strict=output.strict,
-    )
-    for line in answer.faults() if answer.predicted else ():
-        logger.warning("%s", line)
-    return answer
+    arguments: argparse.Namespace, out: Path | None, table: _Rows, tally: Tally, sources: Sources, resumed: int = 0
+) -> Answer:
+    from xdm_ft.export.sources import counted
+
+    predicted, groups = tally.images - tally.unreadable, len(table.groups) if table.grouped else None
+    document = {
+        "out": out,
+        "predicted": predicted,
+        "groups": groups,
+        "unreadable": tally.unreadable,
+        "unreadable_images": tally.named,
+        "other_files": dict(sources.others),
+        "computed": table.computed,
+        "resumed": resumed,
+        "strict": arguments.strict,
+    }
+    faults = [_unreadable(tally)] if tally.unreadable else []
+    faults += [counted(sources.others)] if sources.others else []
+    status, error = 2 if arguments.strict and faults else 0, None
+    if predicted:
+        for line in faults:
+            logger.warning("%s", line)
+    else:
+        first, *more = faults if tally.unreadable else ["none is listed", *faults]
+        table_of_faults = f"; {out} has a row of each" if tally.unreadable and out is not None else ""
+        error = UserError(f"no image was predicted: {first}{table_of_faults}", *more)
+    in_groups = "" if groups is None else f" in {plural(groups, 'group')}"
+    lines = [] if out is None else [f"wrote {out}: predictions of {plural(predicted, 'image')}{in_groups}"]
+    return Answer(document, lines, error, status)
+
+
+def _unreadable(tally: Tally) -> str:
+    named = [f"{path} ({reason})" for path, reason in tally.named.items()]
+    more = f", {tally.unreadable - len(named)} more" if tally.unreadable > len(named) else ""
+    return f"{plural(tally.unreadable, 'image')} can not be read: {', '.join(named)}{more}"

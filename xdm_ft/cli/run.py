@@ -1,37 +1,42 @@
-"""`xdm-ft run`: runs a recipe and prints what it found to standard output."""
+"""`xdm-ft run`: runs a recipe and prints its results."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import argparse
+from typing import TYPE_CHECKING
 
 from xdm_ft.cli.answer import Answer
-from xdm_ft.experiment import run
-from xdm_ft.experiment.results import Results
-from xdm_ft.recipe.settings import Recipe
-from xdm_ft.report.headline import show_headline
+from xdm_ft.cli.arguments import add_recipe, load_recipe
+
+if TYPE_CHECKING:
+    from xdm_ft.recipe.settings import Recipe
+
+HELP = "train and compare all methods of a recipe; resume or grow the run of an earlier start"
+EXAMPLES = (
+    "xdm-ft run demo",
+    "xdm-ft run demo name=long 'methods=[erm,xdomainmix]' training.steps=300 xdomainmix.warmup_steps=100",
+)
+add_arguments = add_recipe
 
 
-@dataclass(frozen=True)
-class Ran(Answer):
-    results: Results
+def main(arguments: argparse.Namespace) -> Answer:
+    from xdm_ft.recipe.text import read_recipe, say_if_finished
 
-    @property
-    def status(self) -> int:
-        """1 if a model failed, else 0."""
-        return 1 if self.results.failed else 0
-
-    def show(self) -> None:
-        show_headline(self.results.as_read)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the run directory and what stands in its results.json, but for the recipe and the single models."""
-        found = self.results
-        rows = [row.to_json() for row in found.rows]
-        compared = [row.to_json() for row in found.comparisons]
-        about = {"final_fit": found.final_fit, "failed": found.failed}
-        return {"path": found.path, "summary": rows, "comparisons": compared, **about}
+    say_if_finished(read_recipe(arguments.recipe, arguments.overrides))
+    return run_recipe(load_recipe(arguments))
 
 
-def run_recipe(recipe: Recipe) -> Ran:
-    return Ran(run(recipe))
+def run_recipe(recipe: Recipe) -> Answer:
+    """Returns what stands in results.json, but for the recipe and the single models. Status 1: a model failed."""
+    from xdm_ft.experiment import run
+    from xdm_ft.report.headline import show_headline
+
+    results = run(recipe)
+    document = {
+        "path": results.path,
+        "summary": [row.to_json() for row in results.rows],
+        "comparisons": [row.to_json() for row in results.comparisons],
+        "final_fit": results.final_fit,
+        "failed": results.failed,
+    }
+    return Answer(document, lambda: show_headline(results.as_read), status=1 if results.failed else 0)

@@ -45,6 +45,30 @@ for _cls in (_Loader, Dumper):
     )
 
 
+class _OneLineDumper(Dumper):
+    """Writes a text that is not printable in double quotes, where YAML has escapes for all characters."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+
+
+_OneLineDumper.add_representer(str, _OneLineDumper.represent_str)
+
+
+def in_yaml(value: Any) -> str:
+    """Returns a value in YAML on one printable line."""
+
+    def dumped(allow_unicode: bool) -> str:
+        text: str = yaml.dump(
+            value, Dumper=_OneLineDumper, default_flow_style=True, allow_unicode=allow_unicode, width=float("inf"),
+            sort_keys=False,
+        )  # fmt: skip
+        return text.removesuffix("\n").removesuffix("\n...")  # PyYAML writes a line "..." after a single scalar
+
+    text = dumped(True)
+    return text if text.isprintable() else dumped(False)
+
+
 def as_text(values: Mapping[str, Any]) -> str:
     """Returns plain values as the YAML text of a recipe."""
     return str(yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120))
