@@ -25,7 +25,7 @@ from xdm_ft.features.key import weights_digest
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides, evaluation_transform
 from xdm_ft.recipe import components
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.weights.processor import TOLERANCE, from_processor
+from xdm_ft.weights.transformers import TOLERANCE, from_processor
 
 CLASSES = ("dog", "polar_bear", "guitar")
 BOTH = ("a photo of a {}", "a sketch of a {}")
@@ -174,7 +174,7 @@ def test_processors_are_expressed_or_refused(make, expected: dict[str, object] |
 @pytest.mark.parametrize("change", [{"interpolation": "bicubic"}, {"mean": (0.48, 0.5, 0.5)}, {"resize": "native"}])
 def test_the_comparison_with_the_processor_can_fail(change: dict[str, object], monkeypatch) -> None:
     """What differs a little from a processor is found: otherwise the tolerance would hide wrong settings."""
-    from xdm_ft.weights import processor
+    from xdm_ft.weights import transformers as processor
 
     right = from_processor(own := transformers.ViTImageProcessor(), "acme/own")
     wrong = Preprocessing(**right.model_dump() | change)

@@ -29,7 +29,7 @@ from xdm_ft.export.hub import push
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import json_digest
 from xdm_ft.weights.foreign import check_sizes, no_remote_code
-from xdm_ft.weights.transformers_source import architecture
+from xdm_ft.weights.transformers import architecture
 
 MARKER = "code_of_others_has_run"
 CODE = f"""

@@ -21,7 +21,7 @@ from printed import HELD_OUT_FONTS, TRAINING_FONTS, WORDS, Printer, captions
 from torch import Tensor
 
 from xdm_ft.runtime.progress import progress
-from xdm_ft.weights.clip_source import DEMO
+from xdm_ft.weights.clip import DEMO
 
 SEED = 0
 STEPS = 2500

@@ -17,7 +17,7 @@ from xdm_ft.algorithms.xdomainmix import CLASS_QUANTILE, Augmented, XDomainMix
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Batch, Task
-from xdm_ft.weights.files import read_weights
+from xdm_ft.weights.source import read_weights
 from xdm_ft.xdomainmix import linear_scores, specific_mask
 
 OPTION = "--reconstruct"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from xdm_ft.encoders import Encoder, Portable
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.weights.blocks_chain import PROBE_ERRORS, Block, probe_images, undisturbed, zeros
+from xdm_ft.weights.blocks import PROBE_ERRORS, Block, probe_images, undisturbed, zeros
 
 KEY = "trainable"  # {blocks: k}, or {lora: {blocks: k}}
 TOLERANCE = 0.02  # of the probe, relative to the largest feature, where arithmetic is not float32 on a CPU

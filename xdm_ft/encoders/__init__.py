@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from xdm_ft.images.transforms import Preprocessing
-from xdm_ft.weights.blocks_chain import Chain, find_chain
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.weights.blocks import Chain, find_chain
 from xdm_ft.weights.prompts import expand_templates, fill, in_words
+from xdm_ft.weights.source import NOT_TAKEN, size_not_taken
 
 
 class Portable(NamedTuple):
@@ -82,6 +85,25 @@ class Encoder(nn.Module, ABC):
         if self.chain.blocks:
             return ""
         return f"the encoder can not be cut ({self.chain.reason}); set trainable: true or false, or use another model"
+
+
+def measure_width(encoder: Encoder, model: str) -> int:
+    """K from one forward pass of a black image: a library's `num_features` differs from it for some models.
+
+    Raises `UserError` if the model does not take images of `encoder.preprocessing.size`, or does not pool its features.
+    """
+    size = encoder.preprocessing.size
+    try:
+        with torch.no_grad():
+            features = encoder(torch.zeros(1, 3, size, size))
+    except NOT_TAKEN as error:
+        raise size_not_taken(model, size, error) from error
+    if features.ndim != 2:
+        raise UserError(
+            f'encoder: "{model}" returns features of shape {tuple(features.shape)} instead of [batch, K]; '
+            "leave global_pool out of encoder.kwargs"
+        )
+    return features.shape[1]
 
 
 class TextEncoder(ABC):

@@ -13,21 +13,25 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from xdm_ft.encoders import Encoder, Portable, TextEncoder
-from xdm_ft.encoders._width import measure_width
+from xdm_ft.encoders import Encoder, Portable, TextEncoder, measure_width
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.weights.arguments import refuse_reserved, wrong_kwargs
-from xdm_ft.weights.blocks import clip_blocks
-from xdm_ft.weights.clip_source import ClipSource, is_built_in, resolve
-from xdm_ft.weights.downloads import check_hub_cache, download_failed, network_error
-from xdm_ft.weights.files import mismatch, read_weights
+from xdm_ft.weights.blocks import StageNames, clip_blocks, timm_stage_names
+from xdm_ft.weights.clip import ClipSource, is_built_in, resolve
 from xdm_ft.weights.foreign import TEXT_CONFIG, asks_for_code, no_remote_code
 from xdm_ft.weights.pooling import PoolingChoice, clip_pooled, clip_reason, outside_text_space, pooling_part, refused
 from xdm_ft.weights.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked, expand_templates, fill, in_words
-from xdm_ft.weights.stage_names import StageNames, timm_stage_names
-from xdm_ft.weights.transformers_source import architecture
-from xdm_ft.weights.versions import versions
+from xdm_ft.weights.source import (
+    check_hub_cache,
+    download_failed,
+    mismatch,
+    network_error,
+    read_weights,
+    refuse_reserved,
+    versions,
+    wrong_kwargs,
+)
+from xdm_ft.weights.transformers import architecture
 
 logger = logging.getLogger("xdm_ft")
 

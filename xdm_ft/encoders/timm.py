@@ -15,20 +15,27 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from xdm_ft.encoders import Encoder, Portable
-from xdm_ft.encoders._width import measure_width
+from xdm_ft.encoders import Encoder, Portable, measure_width
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.names import expanded
-from xdm_ft.weights.arguments import check_hub_weights, refuse_reserved, unknown_model, wrong_kwargs
-from xdm_ft.weights.blocks import timm_blocks
-from xdm_ft.weights.corpora import corpora_in
-from xdm_ft.weights.downloads import check_hub_cache, download_failed, network_error
-from xdm_ft.weights.files import is_file_name, mismatch, read_weights
+from xdm_ft.weights.blocks import timm_blocks, timm_stage_names
 from xdm_ft.weights.foreign import check_sizes
 from xdm_ft.weights.pooling import PoolingChoice, pooling_part, refused, timm_pooled, timm_reason
-from xdm_ft.weights.stage_names import timm_stage_names
-from xdm_ft.weights.versions import versions
+from xdm_ft.weights.source import (
+    check_hub_cache,
+    check_hub_weights,
+    corpora_in,
+    download_failed,
+    is_file_name,
+    mismatch,
+    network_error,
+    read_weights,
+    refuse_reserved,
+    unknown_model,
+    versions,
+    wrong_kwargs,
+)
 
 OWN_PREPROCESSING = PreprocessingOverrides()
 RESERVED = (

@@ -16,16 +16,15 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from xdm_ft.encoders import Encoder, Portable, TextEncoder
-from xdm_ft.encoders import _image_side as image_side
-from xdm_ft.encoders._width import measure_width
+from xdm_ft.encoders import Encoder, Portable, TextEncoder, measure_width
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.weights import transformers_source as hub
+from xdm_ft.weights import image_side
+from xdm_ft.weights import transformers as hub
 from xdm_ft.weights.pooling import PoolingChoice, outside_text_space, pooling_part, refused
-from xdm_ft.weights.processor import from_processor
 from xdm_ft.weights.prompts import DEFAULT_PROMPTS, EncoderPrompts, checked
-from xdm_ft.weights.versions import versions
+from xdm_ft.weights.source import versions
+from xdm_ft.weights.transformers import from_processor
 
 logger = logging.getLogger("xdm_ft")
 

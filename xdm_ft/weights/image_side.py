@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xdm_ft.encoders._width import NOT_TAKEN, size_not_taken
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.weights.pooling import Pooling, no_class_token, pool
+from xdm_ft.weights.source import NOT_TAKEN, size_not_taken
 
 TRAINABLE = ("vision_model.", "visual_projection.")  # what trains of a model with a text side
 _LISTS = ("layer", "layers", "blocks", "stages")  # names of the list of a model's blocks

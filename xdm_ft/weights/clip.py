@@ -1,20 +1,98 @@
-"""Where an open_clip model comes from: its architecture, its weights and their preprocessing."""
+"""Where an open_clip model comes from: its architecture, its weights with their activation, their preprocessing."""
 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.storage.names import expanded
-from xdm_ft.weights import quickgelu as quickgelu
-from xdm_ft.weights.arguments import check_hub_weights, unknown_model
-from xdm_ft.weights.corpora import pretraining_of, pretraining_of_file
-from xdm_ft.weights.downloads import check_hub_cache, download_failed, network_error
-from xdm_ft.weights.files import is_file_name
 from xdm_ft.weights.foreign import check_sizes
+from xdm_ft.weights.source import (
+    check_hub_cache,
+    check_hub_weights,
+    download_failed,
+    is_file_name,
+    network_error,
+    pretraining_of,
+    pretraining_of_file,
+    unknown_model,
+)
+
+logger = logging.getLogger("xdm_ft")
+QUICKGELU = "-quickgelu"
+"""End of the names of models with this activation. Weights trained with it load into a model with GELU without any
+error, and features are then wrong."""
+
+
+def _check_activation_of_tag(model: str, tag: str, quick_gelu: bool) -> None:
+    """Raises `UserError` if the weights of an open_clip tag were trained with QuickGELU and the model has GELU.
+
+    The reverse is allowed: a model's config may be right where its tag is not (roberta-ViT-B-32).
+    """
+    import open_clip
+
+    if open_clip.get_pretrained_cfg(model, tag).get("quick_gelu", False) and not quick_gelu:
+        raise UserError(f'encoder.model: the weights "{tag}" were trained with {_remedy(model, True)}')
+
+
+def _check_activation_of_file(model: str, path: Path, quick_gelu: bool, explicit: bool) -> None:
+    """Raises `UserError` if the name of the file, its folder or its hub cache folder contains a tag whose weights were
+    trained with the other activation than the model's.
+
+    The tensors do not show the activation. If the names do not either, and the model exists with both, a warning is
+    logged. Nothing is checked if the recipe sets the activation itself (`explicit`).
+    """
+    if explicit:
+        return
+    import open_clip
+
+    tags = _quickgelu_by_tag(model)
+    for part in (path.name, path.parent.name, *(p.name for p in path.parents if p.name.startswith("models--"))):
+        found = [tag for tag in tags if tag in part.lower().replace("-", "_")]
+        if found:
+            tag = max(found, key=len)  # one tag may be part of another
+            if tags[tag] != quick_gelu:
+                raise UserError(
+                    f'encoder.model: "{part}" looks like the weights "{tag}", which were trained with '
+                    f"{_remedy(model, tags[tag])}, or encoder.kwargs={{quick_gelu: {str(quick_gelu).lower()}}} "
+                    "if the name is misleading"
+                )
+            return
+    family = model.removesuffix(QUICKGELU)
+    if {family, family + QUICKGELU} <= set(open_clip.list_models()):
+        logger.warning(
+            "encoder: the activation that %s was trained with is not known; %s uses %s",
+            path,
+            model,
+            "QuickGELU" if quick_gelu else f"GELU ({model}{QUICKGELU}: QuickGELU, as OpenAI's weights need)",
+        )
+
+
+def _quickgelu_by_tag(model: str) -> dict[str, bool]:
+    """{tag of the model or its QuickGELU twin: whether its weights were trained with QuickGELU}."""
+    import open_clip
+
+    family = model.removesuffix(QUICKGELU)
+    tags = {"openai": True}
+    for tag in open_clip.list_pretrained_tags_by_model(family):
+        tags[tag] = bool(open_clip.get_pretrained_cfg(family, tag).get("quick_gelu", False))
+    return tags
+
+
+def _remedy(model: str, wanted: bool) -> str:
+    """The end of a message: the activation that the weights need, and how to get it."""
+    import open_clip
+
+    twin = model.removesuffix(QUICKGELU) + (QUICKGELU if wanted else "")
+    activation = "QuickGELU" if wanted else "GELU"
+    if twin != model and twin in open_clip.list_models():
+        return f"{activation}, but {model} has the other one; write encoder.model: {twin}"
+    return f"{activation}, but {model} has the other one; set encoder.kwargs={{quick_gelu: {str(wanted).lower()}}}"
+
 
 DEMO = Path(__file__).resolve().parent / "demo"  # the tiny CLIP that comes with the package
 _HUB = ("hf-hub:", "local-dir:")
@@ -58,7 +136,7 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
         return ClipSource(weights, None, None, {}, weights, pretraining_of(weights))
     if is_file_name(weights):
         path = expanded(weights, "encoder.weights")
-        quickgelu.check_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
+        _check_activation_of_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
         return ClipSource(name, str(path), path, _preprocessing_shared_by_tags(name), "", pretraining_of_file(path))
     return _from_tag(name, weights, kwargs)
 
@@ -82,7 +160,7 @@ def _from_config_file(config: Path, weights: str, kwargs: dict[str, Any]) -> Cli
         raise UserError(f'encoder.weights: "{weights}" is no file; {config.name} needs a .safetensors or .pt file')
     path = expanded(weights, "encoder.weights")
     name = _register(config)
-    quickgelu.check_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
+    _check_activation_of_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
     return ClipSource(name, str(path), path, {}, "", pretraining_of_file(path), config.parent)
 
 
@@ -138,12 +216,12 @@ def _from_tag(name: str, tag: str, kwargs: dict[str, Any]) -> ClipSource:
         raise UserError(f'encoder.weights: {tag}: open_clip has no weights for "{name}"; give a file')
     config = open_clip.get_pretrained_cfg(name, tag)
     if not config:
-        twin = name.removesuffix(quickgelu.SUFFIX)
+        twin = name.removesuffix(QUICKGELU)
         hint = f'; they are those of "{twin}"' if open_clip.get_pretrained_cfg(twin, tag) else did_you_mean(tag, known)
         raise UserError(
             f'encoder.weights: open_clip has no weights "{tag}" for "{name}"{hint}; give a file with its suffix'
         )
-    quickgelu.check_tag(name, tag, _quick_gelu(name, kwargs))
+    _check_activation_of_tag(name, tag, _quick_gelu(name, kwargs))
     repository = "/".join(config["hf_hub"].split("/")[:2]) if config.get("hf_hub") else config["url"]
     return ClipSource(name, tag, None, {}, repository, pretraining_of(f"{name} {tag}"))
 
