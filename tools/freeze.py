@@ -185,7 +185,9 @@ def contents(folder: Path) -> Iterator[str]:
         elif path.suffix == ".json" and path.name != "reports.json":
             yield from json.dumps(stable(json.loads(path.read_text())), indent=1, sort_keys=True).splitlines()
         elif path.suffix == ".csv":
-            yield from (words(line) for line in path.read_text().splitlines())
+            with path.open(newline="") as rows:
+                for row in csv.DictReader(rows):
+                    yield words(" ".join(f"{key}={value}" for key, value in row.items() if not MEASURED.search(key)))
 
 
 def save(folder: Path, name: str, lines: Iterable[str]) -> None:
