@@ -74,7 +74,7 @@ def stored(cache: str) -> dict[str, bytes]:
             assert name not in found, "computed twice"
             found[name] = features.numpy().tobytes()
     assert found
-    assert not [*Path(cache).glob("*/claim-*"), *Path(cache).glob("*/.*.unfinished")], "nothing else is left"
+    assert not [*Path(cache).glob("*.lock"), *Path(cache).glob("*/.*.unfinished")], "nothing else is left"
     return found
 
 
@@ -210,7 +210,7 @@ def test_faults_of_a_user_are_one_line(
 
     broken.write_bytes(whole)
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "claim_file", property(lambda store: Path("nowhere")))
+        patch.setattr(Store, "lock_file", property(lambda store: Path("nowhere")))
         assert fault().startswith(f"features.dir: {Path('cache').absolute()} is another folder here than in the run")
     submit = _Stretches._submit
 
@@ -222,7 +222,7 @@ def test_faults_of_a_user_are_one_line(
         patch.setattr(_Stretches, "_submit", hidden)
         line = fault()
     assert str(broken) in line and "this file is not here, or has changed since it was hashed" in line
-    assert not [path for path in Path("cache").glob("*/claim-*")]
+    assert not [path for path in Path("cache").glob("*.lock")]
 
 
 def test_images_in_parquet_files_on_a_server(nodes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

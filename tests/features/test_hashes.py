@@ -1,0 +1,459 @@
+"""Hashes of files: a later run opens no image, and every change is noticed. So it is with which images decode."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from cache_scenario import Files, Pixels, features_of, write_images
+from hypothesis import example, given
+from hypothesis import strategies as st
+from PIL import Image
+
+from xdm_ft.containers.files import ImageFiles, PathsBelow
+from xdm_ft.features import hashes as module
+from xdm_ft.features.hashes import FileHashes, FileStates, file_states, hash_files, undecodable
+from xdm_ft.features.shards import ContentIndex, Contents, contents_of
+from xdm_ft.images.transforms import Preprocessing
+from xdm_ft.runtime.errors import UserError
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "images", 5)
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that were opened."""
+    return spied(monkeypatch, "hash_file", lambda path: Path(path).name)
+
+
+@pytest.fixture
+def looked_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of files that were looked up one by one."""
+    return spied(monkeypatch, "_look_up", lambda index, hashes, rows: len(rows))
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, name: str, seen: Callable[..., object]) -> list:
+    calls, original = [], getattr(module, name)
+
+    def spy(*arguments: object, **named: object) -> object:
+        calls.append(seen(*arguments, **named))
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(module, name, spy)
+    return calls
+
+
+def hashes_of(folder: Path) -> FileHashes:
+    return hash_files(Files(folder), folder.parent, show=False)
+
+
+def expected(folder: Path) -> np.ndarray:
+    digests = [xxhash.xxh3_128_digest(path.read_bytes()) for path in sorted(folder.iterdir())]
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
+
+
+def test_hashes_are_of_the_bytes(tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROWS_PER_COMMIT", 2)
+    monkeypatch.setattr(module, "READ_BYTES", 10)
+    assert np.array_equal(hashes_of(images).digests, expected(images))
+    pixels = Pixels(3)
+    in_memory = hash_files(pixels, tmp_path, show=False)
+    assert in_memory.digests[2].tobytes() == xxhash.xxh3_128_digest(pixels.content(2))
+
+
+def test_only_what_was_touched_is_opened_again(tmp_path: Path, images: Path, hashed: list[str]) -> None:
+    cache = tmp_path / "cache"
+    first = features_of(Files(images), cache)
+    assert len(hashed) == 5 and features_of(Files(images), cache).extracted == 0 and len(hashed) == 5
+    os.utime(images / "00002.png", (1, 1))
+    second = features_of(Files(images), cache)
+    assert hashed[5:] == ["00002.png"] and (second.key, second.extracted) == (first.key, 0)
+    shutil.copyfile(images / "00001.png", images / "00002.png")
+    third = features_of(Files(images), cache)
+    assert hashed[6:] == ["00002.png"] and third.extracted == 0, "it is a copy of another image"
+    rows = torch.tensor([1, 2])
+    assert torch.equal(third[rows[1:]], first[rows[:1]]) and not torch.equal(third[rows], first[rows])
+    moved = features_of(Files(images.rename(tmp_path / "moved")), cache)
+    assert (moved.key, moved.extracted) == (first.key, 0)
+
+
+def test_content_changed_with_equal_size_and_mtime_is_noticed(images: Path) -> None:
+    path = images / "00002.png"
+    before, status = hashes_of(images).digests, path.stat()
+    data = bytearray(path.read_bytes())
+    data[50] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert np.array_equal(hashes_of(images).digests, expected(images))
+    assert not np.array_equal(hashes_of(images).digests, before)
+
+
+def test_names_of_files(tmp_path: Path, images: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need not be UTF-8, and equal relative paths in two folders are two files."""
+    os.rename(images / "00000.png", os.fsdecode(os.fsencode(images) + b"/caf\xe9 \n'<b>.png"))
+    for _ in range(2):
+        assert np.array_equal(hashes_of(images).digests, expected(images)) and len(hashed) == 5
+    other = write_images(tmp_path / "other", 7)
+    (other / "00000.png").write_bytes(b"different")
+    for folder in (images, other):
+        monkeypatch.chdir(folder)
+        assert np.array_equal(hash_files(Files(Path()), tmp_path, show=False).digests, expected(folder))
+
+
+def test_an_unchanged_data_set_is_found_without_a_look_up_per_file(images: Path, looked_up: list[int]) -> None:
+    first = hashes_of(images)
+    again = hashes_of(images)
+    assert looked_up == [5] and np.array_equal(again.digests, first.digests) and again.changed_file(range(5)) is None
+    (images / "00003.png").write_bytes(b"other")
+    assert again.changed_file([2, 3]) == str(images / "00003.png")
+    assert np.array_equal(hashes_of(images).digests, expected(images)) and looked_up == [5, 5]
+    (images / "00003.png").rename(images / "zzz.png")
+    assert np.array_equal(hashes_of(images).digests, expected(images)) and looked_up == [5, 5, 5]
+    assert hash_files(Files(images), images.parent, show=False, equal_sizes_only=True).duplicates() == []
+    assert looked_up == [5, 5, 5], "the list of all files serves those of equal size too"
+
+
+def test_an_unreadable_file_is_looked_at_each_time(images: Path, looked_up: list[int]) -> None:
+    def fails(path: str) -> object:
+        raise PermissionError(13, "Permission denied")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "hash_file", fails)
+        assert hashes_of(images).unreadable == dict.fromkeys(range(5), "Permission denied")
+    assert hashes_of(images).unreadable == {} and looked_up == [5, 5]
+
+
+def test_lists_that_were_not_used_for_longest_are_removed(
+    images: Path, looked_up: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEPT_LISTS", 2)
+    a, b = (write_images(images.parent / name, rows) for name, rows in (("a", 2), ("b", 3)))
+    for folder in (images, a, images, b, images, a):
+        hashes_of(folder)
+    assert looked_up == [5, 2, 3, 2]
+
+
+def test_processes_divide_the_files_of_which_no_hash_is_known(images: Path, hashed: list[str]) -> None:
+    parts = [hash_files(Files(images), images.parent, show=False, share=(rank, 2)) for rank in range(2)]
+    assert hashed == [f"{number:05d}.png" for number in (0, 2, 4, 1, 3)]
+    assert [np.flatnonzero(part.digests.any(1)).tolist() for part in parts] == [[0, 2, 4], [1, 3]]
+    assert np.array_equal(hashes_of(images).digests, expected(images)) and len(hashed) == 5
+
+
+def test_a_file_that_is_being_written_is_refused(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WhileAnotherWrites:
+        def update(self, data: bytes) -> None:
+            if len(data) == 10:  # the first piece
+                with open(images / "00003.png", "ab") as file:
+                    file.write(b"more")
+
+        def digest(self) -> bytes:
+            return bytes(16)
+
+    monkeypatch.setattr(module, "READ_BYTES", 10)
+    monkeypatch.setattr(module, "xxhash", SimpleNamespace(**{**vars(xxhash), "xxh3_128": WhileAnotherWrites}))
+    (images / "00003.png").write_bytes(b"eighteen bytes ..!")
+    with pytest.raises(UserError, match=r"00003\.png: another program is writing to this file"):
+        hashes_of(images)
+
+
+# ---- The index
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "middle", "other tables", "a list", "a checksum"])
+def test_a_damaged_index_costs_a_look(damage: str, images: Path, hashed: list[str], caplog) -> None:
+    hashes_of(images)
+    path = images.parent / "index.sqlite"
+    whole = path.read_bytes()
+    if damage in ("a list", "a checksum"):
+        column = {"a list": "xxh3_128 = zeroblob(80)", "a checksum": "checksum = 'a'"}[damage]
+        with closing(sqlite3.connect(path)) as index, index:
+            index.execute(f"UPDATE lists SET {column}")
+    elif damage == "other tables":
+        path.unlink()
+        with closing(sqlite3.connect(path)) as index:
+            index.execute("CREATE TABLE files (path, thing)")
+    else:
+        pages = [whole[place : place + 4096] for place in range(0, len(whole), 4096)]
+        middle = pages[0] + b"".join(b"\xff" * 200 + page[200:] for page in pages[1:])
+        path.write_bytes({"empty": b"", "text": b"not a database at all" * 9, "middle": middle}[damage])
+    assert np.array_equal(hashes_of(images).digests, expected(images))
+    assert len(hashed) == (5 if damage in ("a list", "a checksum") else 10)
+    assert (f"{path} is damaged" in caplog.text) == (damage in ("text", "middle", "other tables"))
+    count = len(hashed)
+    hashes_of(images)
+    assert len(hashed) == count
+
+
+def test_an_index_that_can_not_be_written(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = module._insert_files
+
+    def insert_on_a_small_disk(index: sqlite3.Connection, entries: list) -> None:
+        index.execute("PRAGMA max_page_count = 2")  # SQLite then raises the error of a full disk
+        original(index, [(name * 100, *rest) for name, *rest in entries])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_insert_files", insert_on_a_small_disk)
+        with pytest.raises(UserError, match=r"index\.sqlite: the disk is full; make room, or set features\.dir"):
+            hashes_of(images)
+    path = images.parent / "index.sqlite"
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UserError, match=r"index\.sqlite: can not be written .*set features\.dir"):
+        hashes_of(images)
+
+
+def test_many_may_begin_at_the_same_moment(images: Path) -> None:
+    for _ in range(5):
+        (images.parent / "index.sqlite").unlink(missing_ok=True)
+        together = threading.Barrier(8)
+
+        def begin(_: int, together: threading.Barrier = together) -> np.ndarray:
+            together.wait()
+            return hashes_of(images).digests
+
+        with ThreadPoolExecutor(8) as pool:
+            assert all(np.array_equal(found, expected(images)) for found in pool.map(begin, range(8)))
+    with closing(sqlite3.connect(images.parent / "index.sqlite")) as index:
+        assert index.execute("SELECT count(*) FROM files").fetchone() == (5,)
+
+
+# ---- States of files
+
+
+class Some(ImageFiles):
+    def __init__(self, folder: Path, names: list[str]) -> None:
+        self.paths, self.shown, self.base = PathsBelow(folder, names), PathsBelow(folder, names), folder
+        self.class_names, self.domain_names = ("all",), ("all",)
+        self.labels = self.domains = np.zeros(len(names), np.int64)
+
+
+@pytest.fixture
+def some(tmp_path: Path) -> Some:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(7):
+        (folder / f"{number}").write_bytes(b"x" * number)
+    os.rename(folder / "6", os.fsencode(folder) + b"/\xe9")
+    (folder / "linked").symlink_to("5")
+    (folder / "lost").symlink_to("nowhere")
+    os.mkfifo(folder / "pipe")
+    names = [*map(str, range(6)), os.fsdecode(b"\xe9"), "linked", "lost", "pipe", "", "gone", "a\0b"]
+    return Some(folder, names)
+
+
+GONE, IRREGULAR = "No such file or directory", "not a regular file"
+UNREADABLE = {8: GONE, 9: IRREGULAR, 10: IRREGULAR, 11: GONE, 12: "embedded null byte"}
+
+
+@pytest.mark.parametrize("rows_at_once", [100, 2], ids=["here", "in processes"])
+def test_states_are_those_of_the_files(rows_at_once: int, some: Some, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", rows_at_once)
+    monkeypatch.setattr(module, "own_cores", lambda: 2)
+    original = module._StatesOf.__getitem__
+
+    def spy(self: module._StatesOf, rows: range) -> FileStates:
+        found = original(self, rows)
+        found.unreadable[1000 + rows.start] = str(os.getpid())  # the only way out of a process
+        return found
+
+    monkeypatch.setattr(module._StatesOf, "__getitem__", spy)
+    found = file_states(some)
+    processes = {int(text) for row, text in found.unreadable.items() if row >= 1000}
+    assert (os.getpid() in processes, len(processes)) == ((True, 1) if rows_at_once == 100 else (False, 2))
+    states = [os.stat(path) for path in some.paths[:8]]
+    stamps = [[state.st_size, state.st_mtime_ns, state.st_ctime_ns] for state in states]
+    assert found.stamps.tolist() == [*stamps, *[[-1] * 3] * 5]
+    assert {row: text for row, text in found.unreadable.items() if row < 1000} == UNREADABLE and not found.digests
+    swapped = Some(some.base, [some.paths.rest[0], "", *some.paths.rest[2:]])
+    assert file_states(swapped).paths != found.paths, "paths are part of the state"
+
+
+def test_a_list_with_unreadable_files_is_found_again(some: Some, looked_up: list[int], monkeypatch) -> None:
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 3)
+    first, again = (hash_files(some, some.base.parent, show=False) for _ in range(2))
+    assert looked_up == [8] and np.array_equal(first.digests, again.digests)
+    assert first.files.tolist() == [*range(8)] and first.unreadable == again.unreadable == UNREADABLE
+
+
+# ---- Distinct images
+
+
+def test_copies_are_listed_and_numbered(some: Some) -> None:
+    (Path(some.base) / "3").write_bytes(b"x" * 4)
+    (Path(some.base) / "1").write_bytes(b"")  # as 0: empty files are not compared
+    hashes = hash_files(some, None, show=False)
+    assert hashes.duplicates() == [[3, 4], [5, 7]]
+    assert hashes.images.rows.tolist() == [0, 2, 3, 5, 6] and len(hashes.images.contents) == 5
+    assert hashes.images.number_of.tolist() == [0, 0, 1, 2, 2, 3, 4, 3, -1, -1, -1, -1, -1]
+    assert hashes.unreadable_rows({1: "a", 2: "b"}) == {2: "a", 3: "b", 4: "b"} | UNREADABLE
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3000])
+def test_distinct_images_are_in_the_order_of_their_rows(rows: int) -> None:
+    draw = np.random.default_rng(0)
+    digests = draw.integers(0, 200, (rows, 16), dtype=np.uint8)
+    digests[draw.permutation(rows)[: rows // 3]] = digests[draw.permutation(rows)[: rows // 3]]  # copies
+    digests[draw.permutation(rows)[: rows // 5], :8] = 7  # hashes that share their first half
+    digests[draw.permutation(rows)[: rows // 5], 8:] %= 2
+    digests[draw.permutation(rows)[: rows // 9]] = 0  # not hashed
+    number: dict[bytes, int] = {}
+    wanted = [number.setdefault(one.tobytes(), len(number)) if one.any() else -1 for one in digests]
+    contents, first, number_of = FileHashes(digests).images
+    assert number_of.tolist() == wanted and first.tolist() == [wanted.index(n) for n in range(len(number))]
+    assert np.array_equal(contents, contents_of(digests[first]))
+    assert [one.tobytes() for one in digests[first]] == list(number)
+
+
+def contents(*hashes: bytes) -> Contents:
+    return np.array(hashes, "S16")
+
+
+def by_hand(wanted: Contents, asked: Contents) -> list[int]:
+    places = {content: number for number, content in enumerate(wanted.tolist())}
+    return [places.get(content, -1) for content in asked.tolist()]
+
+
+HALVES = [bytes([first]) * 8 + bytes([second]) * 8 for first in range(1, 4) for second in range(3)]  # some agree
+
+
+@given(
+    wanted=st.lists(st.sampled_from(HALVES), unique=True),
+    parts=st.lists(st.lists(st.sampled_from(HALVES), unique=True, max_size=4), max_size=4),
+    runs=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=4),
+)
+@example(wanted=HALVES, parts=[], runs=[(0, 4), (4, 8)])
+@example(wanted=HALVES[:3], parts=[HALVES[2:5]], runs=[(0, 2)])  # a part that goes on behind the last one
+@example(wanted=[b"a" * 15 + b"\0", b"a" * 16], parts=[[b"a" * 16, b"a" * 15 + b"\0"]], runs=[])
+@example(wanted=[], parts=[[], [b"a" * 16]], runs=[])
+def test_contents_are_found(wanted: list[bytes], parts: list[list[bytes]], runs: list[tuple[int, int]]) -> None:
+    index = ContentIndex(contents(*wanted))
+    every = [contents(*part) for part in [*parts, *(wanted[first:end] for first, end in runs)]]
+    assert [found.tolist() for found in index.find_each(every)] == [by_hand(index.contents, part) for part in every]
+    assert all(index.find(part).tolist() == by_hand(index.contents, part) for part in every)
+
+
+def test_many_contents_are_found() -> None:
+    generator = np.random.default_rng(0)
+    every = generator.integers(0, 256, (500, 16), dtype=np.uint8).view("S16")[:, 0]
+    wanted, asked = generator.permutation(every)[:300], generator.permutation(every)[:400]
+    found = ContentIndex(wanted).find(asked).tolist()
+    assert found == by_hand(wanted, asked) and 0 < found.count(-1) < 400
+
+
+# ---- Which images decode
+
+OWN = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, size=8, resize="pad")
+
+
+class Counting(Files):
+    """Counts the images that are decoded."""
+
+    decoder = "test_hashes.Counting.image"
+
+    def __init__(self, folder: Path, stops_at: int = -1) -> None:
+        super().__init__(folder)
+        self.seen: list[int] = []
+        self.stops_at = stops_at
+
+    def image(self, row: int) -> Image.Image:
+        self.seen.append(row)
+        if row == self.stops_at:
+            raise KeyboardInterrupt
+        return super().image(row)
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Ten images: 3 is none, and 7 is too long a strip."""
+    monkeypatch.setattr(module, "DECODED_PER_COMMIT", 4)
+    (tmp_path / "cache").mkdir()
+    folder = write_images(tmp_path / "images", 10)
+    (folder / "00003.png").write_bytes(b"no image")
+    Image.new("RGB", (9000, 1)).save(folder / "00007.png")
+    return folder
+
+
+def decoded(data: Counting, cache: Path | None, preprocessing: Preprocessing = OWN) -> tuple[dict[int, str], list[int]]:
+    """The images that do not decode, and the rows that were decoded for that."""
+    hashes = hash_files(data, cache, show=False)
+    return undecodable(data, hashes, preprocessing, cache, 2, show=False), sorted(data.seen)
+
+
+def test_images_are_decoded_once(broken: Path) -> None:
+    cache = broken.parent / "cache"
+    faults, seen = decoded(Counting(broken), cache)
+    assert list(faults) == [3, 7] and seen == [*range(10)]
+    assert faults[3] == "not an image in a format that Pillow reads" and "too long and narrow" in faults[7]
+    assert decoded(Counting(broken), cache) == (faults, [])
+    native = OWN.model_copy(update={"resize": "native"})  # which may refuse other strips
+    assert [list(one) for one in decoded(Counting(broken), cache, native)] == [[3], [*range(10)]]
+    assert decoded(Counting(broken), cache, native)[1] == []
+    assert decoded(Counting(broken.rename(broken.parent / "moved")), cache) == (faults, [])
+    assert decoded(Counting(broken.parent / "moved"), None) == (faults, [*range(10)]), "nothing is remembered"
+
+
+def test_what_changes_is_decoded_again(broken: Path) -> None:
+    cache = broken.parent / "cache"
+    decoded(Counting(broken), cache)
+    (broken / "00005.png").write_bytes(b"broken now")
+    Image.fromarray(np.full((8, 8, 3), 9, np.uint8)).save(broken / "00003.png")
+    (broken / "gone.png").symlink_to("nowhere")
+    faults, seen = decoded(Counting(broken), cache)
+    assert (list(faults), seen, faults[10]) == ([5, 7, 10], [3, 5], GONE)
+    shutil.copy(broken / "00000.png", broken / "00005.png")
+    assert decoded(Counting(broken), cache)[1] == [], "it is a copy of another image"
+
+
+def test_an_interrupted_check_goes_on(broken: Path) -> None:
+    cache, data = broken.parent / "cache", Counting(broken, stops_at=9)
+    with pytest.raises(KeyboardInterrupt):
+        undecodable(data, hash_files(data, cache, show=False), OWN, cache, 1, show=False)
+    assert decoded(Counting(broken), cache) == (decoded(Counting(broken), None)[0], [8, 9])
+
+
+@pytest.mark.parametrize("column", ["checksum = 'a'", "xxh3_128 = zeroblob(64)", "reasons = '{}'"])
+def test_a_damaged_entry_is_decoded_again(column: str, broken: Path) -> None:
+    cache = broken.parent / "cache"
+    faults, _ = decoded(Counting(broken), cache)
+    with closing(sqlite3.connect(cache / "index.sqlite")) as index, index:
+        index.execute(f"UPDATE decoded SET {column} WHERE rowid = 1")
+    assert decoded(Counting(broken), cache) == (faults, [0, 1, 2, 3])
+
+
+def test_processes_divide_the_images(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each decodes its part, and what the others have not put into the index."""
+    cache, data, seen = broken.parent / "cache", Counting(broken), []
+    hashes = hash_files(data, cache, show=False)
+    monkeypatch.setattr(module, "wait_for_everyone", lambda accelerator: seen.append(sorted(data.seen)))
+    ranks = [SimpleNamespace(process_index=rank, num_processes=2) for rank in range(2)]
+    faults = [undecodable(data, hashes, OWN, cache, 1, False, rank) for rank in ranks]
+    assert seen == [[0, 1, 2, 3, 4], [*range(10)]] and sorted(data.seen) == [*range(10)]
+    assert faults[0] == faults[1] == decoded(Counting(broken), None)[0]
+
+
+def test_a_file_that_changes_during_the_check_is_refused(broken: Path) -> None:
+    class Changing(Counting):
+        def image(self, row: int) -> Image.Image:
+            if row == 1:
+                (broken / "00001.png").write_bytes(b"other")
+            return super().image(row)
+
+    with pytest.raises(UserError, match=r"00001\.png: this file was changed while images were checked; run again"):
+        decoded(Changing(broken), broken.parent / "cache")

@@ -1,0 +1,314 @@
+"""Who computes: ranks divide the shards, runs wait for each other, tasks elsewhere, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from cache_scenario import SHARD, Files, Pixels, Tiny, digest, features_of, write_images
+from encoded_images import write_parquet
+from range_server import Served, served
+
+from xdm_ft.data.parquet import Parquet
+from xdm_ft.features import FeatureSettings
+from xdm_ft.features import extract as extraction
+from xdm_ft.features.extract import Elsewhere, Extraction, extract, frozen_copy
+from xdm_ft.features.hashes import hash_files
+from xdm_ft.features.key import key_of, key_parts
+from xdm_ft.images.loader import ImageRows, image_loader, loaded
+from xdm_ft.images.transforms import evaluation_transform
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.progress import Progress
+
+SCENARIO = Path(__file__).with_name("cache_scenario.py")
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "remote.py"
+SHARDS = 8
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "indexes"))
+
+
+# ---- Ranks of a run
+
+
+class Ranks:
+    """Collective operations of threads that stand for ranks."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier, self.values = threading.Barrier(count), dict[int, object]()
+
+    def exchange(self, rank: int, value: object) -> list[object]:
+        self.values[rank] = value
+        self.barrier.wait(30)
+        found = [self.values[number] for number in range(self.barrier.parties)]
+        self.barrier.wait(30)
+        return found
+
+
+def ranks_of(caches: list[Path], monkeypatch: pytest.MonkeyPatch, rows: int = 5 * SHARD + 3) -> list[object]:
+    """What the rank with each of these caches returns: its features, or what it raises."""
+    ranks = Ranks(len(caches))
+
+    def gather(rank: SimpleNamespace, names: list[str]) -> list[str]:
+        return [name for of_rank in ranks.exchange(rank.process_index, names) for name in of_rank]
+
+    def run(rank: int) -> object:
+        settings = FeatureSettings(dir=caches[rank], batch_size=16, workers=0)
+        hashes, given = hash_files(Pixels(rows), None, show=False), {"on_bad_image": "error", "device": "cpu"}
+        own = SimpleNamespace(process_index=rank, num_processes=len(caches))
+        try:
+            return extract(Tiny(), Pixels(rows), hashes, settings, show=False, accelerator=own, **given)
+        except UserError as error:
+            return error
+
+    monkeypatch.setattr(extraction, "from_main", lambda rank, value: ranks.exchange(rank.process_index, value)[0])
+    monkeypatch.setattr(extraction, "gather", gather)
+    with ThreadPoolExecutor(len(caches)) as pool:
+        return list(pool.map(run, range(len(caches))))
+
+
+def test_ranks_divide_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = features_of(Pixels(5 * SHARD + 3), tmp_path / "alone")
+    first, second = ranks_of([tmp_path / "cache"] * 2, monkeypatch)
+    assert [first.extracted, second.extracted] == [3 * SHARD, 2 * SHARD + 3]
+    assert digest(first) == digest(second) == digest(expected) and first.key == expected.key
+    names = [sorted(path.name for path in (tmp_path / name / first.key).iterdir()) for name in ("alone", "cache")]
+    assert names[0] == names[1], "shards do not depend on the number of ranks"
+    assert [found.extracted for found in ranks_of([tmp_path / "cache"] * 3, monkeypatch)] == [0, 0, 0]
+    assert not list((tmp_path / "cache").glob("*.lock"))
+
+
+def test_ranks_must_share_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the same name on another machine is found out."""
+    faults = ranks_of([tmp_path / "a", tmp_path / "b"], monkeypatch)
+    for fault, count in zip(map(str, faults), (2 * SHARD + 3, 3 * SHARD), strict=True):
+        assert f"lacks features of {count} images, which another process has written; all processes must" in fault
+
+
+# ---- Processes
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "images", SHARDS * SHARD)
+
+
+@pytest.fixture
+def expected(images: Path, tmp_path: Path) -> str:
+    """Hash of the features as one process computes them without interruption."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    features = features_of(Files(images), tmp_path / "undisturbed")
+    torch.set_num_threads(threads)
+    return digest(features)
+
+
+def start(cache: Path, images: Path, seconds_per_batch: float, views: int = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCENARIO), str(cache), str(images), str(seconds_per_batch), str(views)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCENARIO.parents[2])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Waits for the process and returns the number of images that it computed, and the hash of all features."""
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    extracted, of_all = output.split()
+    return int(extracted), of_all
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until, "waited a minute"
+        time.sleep(0.01)
+
+
+def done(cache: Path) -> int:
+    return len(list(cache.glob("*/shard-*.safetensors")))
+
+
+@pytest.mark.slow
+def test_of_two_runs_one_waits_and_takes_over_when_the_other_is_killed(
+    tmp_path: Path, images: Path, expected: str
+) -> None:
+    """The other one wants some of the same images, and more."""
+    cache, more = tmp_path / "cache", tmp_path / "more"
+    more.mkdir()
+    for path in sorted(images.iterdir())[SHARD + 7 :]:
+        (more / path.name).hardlink_to(path)
+    killed = start(cache, images, 0.1)
+    wait_for(lambda: done(cache) >= 2)
+    other = start(cache, more, 0.05)
+    wait_for(lambda: done(cache) >= 3)
+    killed.kill()
+    killed.communicate()
+    kept = done(cache)
+    assert 3 <= kept < SHARDS
+    lost = (SHARDS - kept) * SHARD
+    assert finish(other)[0] == lost, "it waited, and computed what the killed run left"
+    assert finish(start(cache, images, 0.0)) == (0, expected)
+    [folder] = [path for path in cache.iterdir() if path.is_dir()]
+    assert len(list(folder.iterdir())) == SHARDS + 1 and not list(cache.glob("*.lock")), "nothing of it is left"
+
+
+@pytest.mark.slow
+def test_views_killed_and_resumed_equal_those_of_one_process(tmp_path: Path, images: Path) -> None:
+    _, expected = finish(start(tmp_path / "undisturbed", images, 0.0, views=2))
+    cache = tmp_path / "cache"
+    killed = start(cache, images, 0.05, views=2)
+    wait_for(lambda: done(cache) >= SHARDS + 2)  # in the first augmented pass
+    killed.kill()
+    killed.communicate()
+    kept = done(cache)
+    assert SHARDS + 2 <= kept < 3 * SHARDS
+    both = [start(cache, images, 0.05, views=2) for _ in range(2)]
+    (first, first_digest), (second, second_digest) = map(finish, both)
+    assert first + second == (3 * SHARDS - kept) * SHARD
+    assert first_digest == second_digest == expected
+
+
+# ---- Elsewhere
+
+
+@pytest.fixture
+def seen() -> list[int]:
+    """Images in each part that was computed."""
+    return []
+
+
+@pytest.fixture
+def elsewhere(seen: list[int]) -> Elsewhere:
+    def run(extraction: Extraction, numbers: np.ndarray, size: int, bar: Progress) -> int:
+        assert extraction.store.lock_file.exists()
+        there: Extraction = pickle.loads(pickle.dumps(extraction))
+        computed = 0
+        for part in (there.part(numbers[:SHARD]), there.part(numbers[SHARD:])):
+            own = replace(part, encoder=frozen_copy(part.encoder, "fp32", CPU), device=CPU)
+            seen.append(own.run(own.store.missing(), SHARD, bar))
+            computed += seen[-1]
+        return computed
+
+    return Elsewhere(GPU, run)
+
+
+def test_features_have_the_key_of_the_device_there_and_are_read_here(
+    tmp_path: Path, elsewhere: Elsewhere, seen: list[int]
+) -> None:
+    encoder = Tiny()
+    features_of(Pixels(SHARD), tmp_path, elsewhere=elsewhere)
+    found = features_of(Pixels(70), tmp_path, encoder, elsewhere=elsewhere)
+    assert encoder.seen == [0] and seen == [SHARD, 0, SHARD, 70 - 2 * SHARD] and found.extracted == 70 - SHARD
+    assert found.key == key_of(key_parts(Tiny(), Pixels(1).decoder, "fp32", GPU)) and found.device == CPU
+    here = features_of(Pixels(70), tmp_path)
+    assert here.key != found.key and digest(here) == digest(found)
+    assert features_of(Pixels(70), tmp_path, elsewhere=elsewhere).extracted == 0
+    assert done(tmp_path / "") == 6 and not list(tmp_path.glob("*.lock"))
+
+
+# ---- Images on a server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Served]:
+    (tmp_path / "data").mkdir()
+    with served(tmp_path / "data") as found:
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_extraction_reads_each_row_group_once(workers: int, server: Served, tmp_path: Path) -> None:
+    for number in range(2):  # four shards of 32 images each, eight row groups
+        write_parquet(tmp_path / "data" / f"{number}.parquet", range(128 * number, 128 * number + 128), 32)
+    local = features_of(Parquet(file=tmp_path / "data"), tmp_path / "local")
+    hashes = hash_files(Parquet(file=server.address), None, show=False)
+    data = Parquet(file=server.address)  # that has read nothing
+    server.requests.clear()
+    settings = FeatureSettings(dir=tmp_path / "cache", batch_size=16, workers=workers)
+    features = extract(Tiny(), data, hashes, settings, on_bad_image="error", device="cpu", show=False)
+    assert digest(features) == digest(local) and features.extracted == 256
+    counts: dict[tuple[str, int, int], int] = {}
+    for span in server.bodies():
+        if span[1]:  # a file that is small is read from its beginning for its footer
+            counts[span] = counts.get(span, 0) + 1
+    assert len(counts) == 8 and set(counts.values()) == {1}
+
+
+def test_a_file_that_changes_while_features_are_computed(server: Served, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "data" / "0.parquet", range(64), 32)
+    data = Parquet(file=server.address)
+    hashes = hash_files(data, None, show=False)
+    os.utime(path, ns=(7, 7))
+    settings = FeatureSettings(dir=tmp_path / "cache", batch_size=16, workers=0)
+    with pytest.raises(UserError, match=r"0.parquet: this file was changed while features were computed; run the same"):
+        extract(Tiny(), data, hashes, settings, on_bad_image="error", device="cpu", show=False)
+
+
+@pytest.mark.slow
+def test_a_server_that_fails_in_a_worker_is_one_line(server: Served, tmp_path: Path) -> None:
+    write_parquet(tmp_path / "data" / "0.parquet", range(64), 32)
+    hashes = hash_files(Parquet(file=server.address), None, show=False)
+    data, server.ranges = Parquet(file=server.address), False
+    settings = FeatureSettings(dir=tmp_path / "cache", batch_size=16, workers=1)
+    with pytest.raises(UserError) as caught:
+        extract(Tiny(), data, hashes, settings, on_bad_image="error", device="cpu", show=False)
+    assert "0.parquet: the server sends no ranges" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def measured(folder: Path, *more: str) -> subprocess.Popen[str]:
+    images = ["--images", "3000", "--row-group", "100", "--size", "96", "--cache-mb", "4"]  # 27 kB each
+    command = [sys.executable, str(BENCHMARK), *images, "--folder", str(folder), *more]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARK.parents[1])}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.slow
+def test_extraction_over_http_killed_and_resumed_at_flat_memory(tmp_path: Path) -> None:
+    """The benchmark with few images: its second start resumes the first one, which is killed."""
+    killed = measured(tmp_path, "--seconds-per-batch", "0.05")
+    wait_for(lambda: done(tmp_path / "cache") >= 2)
+    killed.kill()
+    killed.communicate()
+    kept = 256 * done(tmp_path / "cache")
+    found, warm = (json.loads(measured(tmp_path).communicate(timeout=400)[0].splitlines()[-1]) for _ in range(2))
+    assert found["extracted"] == 3000 - kept > 0
+    assert found["distinct"] == 3000 and found["hashed_requests"] == 0
+    first, _, last = found["thirds_megabytes"]
+    assert last - first < 25, "of 83 MB of images"
+    assert warm["extracted"] == 0 and warm["requests"] == 0, "a warm start opens no file"
+    assert np.isclose(warm["mean"], found["mean"])
+
+
+@pytest.mark.slow
+def test_random_rows_through_the_workers_of_a_loader(server: Served, tmp_path: Path) -> None:
+    """As end-to-end training draws them: each process reads the row groups that it needs, and keeps them."""
+    for number in range(2):
+        write_parquet(tmp_path / "data" / f"{number}.parquet", range(80 * number, 80 * number + 80), 20)
+    local, found = Parquet(file=tmp_path / "data"), Parquet(file=server.address)
+    rows = np.random.default_rng(0).integers(0, 160, 400).tolist()
+    server.requests.clear()
+    batches = []
+    for data in (local, found):
+        images = ImageRows(data, evaluation_transform(Tiny().preprocessing))
+        loader = image_loader(images, 2, CPU, batch_size=20, sampler=rows)
+        batches.append(torch.cat([x for x, _ in loaded(loader, "a", "b")]))
+    assert torch.equal(*batches) and len(batches[0]) == 400
+    footers = 2 * 2
+    assert len(server.bodies()) == 2 * 8 + footers, "eight row groups in each of two processes"

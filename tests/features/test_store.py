@@ -1,0 +1,433 @@
+"""The store on the disk: damage costs one shard and no number, pruning keeps what is used or not ours."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cache_scenario import SHARD, WIDTH, Files, Pixels, Tiny, features_of, write_images
+from safetensors.torch import load_file
+
+from xdm_ft.cli.cache import list_cache, prune_cache, verify_cache
+from xdm_ft.cli.parser import main
+from xdm_ft.features import cache
+from xdm_ft.features.cache import WHAT, Features, lock_file
+from xdm_ft.features.maintenance import Cached, prune, stores, verify
+from xdm_ft.features.shards import Shard, open_shard, read_manifest, write_manifest, write_shard
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.storage import atomic
+from xdm_ft.storage.cache_root import one_at_a_time
+from xdm_ft.storage.lines import Damaged
+
+ROWS = torch.arange(70)
+LAST = 70 - 2 * SHARD  # images of the third shard
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Features:
+    return features_of(Pixels(70), tmp_path)
+
+
+def shard(folder: Path, good: Features, images: int = SHARD) -> Path:
+    """A shard with so many images."""
+    found = (folder / good.key).glob("shard-*.safetensors")
+    return min(path for path in found if len(load_file(path)["features"]) == images)
+
+
+def again(folder: Path, good: Features) -> int:
+    """Extracts, compares the features with `good`, and returns the number of images computed."""
+    features = features_of(Pixels(70), folder)
+    assert torch.equal(features[ROWS], good[ROWS])
+    assert features_of(Pixels(70), folder).extracted == 0
+    return features.extracted
+
+
+# ---- Damage
+
+
+def flip(place: int) -> Callable[[Path], object]:
+    def flipped(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[place] ^= 4
+        path.write_bytes(data)
+
+    return flipped
+
+
+def instead(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def replaced(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return replaced
+
+
+def other_width(path: Path) -> None:
+    contents = open_shard(path, path.parent.name, WIDTH, torch.float32).contents
+    write_shard(path.parent, path.parent.name, contents, torch.zeros(SHARD, WIDTH + 1), {})
+
+
+def of_another_store(path: Path) -> None:
+    other = features_of(Pixels(70), path.parents[1], Tiny(argument="b"))
+    shutil.copy(path.parents[1] / other.key / path.name, path)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    **{f"bit {place}": (flip(place), "damaged") for place in (0, 3, 8, 20, 100, 200, 300, -1)},
+    **{
+        f"{size} bytes": (lambda path, size=size: path.write_bytes(path.read_bytes()[:size]), "damaged")
+        for size in (0, 1, 7, 8, 100, -1)
+    },
+    "gone": (Path.unlink, ""),
+    "of other images": (
+        lambda path: shutil.copy(min(path.parent.glob("shard-*"), key=lambda p: p.stat().st_size), path), "it is shard-"
+    ),
+    "of another store": (of_another_store, "it is shard-"),
+    "of another width": (other_width, "its features are torch.float32 [32, 6]"),
+    "link to a folder": (instead(lambda path: path.symlink_to("/")), "damaged"),
+    "broken link": (instead(lambda path: path.symlink_to("nowhere")), "damaged"),
+    "pipe": (instead(os.mkfifo), "damaged"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_shard_is_computed_again(
+    damage: str, tmp_path: Path, good: Features, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = shard(tmp_path, good)
+    make, reason = DAMAGES[damage]
+    make(path)
+    with caplog.at_level(logging.WARNING, logger="xdm_ft"):
+        assert again(tmp_path, good) == SHARD
+    assert [record.levelname for record in caplog.records] == (["WARNING"] if reason else [])
+    assert not reason or (f"{path} is damaged" in caplog.text and reason in caplog.text)
+
+
+def test_a_folder_in_the_place_of_a_shard(tmp_path: Path, good: Features) -> None:
+    instead(Path.mkdir)(shard(tmp_path, good))
+    with pytest.raises(UserError, match=r"shard-.*: can not be written: Is a directory"):
+        features_of(Pixels(70), tmp_path)
+
+
+def opened(path: Path, good: Features) -> Shard:
+    """The checked shard, in memory."""
+    found = open_shard(path, good.key, WIDTH, torch.float32)
+    found.check()
+    return Shard(path, found.contents.copy(), found.features.clone(), found.unreadable, found.checksum)
+
+
+def test_every_flipped_byte_of_a_shard_is_found(tmp_path: Path, good: Features) -> None:
+    path = shard(tmp_path, good, LAST)
+    data, original, harmless = path.read_bytes(), opened(path, good), 0
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 0x41]) + data[place + 1 :])
+        try:
+            found = opened(path, good)
+        except Damaged:
+            continue
+        assert torch.equal(found.features, original.features) and found.unreadable == {}
+        assert (found.contents == original.contents).all()
+        harmless += 1
+    assert harmless < 10  # padding
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "list", "binary", "nested", "gone"])
+def test_a_damaged_manifest_costs_no_shard(damage: str, tmp_path: Path, good: Features, caplog) -> None:
+    path = tmp_path / good.key / "manifest.json"
+    whole = path.read_bytes()
+    changed = {
+        "flip": whole.replace(b'"width": 5', b'"width": 4'), "truncate": whole[:-20], "empty": b"", "list": b"[]",
+        "binary": b"\xff\xfe" + whole, "nested": b"[" * 100_000,
+    }  # fmt: skip
+    path.unlink() if damage == "gone" else path.write_bytes(changed[damage])
+    assert stores(tmp_path) == [] == prune(tmp_path, max_bytes=0), "what it does not describe is left alone"
+    assert again(tmp_path, good) == 0
+    features_of(Pixels(71), tmp_path)  # what adds to the store mends it
+    assert (f"{path} is damaged" in caplog.text) == (damage != "gone")
+    assert read_manifest(path.parent)["width"] == WIDTH and [store.images() for store in stores(tmp_path)] == [71]
+
+
+def test_only_the_damaged_shard_of_a_view_is_computed_again(tmp_path: Path, caplog) -> None:
+    views = {"views": 2, "augmentation": "domainbed"}
+    good = features_of(Pixels(70), tmp_path, **views)
+    [second] = [store for store in stores(tmp_path) if store.manifest.get("view", {}).get("number") == 2]
+    path = min(second.folder.glob("shard-*"))
+    size = len(load_file(path)["features"])
+    flip(-1)(path)
+    assert [fault for store in stores(tmp_path) for fault in verify(store)] == [
+        f"{path.name} is damaged (its checksum differs)"
+    ]
+    again = features_of(Pixels(70), tmp_path, **views)
+    assert again.extracted == size and f"{path} is damaged" in caplog.text
+    for number in range(3):
+        assert torch.equal(again.of_views(ROWS, ROWS * 0 + number), good.of_views(ROWS, ROWS * 0 + number))
+
+
+# ---- The disk
+
+
+@pytest.mark.parametrize("views", [0, 2])
+def test_a_disk_that_is_too_small_is_reported_before_any_work(
+    views: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed, encoder = (1 + views) * 70 * WIDTH * 4, Tiny()
+    settings = {"views": views, "augmentation": "domainbed" if views else "none"}
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
+    with pytest.raises(UserError, match=r"the disk is full: 0\.0 MB more are needed for features, 0\.0 MB are free"):
+        features_of(Pixels(70), tmp_path, encoder, **settings)
+    assert encoder.seen[0] == 0
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed))
+    assert features_of(Pixels(70), tmp_path, encoder, **settings).extracted == (1 + views) * 70
+
+
+def test_a_disk_that_fills_leaves_a_valid_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, written = os.replace, []
+
+    def full_after_the_first_shard(source: Path, target: Path) -> None:
+        if "shard" in str(target) and written:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        if "shard" in str(target):
+            written.append(target)
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic.os, "replace", full_after_the_first_shard)
+        with pytest.raises(UserError) as fault:
+            features_of(Pixels(70), tmp_path)
+    needed = (70 - SHARD) * WIDTH * 4 / 1e6
+    assert f"{needed:,.1f} MB more are needed" in str(fault.value) and "\n" not in str(fault.value)
+    assert len(written) == 1 and features_of(Pixels(70), tmp_path).extracted == 70 - SHARD
+
+
+# ---- Images that do not decode, or change
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_images_are_refused_by_name_and_cost_nothing_else(workers: int, tmp_path: Path) -> None:
+    images, cached = write_images(tmp_path / "images", 70), tmp_path / "cache"
+    (images / "00040.png").write_bytes(b"no image")
+    (images / "00041.png").write_bytes((images / "00041.png").read_bytes()[:90])
+    with pytest.raises(UserError) as fault:
+        features_of(Files(images), cached, workers=workers)
+    assert str(fault.value).startswith(f"2 images do not decode: {images / '00040.png'} (not an image")
+    assert "data.on_bad_image: skip" in str(fault.value) and "\n" not in str(fault.value)
+    skip = {"on_bad_image": "skip", "workers": workers, "views": 1, "augmentation": "domainbed"}
+    features = features_of(Files(images), cached, **skip)
+    assert features.extracted == 70 - SHARD + 70, "the first shard was complete"
+    assert list(features.unreadable) == [40, 41]
+    rows = torch.tensor([40, 41])
+    assert not features[rows].any() and not features.of_views(rows, rows * 0 + 1).any()
+    assert features[torch.tensor([39, 42])].abs().sum(1).min() > 0
+    found = features_of(Files(images), cached, **skip)
+    assert (found.extracted, found.unreadable) == (0, features.unreadable)
+    with pytest.raises(UserError, match="2 images do not decode"):  # also if the features are cached
+        features_of(Files(images), cached)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", 3)
+    (images / "gone.png").symlink_to("nowhere")
+    os.mkfifo(images / "pipe.png")
+    (images / "round.png").symlink_to("round.png")
+    with pytest.raises(UserError, match=r"3 images do not decode: .*gone\.png \(No such file"):
+        features_of(Files(images), tmp_path / "cache")
+    features = features_of(Files(images), tmp_path / "cache", on_bad_image="skip")
+    assert list(features.unreadable) == [3, 4, 5] and features.unreadable[4] == "not a regular file"
+    (images / "gone.png").unlink()
+    shutil.copy(images / "00000.png", images / "gone.png")
+    mended = features_of(Files(images), tmp_path / "cache", on_bad_image="skip")
+    assert list(mended.unreadable) == [4, 5] and mended.extracted == 0, "it is a copy of another image"
+
+
+class Changing(Files):
+    """A file changes between the hash of its content and its decoding."""
+
+    decoder = "cache_scenario.Files.image"
+
+    def image(self, row: int) -> object:
+        if row == 40:
+            shutil.copy(self.paths[0], self.paths[40])
+        return super().image(row)
+
+
+def test_a_file_that_changes_during_extraction_is_refused(tmp_path: Path) -> None:
+    images = write_images(tmp_path / "images", 70)
+    with pytest.raises(UserError, match=r"00040\.png: this file was changed while features were computed"):
+        features_of(Changing(images), tmp_path / "cache")
+    assert features_of(Files(images), tmp_path / "cache").extracted == 69 - SHARD  # image 40 is now a copy of image 0
+
+
+# ---- Listing, checking, pruning
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[int, str]:
+    """Three stores, used 30, 20 and 10 days ago: images → key."""
+    found = {}
+    for rows, days in ((70, 30), (40, 20), (10, 10)):
+        found[rows] = features_of(Pixels(rows), tmp_path, named(rows)).key
+        for path in (tmp_path / found[rows]).glob("shard-*"):
+            os.utime(path, (time.time() - days * 86400,) * 2)
+    return found
+
+
+def named(rows: int) -> Tiny:
+    return Tiny(argument=str(rows))
+
+
+def computed_again(folder: Path, rows: int) -> int:
+    return features_of(Pixels(rows), folder, named(rows)).extracted
+
+
+def listed(folder: Path) -> list[str]:
+    for store in stores(folder):  # the listing shows the encoder's model, which a tiny encoder lacks
+        write_manifest(store.folder, {**store.manifest, "encoder": {**store.manifest["encoder"], "model": "m"}})
+    return list_cache(str(folder)).text().splitlines()
+
+
+def store_of(folder: Path, key: str) -> Cached:
+    return next(store for store in stores(folder) if store.key == key)
+
+
+def test_stores_last_used_first(tmp_path: Path, keys: dict[int, str]) -> None:
+    found = stores(tmp_path)
+    assert [store.key for store in found] == [keys[10], keys[40], keys[70]]
+    assert [round((time.time() - store.last_used) / 86400) for store in found] == [10, 20, 30]
+    assert [store.images() for store in found] == [10, 40, 70] and stores(tmp_path / "nowhere") == []
+    assert found[2].bytes == sum(path.stat().st_size for path in (tmp_path / keys[70]).glob("shard-*"))
+    assert found[2].bytes > 70 * (WIDTH * 4 + 16)
+    assert computed_again(tmp_path, 70) == 0 and stores(tmp_path)[0].key == keys[70], "use is recorded"
+    features_of(Pixels(70), tmp_path / "views", views=2, augmentation="domainbed")
+    lines = listed(tmp_path / "views")
+    assert sum("70 images, fp32, view 1 of domainbed" in line for line in lines) == 1 and len(lines) == 3
+    assert sum(line.endswith("70 images, fp32") for line in lines) == 1
+    assert "3 sets of features, none damaged" in verify_cache(str(tmp_path / "views")).text()
+
+
+def test_verify_names_every_damaged_file(tmp_path: Path) -> None:
+    key = features_of(Pixels(120), tmp_path).key
+    assert verify(store_of(tmp_path, key)) == []
+    one, two, three, _ = sorted((tmp_path / key).glob("shard-*"))
+    flip(-1)(one)
+    two.write_bytes(b"")
+    three.unlink()
+    faults = verify(store_of(tmp_path, key))
+    assert faults[0] == f"{one.name} is damaged (its checksum differs)"
+    assert faults[1].startswith(f"{two.name} is damaged") and len(faults) == 2
+    verified = verify_cache(str(tmp_path))
+    assert verified.exit_status == 2 and f"{one.name} is damaged" in str(verified.error)
+    assert [(entry.state, len(entry.faults)) for entry in verified.document["entries"]] == [("damaged", 2)]
+    features_of(Pixels(120), tmp_path)
+    assert verify(store_of(tmp_path, key)) == []
+    assert "1 set of features, none damaged" in verify_cache(str(tmp_path)).text()
+
+
+def test_prune_by_age_and_size(tmp_path: Path, keys: dict[int, str]) -> None:
+    total = sum(store.bytes for store in stores(tmp_path))
+    assert prune(tmp_path) == [] == prune(tmp_path, max_bytes=total)
+    assert [file.path.parent.name for file in prune(tmp_path, max_bytes=total - 1)] == [keys[70]]
+    assert 0 < computed_again(tmp_path, 70) < 70, "its other shards are kept"
+    assert {file.path.parent.name for file in prune(tmp_path, unused_days=15)} == {keys[40]}, "70 was used just now"
+    assert computed_again(tmp_path, 10) == 0 and computed_again(tmp_path, 40) == 40
+    prune(tmp_path, max_bytes=0)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_prune_keeps_what_a_run_refers_to_with_its_views(tmp_path: Path) -> None:
+    views = {"views": 2, "augmentation": "domainbed"}
+    kept, other = (features_of(Pixels(10), tmp_path, named(number), **views).key for number in (1, 2))
+    removed = {file.path.parent.name for file in prune(tmp_path, referenced={kept})}
+    assert len(removed) == 3 and other in removed
+    assert features_of(Pixels(10), tmp_path, named(1), **views).extracted == 0
+
+
+def test_prune_keeps_stores_for_which_features_are_computed(tmp_path: Path, keys: dict[int, str]) -> None:
+    with one_at_a_time(lock_file(tmp_path / keys[40])):
+        assert keys[40] not in {file.path.parent.name for file in prune(tmp_path, max_bytes=0)}
+        assert [store.key for store in stores(tmp_path)] == [keys[40]]
+    prune(tmp_path, max_bytes=0)
+    assert stores(tmp_path) == []
+
+
+class Pruning(Pixels):
+    """Prunes and verifies the cache while its images are read."""
+
+    decoder = "cache_scenario.Pixels.image"
+    folder: Path
+
+    def image(self, row: int) -> object:
+        if row == SHARD + 5:
+            prune(self.folder, max_bytes=0)
+            assert [verify(store) for store in stores(self.folder)] == [[]]
+        return super().image(row)
+
+
+def test_prune_and_verify_while_features_are_computed(tmp_path: Path) -> None:
+    dataset = Pruning(70)
+    dataset.folder = tmp_path
+    features = features_of(dataset, tmp_path)
+    assert features.extracted == 70 and features_of(Pixels(70), tmp_path).extracted == 0
+
+
+def test_prune_deletes_only_what_is_ours(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "cache", tmp_path / "elsewhere"
+    key = features_of(Pixels(40), folder).key
+    plain, foreign, linked = (folder / (letter * 32) for letter in "abc")
+    for made in (plain, foreign, elsewhere):
+        made.mkdir()
+    (foreign / "manifest.json").write_text(json.dumps({"what": "another program's"}))
+    write_manifest(elsewhere, read_manifest(folder / key))
+    linked.symlink_to(elsewhere)
+    kept = [
+        plain / "thesis.txt",
+        folder / key / "notes.txt",
+        *(p / "shard-0.safetensors" for p in (foreign, elsewhere)),
+    ]
+    for path in kept:
+        path.write_text("mine")
+    assert len(listed(folder)) == 1 and "1 set of features" in verify_cache(str(folder)).text()
+    prune(folder, max_bytes=0)
+    assert all(path.exists() for path in [*kept, foreign / "manifest.json", elsewhere / "manifest.json"])
+    assert not list((folder / key).glob("shard-*"))
+
+
+def test_what_earlier_versions_wrote_is_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One shard for each range of rows of one data set, and a list of the images that decode: nothing reads them."""
+    features_of(Pixels(10), tmp_path)
+    old, decoded = tmp_path / ("d" * 32), tmp_path / "decoded" / ("e" * 32)
+    manifest = {"what": WHAT, "key": old.name, "schema": 1, "encoder": {"component": "tiny", "model": "m"}}
+    for folder, held in ((old, manifest | {"precision": "fp32"}), (decoded, {"what": WHAT, "schema": 2, "width": 0})):
+        folder.mkdir(parents=True)
+        write_manifest(folder, held)
+        (folder / "shard-00000.safetensors").write_bytes(b"features")
+        for left in ("shard-00000.safetensors.lock", "claim-1"):
+            (folder / left).touch()
+        os.utime(folder / "shard-00000.safetensors", (time.time() - 40 * 86400,) * 2)
+    new = next(store for store in stores(tmp_path) if not store.is_outdated)
+    write_manifest(new.folder, {**new.manifest, "encoder": {"component": "tiny", "model": "m"}})
+    assert list_cache(str(tmp_path)).text().count("of an earlier version: nothing reads it") == 2
+    assert "1 set of features, none damaged; 2 of an earlier version" in verify_cache(str(tmp_path)).text()
+    with caplog.at_level("INFO", logger="xdm_ft"):
+        for rows in (3, 4):
+            features_of(Pixels(rows), tmp_path, Tiny(argument="new"))
+            assert caplog.text.count("1 set of features of an earlier version can not be read") == 1
+    for store in stores(tmp_path):
+        if "model" not in store.manifest.get("encoder", {"model": ""}):
+            write_manifest(store.folder, {**store.manifest, "encoder": {"component": "tiny", "model": "m"}})
+    assert "2 files removed" in prune_cache(str(tmp_path), 35, None).text()
+    assert not old.exists() and not decoded.exists()
+
+
+@pytest.mark.parametrize("option", ["--unused-days=nan", "--unused-days=-1", "--max-size=inf", "--max-size=-1"])
+def test_faults_of_the_options(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "prune", "--dir", str(tmp_path), option]) == 2
+    assert option.partition("=")[0] in capsys.readouterr().err
