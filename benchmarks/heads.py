@@ -60,7 +60,7 @@ from xdm_ft.training.bank.data import CachedData, batches
 from xdm_ft.training.bank.step import stack, step
 from xdm_ft.training.bank.train import chunk_heads
 from xdm_ft.training.bank.validation import BankValidation
-from xdm_ft.xdomainmix import order_statistic
+from xdm_ft.xdomainmix import masks as xdomainmix_masks
 
 IMAGES = 10_000
 STEPS = 100_000  # of the schedule; more than are timed
@@ -181,7 +181,9 @@ def operators(method: str) -> int:
     batch = next(iter(batches(jobs, data)))
     on_meta = Batch(**{name: value.to("meta") for name, value in batch.fields().items()})
     trained = stack(jobs, torch.device("meta"))
-    masks = patch.object(order_statistic, "reference", lambda rows, ranks: rows > 0)  # the Triton kernel needs values
+    masks = patch.object(
+        xdomainmix_masks, "exceeds_by_sorting", lambda rows, ranks: rows > 0
+    )  # the Triton kernel needs values
     no_autocast = patch.object(torch, "autocast", lambda *given, **named: nullcontext())  # it does not know `meta`
     with masks, no_autocast, Operators() as counted:
         step(trained, on_meta, 0)

@@ -65,7 +65,7 @@ from xdm_ft.runtime.tensors import Annotations, Batch, Criteria, Task
 from xdm_ft.training import Job, Training
 from xdm_ft.training.bank.train import chunks, train_chunk
 from xdm_ft.training.solvers import solve
-from xdm_ft.xdomainmix.threshold import domain_quantile
+from xdm_ft.xdomainmix.masks import domain_quantile
 
 START = 64  # images of a process that is timed for its start
 TOLS = (1e-6, 1e-4)  # of scikit-learn; the second is its default

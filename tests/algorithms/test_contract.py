@@ -73,7 +73,7 @@ def train(algorithm: Algorithm, first: int, last: int, encoder: nn.Module | None
 def flat(losses: Losses) -> dict[str, Tensor]:
     """Everything that is returned, by name."""
     named = {"total": losses.total, "auxiliary": losses.auxiliary}
-    for field in ("buffers", "logs", "reuse"):
+    for field in ("buffers", "logs", "first_pass_draws"):
         named |= {f"{field}.{key}": value for key, value in getattr(losses, field).items()}
     return named
 
@@ -224,8 +224,8 @@ def test_saved_and_restored_in_the_middle(name: str) -> None:
 def test_second_pass_at_the_same_weights_is_the_first(name: str, step: int) -> None:
     algorithm, batch = METHODS[name](setup()), toy()
     losses = algorithm(batch.x, batch, step)
-    assert all(not value.requires_grad for value in losses.reuse.values())
-    assert_same(losses, algorithm(batch.x, batch, step, losses.reuse))
+    assert all(not value.requires_grad for value in losses.first_pass_draws.values())
+    assert_same(losses, algorithm(batch.x, batch, step, losses.first_pass_draws))
 
 
 @pytest.mark.parametrize("step", [0, STEPS - 1])

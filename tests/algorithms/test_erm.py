@@ -35,7 +35,7 @@ def test_loss_is_the_papers() -> None:
     losses = algorithm(given.x, given, 0)
     ell = F.cross_entropy(algorithm.head(given.x), given.y, reduction="none")
     torch.testing.assert_close(losses.total, (ell[:3].mean() + ell[3:].mean()) / 2)
-    assert losses.auxiliary == 0 and not losses.reuse
+    assert losses.auxiliary == 0 and not losses.first_pass_draws
 
 
 def test_soft_labels() -> None:

@@ -59,12 +59,12 @@ def test_second_pass_keeps_the_weights_of_the_first() -> None:
     first = algorithm(given.x, given, 0)
     with torch.no_grad():
         algorithm.head.weight.mul_(-3)
-    second = algorithm(given.x, given, 0, first.reuse)
+    second = algorithm(given.x, given, 0, first.first_pass_draws)
     assert torch.equal(second.buffers["q"], first.buffers["q"])
     assert not torch.equal(algorithm(given.x, given, 0).buffers["q"], first.buffers["q"])
     by_hand = sum(
         q * F.cross_entropy(algorithm.head(given.x[2 * d : 2 * d + 2]), given.y[2 * d : 2 * d + 2])
-        for d, q in enumerate(first.reuse["q"])
+        for d, q in enumerate(first.first_pass_draws["q"])
     )
     torch.testing.assert_close(second.total, by_hand)
 

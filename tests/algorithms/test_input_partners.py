@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from xdm_ft.algorithms import Algorithm, Setup
-from xdm_ft.algorithms._input_mixing import draw_partners, pick_other
 from xdm_ft.algorithms.lisa import LISA
-from xdm_ft.algorithms.mixup import Mixup
+from xdm_ft.algorithms.mixup import Mixup, draw_partners, pick_other
 from xdm_ft.runtime.tensors import InputPartners, Samples, Task
 
 STEPS, BATCH, TRAINING = 50, 12, 40

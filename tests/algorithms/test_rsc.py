@@ -24,7 +24,7 @@ def test_recorded_training() -> None:
     )
     y = recorded.batch.y
     for step, z, losses in recorded.steps(algorithm):
-        reuse = losses.reuse
+        reuse = losses.first_pass_draws
         assert torch.equal(reuse["kept"], recorded["mask_f"][step].bool())
         assert torch.equal(reuse["spared"], recorded["mask_b"][step, :, 0].bool())
         mask = reuse["kept"] | reuse["spared"][:, None]
@@ -68,7 +68,7 @@ def test_loop_over_samples(feature_drop: float, batch_drop: float) -> None:
     algorithm = RSC(setup, feature_drop=feature_drop, batch_drop=batch_drop)
     mask, per_sample = by_hand(algorithm, batch, feature_drop, batch_drop)
     losses = algorithm(z, batch, 0)
-    assert torch.equal(losses.reuse["kept"] | losses.reuse["spared"][:, None], mask.bool())
+    assert torch.equal(losses.first_pass_draws["kept"] | losses.first_pass_draws["spared"][:, None], mask.bool())
     expected = algorithm.average(per_sample, batch)
     torch.testing.assert_close(losses.total, expected)
     parameters = list(algorithm.head.parameters())
@@ -82,7 +82,7 @@ def test_a_third_is_a_third(width: int, muted: int) -> None:
     """Where a third of K−1 is a whole number the percentile is a feature's own gradient, which is muted too."""
     algorithm = RSC(Setup(SETUP.task, width, 10, 0))
     batch = Batch(torch.randn(6, width), torch.arange(6) % 3, torch.arange(6) % 3, torch.arange(6), torch.arange(6))
-    kept = algorithm(batch.x, batch, 0).reuse["kept"]
+    kept = algorithm(batch.x, batch, 0).first_pass_draws["kept"]
     assert ((~kept).sum(1) == muted).all()
     row = algorithm.head.weight.detach()[0].double().numpy()
     assert (row < np.float32(np.percentile(row, 200 / 3))).sum() == width - muted  # numpy's, in the weights' precision
@@ -93,8 +93,10 @@ def test_one_sample_is_muted() -> None:
     algorithm, sample = RSC(SETUP), torch.randn(1, SETUP.width)
     batch = Batch(sample, torch.tensor([1]), torch.tensor([2]), torch.tensor([0]), torch.tensor([0]))
     losses = algorithm(sample, batch, 0)
-    assert not losses.reuse["spared"].any()
-    torch.testing.assert_close(losses.total, F.cross_entropy(algorithm.head(sample * losses.reuse["kept"]), batch.y))
+    assert not losses.first_pass_draws["spared"].any()
+    torch.testing.assert_close(
+        losses.total, F.cross_entropy(algorithm.head(sample * losses.first_pass_draws["kept"]), batch.y)
+    )
 
 
 def test_second_pass_keeps_the_masks() -> None:
@@ -103,8 +105,8 @@ def test_second_pass_keeps_the_masks() -> None:
     first = algorithm(z, recorded.batch, 0)
     with torch.no_grad():
         algorithm.head.weight.mul_(-1)
-    assert not torch.equal(algorithm(z, recorded.batch, 0).reuse["kept"], first.reuse["kept"])
-    second = algorithm(z, recorded.batch, 0, first.reuse)
-    assert all(torch.equal(second.reuse[key], mask) for key, mask in first.reuse.items())
-    mask = first.reuse["kept"] | first.reuse["spared"][:, None]
+    assert not torch.equal(algorithm(z, recorded.batch, 0).first_pass_draws["kept"], first.first_pass_draws["kept"])
+    second = algorithm(z, recorded.batch, 0, first.first_pass_draws)
+    assert all(torch.equal(second.first_pass_draws[key], mask) for key, mask in first.first_pass_draws.items())
+    mask = first.first_pass_draws["kept"] | first.first_pass_draws["spared"][:, None]
     torch.testing.assert_close(second.total, F.cross_entropy(algorithm.head(z * mask), recorded.batch.y))

@@ -17,8 +17,9 @@ from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream
-from xdm_ft.runtime.tensors import Batch, Parts, Task
+from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, mix, specific_mask
+from xdm_ft.xdomainmix.mixing import Parts
 
 WIDTH = 40
 TASK = Task(tuple("abcd"), tuple("xyz"))
@@ -203,13 +204,13 @@ def test_partners_that_are_missing_are_counted() -> None:
 def test_second_pass_keeps_the_masks() -> None:
     """At other weights the masks would differ; the second pass must see the loss of the first."""
     algorithm, given = XDomainMix(setup()), batch()
-    reuse = algorithm(given.x, given, 60).reuse
+    reuse = algorithm(given.x, given, 60).first_pass_draws
     with torch.no_grad():
         algorithm.head.weight.mul_(-1)
     other = algorithm(given.x, given, 60)
-    assert not torch.equal(other.reuse["class_mask"], reuse["class_mask"])
+    assert not torch.equal(other.first_pass_draws["class_mask"], reuse["class_mask"])
     second = algorithm(given.x, given, 60, reuse)
-    assert all(torch.equal(second.reuse[key], mask) for key, mask in reuse.items())
+    assert all(torch.equal(second.first_pass_draws[key], mask) for key, mask in reuse.items())
     assert second.total != other.total
 
 
@@ -307,7 +308,7 @@ def test_a_head_that_is_not_linear_is_scored_by_autograd() -> None:
     found = algorithm(z, given._replace(x=z), 60)
     scores = autograd_scores(given.x, algorithm.head, given.y)
     torch.testing.assert_close(scores.sum(1), torch.zeros(60), atol=1e-6, rtol=0)  # the head does not see z's length
-    assert torch.equal(found.reuse["class_mask"], specific_mask(scores, 0.5))
+    assert torch.equal(found.first_pass_draws["class_mask"], specific_mask(scores, 0.5))
     mixed = algorithm.augment(given.x, given, 60).z
     ell = [F.cross_entropy(algorithm.head(features), given.y, reduction="none") for features in (given.x, mixed)]
     torch.testing.assert_close(found.total, algorithm.average((ell[0] + ell[1]) / 2, given))

@@ -18,7 +18,7 @@ from xdm_ft.experiment.final_fit import combined, fit_of_runs, median, mode
 from xdm_ft.experiment.machine import start
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders, prepare
-from xdm_ft.protocol.derived_splits import all_domains
+from xdm_ft.protocol.splits import all_domains
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.tensors import Criteria, Task
 from xdm_ft.training import Job

@@ -21,8 +21,7 @@ from xdm_ft.experiment.prepare import build_encoders, prepare
 from xdm_ft.experiment.results import ResultsFile
 from xdm_ft.experiment.resume import RECORDS
 from xdm_ft.export.expected import expected_performance
-from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course, without
-from xdm_ft.protocol.splits import splits
+from xdm_ft.protocol.splits import LEFT_OUT, mean_course, splits, without
 from xdm_ft.report.finished import read_run
 from xdm_ft.runtime.tensors import Criteria, Task
 from xdm_ft.training import Job

@@ -24,7 +24,7 @@ from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.export.choose import Choice
 from xdm_ft.export.hub import FILES, READ
 from xdm_ft.export.predictor import load
-from xdm_ft.protocol.derived_splits import with_validation
+from xdm_ft.protocol.splits import with_validation
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.names import reference_beside, reference_file
 from xdm_ft.storage.run_directory import RunDirectory

@@ -5,8 +5,7 @@ import pytest
 import torch
 from made_up import MadeUp
 
-from xdm_ft.protocol.derived_splits import all_domains, with_validation
-from xdm_ft.protocol.splits import Protocol, splits
+from xdm_ft.protocol.splits import Protocol, all_domains, splits, with_validation
 
 
 def made(groups: bool) -> MadeUp:

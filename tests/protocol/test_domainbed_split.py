@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from made_up import MadeUp
 
-from xdm_ft.protocol.domainbed_split import seed_hash, split_keys
-from xdm_ft.protocol.splits import Protocol, official, splits
+from xdm_ft.protocol.splits import Protocol, official, seed_hash, split_keys, splits
 from xdm_ft.runtime.errors import UserError
 
 GOLDEN = json.loads((Path(__file__).resolve().parents[1] / "golden" / "seeds_splits_hparams.json").read_text())

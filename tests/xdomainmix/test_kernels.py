@@ -21,21 +21,23 @@ from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.heads.linear import Linear
 from xdm_ft.heads.mlp import MLP
 from xdm_ft.runtime.tensors import Batch, Task
-from xdm_ft.xdomainmix import Partners, _numba, decompose, draw_partners, linear_scores, mix, order_statistic
-from xdm_ft.xdomainmix.augmentation import mix_masked, select_and_mix
+from xdm_ft.xdomainmix import Partners, _numba, decompose, draw_partners, linear_scores, mix
+from xdm_ft.xdomainmix.masks import exceeds_by_sorting
+from xdm_ft.xdomainmix.mixing import mix_masked, select_and_mix
 
 TRITON = """
 import torch
 from test_order_statistic import SCORES, SIZE
-from xdm_ft.xdomainmix import _triton, order_statistic
+from xdm_ft.xdomainmix import _triton
+from xdm_ft.xdomainmix.masks import exceeds_by_sorting
 
 for kind, scores in SCORES.items():
     for ranks in (torch.arange(8) * 30, torch.tensor([0, SIZE - 1]), torch.tensor([100])):
-        assert torch.equal(_triton.exceeds(scores[:8], ranks), order_statistic.reference(scores[:8], ranks)), kind
+        assert torch.equal(_triton.exceeds(scores[:8], ranks), exceeds_by_sorting(scores[:8], ranks)), kind
 broken, ranks = SCORES["half zeros"][:8].clone(), torch.tensor([100])
 broken[5, 5] = torch.nan
 broken[6, 6] = -torch.nan
-assert torch.equal(_triton.exceeds(broken, ranks), order_statistic.reference(broken, ranks))
+assert torch.equal(_triton.exceeds(broken, ranks), exceeds_by_sorting(broken, ranks))
 assert _triton.exceeds(broken, ranks).any(1).tolist() == [True] * 5 + [False] * 2 + [True]
 
 from triton.runtime.cache import FileCacheManager
@@ -49,7 +51,7 @@ print(cache.cache_dir)
 def plain(z: Tensor, choices: tuple[Tensor, ...], selection: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """`select_and_mix` by the functions of the equations."""
     by_class, by_domain = (linear_scores(z, *selection[first : first + 2]) for first in (0, 3))
-    masks = (order_statistic.reference(by_class, selection[2]), order_statistic.reference(by_domain, selection[5]))
+    masks = (exceeds_by_sorting(by_class, selection[2]), exceeds_by_sorting(by_domain, selection[5]))
     same, other, lam, keep = choices
     everyone = torch.ones(len(z), dtype=torch.bool)
     return mix(decompose(z, *masks), Partners(same, other, everyone, everyone), lam, keep), *masks
@@ -166,9 +168,9 @@ def test_they_are_what_trains(head: type, called: list[str], monkeypatch: pytest
 
     def passes() -> list[Tensor]:
         first = method(z, batch, 3)
-        second = method(z, batch, 3, first.reuse)
+        second = method(z, batch, 3, first.first_pass_draws)
         gradients = [torch.autograd.grad(losses.total, z)[0] for losses in (first, second)]
-        return [first.total, second.total, *gradients, *first.reuse.values()]
+        return [first.total, second.total, *gradients, *first.first_pass_draws.values()]
 
     fast = passes()
     assert called == ["augment", "mix"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from xdm_ft.runtime.tensors import Parts
 from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, draw_partners, linear_scores, mix, specific_mask
+from xdm_ft.xdomainmix.mixing import Parts
 
 GOLDEN = np.load(Path(__file__).resolve().parents[1] / "golden" / "mixing.npz")
 

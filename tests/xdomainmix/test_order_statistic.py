@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xdm_ft.xdomainmix import order_statistic, specific_mask
-from xdm_ft.xdomainmix.decomposition import as_tensor
+from xdm_ft.xdomainmix import masks, specific_mask
+from xdm_ft.xdomainmix.masks import as_tensor
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-42, -1e-42, 3e38, -3e38]
 torch.manual_seed(0)
@@ -31,11 +31,11 @@ SCORES = {
 
 
 def plain(scores: torch.Tensor, rank: int) -> torch.Tensor:
-    return order_statistic.reference(scores, torch.tensor([rank]))
+    return masks.exceeds_by_sorting(scores, torch.tensor([rank]))
 
 
 @pytest.mark.parametrize("kind", SCORES)
-@pytest.mark.parametrize("find", [order_statistic.exceeds, plain])
+@pytest.mark.parametrize("find", [masks.exceeds, plain])
 def test_every_kind_of_scores(kind: str, find) -> None:
     scores = SCORES[kind]
     ordered = scores.sort(-1).values
@@ -57,7 +57,7 @@ def test_any_scores(data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, size - 1))
     of_numbers = ~scores.isnan().any(1, keepdim=True)
     expected = (scores > scores.sort(-1).values[:, rank, None]) & of_numbers  # NaN is sorted last
-    assert torch.equal(order_statistic.exceeds(scores, rank), expected)
+    assert torch.equal(masks.exceeds(scores, rank), expected)
     assert torch.equal(plain(scores, rank), expected)
 
 
@@ -65,7 +65,7 @@ def test_rows_with_a_nan_and_inputs_untouched() -> None:
     scores = SCORES["half zeros"].clone()
     scores[5, 5] = torch.nan
     before = scores.clone()
-    for find in (order_statistic.exceeds, plain):
+    for find in (masks.exceeds, plain):
         mask = find(scores, 100)
         assert not mask[5].any() and mask.any(1).sum() == ROWS - 1
     assert torch.equal(scores.nan_to_num(9), before.nan_to_num(9))
@@ -86,7 +86,7 @@ def test_other_floats() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         scores = SCORES["normal"].to(dtype)
         expected = scores > scores.sort(-1).values[:, 100, None]
-        assert torch.equal(order_statistic.exceeds(scores, 100), expected)
+        assert torch.equal(masks.exceeds(scores, 100), expected)
 
 
 def test_ranks_as_tensors() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xdm_ft.xdomainmix import draw_partners
-from xdm_ft.xdomainmix.partners import OtherPartner
+from xdm_ft.xdomainmix.mixing import OtherPartner
 
 CHOICES = get_args(OtherPartner)
 

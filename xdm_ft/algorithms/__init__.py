@@ -111,7 +111,7 @@ class Method(nn.Module, ABC):
 
     @final
     def logits(self, z: Tensor) -> Tensor:
-        """Features z [B,K] → logits [B,C]. Training, evaluation, selection and export all call this function.
+        """Features z [B,K] → logits [B,C], in training, evaluation, selection and export.
 
         It is final: another map from features to logits is another head.
         """
@@ -120,12 +120,9 @@ class Method(nn.Module, ABC):
 
     @final
     def stacked_logits(self, z: Tensor, state: Mapping[str, Tensor]) -> Tensor:
-        """Returns the logits [n,H,C] of H models on the same features z [n,K].
-
-        `state`: name of a parameter or buffer of this model → its values in the H models, [H,…].
-        """
-        own = {name.removeprefix("head."): value for name, value in state.items() if name.startswith("head.")}
-        return self.head.stacked_logits(z, own)
+        """Returns the logits [n,H,C] of H models on the same features z [n,K]; `state`: name → values [H,…]."""
+        of_head = {name.removeprefix("head."): value for name, value in state.items() if name.startswith("head.")}
+        return self.head.stacked_logits(z, of_head)
 
     @staticmethod
     def gradients_per_step(num_domains: int) -> int:
@@ -148,9 +145,7 @@ class Algorithm(Method):
     `torch.func.vmap` over stacked heads, so it has no data-dependent Python branches and no in-place change of state.
     Numeric settings that may differ between heads are buffers (`persistent=False` if the settings determine them). In a
     bank `step` is a tensor, int64 [], so that a GPU need not wait: no Python branch reads it, but `phase` does.
-
-    A method that is more than a loss replaces one of three functions: `on_inputs` (with `input_partners`),
-    `stage_modules` or `update`.
+    A method that is more than a loss replaces `on_inputs` (with `input_partners`), `stage_modules` or `update`.
     """
 
     auxiliary: tuple[str, ...] = ()  # names of child modules trained by `Losses.auxiliary`
@@ -182,21 +177,20 @@ class Algorithm(Method):
         return 1
 
     def phase(self, step: int) -> str:
-        """Returns the name of the function that computes the losses at `step`: `loss`, or another one like it.
-
-        A method whose training begins with other losses, such as a warm-up, has a function for them.
-        """
+        """Returns the name of the function that computes the losses at `step`: `loss`, or that of a warm-up."""
         return "loss"
 
     @abstractmethod
     def loss(self, z: Tensor, batch: Batch, step: int | Tensor) -> Losses:
         """Returns the losses at `step` (counted from 0) of features z, float32 [B,K]; cached features are `batch.x`."""
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int | Tensor, reuse: Mapping[str, Tensor]) -> Losses:
+    def loss_at_perturbed(
+        self, z: Tensor, batch: Batch, step: int | Tensor, first_pass_draws: Mapping[str, Tensor]
+    ) -> Losses:
         """Returns the losses at the perturbed weights of a sharpness-aware step.
 
-        `reuse` is the first pass's `Losses.reuse`. Masks belong there: they depend on the weights, so that the second
-        pass would compute others. Random draws repeat by themselves; in `reuse` they are not computed twice.
+        `first_pass_draws` are those of the first pass's `Losses`. Masks belong there: they depend on the weights, so
+        that the second pass would compute others. Random draws repeat by themselves; here they are not computed twice.
         """
         return self.loss(z, batch, step)
 
@@ -205,17 +199,18 @@ class Algorithm(Method):
         z: Tensor,
         batch: Batch,
         step: int | Tensor,
-        reuse: Mapping[str, Tensor] | None = None,
+        first_pass_draws: Mapping[str, Tensor] | None = None,
         phase: str | None = None,
     ) -> Losses:
-        """Calls `second_pass` if there is something to reuse, else the function of the phase, in float32 or better.
+        """Calls `loss_at_perturbed` if the first pass has made draws, else the function of the phase, in float32 or
+        better.
 
         Engines call this. `phase`: that of `step`, if `step` is a tensor.
         """
         with torch.autocast(z.device.type, enabled=False):
             z = z if z.dtype == torch.float64 else z.float()
-            if reuse:
-                return self.second_pass(z, batch, step, reuse)
+            if first_pass_draws:
+                return self.loss_at_perturbed(z, batch, step, first_pass_draws)
             losses: Losses = getattr(self, phase or self.phase(int(step)))(z, batch, step)
             return losses
 
@@ -292,11 +287,9 @@ class Algorithm(Method):
         """Returns each sample's class weight, [B]; for soft labels t it is Σ_c w_c t_c. None: no class weights."""
         if self.class_weight is None:
             return None
-        return (
-            self.class_weight[batch.y]
-            if batch.targets is None
-            else batch.targets.to(self.class_weight.dtype) @ self.class_weight
-        )
+        if batch.targets is None:
+            return self.class_weight[batch.y]
+        return batch.targets.to(self.class_weight.dtype) @ self.class_weight
 
     def average(self, class_losses: Tensor, batch: Batch) -> Tensor:
         """Returns the mean of class losses [B], by `loss_average` and `class_weights`."""

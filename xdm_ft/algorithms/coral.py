@@ -64,9 +64,9 @@ def mean_distance(z: Tensor, domain: Tensor, num_domains: int) -> Tensor:
     centred = z.double() - members @ means  # [B,K]
     # detached: C_a − C̄ lies in the span of the basis, so a small turn of it changes the norm in second order only
     basis = torch.linalg.qr(centred.detach().T)[0]  # [K,min(B,K)]
-    own = centred @ basis  # [B,min(B,K)]
+    coordinates = centred @ basis  # [B,min(B,K)]
     weight = members / (count - 1).clamp(min=1)  # [B,D]
-    covariances = (own.T * weight.T[:, None]) @ own  # [D,min(B,K),min(B,K)]
+    covariances = (coordinates.T * weight.T[:, None]) @ coordinates  # [D,min(B,K),min(B,K)]
     several = (count > 1).double()  # [D]
     width = z.shape[1]
     spread = _spread(means, several) / width + _spread(covariances.flatten(1), several) / width**2

@@ -25,8 +25,7 @@ class ERM(Algorithm):
         target = batch.y if batch.targets is None else self.weighted_labels(batch.targets)
         per_sample = F.cross_entropy(self.logits(z), target, reduction="none")  # [B]
         total = self.average(per_sample, batch)
-        found = batch.has_partner
-        logs = {} if found is None else {"without_partner": 1 - found.float().mean()}
+        logs = {} if batch.has_partner is None else {"without_partner": 1 - batch.has_partner.float().mean()}
         return Losses(total, auxiliary=total.new_zeros(()), logs=logs)
 
     def weighted_labels(self, targets: Tensor) -> Tensor:

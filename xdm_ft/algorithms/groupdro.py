@@ -50,8 +50,10 @@ class GroupDRO(Algorithm):
         q = (self.q.log() + self.eta * means.detach()).softmax(0)  # in logarithms: exp would overflow
         return self.weighted(means, q)
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int | Tensor, reuse: Mapping[str, Tensor]) -> Losses:
-        return self.weighted(self.domain_losses(z, batch), reuse["q"])
+    def loss_at_perturbed(
+        self, z: Tensor, batch: Batch, step: int | Tensor, first_pass_draws: Mapping[str, Tensor]
+    ) -> Losses:
+        return self.weighted(self.domain_losses(z, batch), first_pass_draws["q"])
 
     def domain_losses(self, z: Tensor, batch: Batch) -> Tensor:
         """Returns L_d [D]; 0 for a domain without samples in the batch."""
@@ -60,10 +62,5 @@ class GroupDRO(Algorithm):
 
     def weighted(self, means: Tensor, q: Tensor) -> Losses:
         total = q @ means
-        return Losses(
-            total,
-            auxiliary=total.new_zeros(()),
-            buffers={"q": q},
-            logs={"largest_weight": q.max()},
-            reuse={"q": q},
-        )
+        logs = {"largest_weight": q.max()}
+        return Losses(total, auxiliary=total.new_zeros(()), buffers={"q": q}, logs=logs, first_pass_draws={"q": q})

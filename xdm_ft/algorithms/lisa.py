@@ -9,9 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
-from xdm_ft.algorithms._input_mixing import PartnerSource, draw_partners
 from xdm_ft.algorithms.erm import ERM
-from xdm_ft.algorithms.mixup import mix_up, mixed_labels, partners_of
+from xdm_ft.algorithms.mixup import PartnerSource, draw_partners, mix_labels, mix_up, partners_of
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, beta, beta_quantiles, uniform
 from xdm_ft.runtime.tensors import Batch, InputPartners, Samples
@@ -103,19 +102,14 @@ def cut_mix(batch: Batch, lam: Tensor, centre: Tensor, num_classes: int) -> Batc
     left = 1 - (last - first).prod(1) / (height * width)  # λ: the visible share of x
     return batch._replace(
         x=torch.where(inside, partner, batch.x),
-        targets=mixed_labels(batch.y, partner_y, left, num_classes),
+        targets=mix_labels(batch.y, partner_y, left, num_classes),
     )
 
 
 def box(lam: Tensor, centre: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the first pixel of boxes and the one after the last, int64 [B,2] each, clipped to the image.
 
-    The edges of a box are √(1−λ) times those of the image.
-
-    Args:
-        lam: λ, float [B].
-        centre: row and column of the boxes' centres, int64 [B,2].
-        size: height and width of the image, int64 [2].
+    The edges of a box are √(1−λ) times those of the image: `lam` [B], `centre` and `size` (height, width) int64.
     """
     half = (size * (1 - lam[:, None]).sqrt()).long() // 2  # [B,2]
     border = torch.zeros_like(size)

@@ -14,7 +14,7 @@ from xdm_ft.encoders import Encoder
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.randomness import Stream, beta, beta_quantiles, uniform
 from xdm_ft.runtime.tensors import Batch
-from xdm_ft.xdomainmix.partners import pick
+from xdm_ft.xdomainmix.mixing import pick
 
 PartnerKind = Literal["random", "other_domain"]
 

@@ -1,4 +1,4 @@
-"""Mixup: convex combinations of samples and of their labels."""
+"""Mixup: convex combinations of samples and of their labels; and what it shares with LISA."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
-from xdm_ft.algorithms._input_mixing import PartnerSource, draw_partners, permuted
 from xdm_ft.algorithms.erm import ERM
 from xdm_ft.runtime.randomness import Stream, beta, beta_quantiles, uniform
 from xdm_ft.runtime.tensors import Batch, InputPartners, Samples
+
+PartnerSource = Annotated[
+    Literal["batch", "all"],
+    Field(description="draw x_j from the batch, or from all training images (which doubles the images to decode)"),
+]
+Annotation = Literal["y", "domain"]
 
 
 class Mixup(ERM):
@@ -52,7 +57,7 @@ class Mixup(ERM):
         places = torch.arange(drawn.y.shape[-1], device=drawn.y.device)
         u = uniform(self.seed, steps[:, None], Stream.INPUT_PARTNERS, places)  # [S,B]
         if self.partners == "batch" and self.partner_domain == "any":
-            return permuted(drawn, u)
+            return permute(drawn, u)
         other: Literal["domain"] | None = "domain" if self.partner_domain == "other" else None
         return draw_partners(drawn, training, u, self.partners, same=None, other=other)
 
@@ -73,11 +78,69 @@ def mix_up(batch: Batch, lam: Tensor, num_classes: int) -> Batch:
     partner, partner_y, _ = partners_of(batch)
     of_x = lam.view(-1, *(1 for _ in batch.x.shape[1:])).to(batch.x.dtype)  # [B,1,…]
     return batch._replace(
-        x=of_x * batch.x + (1 - of_x) * partner, targets=mixed_labels(batch.y, partner_y, lam, num_classes)
+        x=of_x * batch.x + (1 - of_x) * partner, targets=mix_labels(batch.y, partner_y, lam, num_classes)
     )
 
 
-def mixed_labels(y: Tensor, partner_y: Tensor, lam: Tensor, num_classes: int) -> Tensor:
+def mix_labels(y: Tensor, partner_y: Tensor, lam: Tensor, num_classes: int) -> Tensor:
     """Returns λ y + (1−λ) y_j of one-hot labels, [B,C]."""
     own, theirs = (F.one_hot(labels, num_classes).to(lam.dtype) for labels in (y, partner_y))
     return lam[:, None] * own + (1 - lam[:, None]) * theirs
+
+
+def draw_partners(
+    drawn: Samples,
+    training: Samples,
+    u: Tensor,
+    source: Literal["batch", "all"],
+    same: Annotation | None,
+    other: Annotation | None,
+) -> InputPartners:
+    """Draws one partner for every sample of S batches, uniformly over the valid samples, by u in [0, 1), float [S,B].
+
+    `drawn` (fields [S,B]) and `training` (fields [n]) are as in `Algorithm.input_partners`. A valid partner shares the
+    annotation `same` with the sample and differs in `other`. None: no condition; a sample may then be its own partner.
+    """
+    size = drawn.y.shape[-1]
+    pool = drawn if source == "batch" else training
+    keys = [getattr(samples, same) if same else torch.zeros_like(samples.y) for samples in (drawn, pool)]
+    others = [getattr(samples, other) if other else torch.zeros_like(samples.y) for samples in (drawn, pool)]
+    chosen, exists = pick_other(keys[0], others[0] if other else others[0] - 1, keys[1], others[1], u)
+    itself = torch.arange(size, device=u.device).expand_as(chosen)
+    if source == "batch":
+        position = torch.where(exists, chosen, itself)
+        return InputPartners(drawn.row.gather(-1, position), position, exists)
+    row = torch.where(exists, training.row[chosen], drawn.row)
+    return InputPartners(row, torch.where(exists, size + itself, itself), exists)
+
+
+def permute(drawn: Samples, u: Tensor) -> InputPartners:
+    """Draws partners by a random permutation of each batch: the order of u in [0, 1), float [S,B].
+
+    A sample that the permutation does not move has no partner.
+    """
+    position = torch.argsort(u, dim=-1, stable=True)
+    moved = position != torch.arange(u.shape[-1], device=u.device)
+    return InputPartners(drawn.row.gather(-1, position), position, moved)
+
+
+def pick_other(same: Tensor, other: Tensor, pool_same: Tensor, pool_other: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Picks the ⌊u·n⌋-th of the n samples of a pool that have the same `same` and another `other`.
+
+    `same` and `other` are int64 [S,B], at least −1; `pool_same` and `pool_other` are [S,m], or [m] for all S. Returns
+    positions in the pool, int64 [S,B] (0 if n = 0), and whether n > 0, bool [S,B].
+
+    The pool is sorted by (same, other). The valid samples are then one block of equal `same` without the block of equal
+    `other` inside it: four binary searches replace a comparison of all [B,m] pairs.
+    """
+    base = int(torch.maximum(pool_other.max(), other.max())) + 2  # same · base + other + 1 orders by (same, other)
+    key, order = (pool_same * base + pool_other + 1).sort(dim=-1, stable=True)
+    first, last = (torch.searchsorted(key, (same + more) * base) for more in (0, 1))  # the block of `same`
+    excluded = same * base + other + 1
+    begin, end = torch.searchsorted(key, excluded), torch.searchsorted(key, excluded, right=True)
+    count = (last - first) - (end - begin)  # n [S,B]
+    rank = torch.minimum((u.double() * count).long(), count - 1)
+    position = first + rank
+    position = (position + torch.where(position >= begin, end - begin, 0)).clamp(0, key.shape[-1] - 1)
+    picked = order[position] if order.ndim == 1 else order.gather(-1, position)
+    return torch.where(count > 0, picked, 0), count > 0

@@ -14,9 +14,8 @@ from torch import Tensor
 from xdm_ft.algorithms import Algorithm, Setup
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.tensors import Batch, Losses
-from xdm_ft.xdomainmix import specific_mask
-from xdm_ft.xdomainmix.decomposition import as_tensor
-from xdm_ft.xdomainmix.importance import target_gradient
+from xdm_ft.xdomainmix.masks import as_tensor, specific_mask
+from xdm_ft.xdomainmix.scores import target_gradient
 
 
 class RSC(Algorithm):
@@ -56,13 +55,15 @@ class RSC(Algorithm):
         kept = self.kept(z, batch.y)
         logits = self.both_logits(z, kept)
         with torch.no_grad():
-            whole, muted = (self.true_probability(v, batch.y) for v in logits)
-        spared = specific_mask(muted - whole, self.drops[1])  # bool [B], from minus the fall
+            before, muted = (self.true_probability(v, batch.y) for v in logits)
+        spared = specific_mask(muted - before, self.drops[1])  # bool [B], from minus the fall
         return self.losses(logits, batch, kept, spared)
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int | Tensor, reuse: Mapping[str, Tensor]) -> Losses:
-        """Returns the loss with the first pass's masks."""
-        return self.losses(self.both_logits(z, reuse["kept"]), batch, reuse["kept"], reuse["spared"])
+    def loss_at_perturbed(
+        self, z: Tensor, batch: Batch, step: int | Tensor, first_pass_draws: Mapping[str, Tensor]
+    ) -> Losses:
+        kept, spared = first_pass_draws["kept"], first_pass_draws["spared"]
+        return self.losses(self.both_logits(z, kept), batch, kept, spared)
 
     def kept(self, z: Tensor, y: Tensor) -> Tensor:
         """Returns m, bool [B,K]: g < its (1−p)-quantile is equivalent to −g > its p-quantile."""
@@ -79,7 +80,7 @@ class RSC(Algorithm):
     def losses(self, logits: tuple[Tensor, Tensor], batch: Batch, kept: Tensor, spared: Tensor) -> Losses:
         chosen = torch.where(spared[:, None], *logits)
         total = self.average(F.cross_entropy(chosen, batch.y, reduction="none"), batch)
-        return Losses(total, auxiliary=total.new_zeros(()), reuse={"kept": kept, "spared": spared})
+        return Losses(total, auxiliary=total.new_zeros(()), first_pass_draws={"kept": kept, "spared": spared})
 
     @staticmethod
     def true_probability(logits: Tensor, y: Tensor) -> Tensor:

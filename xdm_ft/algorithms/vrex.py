@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor
 
 from xdm_ft.algorithms import Setup
-from xdm_ft.algorithms._annealing import AnnealedPenalty
+from xdm_ft.algorithms.irm import AnnealedPenalty
 from xdm_ft.runtime.tensors import Batch
 
 

@@ -16,14 +16,17 @@ from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.randomness import Stream, uniform
 from xdm_ft.runtime.tensors import Batch, Losses
-from xdm_ft.xdomainmix import Partners, autograd_scores, decompose, draw_partners, linear_scores, mix
-from xdm_ft.xdomainmix.augmentation import mix_masked, select_and_mix
-from xdm_ft.xdomainmix.decomposition import rank_of
-from xdm_ft.xdomainmix.importance import target_gradient
-from xdm_ft.xdomainmix.order_statistic import exceeds
-from xdm_ft.xdomainmix.partners import OtherPartner
-from xdm_ft.xdomainmix.stacking import runs_kernel
-from xdm_ft.xdomainmix.threshold import quantile_cycle, quantile_stage
+from xdm_ft.xdomainmix.masks import exceeds, quantile_cycle, quantile_stage, rank_of, runs_kernel
+from xdm_ft.xdomainmix.mixing import (
+    OtherPartner,
+    Partners,
+    decompose,
+    draw_partners,
+    mix,
+    mix_masked,
+    select_and_mix,
+)
+from xdm_ft.xdomainmix.scores import autograd_scores, linear_scores, target_gradient
 
 CLASS_QUANTILE = 0.5
 """τ_c is this quantile of a sample's class scores."""
@@ -51,8 +54,8 @@ class Augmented(NamedTuple):
     masks: dict[str, Tensor]  # `class_mask` and `domain_mask`, bool [B,K]
 
     @property
-    def reuse(self) -> dict[str, Tensor]:
-        """All but z̃, for a second pass."""
+    def draws(self) -> dict[str, Tensor]:
+        """All but z̃, for the loss at perturbed weights."""
         return {**self.masks, **self.partners._asdict(), "lam": self.lam, "keep": self.keep}
 
 
@@ -149,22 +152,24 @@ class XDomainMix(Algorithm):
         of_domain = self.domain_loss(self.domain_head(z.detach()), batch)  # [B]
         return Losses(*self.averages(of_class, of_domain, batch))
 
-    def second_pass(self, z: Tensor, batch: Batch, step: int | Tensor, reuse: Mapping[str, Tensor]) -> Losses:
-        return self.mixed_loss(z, batch, self.augment(z, batch, step, reuse))
+    def loss_at_perturbed(
+        self, z: Tensor, batch: Batch, step: int | Tensor, first_pass_draws: Mapping[str, Tensor]
+    ) -> Losses:
+        return self.mixed_loss(z, batch, self.augment(z, batch, step, first_pass_draws))
 
     def augment(
-        self, z: Tensor, batch: Batch, step: int | Tensor, reuse: Mapping[str, Tensor] | None = None
+        self, z: Tensor, batch: Batch, step: int | Tensor, first_pass_draws: Mapping[str, Tensor] | None = None
     ) -> Augmented:
         """Returns z̃ at a step after the warm-up, by equations (1) to (7) in order.
 
-        `reuse` holds the masks of a first pass, and its draws, if it has made them; None: both are computed.
+        `first_pass_draws` holds masks, and perhaps `Augmented.draws` besides; None: both are computed.
         """
-        known = dict(reuse or {})
-        if "lam" in known:
-            partners, lam, keep = Partners(*(known[name] for name in Partners._fields)), known["lam"], known["keep"]
+        given = first_pass_draws or {}
+        if "lam" in given:
+            partners, lam, keep = Partners(*(given[name] for name in Partners._fields)), given["lam"], given["keep"]
         else:
-            partners, lam, keep = self.draws(batch, step)
-        masks = {name: known[name] for name in MASKS} if known else None
+            partners, lam, keep = self.draw(batch, step)
+        masks = {name: given[name] for name in MASKS} if given else None
         choices = partners.same, partners.other, lam, keep
         if z.ndim > 2 or not runs_kernel(z, "cpu"):
             masks = self.masks(z, batch, step) if masks is None else masks
@@ -174,8 +179,8 @@ class XDomainMix(Algorithm):
         else:
             of_class = *slopes(self.head, z, batch.y), self.class_rank
             of_domain = *slopes(self.domain_head, z, batch.domain), self.domain_rank(step)
-            mixed, *found = select_and_mix(z, choices, (*of_class, *of_domain))
-            masks = dict(zip(MASKS, found, strict=True))
+            mixed, *both_masks = select_and_mix(z, choices, (*of_class, *of_domain))
+            masks = dict(zip(MASKS, both_masks, strict=True))
         return Augmented(mixed, partners, lam, keep, masks)
 
     def masks(self, z: Tensor, batch: Batch, step: int | Tensor) -> dict[str, Tensor]:
@@ -191,7 +196,7 @@ class XDomainMix(Algorithm):
         ranks = self.domain_ranks
         return ranks[stage : stage + 1] if isinstance(stage, int) else ranks.index_select(0, stage[None])
 
-    def draws(self, batch: Batch, step: int | Tensor) -> tuple[Partners, Tensor, Tensor]:
+    def draw(self, batch: Batch, step: int | Tensor) -> tuple[Partners, Tensor, Tensor]:
         """Returns x_i and x_j, λ1 and λ2 in effect [B,2], and bool [B]: whether Z_c,d is kept."""
         noise = self.noise(batch.place, step)
         partners = draw_partners(batch.y, batch.domain, noise.partners, self.other_partner)  # x_i and x_j of (5)
@@ -201,7 +206,7 @@ class XDomainMix(Algorithm):
         return partners, lam, noise.discard >= self.p_discard
 
     def noise(self, place: Tensor, step: int | Tensor) -> Noise:
-        """Returns the random numbers of a step, a function of the seed, the step and the places in the batch."""
+        """Returns the random numbers of a step, a function of the seed, the step and the positions in the batch."""
         two = 2 * place, 2 * place + 1  # indices of the draws for x_i and x_j
         discard = place if self.discard_per == "sample" else torch.zeros_like(place)
         u = uniform(self.seed, step, self.streams, torch.stack([*two, *two, discard]))  # [5,B]
@@ -213,15 +218,15 @@ class XDomainMix(Algorithm):
         of_class = F.cross_entropy(logits, batch.y.repeat(2), reduction="none").view(2, -1).mean(0)  # [B]
         of_domain = self.domain_loss(self.domain_head(z.detach()), batch)
         if self.domain_head_augmented:
-            on_mixed = self.domain_head(augmented.z.detach())
-            on_mixed = soft_loss(on_mixed, mixed_domains(batch, augmented, self.task.num_domains))
+            logits_of_mixed = self.domain_head(augmented.z.detach())
+            on_mixed = soft_loss(logits_of_mixed, mixed_domains(batch, augmented, self.task.num_domains))
             of_domain = torch.where(augmented.keep, (of_domain + on_mixed) / 2, of_domain)
-        found = torch.stack([augmented.partners.has_same, augmented.partners.has_other]).float().mean(1)  # [2]
-        without_same, without_other = (1 - found).unbind()
+        has_partner = torch.stack([augmented.partners.has_same, augmented.partners.has_other]).float().mean(1)  # [2]
+        without_same, without_other = (1 - has_partner).unbind()
         return Losses(
             *self.averages(of_class, of_domain, batch),
             logs={"without_same_partner": without_same, "without_other_partner": without_other},
-            reuse=augmented.reuse,
+            first_pass_draws=augmented.draws,
         )
 
     def domain_loss(self, logits: Tensor, batch: Batch) -> Tensor:
@@ -245,7 +250,7 @@ def scores(head: Head, z: Tensor, target: Tensor) -> Tensor:
 
 
 def slopes(head: Head, z: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns rows [R,K] and each sample's place in them, int64 [B]: a row times z is the sample's `scores`."""
+    """Returns rows [R,K] and which of them is each sample's, int64 [B]: it times z is the sample's `scores`."""
     if isinstance(head, Linear):
         return head.weight, target
     return target_gradient(z, head, target), torch.arange(len(z), device=z.device)

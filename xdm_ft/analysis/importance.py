@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xdm_ft.runtime.randomness import Stream, uniform
-from xdm_ft.xdomainmix.importance import target_gradient
+from xdm_ft.xdomainmix.scores import target_gradient
 
 Logits = Callable[[Tensor], Tensor]  # features [B,K] → logits [B,C], sample by sample
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -159,4 +159,4 @@ def mixed_maps(
     method = XDomainMix(Setup(Task(names, names), maps.shape[1], steps=1, seed=0), warmup_steps=0)
     place = torch.arange(len(y))
     with torch.no_grad():
-        return method.augment(maps, Batch(maps, y, domain, place, place), step=0, reuse=masks)
+        return method.augment(maps, Batch(maps, y, domain, place, place), step=0, first_pass_draws=masks)

@@ -28,7 +28,7 @@ from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, sea
 from xdm_ft.experiment.prepare import make_job
 from xdm_ft.experiment.results import Outcome, ResultsFile
 from xdm_ft.experiment.train import train
-from xdm_ft.protocol.derived_splits import all_domains
+from xdm_ft.protocol.splits import all_domains
 from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.search import Value
 from xdm_ft.recipe.settings import Recipe

@@ -30,8 +30,7 @@ from xdm_ft.experiment.summary import protocol_of
 from xdm_ft.experiment.train import NOTHING, DoneModels, train
 from xdm_ft.features.cache import Features
 from xdm_ft.images.dataset import ImageDataset
-from xdm_ft.protocol.derived_splits import LEFT_OUT, mean_course, with_validation
-from xdm_ft.protocol.splits import SELECTION_SPLIT, Split
+from xdm_ft.protocol.splits import LEFT_OUT, SELECTION_SPLIT, Split, mean_course, with_validation
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.search import at_the_edge
 from xdm_ft.runtime.progress import Progress, progress

@@ -12,9 +12,8 @@ import torch
 
 from xdm_ft.evaluation.records import ModelKey
 from xdm_ft.images.dataset import ImageDataset
-from xdm_ft.protocol.derived_splits import LEFT_OUT, all_domains, also_measuring, without
 from xdm_ft.protocol.samplers import steps_of
-from xdm_ft.protocol.splits import LOOKS, Split, rules_of, splits
+from xdm_ft.protocol.splits import LEFT_OUT, LOOKS, Split, all_domains, also_measuring, rules_of, splits, without
 from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training, unfreeze_problem
 from xdm_ft.recipe.search import Distribution
 from xdm_ft.recipe.settings import Recipe

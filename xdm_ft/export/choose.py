@@ -33,8 +33,7 @@ from xdm_ft.features.hashes import hash_files
 from xdm_ft.features.key import weights_digest
 from xdm_ft.heads import Head
 from xdm_ft.images.transforms import Preprocessing
-from xdm_ft.protocol.derived_splits import all_domains
-from xdm_ft.protocol.splits import SELECTION_SPLIT, splits
+from xdm_ft.protocol.splits import SELECTION_SPLIT, all_domains, splits
 from xdm_ft.recipe.check import check
 from xdm_ft.recipe.method import ListedEncoder
 from xdm_ft.report.finished import ORACLE, Run

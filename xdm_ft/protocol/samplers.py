@@ -32,7 +32,7 @@ class BatchSampler(ABC):
         """Returns the rows of the steps first…last−1: int64 [last − first, batch]."""
 
     def _keys(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Returns the keys of the draws: steps [last − first,1], and places in the batch [1,batch]."""
+        """Returns the keys of the draws: steps [last − first,1], and positions in the batch [1,batch]."""
         device = self.rows.device
         return torch.arange(first, last, device=device)[:, None], torch.arange(self.batch, device=device)[None]
 
@@ -49,9 +49,8 @@ class PerDomainSampler(BatchSampler):
         self.rows = torch.cat(list(pools))
         sizes = torch.tensor([len(pool) for pool in pools], device=self.rows.device)
         self.size = sizes.repeat_interleave(batch_size)  # [batch]: size of the pool that each position draws from
-        self.start = (sizes.cumsum(0) - sizes).repeat_interleave(
-            batch_size
-        )  # [batch]: where that pool begins in `rows`
+        # [batch]: where that pool begins in `rows`
+        self.start = (sizes.cumsum(0) - sizes).repeat_interleave(batch_size)
 
     def indices(self, first: int, last: int) -> Tensor:
         steps, position = self._keys(first, last)
@@ -76,9 +75,8 @@ class ClassBalancedSampler(BatchSampler):
         self.start = self.size.cumsum(0) - self.size  # where that class begins in `rows`
         classes = torch.tensor([len(of_pool) for of_pool in sizes], device=self.rows.device)
         self.classes = classes.repeat_interleave(batch_size)  # [batch]: number of classes that each position draws from
-        self.first = (classes.cumsum(0) - classes).repeat_interleave(
-            batch_size
-        )  # [batch]: index of its first class in `size`
+        # [batch]: index of its first class in `size`
+        self.first = (classes.cumsum(0) - classes).repeat_interleave(batch_size)
 
     def indices(self, first: int, last: int) -> Tensor:
         steps, position = self._keys(first, last)
@@ -109,9 +107,8 @@ class PooledSampler(BatchSampler):
             self._order(epoch)[max(begin - epoch * n, 0) : end - epoch * n]
             for epoch in range(begin // n, -(-end // n))
         ]  # fmt: skip
-        return torch.cat([self.rows[:0], *(piece.long() for piece in pieces)]).view(
-            last - first, self.batch
-        )  # [S,batch]
+        rows = torch.cat([self.rows[:0], *(piece.long() for piece in pieces)])
+        return rows.view(last - first, self.batch)  # [S,batch]
 
 
 def _refuse_empty(pools: Sequence[Tensor]) -> None:

@@ -1,8 +1,9 @@
-"""The protocol's splits: which images train, which select, which test."""
+"""Which images train, which select, which test: splits of the protocol, splits made of others, and notes on them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from xdm_ft.evaluation.looks import PLANNED
 from xdm_ft.images.dataset import ImageDataset
-from xdm_ft.protocol.domainbed_split import validation_rows
-from xdm_ft.protocol.split_notes import gaps, images_per_class, independence, seen_or_unseen
+from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, did_you_mean
 from xdm_ft.runtime.randomness import validation_part
 from xdm_ft.runtime.settings import Block, OneOrMany, Problem
@@ -22,9 +22,11 @@ from xdm_ft.runtime.settings import Block, OneOrMany, Problem
 Rule = Literal["train_val", "val_domain", "cross_domain", "oracle"]
 SELECTION_SPLIT: dict[str, str] = {"train_val": "train_val", "val_domain": "val_domain", "oracle": "test_val"}
 """Selection rule → the evaluation split on which it selects. `oracle` uses a part of the test domain: cheating.
-`cross_domain` is not here, as it uses the splits of additional models (`derived_splits.without`)."""
+`cross_domain` is not here, as it uses the splits of additional models (`without`)."""
+LEFT_OUT = ("left_out_0", "left_out_1")
+"""Names of the evaluation splits of a `cross_domain` model: its two held-out domains."""
 
-MOST_SEEDS = 10_000
+MAX_SEEDS = 10_000
 AUTO = "auto"
 LOOKS = tuple(PLANNED)
 """Numbers of seeds after which `protocol.seeds: auto` looks whether every row is settled."""
@@ -87,8 +89,8 @@ class Protocol(Block):
         if isinstance(value, int) and not isinstance(value, bool):
             if value < 1:
                 raise ValueError(f"{value} seeds; at least 1 is needed")
-            if value > MOST_SEEDS:
-                raise ValueError(f"{value} seeds; at most {MOST_SEEDS} are allowed")
+            if value > MAX_SEEDS:
+                raise ValueError(f"{value} seeds; at most {MAX_SEEDS} are allowed")
             return tuple(range(value))
         if value == AUTO:
             return tuple(range(LOOKS[0]))
@@ -123,8 +125,13 @@ class Split:
 
     @property
     def tested_on(self) -> str:
-        """Whether training sees the domains of the test images: none, some or all of them."""
-        return seen_or_unseen(self.test_domains, self.train_domains)
+        """What follows "tested on" in the notes. An official split may train and test on the same domain."""
+        seen = [name for name in self.test_domains if name in self.train_domains]
+        if not seen:
+            return "domains never trained on"
+        if len(seen) == len(self.test_domains):
+            return "domains that are also trained on, none of them unseen"
+        return f"domains of which {', '.join(seen)} {'is' if len(seen) == 1 else 'are'} also trained on"
 
 
 def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int] = ()) -> list[Split]:
@@ -137,7 +144,7 @@ def splits(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Col
     held_out = protocol.test_domains or dataset.domain_names
     if len(set(held_out)) < len(held_out):
         raise UserError(f"protocol.test_domains: {', '.join(held_out)}: a domain appears twice; remove one of the two")
-    drawn = _drawn(dataset, protocol, seed, unreadable)
+    drawn = _draw_validation_of_all(dataset, protocol, seed, unreadable)
     return [leave_one_domain_out(dataset, protocol, name, seed, unreadable, drawn) for name in held_out]
 
 
@@ -159,13 +166,11 @@ def leave_one_domain_out(
     """Returns the split in which all of `test_domain` tests and the other domains train, except validation parts.
 
     All labelled images are used, also those that the official split tests on or ignores. Images of other domains whose
-    group is also in `test_domain` are removed. `drawn`: the rows of the validation parts, if `_drawn` has found them.
+    group is also in `test_domain` are removed. `drawn`: the rows of the validation parts, if they are drawn already.
     """
     if test_domain not in dataset.domain_names:
-        known = list(dataset.domain_names)
-        raise UserError(
-            f'protocol.test_domains: "{test_domain}" is not a domain of the data{did_you_mean(test_domain, known)}'
-        )
+        hint = did_you_mean(test_domain, list(dataset.domain_names))
+        raise UserError(f'protocol.test_domains: "{test_domain}" is not a domain of the data{hint}')
     held_out = dataset.domain_names.index(test_domain)
     train_domains = tuple(name for name in dataset.domain_names if name != test_domain)
     if not train_domains:
@@ -184,7 +189,7 @@ def leave_one_domain_out(
         if shared.any():
             is_source &= ~shared
             notes.append(f"{shared.sum()} training images left out whose group is also in {test_domain}")
-    is_val, how = _validation(dataset, protocol, is_source, is_test, seed, drawn)
+    is_val, how = _draw_validation(dataset, protocol, is_source, is_test, seed, drawn)
     evaluation = {
         "train_val": np.flatnonzero(is_val & is_source),
         "test": np.flatnonzero(is_test),
@@ -194,18 +199,20 @@ def leave_one_domain_out(
     return _split(dataset, protocol, (test_domain,), train_domains, train, evaluation, notes + how)
 
 
-def _drawn(dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int]) -> np.ndarray | None:
+def _draw_validation_of_all(
+    dataset: ImageDataset, protocol: Protocol, seed: int, unreadable: Collection[int]
+) -> np.ndarray | None:
     """Returns the rows of the stratified validation parts of all domains, int64.
 
     None if they may depend on which domain is held out, because groups may span domains, or if there are none.
     """
-    if dataset.groups is not None or protocol.split_rule != "stratified" or _own_validation(dataset) is not None:
+    if dataset.groups is not None or protocol.split_rule != "stratified" or _validation_of_data(dataset) is not None:
         return None
     readable = np.delete(np.arange(len(dataset)), list(unreadable))
     return stratified_part(dataset, readable, protocol.val_fraction, seed)
 
 
-def _validation(
+def _draw_validation(
     dataset: ImageDataset,
     protocol: Protocol,
     is_source: np.ndarray,
@@ -216,11 +223,11 @@ def _validation(
     """Returns which rows are in validation parts, bool [N], and notes on that for the protocol line.
 
     Validation parts are stratified by domain and class, drawn with `seed`, and divide no group. Unless groups span
-    domains, a domain's part does not depend on which domain is held out. `split_rule: domainbed` draws DomainBed's
-    parts. If the data set has its own validation images of each domain (split "val"), these are used. Its split is not
-    used if it does not divide each domain: WILDS' parts are whole hospitals, or years.
+    domains, a domain's part does not depend on which domain is held out. If the data set has its own validation images
+    of each domain (split "val"), these are used. Its split is not used if it does not divide each domain: WILDS' parts
+    are whole hospitals, or years.
     """
-    own = _own_validation(dataset)
+    of_data = _validation_of_data(dataset)
     if protocol.split_rule == "domainbed":
         if dataset.splits is not None:
             raise UserError(
@@ -230,24 +237,21 @@ def _validation(
             raise UserError("protocol.split_rule: domainbed would divide groups; use stratified, or remove the groups")
         if not dataset.folder_order:
             raise UserError("protocol.split_rule: domainbed needs images in the order of folders; use stratified here")
-        rows = [validation_rows(dataset.domains, protocol.val_fraction, seed)]
+        rows = [domainbed_validation(dataset.domains, protocol.val_fraction, seed)]
         how = ["validation parts as DomainBed draws them", "tested on the whole held-out domain (DomainBed: on 80%)"]
-    elif own is not None:
-        return own, ["validation parts as they come with the data"]
+    elif of_data is not None:
+        return of_data, ["validation parts as they come with the data"]
     else:
-        parts = (np.flatnonzero(part) for part in (is_source, is_test))
-        rows = (
-            [stratified_part(dataset, part, protocol.val_fraction, seed) for part in parts]
-            if drawn is None
-            else [drawn]
-        )
+        rows = [drawn] if drawn is not None else []
+        for part in (is_source, is_test) if drawn is None else ():
+            rows.append(stratified_part(dataset, np.flatnonzero(part), protocol.val_fraction, seed))
         how = [] if dataset.splits is None else ["the data's own split is not used, all labelled images take part"]
     is_val = np.zeros(len(dataset), dtype=bool)
     is_val[np.concatenate(rows)] = True
     return is_val, how
 
 
-def _own_validation(dataset: ImageDataset) -> np.ndarray | None:
+def _validation_of_data(dataset: ImageDataset) -> np.ndarray | None:
     """Returns the data set's own validation rows, bool [N]; None if they can not be used.
 
     Each domain must have other rows to train on. Each domain must also have validation rows, unless the data's own
@@ -348,19 +352,28 @@ def _split(
             + (f" (a group may be too large for val_fraction {protocol.val_fraction})" if grouped else "")
             + f"; possible here: {', '.join(possible) or 'none'}"
         )
+    split = _split_of_rows(dataset, test_domains, numbers, train, evaluation)
+    notes = [f"tested on {split.tested_on}", note_groups(dataset, train, evaluation), *notes]
+    return replace(split, notes=(*notes, *note_gaps(dataset, train, evaluation, numbers)))
+
+
+def _split_of_rows(
+    dataset: ImageDataset,
+    test_domains: tuple[str, ...],
+    numbers: list[int],
+    train: np.ndarray,
+    evaluation: dict[str, np.ndarray],
+) -> Split:
+    """`numbers` are those of the training domains in the data set."""
     domain_of = np.full(len(dataset.domain_names), -1, dtype=np.int64)
     domain_of[numbers] = np.arange(len(numbers))
-    of_row = domain_of[dataset.domains[train]]
-    parts = [train[of_row == d] for d in range(len(numbers))]
-    split = Split(
+    return Split(
         test_domains=test_domains,
-        train_domains=train_domains,
-        train=tuple(torch.from_numpy(part) for part in parts),
+        train_domains=tuple(dataset.domain_names[number] for number in numbers),
+        train=tuple(torch.from_numpy(train[dataset.domains[train] == number]) for number in numbers),
         evaluation={name: torch.from_numpy(rows) for name, rows in evaluation.items()},
         domain_of=torch.from_numpy(domain_of),
     )
-    notes = [f"tested on {split.tested_on}", independence(dataset, train, evaluation), *notes]
-    return replace(split, notes=(*notes, *gaps(dataset, train, evaluation, numbers)))
 
 
 def stratified_part(dataset: ImageDataset, rows: np.ndarray, fraction: float, seed: int) -> np.ndarray:
@@ -368,3 +381,134 @@ def stratified_part(dataset: ImageDataset, rows: np.ndarray, fraction: float, se
     stratum = dataset.domains[rows] * len(dataset.class_names) + dataset.labels[rows]
     group = None if dataset.groups is None else dataset.groups[rows]
     return validation_part(rows, stratum, group, fraction, seed)
+
+
+def without(dataset: ImageDataset, split: Split, domain: str) -> Split:
+    """Returns `split` with one more held-out domain, whose training images become `left_out_0`.
+
+    Images whose group is also in that domain are removed. DomainBed's third selection rule leaves out one training
+    domain at a time in this way (Gulrajani & Lopez-Paz 2021, section 3). Raises `UserError` if a remaining domain has
+    fewer than two classes.
+    """
+    number = split.train_domains.index(domain)
+    left_out = split.train[number]
+    rest = [rows for other, rows in enumerate(split.train) if other != number]
+    if dataset.groups is not None:
+        groups = dataset.groups
+        of_domain = np.unique(groups[dataset.domains == dataset.domain_names.index(domain)])
+        rest = [rows[torch.from_numpy(~np.isin(groups[rows], of_domain))] for rows in rest]
+    held_out = (*split.test_domains, domain)
+    names = tuple(name for name in split.train_domains if name != domain)
+    where = f" left for training with {', '.join(held_out)} held out (protocol.selection: cross_domain)"
+    check_classes(dataset, torch.cat(rest).numpy(), [dataset.domain_names.index(name) for name in names], where)
+    return Split(
+        test_domains=held_out,
+        train_domains=names,
+        train=tuple(rest),
+        evaluation={LEFT_OUT[0]: left_out},
+        # −1 for the removed domain; the numbers above it move down by one
+        domain_of=torch.where(split.domain_of == number, -1, split.domain_of - (split.domain_of > number).long()),
+    )
+
+
+def also_measuring(split: Split, rows: Tensor) -> Split:
+    """Returns a split of `without` that also evaluates its other held-out domain, on `rows`: `left_out_1`."""
+    return replace(split, evaluation={**split.evaluation, LEFT_OUT[1]: rows})
+
+
+def all_domains(dataset: ImageDataset, unreadable: Collection[int] = ()) -> Split:
+    """Returns the split in which all labelled images of all domains train, and none validates or tests.
+
+    Raises `UserError` if a domain has images of one class only.
+    """
+    train = np.setdiff1d(np.arange(len(dataset)), list(unreadable))
+    numbers = np.unique(dataset.domains[train]).tolist()
+    check_classes(dataset, train, numbers, " for protocol.final_fit, which trains on all of them")
+    return _split_of_rows(dataset, (), numbers, train, {})
+
+
+def with_validation(dataset: ImageDataset, split: Split, fraction: float, seed: int) -> Split:
+    """Returns `split`, whose part `train_val` is drawn from its training images if it has none of its own.
+
+    It is drawn as validation parts are: stratified by domain and class, without dividing a group; it may be empty.
+    """
+    if "train_val" in split.evaluation:
+        return split
+    part = torch.from_numpy(stratified_part(dataset, torch.cat(split.train).sort().values.numpy(), fraction, seed))
+    train = tuple(rows[~torch.isin(rows, part)] for rows in split.train)
+    return replace(split, train=train, evaluation={**split.evaluation, "train_val": part})
+
+
+def mean_course(courses: Iterable[Mapping[int, float]]) -> dict[int, float]:
+    """Returns {step: mean over the left-out domains} for the steps at which all of them were measured."""
+    listed = list(courses)
+    steps = [step for step in listed[0] if all(step in course for course in listed)]
+    return {step: float(np.mean([course[step] for course in listed])) for step in steps}
+
+
+def note_groups(dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray]) -> str:
+    """Returns the note on groups: unknown, kept together, or how many groups and images of each part also train."""
+    if dataset.groups is None:
+        return "images assumed independent"
+    overlaps = []
+    for part, rows in evaluation.items():
+        if part == "test_val":  # a part of the test images, which are counted already
+            continue
+        shared = rows[np.isin(dataset.groups[rows], dataset.groups[train])]
+        if len(shared):
+            groups, both = len(np.unique(dataset.groups[rows])), len(np.unique(dataset.groups[shared]))
+            overlaps.append(f"{both} of {groups} groups of {part} also train ({len(shared)} of {len(rows)} images)")
+    return ", ".join(overlaps) or "groups kept together"
+
+
+def note_gaps(
+    dataset: ImageDataset, train: np.ndarray, evaluation: dict[str, np.ndarray], numbers: list[int]
+) -> list[str]:
+    """Returns a note for every class and every validation part that a training domain (of `numbers`) lacks."""
+    lacking = [
+        f"no training image of {dataset.class_names[c]} in {dataset.domain_names[numbers[d]]}"
+        for d, c in np.argwhere(images_per_class(dataset, train)[numbers] == 0).tolist()
+    ]
+    notes = lacking[:NAMED_AT_MOST]
+    if len(lacking) > NAMED_AT_MOST:
+        notes.append(f"and {len(lacking) - NAMED_AT_MOST} more classes missing from a training domain")
+    if "train_val" in evaluation:
+        validated = set(dataset.domains[evaluation["train_val"]].tolist())
+        without = [dataset.domain_names[d] for d in numbers if d not in validated]
+        notes += [f"no validation image of {name}, which train_val ignores" for name in without]
+    return notes
+
+
+def images_per_class(dataset: ImageDataset, rows: np.ndarray) -> np.ndarray:
+    """Returns the number of images of every class in every domain: int64 [domains, classes]."""
+    num_domains, num_classes = len(dataset.domain_names), len(dataset.class_names)
+    stratum = dataset.domains[rows] * num_classes + dataset.labels[rows]
+    return np.bincount(stratum, minlength=num_domains * num_classes).reshape(num_domains, num_classes)
+
+
+# DomainBed's own seeded split of a domain (Gulrajani & Lopez-Paz 2021, `lib/misc.py` and `scripts/train.py`)
+
+
+def seed_hash(*numbers: int) -> int:
+    """Returns DomainBed's seed for a trial seed and the number of a domain: md5 of the tuple's text, modulo 2³¹."""
+    return int(hashlib.md5(str(numbers).encode(), usedforsecurity=False).hexdigest(), 16) % 2**31
+
+
+def split_keys(images: int, validation: int, seed: int) -> tuple[list[int], list[int]]:
+    """Returns 0…images−1, shuffled with `seed`, in two lists: the first `validation` of them, and the rest."""
+    keys = list(range(images))  # a list, as DomainBed shuffles one
+    np.random.RandomState(seed).shuffle(keys)
+    return keys[:validation], keys[validation:]
+
+
+def domainbed_validation(domains: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Returns DomainBed's validation rows of all domains, sorted. `domains` int64 [N] are numbered in its order.
+
+    A key is an index into the rows of a domain. For folders these are in torchvision's order, which DomainBed uses.
+    """
+    parts = []
+    for number in range(int(domains.max()) + 1):
+        rows = np.flatnonzero(domains == number)
+        keys, _ = split_keys(len(rows), int(len(rows) * fraction), seed_hash(seed, number))
+        parts.append(rows[keys])
+    return np.sort(np.concatenate(parts))

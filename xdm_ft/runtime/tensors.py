@@ -92,15 +92,6 @@ class InputPartners(NamedTuple):
     found: Tensor  # bool [...,B]: False if there is no valid partner; the sample is then its own
 
 
-class Parts(NamedTuple):
-    """Equation (4): class-specific/generic × domain-specific/generic components of z. They sum to z exactly."""
-
-    csds: Tensor  # Z_c,d
-    csdg: Tensor  # Z_c,¬d
-    cgds: Tensor  # Z_¬c,d
-    cgdg: Tensor  # Z_¬c,¬d
-
-
 class Losses(NamedTuple):
     """The losses of one batch, and the tensors that the engine stores or logs."""
 
@@ -109,7 +100,7 @@ class Losses(NamedTuple):
     # plain dicts, never changed in place: `torch.func.vmap` returns no other mapping
     buffers: dict[str, Tensor] = {}  # new values of the algorithm's buffers, written once per step
     logs: dict[str, Tensor] = {}  # scalars to log
-    reuse: dict[str, Tensor] = {}  # e.g. masks that the second pass of a sharpness-aware step uses again
+    first_pass_draws: dict[str, Tensor] = {}  # masks and draws that `loss_at_perturbed` uses again
 
 
 @dataclass(frozen=True)

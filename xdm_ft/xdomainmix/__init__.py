@@ -3,11 +3,9 @@
 Every function also runs under `torch.func.vmap` over stacked heads, and those that take z also on maps [B,K,h,w].
 """
 
-from xdm_ft.xdomainmix.decomposition import decompose, specific_mask
-from xdm_ft.xdomainmix.importance import autograd_scores, linear_scores
-from xdm_ft.xdomainmix.mixing import mix
-from xdm_ft.xdomainmix.partners import Partners, draw_partners
-from xdm_ft.xdomainmix.threshold import domain_quantile
+from xdm_ft.xdomainmix.masks import domain_quantile, specific_mask
+from xdm_ft.xdomainmix.mixing import Partners, decompose, draw_partners, mix
+from xdm_ft.xdomainmix.scores import autograd_scores, linear_scores
 
 __all__ = [
     "Partners",

@@ -16,14 +16,14 @@ GUESSES = 24  # then bisection takes over; half of the rows need at most five
 
 
 def exceeds(rows: Tensor, ranks: Tensor) -> Tensor:
-    """`order_statistic.reference` of rows [n,K] and the ranks of m blocks of them, [m]."""
+    """`masks.exceeds_by_sorting` of rows [n,K] and the ranks of m blocks of them, [m]."""
     mask = torch.empty(rows.shape, dtype=torch.bool)
     _exceeds(rows.contiguous().numpy().view(np.int32), ranks.contiguous().numpy(), mask.numpy())
     return mask
 
 
 def augment(z: Tensor, choices: tuple[Tensor, ...], selection: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`augmentation.select_and_mix`; `selection` may hold ranks of m blocks of samples, [m]."""
+    """`mixing.select_and_mix`; `selection` may hold ranks of m blocks of samples, [m]."""
     masks = tuple(torch.empty(z.shape, dtype=torch.bool) for _ in range(2))
     mixed = torch.empty(z.shape)
     _augment(*_arrays(z, *selection, *choices, *masks, mixed))
@@ -31,7 +31,7 @@ def augment(z: Tensor, choices: tuple[Tensor, ...], selection: tuple[Tensor, ...
 
 
 def mix(z: Tensor, choices: tuple[Tensor, ...], masks: tuple[Tensor, ...]) -> Tensor:
-    """`augmentation.mix_masked`."""
+    """`mixing.mix_masked`."""
     mixed = torch.empty(z.shape)
     _mix(*[*_arrays(z, *choices, *masks, mixed), 0, len(z)])
     return mixed

@@ -16,7 +16,7 @@ atexit.register(shutil.rmtree, triton.knobs.cache.dir, ignore_errors=True)
 
 
 def exceeds(rows: Tensor, ranks: Tensor) -> Tensor:
-    """`order_statistic.reference` of float32 rows [n,K] and the ranks of m blocks of them, int64 [m]."""
+    """`masks.exceeds_by_sorting` of float32 rows [n,K] and the ranks of m blocks of them, int64 [m]."""
     mask, size = torch.empty(rows.shape, dtype=torch.bool, device=rows.device), rows.shape[1]
     bits = rows.contiguous().view(torch.int32)
     block = len(rows) // len(ranks)

@@ -101,7 +101,7 @@ def inner_step(bank: Bank, batch: Batch, now: Tensor, phase: str) -> Tensors:
         offset = offset_of(centre, gradients, bank.sharpness_numbers)
         # new leaves: the second gradient is taken at θ + offset, with the offset as a constant
         perturbed = {name: (centre[name] + offset[name]).requires_grad_() for name in centre}
-        second = _losses(bank, perturbed, batch, number, phase, losses.reuse)
+        second = _losses(bank, perturbed, batch, number, phase, losses.first_pass_draws)
         gradients = per_head(bank.sharpness.combine, bank.heads)(gradients, _gradients(second.total, perturbed))
     if bank.clip_norm is not None:
         gradients = clip(gradients, bank.clip_norm)

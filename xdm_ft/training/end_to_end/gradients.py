@@ -102,7 +102,7 @@ class StepGradients:
         second = torch.zeros_like(first[0].losses.total)
         if self.sharpness is not None:
             with self._at_offset(self.sharpness):
-                second_pass = backward(batch, step, [weighted.losses.reuse for weighted in first])
+                second_pass = backward(batch, step, [weighted.losses.first_pass_draws for weighted in first])
             second = _weighted_sum((losses.total, weight) for losses, weight in second_pass)
         return self._commit(first, second)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 def linear_scores(z: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """score(z^k) = ∂v/∂z^k · z^k of a linear head v = W z + b: the target's row of W, times z. (1)(2)
 
-    Exact, without a backward pass. For maps the head acts on the spatial mean, so the derivative is W/(hw) at every
-    position; the score of a channel is the mean over its positions, as in `autograd_scores`.
+    For maps the head acts on the spatial mean, so the derivative is W/(hw) at every position; the score of a channel is
+    the mean over its positions.
 
     Args:
         z: features, [B,K] or [B,K,h,w].
@@ -33,14 +33,8 @@ def linear_scores(z: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 def autograd_scores(z: Tensor, head: Callable[[Tensor], Tensor], target: Tensor) -> Tensor:
     """score(z^k) = ∂v/∂z^k · z^k for any differentiable head, by one backward pass. (1)(2)
 
-    Args:
-        z: features, [B,K] or [B,K,h,w].
-        head: z → logits [B,C]; samples must not affect each other (no batch statistics). A module is called with z in
-            the dtype of its parameters, another function with z as it is.
-        target: the true class or the true domain, int64 [B].
-
-    Returns:
-        float32 [B,K], without gradient. For maps the score of a channel is the mean over its positions.
+    `head` maps z to logits [B,C] sample by sample (no batch statistics). A module is called with z in the dtype of its
+    parameters. Other arguments and the result are those of `linear_scores`.
     """
     score = target_gradient(z, head, target) * z.detach().float()  # like z
     return score.flatten(2).mean(-1) if score.ndim > 2 else score
