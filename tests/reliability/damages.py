@@ -1,112 +1,90 @@
-"""What may happen to a file: each function damages one, and returns False where nothing has changed by it."""
+"""What may happen to a file of a run: each function damages one in place."""
 
 from __future__ import annotations
 
-import random
-import re
+import json
+import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
-Damage = Callable[[Path, list[Path], random.Random], object]
+from safetensors.torch import save_file
+
+from xdm_ft.storage.tensors import read_tensors
+
+Damage = Callable[[Path], object]
 
 
-def truncated(path: Path, others: list[Path], draw: random.Random) -> None:
-    content = path.read_bytes()
-    # half of the cuts are close to the end
-    keep = draw.randrange(len(content)) if draw.random() < 0.5 else len(content) - draw.randint(1, 16)
-    path.write_bytes(content[: max(0, keep)])
+def remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def flipped(path: Path, others: list[Path], draw: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    for place in draw.sample(range(len(content)), min(len(content), draw.choice((1, 1, 1, 2, 8)))):
-        content[place] ^= 1 << draw.randrange(8)
-    path.write_bytes(content)
+def instead(make: Damage, name: str) -> Damage:
+    """Something else in the place of the file."""
+
+    def replaced(path: Path) -> None:
+        remove(path)
+        make(path)
+
+    replaced.__name__ = name
+    return replaced
 
 
-def zeroed(path: Path, others: list[Path], draw: random.Random) -> None:
-    content = bytearray(path.read_bytes())
-    first = draw.randrange(len(content))
-    block = content[first : first + draw.choice((1, 16, 512, 4096))]
-    content[first : first + len(block)] = bytes(len(block))
-    path.write_bytes(content)
+folder = instead(Path.mkdir, "folder")
+pipe = instead(os.mkfifo, "pipe")
+text = instead(lambda path: path.write_text("text"), "text")
+empty = instead(Path.touch, "empty")
+garbage = instead(lambda path: path.write_bytes(bytes(range(255, 0, -1)) * 9), "garbage")
+other_type = instead(lambda path: path.write_text("[1, 2]"), "other_type")  # reads well as YAML and JSON
+link_to_nothing = instead(lambda path: path.symlink_to("nothing"), "link_to_nothing")
+link_to_itself = instead(lambda path: path.symlink_to(path.name), "link_to_itself")
+endless = instead(lambda path: path.symlink_to("/dev/zero"), "endless")
+brackets = instead(lambda path: path.write_text("[" * 100_000 + "\n"), "brackets")
+header_of_brackets = instead(
+    lambda path: path.write_bytes(struct.pack("<Q", 100_000) + b"[" * 100_000), "header_of_brackets"
+)
+NESTED = '{"value": ' + "[" * 900 + "]" * 900 + ', "xxh3": "0", "runs": [], "environment": {}, "recipe": {}}\n'
+nested = instead(lambda path: path.write_text(NESTED), "nested")  # less deep than what Python's reader refuses
 
 
-def swapped(path: Path, others: list[Path], draw: random.Random) -> None:
-    """Exchanged with another file of its kind."""
-    other, kept = draw.choice(others), path.read_bytes()
-    path.write_bytes(other.read_bytes())
-    other.write_bytes(kept)
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def emptied(path: Path, others: list[Path], draw: random.Random) -> None:
-    path.write_bytes(b"")
+def drop_a_line(path: Path) -> None:
+    """Cut between two lines: every line that is left is complete."""
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
 
 
-def folder(path: Path, others: list[Path], draw: random.Random) -> None:
-    path.unlink()
-    path.mkdir()
-    if draw.random() < 0.5:
-        (path / "file").write_text("not empty")
+def flip_a_digit(path: Path) -> None:
+    """Still complete, and wrong: the last byte of numbers, or the first digit after a point."""
+    data = bytearray(path.read_bytes())
+    place = data.find(b"0.") + 2 if path.suffix in (".json", ".jsonl") and b"0." in data else len(data) - 1
+    data[place] = ord("3") if data[place] != ord("3") else ord("4")
+    path.write_bytes(data)
 
 
-def link(path: Path, others: list[Path], draw: random.Random) -> None:
-    target = draw.choice(("nowhere", path.name, ".", "moved"))
-    if target == "moved":
-        path.rename(path.parents[1] / "moved")
-        path.symlink_to(path.parents[1] / "moved")
-        return
-    path.unlink()
-    path.symlink_to(target)
+def change_the_step(path: Path) -> None:
+    """Of the metadata."""
+    data = path.read_bytes()
+    place = data.index(b'"step":"') + 8
+    path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
 
 
-def deleted(path: Path, others: list[Path], draw: random.Random) -> None:
-    path.unlink()
+def as_before_checksums(path: Path) -> None:
+    tensors, metadata = read_tensors(path)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path, {"step": metadata["step"]})
 
 
-def longer(path: Path, others: list[Path], draw: random.Random) -> None:
-    with path.open("ab") as file:
-        file.write(draw.choice((b"\n", b"\0", draw.randbytes(draw.randint(1, 5000)))))
+def of_another_model(path: Path) -> None:
+    shutil.copyfile(next(other for other in path.parents[3].rglob(path.name) if other != path), path)
 
 
-DAMAGES: list[Damage] = [
-    flipped, flipped, flipped, truncated, zeroed, swapped, swapped, emptied, folder, link, deleted, longer,
-]  # fmt: skip
-
-
-def kind(path: Path) -> str:
-    """The kind of a file, from its path in the tree: numbers and hashes are as good as any other."""
-    parts = ["….unfinished" if part.endswith(".unfinished") else part for part in path.parts]
-    parts = [re.sub("[0-9a-f]{6,}|[0-9]+", "#", part) for part in parts]
-    if "models" in parts:
-        parts[parts.index("models") + 1 : -1] = ["…"]
-    if "checkpoints" in parts or "taken" in parts:
-        parts[-1] = re.sub("^.*-#", "…-#", parts[-1])
-    return "/".join(re.sub("^events.*", "events…", part) for part in parts)
-
-
-def files(tree: Path) -> dict[str, list[Path]]:
-    """{kind: all of its files below `tree`}, whatever is there."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted(path for path in tree.rglob("*") if path.is_file()):
-        found.setdefault(kind(path.relative_to(tree)), []).append(path)
-    return found
-
-
-def damage(tree: Path, spare: list[Path], draw: random.Random) -> tuple[str, str, Path]:
-    """Damages one file of the tree. `spare`: trees of other runs. Returns its kind, the damage and its path."""
-    found = files(tree)
-    while True:
-        which = draw.choice(sorted(found))
-        path, how = draw.choice(found[which]), draw.choice(DAMAGES)
-        content, others = path.read_bytes(), []
-        if how is swapped:
-            of_other_runs = [other for one in spare for other in files(one).get(which, ())]
-            copies = [shutil.copy(one, tree.parent / f"spare{number}") for number, one in enumerate(of_other_runs)]
-            others = [other for other in found[which] + copies if other.read_bytes() != content]
-        if (how is swapped and not others) or (not content and how in (flipped, truncated, zeroed, emptied)):
-            continue
-        how(path, others, draw)
-        if path.is_symlink() or not path.is_file() or path.read_bytes() != content:
-            return which, how.__name__, path
+def empty_tensors(path: Path, size: int = 8_000_000, metadata: dict[str, str] | None = None) -> None:
+    """A header of `size` bytes, of tensors without numbers."""
+    path.unlink(missing_ok=True)
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = {"__metadata__": metadata or {}} | {f"{number:08}": entry for number in range(size // 64)}
+    written = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(written)) + written)

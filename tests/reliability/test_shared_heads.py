@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from damages import flip_a_digit, folder, garbage, remove, truncate
 from quick_saves import save_after_every_step
 from real_runs import Run, bank, kill_until_done, leftovers, outcome, ranks
-from test_bad_state import flip_a_digit, folder_instead, garbage, remove, truncate
 
 from xdm_ft.cli.parser import main
 from xdm_ft.experiment import pieces, plan, results
@@ -146,7 +146,7 @@ def test_one_damaged_head_is_trained_again_alone(finished: Path, copy: Path, cap
 
 def test_a_folder_in_its_place_is_named(finished: Path, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = next((copy / "models/erm+swad").iterdir())
-    folder_instead(path)
+    folder(path)
     assert run_again(finished, copy) == 2
     assert f"{path}: can not be written, as it is a folder" in capsys.readouterr().err
 
