@@ -148,16 +148,17 @@ def test_other_data_is_refused(finished: Path, run: Path, tmp_path: Path, capsys
 def test_features_of_another_device_are_noted(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from xdm_ft.cli import analyse
 
-    read_run = analyse.read_run
+    from xdm_ft.report import finished
+
+    read_run = finished.read_run
 
     def elsewhere(folder: Path):
         found = read_run(folder)
         found.results["environment"]["features"] = {"key": "of a GPU"}
         return found
 
-    monkeypatch.setattr(analyse, "read_run", elsewhere)
+    monkeypatch.setattr(finished, "read_run", elsewhere)
     capsys.readouterr()
     assert main(["analyse", str(run)]) == 0
     note = "the features were computed by other libraries, or on another device, than those of the run"

@@ -1,75 +1,93 @@
-"""The command line as a user meets it: real processes, exit status, one clear line per fault."""
+"""The command line as a user meets it: exit status, one clear line per fault, `--json`, `--quiet`, the Tab key."""
+
+from __future__ import annotations
 
 import importlib
 import json
+import logging
+import math
+import os
+import re
+import resource
 import shlex
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from warm_processes import xdm_ft
 
-from xdm_ft.cli.parser import main, parser
-from xdm_ft.recipe.check import load
+from xdm_ft.cli.answer import as_json
+from xdm_ft.cli.ls import listing
+from xdm_ft.cli.parser import VERBS, main, parser
+from xdm_ft.recipe.check import known_keys, load
+from xdm_ft.runtime.progress import progress
 from xdm_ft.storage.results_file import COSTS, write_results
 
-VERBS = next(action.choices for action in parser()._actions if action.dest == "verb")
+PARSERS = next(action.choices for action in parser()._actions if action.dest == "verb")
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs/command_line.md"
 RECIPE = """\
 name: small
-data: {name: digits}
-protocol: {test_domains: [ink], seeds: 1}
+data: {name: folder, root: images}
+protocol: {test_domains: [c], seeds: 1}
 encoder: {name: timm, model: test_vit, preprocessing: {size: 32}, kwargs: {img_size: 32}}
 methods: [erm, xdomainmix+sam]
-training: {steps: 20, batch_size: 8}
+training: {steps: 4, batch_size: 8}
 report: {page: false}
+features: {dir: cache}
 """
 
 
-def python(*arguments, cwd):
-    """`python …`, with all that it imports."""
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
-
-
 @pytest.fixture
-def recipe(tmp_path):
-    path = tmp_path / "small.yaml"
-    path.write_text(RECIPE + f"features: {{dir: '{tmp_path / 'cache'}'}}\noutput: {{dir: '{tmp_path / 'out'}'}}\n")
-    return path
+def folder(tmp_path: Path) -> Path:
+    """A folder whose name is hard to print, with a recipe for 36 images."""
+    folder = tmp_path / "a\nb\x1b[31m ü"
+    noise = np.random.default_rng(0)
+    for place in [folder / "images" / domain / name for domain in "abc" for name in ("cat", "dog")]:
+        place.mkdir(parents=True)
+        for i in range(6):
+            Image.fromarray(noise.integers(0, 256, (32, 32, 3)).astype(np.uint8)).save(place / f"{i}.png")
+    (folder / "small.yaml").write_text(RECIPE)
+    return folder
 
 
-def make_images(root, domains=("a", "b", "c"), classes=("cat", "dog"), count=6):
-    for d, domain in enumerate(domains):
-        for c, cls in enumerate(classes):
-            folder = root / domain / cls
-            folder.mkdir(parents=True)
-            for i in range(count):
-                Image.new("RGB", (40, 36), (40 * d, 120 * c, 20 * i)).save(folder / f"{i}.png")
-    return root
-
-
-def one_line(result, *words):
+def one_line(result: subprocess.CompletedProcess[str], *words: str) -> None:
     """Exit status 2 and one line on standard error that holds the words; no traceback."""
     assert result.returncode == 2, result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("xdm-ft:")]
     assert len(lines) == 1 and "Traceback" not in result.stderr, result.stderr
-    for word in words:
-        assert word in lines[0], result.stderr
+    assert all(word in lines[0] for word in words), result.stderr
 
 
-def test_help_is_immediate_and_loads_nothing_heavy():
-    code = (
-        "import sys; from xdm_ft.cli.parser import parser; parser(); print({*sys.modules} & {'torch', 'numpy', 'yaml'})"
-    )
+def document(result: subprocess.CompletedProcess[str], status: int = 0) -> Any:
+    """The one JSON document on standard output. Its names are explained in the documentation."""
+    assert result.returncode == status, result.stderr
+    assert result.stdout.endswith("\n") and result.stdout.isascii()
+    found = json.loads(result.stdout, parse_constant=lambda name: pytest.fail(name))
+    names = {*found} if isinstance(found, dict) else {*found[0]}
+    assert names - {"error", "status"} <= {*re.findall(r"`(\w+)`", DOCS.read_text(encoding="utf-8"))}
+    return found
+
+
+def test_help_is_immediate_and_loads_nothing_heavy() -> None:
+    heavy = "{*sys.modules} & {'torch', 'numpy', 'yaml', 'pydantic'}"
+    code = f"import sys; from xdm_ft.cli.parser import parser; parser().format_help(); print({heavy})"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # not the clock: other processes may want the cores too
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
 
 
-def test_the_examples_of_every_help_are_true():
+def test_the_examples_of_every_help_are_true() -> None:
     """The parser accepts each example, its recipe and changes are valid, and its method and test domain exist."""
-    assert len(VERBS) >= 8
-    for name, verb in VERBS.items():
+    assert tuple(PARSERS) == VERBS and len(VERBS) >= 14
+    for name, verb in PARSERS.items():
         shown = [line.strip() for line in verb.format_help().splitlines() if line.startswith("  xdm-ft ")]
         assert shown == list(importlib.import_module(f"xdm_ft.cli.{name}").EXAMPLES) != [], name
         for example in shown:
@@ -80,223 +98,326 @@ def test_the_examples_of_every_help_are_true():
             if name == "retrain":
                 trained = load(Path(arguments.run_dir).name)
                 assert arguments.method in [item.label for item in trained.methods]
-                assert arguments.test_domain in trained.protocol.test_domains
+                assert arguments.test_domain in (trained.protocol.test_domains or ())
                 assert arguments.seed in trained.protocol.seeds
 
 
-@pytest.mark.slow
-def test_started_as_a_module_it_is_the_same_program(tmp_path):
-    """`python -m xdm_ft` names the command as the installed script does."""
-    helped = python("-m", "xdm_ft", "--help", cwd=tmp_path)
-    assert helped.returncode == 0 and helped.stdout.startswith("usage: xdm-ft ")
-    one_line(python("-m", "xdm_ft", "validate", "missing.yaml", cwd=tmp_path), "missing.yaml")
+def test_each_verb_has_both_flags_at_every_place() -> None:
+    filled = {
+        "run": ["demo", "training.steps=10", "name=x"], "retrain": ["DIR", "erm", "ink", "0", "2"],
+        "cp": ["demo", "mine.yaml"], "ls": ["methods"], "cache": ["prune", "--unused-days", "3"],
+    }  # fmt: skip
+    for verb in VERBS:
+        positional = [a for a in PARSERS[verb]._actions if a.nargs in (None, "+") and not a.option_strings]
+        words = filled.get(verb, ["x"] * len(positional))
+        plain = vars(parser().parse_args([verb, *words]))
+        assert plain["json"] is plain["quiet"] is False
+        for place in range(len(words) + 1):
+            if words[place - 1 : place] == ["--unused-days"]:
+                continue
+            for flags in (["--json"], ["--quiet"], ["--quiet", "--json"]):
+                found = vars(parser().parse_args([verb, *words[:place], *flags, *words[place:]]))
+                assert found == plain | {flag[2:]: True for flag in flags}, (verb, place)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["validate"], "xdm-ft validate: error: the following arguments are required: RECIPE"),
         (["runn", "demo"], 'xdm-ft: error: argument VERB: no "runn"; did you mean "run"?'),
         (["run", "demo", "seeds=5"], 'xdm-ft: command line: seeds: unknown key; did you mean "protocol.seeds"?'),
+        (["run", "missing.yaml"], "xdm-ft: missing.yaml: no such recipe"),
+        (["run", "demo", "data={name: folder, root: nowhere}"], "xdm-ft: data.root: nowhere does not exist"),
+        (["validate", "demo", "data.class_names={zeroo: nought}"], 'xdm-ft: demo: data.class_names: the data has no'),
+        (["run", "demo", "protocol.test_domains=[inc]"], 'xdm-ft: protocol.test_domains: "inc" is not a domain'),
+        (["cache", "prune"], "xdm-ft: cache prune: no limit is given; give --unused-days N"),
+        (["cp", "demo", "images"], "xdm-ft: images: exists already"),
         *(
             ([verb, "output/nothing", *rest], "xdm-ft: output/nothing: does not exist; name a ")
             for verb, rest in (
                 ("report", []), ("analyse", []), ("export", ["out"]), ("retrain", ["erm", "ink", "0"]),
-                ("predict", ["images"]), ("evaluate", ["images"]),
+                ("predict", ["images", "--out", "x.csv"]), ("evaluate", ["images"]),
             )
         ),
     ],
 )  # fmt: skip
-def test_what_is_missing_or_misspelt_is_named(arguments, said, tmp_path, monkeypatch, capsys):
+def test_a_fault_is_one_line_and_status_2(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also as a document: the same message."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images").touch()
-    try:
-        status = main(arguments)
-    except SystemExit as end:
-        status = end.code
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert status == 2 and last.startswith(said) and (last == said or said.endswith(" a "))
+    for flags in ([], ["--json"]):
+        try:
+            status = main([*arguments, *flags])
+        except SystemExit as end:
+            status = int(end.code or 0)
+        out, err = capsys.readouterr()
+        assert status == 2 and err.splitlines()[-1].startswith(said), err
+        if flags:
+            fault = json.loads(out)
+            assert fault["status"] == 2 and fault["error"] in err and fault["error"]
+        else:
+            assert out == ""
+    assert not (tmp_path / "output").exists()
 
 
-def test_run_twice_continue_and_refuse(recipe, tmp_path):
-    first = xdm_ft("run", recipe, cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    assert "xdomainmix+sam" in first.stdout
-    results = tmp_path / "out" / "small" / "results.json"
-    before = results.read_text()
-    document = json.loads(before)
-    assert {run["status"] for run in document["runs"]} == {"ok"}
-    for run in document["runs"]:
-        for selected in run["selected"].values():
-            assert (results.parent / selected["weights"]).is_file()
-    assert (results.parent / "results.md").read_text()
-    assert list((results.parent / "events").iterdir())
+def without_times(found: dict[str, Any]) -> dict[str, Any]:
+    return found | {"runs": [{k: v for k, v in run.items() if k not in COSTS} for run in found["runs"]]}
 
-    again = xdm_ft("run", recipe, cwd=tmp_path)  # complete: nothing is trained
-    assert again.returncode == 0
-    assert results.read_text() == before
 
-    other = xdm_ft("run", recipe, "training.lr=0.5", cwd=tmp_path)
+def test_a_run_its_cache_and_its_retraining(folder: Path) -> None:
+    """Texts and documents of one run: it runs, is continued, refuses another recipe, and is damaged."""
+
+    def call(*arguments: str, status: int = 0) -> Any:
+        return document(xdm_ft(*arguments, "--json", cwd=folder), status)
+
+    loud = xdm_ft("run", "small.yaml", cwd=folder)
+    assert loud.returncode == 0 and "xdomainmix+sam" in loud.stdout and "results.md" in loud.stdout, loud.stderr
+    assert "encoder: timm" in loud.stderr
+    run, path = folder / "output/small", folder / "output/small/results.json"
+    results = json.loads(path.read_text())
+    assert {one["status"] for one in results["runs"]} == {"ok"} and (run / "results.md").read_text()
+    assert all((run / pick["weights"]).is_file() for one in results["runs"] for pick in one["selected"].values())
+    before = path.read_bytes()
+    ran = call("run", "small.yaml")  # complete: nothing is trained
+    assert path.read_bytes() == before and folder / ran["path"] == run
+    assert (ran["failed"], ran["final_fit"], ran["summary"]) == (False, None, results["summary"])
+    quiet = xdm_ft("run", "small.yaml", "--quiet", "output.dir=other", cwd=folder)
+    assert quiet.returncode == 0 and quiet.stderr == "" and quiet.stdout.replace("other/", "output/") == loud.stdout
+    other = xdm_ft("run", "small.yaml", "training.lr=0.5", cwd=folder)
     one_line(other, "holds the run of another recipe", "It differs in")
-    assert "\n  training.lr\n" in other.stderr
-    assert results.read_text() == before
+    assert "\n  training.lr\n" in other.stderr and path.read_bytes() == before
 
-    fresh = python(ROOT / "xdm_ft" / "run.py", recipe, f"output.dir={tmp_path / 'out2'}", cwd=tmp_path)
-    assert fresh.returncode == 0, fresh.stderr
-    document["recipe"]["output"]["dir"] = str(tmp_path / "out2")
-    assert without_times(json.loads((tmp_path / "out2/small/results.json").read_text())) == without_times(document)
+    absolute = str(folder / "cache")  # a raw name: no escape of a terminal's
+    filled = call("features", "small.yaml", f"features.dir={json.dumps(absolute)}")
+    assert (filled["folder"], filled["images"], filled["computed"], filled["unreadable"]) == (absolute, 36, 0, {})
+    [features] = filled["sets"]
+    assert (features["what"], features["width"], features["computed"]) == ("features", 64, 0)
+    [entry] = call("cache", "--dir", "cache")["entries"]
+    assert (entry["key"], entry["state"], entry["images"]) == (features["key"], "current", 36)
+    shard = next(Path(absolute).glob("*/shard-*.safetensors"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    damaged = xdm_ft("cache", "verify", "--dir", "cache", "--json", cwd=folder)
+    [entry] = document(damaged, 2)["entries"]
+    assert entry["state"] == "damaged" and shard.name in entry["faults"][0] and shard.name in damaged.stderr
+    shard.write_bytes(content)
+    assert "1 set of features, none damaged" in xdm_ft("cache", "verify", "--dir", "cache", cwd=folder).stdout
 
+    again = call("retrain", "output/small", "erm", "c", "0")
+    assert again["status"] == "ok" and again["rules"]["train_val"]["same_bits"] is True
+    assert again["rules"]["train_val"]["accuracy"]["test"]["before"] == ran["summary"][0]["mean"]
+    [removed] = call("cache", "prune", "--max-size", "0", "--dir", "cache")["removed"]
+    assert removed["bytes"] == entry["bytes"] and not list(Path(absolute).glob("*/shard-*"))
+    assert "nothing is cached" in xdm_ft("cache", "--dir", "cache", cwd=folder).stdout
 
-def without_times(document):
-    return document | {"runs": [{k: v for k, v in run.items() if k not in COSTS} for run in document["runs"]]}
+    write_results(path, results | {"runs": results["runs"][:1], "summary": []})  # as an interrupted run left it
+    said = xdm_ft("run", "small.yaml", cwd=folder).stderr
+    assert "(erm: 1 model" not in said and "xdomainmix+sam: 1 model" in said
+    assert without_times(json.loads(path.read_text())) == without_times(results)
+    path.write_text(path.read_text()[:100])
+    one_line(xdm_ft("run", "small.yaml", cwd=folder), "results.json", "damaged")
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_trains_only_what_is_missing(recipe, tmp_path):
-    assert xdm_ft("run", recipe, cwd=tmp_path).returncode == 0
-    path = tmp_path / "out" / "small" / "results.json"
-    whole = json.loads(path.read_text())
-    cut = whole | {"runs": whole["runs"][:1], "summary": []}
-    write_results(path, cut)
-    again = xdm_ft("run", recipe, cwd=tmp_path)
-    assert "(erm: 1 model" not in again.stderr and "xdomainmix+sam: 1 model" in again.stderr
-    assert without_times(json.loads(path.read_text())) == without_times(whole)
+def test_started_as_a_script_and_as_a_module_it_is_the_same_program(folder: Path) -> None:
+    def python(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *map(str, arguments)], cwd=folder, capture_output=True, text=True)
+
+    helped = python("-m", "xdm_ft", "--help")
+    assert helped.returncode == 0 and helped.stdout.startswith("usage: xdm-ft ")
+    script = python(ROOT / "xdm_ft" / "run.py", "small.yaml", "methods=[erm]")
+    assert script.returncode == 0 and (folder / "output/small/results.md").is_file(), script.stderr
 
 
-def test_verbs_that_list_and_copy(tmp_path):
-    recipes = xdm_ft("ls", cwd=tmp_path)
-    assert recipes.returncode == 0 and "demo" in recipes.stdout and "clip_camelyon" in recipes.stdout
-    for what, word in [("methods", "xdomainmix"), ("data", "folder"), ("encoders", "open_clip")]:
-        assert word in xdm_ft("ls", what, cwd=tmp_path).stdout
-    assert xdm_ft("cp", "demo", "mine.yaml", cwd=tmp_path).returncode == 0
-    assert (tmp_path / "mine.yaml").is_file()
-    one_line(xdm_ft("cp", "demo", "mine.yaml", cwd=tmp_path), "exists already")
+@pytest.mark.slow
+def test_data_with_faults(folder: Path) -> None:
+    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+        return xdm_ft("run", "small.yaml", "training.steps=2", *overrides, cwd=folder)
+
+    (folder / "images/a/cat/broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    for trainable in ("false", "true"):
+        overrides = f"encoder.trainable={trainable}", f"name=trains_{trainable}", "methods=[erm]"
+        one_line(run(*overrides), "broken.png", "on_bad_image")
+        skipped = run(*overrides, "data.on_bad_image=skip")
+        assert skipped.returncode == 0 and "1 of 37 images do not decode" in skipped.stderr
+        results = json.loads((folder / f"output/trains_{trainable}/results.json").read_text())
+        assert "1 unreadable image left out" in results["summary"][0]["protocol"]
+    (folder / "images/a/cat/broken.png").unlink()
+    one_line(run("features.dir=small.yaml"), "features.dir")
+    shutil.rmtree(folder / "images/a")
+    assert run("name=two").returncode == 0
+    runs = json.loads((folder / "output/two/results.json").read_text())["runs"]
+    assert [(r["method"], r["status"]) for r in runs] == [("erm", "ok"), ("xdomainmix+sam", "skipped")]
+    assert "needs 2 training domains" in runs[1]["reason"]
+    shutil.rmtree(folder / "images/b/dog")
+    one_line(run("name=one"), '"b"', "one class only", '"cat"')
 
 
-def test_validate_prints_a_recipe_that_resolves_to_itself(recipe, tmp_path):
-    first = xdm_ft("validate", recipe, cwd=tmp_path)
+def test_validate_prints_a_recipe_that_resolves_to_itself(folder: Path) -> None:
+    first = xdm_ft("validate", "small.yaml", "data.class_names={dog: golden_retriever}", cwd=folder)
     assert first.returncode == 0, first.stderr
-    assert "# learning rate of heads" in first.stdout and "gradient evaluations: 60" in first.stdout
-    assert "#   data: 1797 images, 10 classes\n#   domains:" in first.stdout
+    assert "# learning rate of heads" in first.stdout and "gradient evaluations: 12" in first.stdout
+    assert "#   data: 36 images, 2 classes\n#   domains:" in first.stdout
     for text in (first.stdout, first.stderr):  # a reader of both as one finds whole lines
         assert text.endswith("\n") and not text.startswith("\n")
     assert [line for line in first.stderr.splitlines() if line.startswith("encoder: timm test_vit, ")]
-    assert not (tmp_path / "out").exists()
-    resolved = tmp_path / "resolved.yaml"
-    resolved.write_text(first.stdout)
-    assert xdm_ft("validate", resolved, cwd=tmp_path).stdout == first.stdout
+    assert not (folder / "output").exists()
+    (folder / "resolved.yaml").write_text(first.stdout)
+    assert xdm_ft("validate", "resolved.yaml", cwd=folder).stdout == first.stdout
+    clip = "encoder={name: open_clip, model: demo, weights: demo}"
+    found = document(xdm_ft("validate", "small.yaml", clip, "data.class_names={cat: '0'}", "--json", cwd=folder))
+    assert found["prompts"][:1] == ["a photo of a 0"] and found["plan"]["images"] == 36 and found["plan"]["steps"] == 8
+    one_line(xdm_ft("features", "small.yaml", "encoder.trainable=true", cwd=folder), "no method of it uses cached")
 
 
 @pytest.mark.slow
-def test_validate_prints_the_exact_prompts_and_warns(tmp_path):
-    make_images(tmp_path / "images", classes=("0", "golden_retriever"))
-    result = xdm_ft(
-        "validate", "demo", "data={name: folder, root: images}", "protocol.test_domains=null",
-        "data.class_names={'0': tabby cat}", cwd=tmp_path,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert "a photo of a tabby cat" in result.stdout and "a photo of a golden retriever" in result.stdout
-    warned = xdm_ft("validate", "demo", "data={name: folder, root: images}", "protocol.test_domains=null", cwd=tmp_path)
-    assert "warning: class names 0 are numbers" in warned.stderr
+def test_activations_of_a_cut(folder: Path) -> None:
+    methods = "methods=[erm, {name: erm, label: block, trainable: {blocks: 1}}]"
+
+    def call(verb: str) -> Any:
+        return document(xdm_ft(verb, "small.yaml", methods, "--json", cwd=folder))
+
+    features, activations = call("features")["sets"]
+    assert (features["what"], features["computed"]) == ("features", 36)
+    assert activations["what"] == "activations, last 1 block trained"
+    assert (activations["computed"], activations["width"]) == (36, 5 * 64)
+    assert call("features")["computed"] == 0
+    [cut] = call("validate")["cuts"]
+    assert (cut["bytes"], cut["missing_bytes"]) == (36 * 5 * 64 * 4, 0)
+    words = DOCS.read_text(encoding="utf-8")
+    assert [name for name in {**cut, **features} if f"`{name}`" not in words] == []
+    entries = document(xdm_ft("cache", "--dir", "cache", "--json", cwd=folder))["entries"]
+    assert sorted(entry["encoder"].get("cut", "") for entry in entries) == ["", "model.blocks.5"]
+
+
+def test_lists_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = {what: listing(what).text().splitlines() for what in ("recipes", "methods", "heads", "data", "encoders")}
+    for what, word in {"recipes": "clip_camelyon", "heads": "mlp", "data": "folder", "encoders": "open_clip"}.items():
+        assert any(line.startswith(f"{word} ") for line in lines[what])
+    rows = {cells[0]: cells for line in lines["methods"] for cells in [re.split(r"  +", line)]}
+    assert rows["groupdro"][2] == rows["…+sagm"][2] == "cached / end to end" and rows["coral"][2] == "end to end"
+    assert rows["knn"][2] == "cached; its head holds the features of all training images"
+    assert "eta=0.01" in rows["groupdro"][3] and " alpha=0.2 (" in f" {rows['mixup'][3]}"
+    assert "sam.rho=0.05 (" in " ".join(rows["…+sam"]) and " mlp.hidden_width=512 (" in "\n".join(lines["heads"])
+    held = {entry.name: entry.holds for entry in listing("methods").document if entry.holds}
+    assert held["prototypes"] == "its head holds the mean feature of each class" and {*held} == {"knn", "prototypes"}
+    assert main(["ls", "methods", "--json"]) == 0
+    methods = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert {one["key"]: one["default"] for one in methods["xdomainmix"]["settings"]}["p_discard"] == 0.2
+    name = os.fsdecode(b"\xff\n.yaml")
+    assert main(["cp", "demo", name, "--json"]) == 0 and json.loads(capsys.readouterr().out) == {"file": name}
+    assert (tmp_path / name).is_file()
+
+
+@dataclass(frozen=True)
+class Odd:
+    values: tuple[float, ...]
+    path: Path
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    assert json.loads(as_json(Odd((math.nan, math.inf, 0.5), Path("x")))) == {"values": [None, None, 0.5], "path": "x"}
+
+
+NOISY = """
+import os, subprocess, sys
+from xdm_ft.cli import cp, parser
+main = cp.main
+def noisy(arguments):
+    print("python prints")
+    os.write(1, b"a library in C prints")
+    subprocess.run(["echo", "a child prints"])
+    return main(arguments)
+cp.main = noisy
+sys.exit(parser.main(sys.argv[1:]))
+"""
+
+
+def test_what_others_print_goes_to_standard_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NOISY, "cp", "demo", "mine.yaml", "--json"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert document(result) == {"file": "mine.yaml"}
+    assert all(f"{who} prints" in result.stderr for who in ("python", "a library in C", "a child"))
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.INFO, logging.WARNING])
+def test_quiet_shows_no_bar_on_a_terminal(
+    level: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(logging.getLogger("xdm_ft"), "level", level)
+    monkeypatch.setattr("xdm_ft.runtime.progress.BAR_AFTER_SECONDS", 0.0)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)  # --quiet of an earlier test in this process
+    with progress("features", 2, "images") as bar:
+        bar.advance(2)
+    assert ("features: " in capsys.readouterr().err) == (level != logging.WARNING)
+
+
+PROGRAMS = Path(sys.executable).parent
+COMPLETE = """
+eval "$(register-python-argcomplete xdm-ft)"
+complete -p xdm-ft >/dev/null || exit 9
+COMP_LINE="$1" COMP_POINT=${#1} COMP_TYPE=9 COMP_KEY=9
+read -ra COMP_WORDS <<<"$1"
+[[ "$1" == *" " ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_python_argcomplete xdm-ft "${COMP_WORDS[COMP_CWORD]}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
 
 
 @pytest.mark.slow
-def test_features_fills_the_cache_and_stops(recipe, tmp_path):
-    first = xdm_ft("features", recipe, cwd=tmp_path)
-    assert first.returncode == 0 and "1797 of them extracted now" in first.stdout, first.stderr
-    assert "0 of them extracted now" in xdm_ft("features", recipe, cwd=tmp_path).stdout
-    assert not (tmp_path / "out").exists()
-    one_line(xdm_ft("features", recipe, "encoder.trainable=true", cwd=tmp_path), "no method of it uses cached features")
+def test_the_tab_key_in_bash(tmp_path: Path) -> None:
+    """Each answer takes less than a second of the processor."""
+    if shutil.which("bash") is None or not (PROGRAMS / "register-python-argcomplete").exists():
+        pytest.skip("needs bash, and argcomplete beside this Python")
+    command = tmp_path / "bin" / "xdm-ft"  # as pip would install it, for this tree
+    command.parent.mkdir()
+    command.write_text(f"#!{sys.executable}\nimport sys; from xdm_ft.__main__ import main; sys.exit(main())\n")
+    command.chmod(0o755)
+    path = os.pathsep.join([str(command.parent), str(PROGRAMS), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "XDM_FT_CACHE": str(tmp_path / "cache")}
 
+    def offered(line: str) -> list[str]:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            ["bash", "-c", COMPLETE, "bash", line], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+        assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+        return sorted(done.stdout.split())
 
-FOLDER = ["data={name: folder, root: images}", "protocol={}"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["trainning.steps=3"], ["trainning", 'did you mean "training"']),
-        (["training.steps=many"], ["training.steps", "valid integer", "many"]),
-        (["data={name: folder, root: nowhere}"], ["nowhere"]),
-        (["methods=[{name: xdomainmix, warmup_steps: 20}]"], ["warmup_steps", "20"]),
-        (["training.steps=3", "training.epochs=1", "training.sampler=pooled"], ["both steps and epochs"]),
-        (["encoder.weights=missing.safetensors"], ["missing.safetensors"]),
-        (["encoder.weights=small.yaml"], ["small.yaml"]),
-        (["encoder.trainable=true", "training.mixed_precision=fp16"], ["fp16", "xdomainmix+sam"]),
-        (["protocol.test_domains=[inc]"], ["inc", 'did you mean "ink"']),
-        (["data.class_names={zeroo: nought}"], ["zeroo", 'did you mean "zero"']),
-        (["nothing"], ["nothing", "key.sub=value"]),
-    ],
-)
-def test_each_fault_is_one_line_and_status_2(recipe, tmp_path, overrides, words):
-    one_line(xdm_ft("run", recipe, *overrides, cwd=tmp_path), *words)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_domain_with_one_class_only(recipe, tmp_path):
-    make_images(tmp_path / "images")
-    for image in (tmp_path / "images" / "b" / "dog").iterdir():
-        image.unlink()
-    one_line(xdm_ft("run", recipe, *FOLDER, cwd=tmp_path), '"b"', "one class only", '"cat"')
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trainable", ["false", "true"])
-def test_an_image_that_does_not_decode(recipe, tmp_path, trainable):
-    root = make_images(tmp_path / "images")
-    (root / "a" / "cat" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
-    arguments = [
-        recipe,
-        *FOLDER,
-        "protocol.seeds=1",
-        f"encoder.trainable={trainable}",
-        "methods=[erm]",
-        "training.steps=2",
+    (tmp_path / "mine.yaml").write_text("name: mine\n")
+    (tmp_path / "notes.txt").write_text("")
+    runs = [
+        {"method": "erm", "test_domains": ["ink", "chalk"], "seed": 3, "trial": 0, "status": "ok"},
+        {"method": "xdomainmix+sam", "test_domains": ["ink"], "seed": 4, "trial": 2, "status": "ok"},
+        {"method": "mixup", "test_domains": ["ink"], "seed": 0, "trial": 0, "status": "failed"},
     ]
-    one_line(xdm_ft("run", *arguments, cwd=tmp_path), "broken.png", "on_bad_image")
-    skipped = xdm_ft("run", *arguments, "data.on_bad_image=skip", f"output.dir={tmp_path / 'skip'}", cwd=tmp_path)
-    assert skipped.returncode == 0, skipped.stderr
-    results = json.loads((tmp_path / "skip/small/results.json").read_text())
-    assert "1 unreadable image left out" in results["summary"][0]["protocol"]
-    assert "1 of 37 images do not decode" in skipped.stderr
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "results.json").write_text(json.dumps({"runs": runs}))
+    assert offered("xdm-ft va") == ["validate"] and {"ls", "verify", "prune"} <= {*offered("xdm-ft cache ")}
+    assert offered("xdm-ft run mi") == ["mine.yaml"] and "notes.txt" not in offered("xdm-ft doctor ")
+    assert {"clip_folder", "clip_pacs"} <= {*offered("xdm-ft run clip_")}
+    assert offered("xdm-ft run demo training.steps=3 --qu") == ["--quiet"]
+    assert offered("xdm-ft run demo training.lr") == [], "keys come with the first verb that reads a recipe"
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/keys.json").write_text(json.dumps(known_keys()))
+    assert offered("xdm-ft run demo --json training.lo") == ["training.loss_average="]
+    assert offered("xdm-ft run demo xdomainmix.w") == ["xdomainmix.warmup_steps="]
+    assert "erm" in offered("xdm-ft retrain done ") and "mixup" not in offered("xdm-ft retrain done ")
+    assert offered("xdm-ft retrain done xdomainmix+sam i") == ["ink"]
+    assert "4" in offered("xdm-ft retrain done xdomainmix+sam ink ")
 
 
-@pytest.mark.slow
-def test_one_training_domain_skips_xdomainmix_and_runs_the_others(recipe, tmp_path):
-    make_images(tmp_path / "images", domains=("a", "b"))
-    result = xdm_ft("run", recipe, *FOLDER, "protocol.seeds=1", "training.steps=4", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    runs = json.loads((tmp_path / "out/small/results.json").read_text())["runs"]
-    assert [(r["method"], r["status"]) for r in runs] == [("erm", "ok")] * 2 + [("xdomainmix+sam", "skipped")] * 2
-    assert "needs 2 training domains" in runs[2]["reason"]
-    assert "needs 2 training domains" in (tmp_path / "out/small/results.md").read_text()
-
-
-@pytest.mark.slow
-def test_a_damaged_results_file_is_named(recipe, tmp_path):
-    assert xdm_ft("run", recipe, cwd=tmp_path).returncode == 0
-    path = tmp_path / "out" / "small" / "results.json"
-    path.write_text(path.read_text()[:100])
-    one_line(xdm_ft("run", recipe, cwd=tmp_path), "results.json", "damaged")
-
-
-@pytest.mark.slow
-def test_the_cache_is_listed_checked_and_cleared(recipe, tmp_path):
-    def cache(*arguments):
-        return xdm_ft("cache", *arguments, "--dir", tmp_path / "cache", cwd=tmp_path)
-
-    assert "nothing is cached" in cache().stdout
-    assert xdm_ft("features", recipe, cwd=tmp_path).returncode == 0
-    assert "timm test_vit, 1797 images" in cache("ls").stdout
-    assert "1 set of features, none damaged" in cache("verify").stdout
-    shard = next((tmp_path / "cache").glob("*/shard-*.safetensors"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    damaged = cache("verify")
-    assert damaged.returncode == 2 and f"{shard.name} is damaged" in damaged.stderr
-    one_line(cache("prune"), "--unused-days")
-    assert "8 files removed" in cache("prune", "--max-size", "0").stdout
-    assert "nothing is cached" in cache().stdout
+def test_a_verb_leaves_the_keys_for_the_tab_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDM_FT_CACHE", str(tmp_path / "cache"))
+    assert main(["validate", "demo", "data.root=x"]) == 2 and not (tmp_path / "cache").exists()
+    assert main(["features", "demo", "encoder.trainable=true", "methods=[erm]", f"features.dir={tmp_path}/own"]) == 2
+    assert json.loads((tmp_path / "cache/keys.json").read_text()) == known_keys()
+    monkeypatch.setenv("XDM_FT_CACHE", "/proc/nowhere")  # can not be written: nothing is said
+    assert main(["features", "demo", "encoder.trainable=true", "methods=[erm]", f"features.dir={tmp_path}/own"]) == 2

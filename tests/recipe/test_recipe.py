@@ -1,18 +1,23 @@
-"""Strict recipes: every fault at once, each with its place."""
+"""Strict recipes: a table of changes and the message that each one gets, and what valid recipes resolve to."""
+
+from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import xdm_ft
 from xdm_ft.algorithms import Algorithm
 from xdm_ft.cli.validate import resolved_with_meanings
 from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.recipe import components
-from xdm_ft.recipe.check import check, load
+from xdm_ft.recipe.check import check, known_keys, load
 from xdm_ft.recipe.method import split_name
-from xdm_ft.recipe.text import apply_override, parse
+from xdm_ft.recipe.settings import Recipe
+from xdm_ft.recipe.text import apply_override, copy_recipe, find_recipe, parse, recipe_keys, recipe_of, say_if_finished
 from xdm_ft.runtime.errors import UserError
 
 GOOD = """\
@@ -22,383 +27,391 @@ encoder: {name: timm, model: resnet10t}
 methods: [erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]
 training: {steps: 10}
 """
+Change = str | tuple[str, str]  # an override, or a text of the file and what it becomes
+END_TO_END = ("resnet10t", "resnet10t, trainable: true")
+CLIP = ("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
+NORMALIZED = ("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo, normalize: true}")
+ENCODERS = (
+    "encoder: {name: timm, model: resnet10t}",
+    "encoders: [{name: timm, model: resnet10t}, {name: timm, model: resnet18, label: big}]",
+)
+LINES = (
+    "encoder: {name: timm, model: resnet10t}",
+    "encoders:\n- {name: timm, model: resnet10t, trainable: {blocks: 1}}\n- {name: timm, model: resnet18}",
+)
+ITEMS = (
+    "[erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]",
+    "[erm, xdomainmix, xdomainmix+sam, {name: xdomainmix+sam, label: wide 0.5}, {name: mixup+sagm, label: mixed}]",
+)
+LONG = ("steps: 10", "steps: 1000")
 
 
-def faults(text: str, *overrides: str) -> list[str]:
-    recipe = parse(text, "r.yaml")
-    for override in overrides:
-        apply_override(recipe, override)
+def compare(pairs: str) -> Change:
+    return "training: {steps: 10}", f"training: {{steps: 10}}\nreport: {{compare: {pairs}}}"
+
+
+def recipe(*changes: Change) -> Recipe:
+    text = GOOD
+    for change in changes:
+        if isinstance(change, tuple):
+            assert change[0] in text, change
+            text = text.replace(*change, 1)
+    values = parse(text, "r.yaml")
+    for change in changes:
+        if isinstance(change, str):
+            apply_override(values, change)
+    return check(values)
+
+
+def faults(*changes: Change) -> list[str]:
     with pytest.raises(UserError) as fault:
-        check(recipe)
+        recipe(*changes)
     return str(fault.value).split("\n")
 
 
-def test_a_good_recipe_and_its_defaults():
-    recipe = check(parse(GOOD, "r.yaml"))
-    assert [item.label for item in recipe.methods] == ["erm", "sam", "less"]
-    assert recipe.methods[1].sharpness.name == "sam" and recipe.methods[1].algorithm.name == "erm"
-    assert recipe.methods[2].algorithm.kwargs()["p_discard"] == 0.3
-    assert recipe.report.compare == recipe.declared == () and recipe.report.margin is None
-    assert not recipe.trains_encoders and recipe.needs_features()
+# the changes, and the beginning of their only message; "…" begins one that may stand among others
+# fmt: off
+FAULTS: list[tuple[list[Change], str]] = [
+    ([("name: good", "name: a/b")], "r.yaml:1: name: must be a text without slashes"),
+    ([("name: good\n", "")], "r.yaml: name: is missing; it names the run"),
+    ([("name: good", f"name: {'n' * 300}")], "r.yaml:1: name: takes 300 bytes as a folder's name; at most"),
+    ([("name: good", f"name: {'語' * 80}")], "r.yaml:1: name: takes 240 bytes"),
+    ([("name: good", 'name: "a\\0b"')], "r.yaml:1: name: must be a text without slashes"),
+    ([("{name: digits}", "digits")], "r.yaml:2: data: needs a name; known: "),
+    ([("name: digits", "name: digit")], 'r.yaml:2: data.name: no "digit" in data; did you mean "digits"?'),
+    ([("resnet10t}", "resnet10t}\nextra: 1")], "r.yaml:4: extra: unknown key; "),
+    # blocks
+    ([("steps: 10", "steps: 10, stepps: 1")], 'r.yaml:5: training.stepps: unknown key; did you mean "steps"?'),
+    ([("steps: 10", "steps: 10, lr: fast")], "r.yaml:5: training.lr: input should be a valid number, unable to"),
+    ([("model: resnet10t", "modell: a")], '…r.yaml:3: encoder.modell: unknown key; did you mean "model"?'),
+    ([("model: resnet10t", "modell: a")], "…r.yaml:3: encoder.model: is needed"),
+    ([("{steps: 10}", "[1]")], "r.yaml:5: training: must be a block of keys, not list"),
+    ([("{steps: 10}", "{steps: 10}\nanalyse: maybe")], "r.yaml:6: analyse: must be true or false, given 'maybe'"),
+    ([("{steps: 10}", "{}")], "r.yaml:5: training.steps: give steps or epochs"),
+    ([("10}", "10, epochs: 2, sampler: pooled}")], "r.yaml:5: training.epochs: both steps and epochs are given; keep"),
+    ([("steps: 10", "epochs: 2")], "r.yaml:5: training.epochs: an epoch needs sampler: pooled; per_domain draws"),
+    ([("steps: 10", "epochs: 2, sampler: class_balanced")], "r.yaml:5: training.epochs: an epoch needs sampler: poole"),
+    (["training.schedule.warmup_steps=10"], "command line: training.schedule.warmup_steps: 10 is not below training"),
+    ([("10}", "10, amsgrad: true, optimizer: sgd}")], "r.yaml:5: training.amsgrad: is only for adam and adamw"),
+    ([("steps: 10", "steps: 10, mixed_precision: bf16")], "r.yaml:5: training.mixed_precision: has no effect with a f"),
+    (["training.layer_decay=0.5"], "command line: training.layer_decay: has no effect with a frozen encoder"),
+    (["protocol={name: official, split_rule: domainbed}"], "command line: protocol.split_rule: the official split"),
+    (["protocol={name: official, test_domains: ink}"], "command line: protocol.test_domains: is only for leave_one"),
+    (["protocol={final_fit: true, selection: oracle}"], "command line: protocol.final_fit: needs an unbiased estimate"),
+    (["protocol.seeds=0"], "command line: protocol.seeds: 0 seeds; at least 1 is needed, given 0"),
+    (["protocol.seeds=oops"], "command line: protocol.seeds: must be a number of seeds, a list of them, or auto"),
+    (["protocol.seeds=auto"], "command line: protocol.seeds: auto needs report.margin, to know when a row is settled"),
+    (["protocol.test_domains=[]"], "command line: protocol.test_domains: value should have at least 1 item"),
+    *([([f"report.margin={m}"], "command line: report.margin: input should be") for m in ("0", "-1.0", "wide")]),
+    # pairs of rows
+    ([compare("[[sam, ern]]")], 'r.yaml:6: report.compare.0: no row "ern"; did you mean "erm"?'),
+    ([compare("[[sam, sam]]")], "r.yaml:6: report.compare.0: compares sam with itself; name two rows"),
+    ([compare("[[sam, erm], [erm, sam]]")], "r.yaml:6: report.compare: erm and sam are compared twice; keep one"),
+    ([compare("[sam, erm]")], "r.yaml:6: report.compare: must be a list of pairs of rows, such as [[xdomainmix, erm]]"),
+    ([compare("[[sam, erm, less]]")], "r.yaml:6: report.compare: must be a list of pairs of rows"),
+    ([ENCODERS, compare("[[sam, erm], [erm @ big, sam @ big]]")], "r.yaml:6: report.compare: erm @ big and sam @ big"),
+    ([ENCODERS, compare("[[sam @ big, erm]]")], "r.yaml:6: report.compare.0: sam @ big and erm: one of the two names"),
+    ([compare("[[sam, erm]]"), "methods=[erm, irm]", "report.compare=[[less, erm]]"], 'command line: report.compare.0'),
+    # encoders
+    ([("resnet10t", "resnet10t, unfreeze_at: 5")], "r.yaml:3: encoder.unfreeze_at: has no effect with a frozen encode"),
+    ([END_TO_END, "encoder.unfreeze_at=10"], "command line: encoder.unfreeze_at: 10 of 10 training steps leave the en"),
+    ([("name: digits", "name: digits}\nencoders: []\nx: {")], "…r.yaml:5: encoder: is for one encoder, and encoders l"),
+    ([ENCODERS, "encoders=[]"], "command line: encoders: must be a list of blocks like encoder, each with a name"),
+    ([ENCODERS, "encoders.1.label=resnet10t"], 'r.yaml:3: encoders.1: two encoders have the name "resnet10t" in'),
+    ([LINES, "encoders.0.trainable.blocks=0"], "command line: encoders.0.trainable.blocks: input should be greater th"),
+    (["encoder.name=open_clip", "encoder.prompts=[a]"], "…command line: encoder.prompts"),
+    (["encoder.name=timm", "encoder.prompts=[a]"], "command line: encoder.prompts: unknown key"),
+    (["data.name=folder"], "command line: data.root: is needed"),
+    (["features.cut=cache"], "command line: features.cut: is for a partly trained encoder; leave it out"),
+    *(
+        ([f"{key}={trainable}"], f"command line: {key}{expected}")
+        for key in ("encoder.trainable", "erm.trainable")
+        for trainable, expected in (
+            ("2", ": must be true, false, {blocks: k} or {lora: {rank: r}}, given 2"),
+            ("{blocks: 0}", ".blocks: input should be greater than or equal to 1, given 0"),
+            ("{}", ".blocks: is needed"),
+            ("{lora: 8}", ".lora: must be a block of keys, given 8"),
+            ("{lora: {r: 3}}", ".lora.r: unknown key"),
+            ("{blocks: 1, lora: {}}", ": has both blocks and lora; keep one, or write {lora: {blocks: k}}, given"),
+        )
+    ),
+    # augmentation
+    ([("digits", "digits, train_augmentation: domainbed")], "r.yaml:2: data.train_augmentation: has no effect with a "),
+    (["data.train_augmentation=wilds"], "command line: data.train_augmentation: input should be 'none'"),
+    (["features.views=3"], "command line: data.train_augmentation: none, the default of this data set, gives no views"),
+    ([END_TO_END, "features.views=3"], "command line: features.views: has no effect with encoder.trainable: true"),
+    (["methods=linear_probe", "features.views=3"], "command line: features.views: has no effect on methods without"),
+    # methods
+    ([(ITEMS[0], "3")], "r.yaml:4: methods: must be a list of at least one method"),
+    (["methods=','"], "command line: methods: must be a list of at least one method"),
+    ([("[erm, sam", "[3, sam")], "r.yaml:4: methods.0: must be the name of a method, or a block with a name"),
+    ([("[erm, sam", "[ern, sam")], 'r.yaml:4: methods.0.name: no "ern" in algorithms; did you mean "erm"?'),
+    ([("[erm, sam", '["erm,sam", sam')], 'r.yaml:4: methods.0.name: no "erm,sam" in algorithms; several are a list: ['),
+    ([("[erm, sam", "[erm+samm, sam")], 'r.yaml:4: methods.0.name: no "samm" in sharpness or averaging; did you mean '),
+    (["methods=[smag]"], 'command line: methods.0.name: no "smag" in algorithms; did you mean "sagm"?'),
+    (["methods=erm,xdomainmx"], 'command line: methods.1.name: no "xdomainmx" in algorithms; did you mean "xdomainmix'),
+    ([("[erm, sam", "[erm+swad+swad, sam")], "r.yaml:4: methods.0.name: +swad and +swad can not be combined; keep one"),
+    ([("[erm, sam", "[erm, erm")], 'r.yaml:4: methods.1: two methods have the name "erm" in results; give one of them'),
+    ([("[erm, sam", "[linear_probe+sam, sam")], "r.yaml:4: methods.0.name: linear_probe takes no gradient steps, so"),
+    ([("p_discard: 0.3", "p_discard: 2")], "r.yaml:4: methods.2.p_discard: input should be less than or equal to 1"),
+    ([("p_discard: 0.3", "p_discardd: 0")], 'r.yaml:4: methods.2.p_discardd: unknown key; did you mean "p_discard"?'),
+    ([("p_discard: 0.3", "warmup_steps: 10")], "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves no step"),
+    ([("less", "less, warmup_steps: 7"), "training.steps=5"], "command line: methods.2: xdomainmix: warmup_steps 7 le"),
+    (["methods=[{name: xdomainmix+sam, rho: 1}]"], "command line: methods.0.rho: unknown key; write sam.rho"),
+    (["methods=[{name: erm+sagm+swad, n_converge: 1}]"], "command line: methods.0.n_converge: unknown key; write swad"),
+    (["methods=[{name: erm, sam.rho: 0.1}]"], "command line: methods.0.sam.rho: unknown key"),
+    (["methods=[{name: erm, head: cosin}]"], 'command line: methods.0.head: no "cosin" in heads; did you mean "cosine'),
+    (["methods=[{name: erm, head: mlp, mlp.hidden_width: 0}]"], "command line: methods.0.mlp.hidden_width: input shou"),
+    (["methods=[{name: linear_probe, head: mlp}]"], "command line: methods.0.head: linear_probe computes a linear hea"),
+    (["methods=[{name: erm, head: neighbours}]"], "command line: methods.0.head: neighbours is computed b"),
+    (["methods=[{name: linear_probe, trainable: true}]"], "command line: methods.0.trainable: linear_probe computes a"),
+    (["methods=[{name: erm, encoder_lr: 1e-3}]"], "command line: methods.0.encoder_lr: erm trains no encoder; leave i"),
+    ([END_TO_END, "erm.normalize=true"], "command line: erm.normalize: is for cached features, but this method trains"),
+    (["methods=[xdomainmix+sam, linear_probe]", "training.compile=true"], "command line: training.compile: has no eff"),
+    (["methods=[erm+swad]", "training.patience=3"], "command line: methods.0: +swad decides itself which steps it ave"),
+    ([END_TO_END, "training.mixed_precision=fp16"], "command line: training.mixed_precision: fp16 scales the loss, wh"),
+    (["methods=[coral]"], "command line: methods.0: coral: its penalty changes the encoder only"),
+    (["methods=[mixstyle]"], "command line: methods.0: mixstyle: "),
+    (["methods=[{name: lisa, mix: cutmix}]"], "command line: methods.0: lisa: "),
+    ([END_TO_END, "training.sampler=pooled", "methods=fish"], "command line: methods.0: fish: "),
+    # the text side
+    (["methods=[zero_shot]"], "command line: methods.0: zero_shot needs an encoder with a text side; use encoder.name"),
+    (["methods=[{name: erm, head_init: zero_shot}]"], "command line: methods.0.head_init: erm with head_init: zero_sh"),
+    ([CLIP, "less.head_init=zero_shot"], "r.yaml:4: methods.2: zero_shot starts from class embeddings, which need"),
+    ([CLIP, "methods=wise_ft"], "command line: methods.0: wise_ft starts from class embeddings, which need L2-normali"),
+    ([NORMALIZED, "methods=[{name: wise_ft, head_init: random}]"], "command line: methods.0.head_init: wise_ft starts"),
+    ([NORMALIZED, "methods=[{name: wise_ft, alpha: 1.5}]"], "…command line: methods.0.alpha.constrained-floa"),
+    ([NORMALIZED, "methods=[{name: wise_ft, head: mlp}]"], "command line: methods.0.head: mlp can not be combined wit"),
+    ([NORMALIZED, "methods=[{name: zero_shot, head: cosine}]"], "command line: methods.0.head: zero_shot computes a l"),
+    ([CLIP, "methods=[{name: erm, prompts: [a]}]"], "command line: methods.0.prompts"),
+    ([CLIP, "methods=[{name: erm, prompts: ['a {}']}]"], "command line: methods.0.prompts: erm uses no class embeddin"),
+    # the search
+    (["search={trials: 2, space: {lrr: {choice: [1]}}}"], "command line: search.space.lrr: is no searchable hyper-par"),
+    (["search={trials: 2, space: {encoder_lr: {choice: [1.0]}}}"], "command line: search.space.encoder_lr: has no eff"),
+    (["search={trials: 2, space: {momentum: {choice: [0.5]}}}"], "command line: search.space.momentum: has no effect "),
+    (["search={trials: 2, space: {lr: {choice: [-1.0]}}}"], "command line: search.space: trial 1 draws lr = -1.0: "),
+    (["search.trials=2"], "command line: search.trials: 2 would train each model 2 times with the same settings; set "),
+    (["search.preset=frozen"], "command line: search.trials: 1 uses no value of the preset frozen"),
+    (["search.space={lr: {choice: [0.1]}}"], "command line: search.trials: 1 uses no value of search.space"),
+    # overrides METHOD.KEY=VALUE
+    ([ITEMS, LONG, "irm.x=3"], "command line: irm.x: no item of methods uses irm; add it to one, or leave this out"),
+    ([ITEMS, LONG, "irm+sam.rho=3"], "command line: irm+sam.rho: no item of methods uses irm+sam; add it to one"),
+    ([ITEMS, LONG, "xdomainmx.warmup_steps=3"], 'command line: xdomainmx: unknown key; did you mean "xdomainmix"?'),
+    ([ITEMS, LONG, "xdomainmix+smag.rho=3"], 'command line: xdomainmix+smag: unknown key; did you mean "xdomainmix+sa'),
+    ([ITEMS, LONG, "seeds=5"], 'command line: seeds: unknown key; did you mean "protocol.seeds"?'),
+    ([ITEMS, LONG, "model=x"], 'command line: model: unknown key; did you mean "encoder.model"?'),
+    ([ITEMS, LONG, "dir=x"], 'command line: dir: unknown key; did you mean "features.dir" or "output.dir"?'),
+    ([ITEMS, LONG, "p_discard=0"], 'command line: p_discard: unknown key; did you mean "xdomainmix.p_discard"?'),
+    ([ITEMS, LONG, "qqqq.x=1"], "command line: qqqq: unknown key; known: name, data, encoder, encoders, protocol, "),
+    ([ITEMS, LONG, "trainin.steps=3"], 'command line: trainin: unknown key; did you mean "training"?'),
+    ([ITEMS, LONG, "xdomainmix+sam=3"], "command line: xdomainmix+sam: is a method, not a value; write xdomainmix+sam"),
+    ([ITEMS, LONG, "mixed.alpha=0.3"], "command line: mixed.alpha: is a key of mixup and sagm; write mixed.mixup.alph"),
+    ([ITEMS, LONG, "wide 0.5.sam.rhoo=1"], 'command line: wide 0.5.sam.rhoo: unknown key; did you mean "sam.rho"?'),
+    ([ITEMS, LONG, "mixed.mixup.alpha=-1"], "command line: mixed.mixup.alpha: input should be greater"),
+    ([ITEMS, LONG, "sam.rho=0.1", "wide 0.5.rho=oops"], "command line: wide 0.5.rho: input should be a valid number"),
+    (["methods=[sam, {name: erm+sagm, label: sam}]", "sam.rho=1"], "…command line: sam.rho: sam is the label of metho"),
+    (["methods=[erm, {name: sam, label: erm.sam}]", "erm.sam.rho=1"], "command line: erm.sam.rho: may mean erm or erm"),
+    # only the command line has keys of methods beside the blocks
+    ([("{steps: 10}", "{steps: 10}\nsam: {rho: 0.1}")], "r.yaml:6: sam: unknown key"),
+]
+# fmt: on
 
 
-def test_the_resolved_recipe_is_a_recipe_and_resolves_to_itself():
-    once = check(parse(GOOD, "r.yaml")).as_yaml()
-    again = check(parse(once, "resolved.yaml")).as_yaml()
-    assert once == again
-    assert yaml.safe_load(once)["training"]["momentum"] == 0.9
+@pytest.mark.parametrize(("changes", "expected"), FAULTS, ids=[f"{i}" for i in range(len(FAULTS))])
+def test_a_change_and_its_message(changes: list[Change], expected: str) -> None:
+    found = faults(*changes)
+    if expected.startswith("…"):
+        assert any(fault.startswith(expected[1:]) for fault in found), found
+    else:
+        assert len(found) == 1 and found[0].startswith(expected), found
+
+
+def test_all_faults_at_once_each_with_its_place() -> None:
+    found = faults(("steps: 10", "stepps: 10, lr: fast"), ("model: resnet10t", "modell: a"), "xdomainmix.p_discard=2")
+    assert [fault.partition(": ")[0] for fault in found] == ["r.yaml:3"] * 2 + ["r.yaml:5"] * 2 + ["command line"]
+
+
+OVERRIDES = [
+    ("encoders.2.model=x", "encoders.2 is not a block of keys"),
+    ("encoders.small.model=x", "encoders.small is not a block of keys"),
+    ("encoders.0=x", "encoders is a list; write encoders.0.KEY=VALUE for its first item"),
+    ("methods.0.head=mlp", "methods is not a block of keys; write METHOD.KEY=VALUE"),
+    ("name.first=3", "name is not a block of keys"),
+    *((wrong, "is not an override; write key.sub=value") for wrong in ("steps", "=3", "training..lr=3")),
+    ("training.lr=[1", "not valid YAML"),
+    ("x=[&a 1, *a]", "aliases (*name) are not supported in recipes"),
+]
+
+
+@pytest.mark.parametrize(("override", "expected"), OVERRIDES)
+def test_an_override_that_can_not_be_applied(override: str, expected: str) -> None:
+    with pytest.raises(UserError) as fault:
+        apply_override(parse(GOOD.replace(*LINES), "r.yaml"), override)
+    assert str(fault.value).startswith("command line: ") and expected in str(fault.value)
+
+
+YAML = [
+    ("a: 1\na: 2", 'r.yaml:2: not valid YAML: the key "a" is written twice'),
+    ("a: [1, 2", "r.yaml:1: not valid YAML"),
+    ("a: &x 1\nb: *x", "aliases"),
+    ("a: &a {b: *a}\n", "not valid YAML"),
+    ("a: !!python/object:os.system 1", "r.yaml:1: not valid YAML: could not determine a constructor"),
+    ("a: !!python/object/apply:os.system ['touch exploded']\n", "os.system is not supported in recipes"),
+    ("- a", "a recipe is a mapping"),
+    ("1: a", "the key 1 is not a text"),
+    ("a: 2001-99-99", "not valid YAML: ValueError"),
+    ("a: \0", "special characters are not allowed"),
+    ("? [a]\n: b", "is not a text"),
+    ("--- 1\n--- 2\n", "not valid YAML"),
+    ("[" * 5000, "not valid YAML"),
+    (f"a: {'{b: ' * 3000}1{'}' * 3000}\n", "not valid YAML"),
+    (f"training: {{steps: {'9' * 5000}}}\n", "not valid YAML"),
+]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("text", "words"), YAML, ids=range(len(YAML)))
+def test_yaml_that_is_refused_in_one_line(text: str, words: str) -> None:
+    with pytest.raises(UserError) as fault:
+        parse(text, "r.yaml")
+    assert words in str(fault.value) and "\n" not in str(fault.value) and not Path("exploded").exists()
+
+
+def test_the_place_of_a_key() -> None:
+    text = parse(
+        "# a comment\nname: one\ntraining:\n  steps: 10\n  lr: 1e-3\nmethods:\n  - erm\n  - {name: x,\n  p: 1}", "r"
+    )
+    assert text.values["training"] == {"steps": 10, "lr": 1e-3}
+    keys: list[Any] = [("training", "lr"), ("methods", 1, "p"), ("training", "unknown"), ("encoder",)]
+    assert [text.where(key) for key in keys] == ["r:5", "r:9", "r:3", "r"]
+    apply_override(text, "encoder.kwargs={bn_eps: 0.001}")
+    assert (
+        text.values["encoder"] == {"kwargs": {"bn_eps": 0.001}} and text.where(("encoder", "kwargs")) == "command line"
+    )
+    apply_override(text, "training.epochs=2")
+    assert text.values["training"] == {"lr": 0.001, "epochs": 2}, "steps and epochs clear each other"
+    apply_override(text, "training.steps=5")
+    assert text.values["training"]["epochs"] == 2, "both from the command line stay, for the check to refuse"
+    assert parse("# nothing\n", "r").values == {}
+
+
+def test_a_good_recipe_resolves_to_itself() -> None:
+    made = recipe()
+    assert [(item.label, item.algorithm.name) for item in made.methods] == [
+        ("erm", "erm"),
+        ("sam", "erm"),
+        ("less", "xdomainmix"),
+    ]
+    assert made.methods[1].sharpness is not None and made.methods[2].algorithm.kwargs()["p_discard"] == 0.3
+    assert made.report.compare == made.declared == () and made.report.margin is None
+    assert not made.trains_encoders and made.needs_features()
+    assert yaml.safe_load(made.as_yaml())["training"]["momentum"] == 0.9
+    for changes in ([], [LINES], [ITEMS, LONG], [("steps: 10", "steps: 10, optimizer: adamw")]):
+        made = recipe(*changes)
+        for text in (made.as_yaml(), resolved_with_meanings(made)):
+            assert check(parse(text, "again.yaml")).as_yaml() == made.as_yaml()
 
 
 @pytest.mark.parametrize(
-    ("override", "seeds"),
+    ("change", "seeds"),
     [
         ("training.steps=10", 10),
         ("encoder.trainable=true", 5),
-        ("methods=[erm, {name: erm, label: last, trainable: {blocks: 1}}]", 5),
+        ("less.trainable={blocks: 1}", 5),
         ("protocol.seeds=3", 3),
     ],
 )
-def test_heads_on_frozen_features_have_ten_seeds_others_five(override: str, seeds: int) -> None:
-    text = parse(GOOD, "r.yaml")
-    apply_override(text, override)
-    recipe = check(text)
-    assert recipe.protocol.seeds == tuple(range(seeds))
-    assert not recipe.auto_seeds and recipe.next_seeds() is None
+def test_heads_on_frozen_features_have_ten_seeds_others_five(change: str, seeds: int) -> None:
+    made = recipe(change)
+    assert made.protocol.seeds == tuple(range(seeds)) and not made.auto_seeds and made.next_seeds() is None
 
 
 def test_auto_has_the_seeds_of_one_look_after_the_other() -> None:
-    recipe = check(parse(GOOD + "protocol: {seeds: auto}\nreport: {margin: 1.0}\n", "r.yaml"))
+    made: Recipe | None = recipe("protocol.seeds=auto", "report.margin=1.0")
     stages = []
-    while recipe is not None:
-        stages.append(recipe.protocol.seeds)
-        assert recipe.resolved()["protocol"]["seeds"] == [*recipe.protocol.seeds]
-        for text in (recipe.as_yaml(), resolved_with_meanings(recipe)):
+    while made is not None:
+        stages.append(len(made.protocol.seeds))
+        assert made.resolved()["protocol"]["seeds"] == [*made.protocol.seeds]
+        for text in (made.as_yaml(), resolved_with_meanings(made)):
             assert yaml.safe_load(text)["protocol"]["seeds"] == "auto" and check(parse(text, "r.yaml")).auto_seeds
-        recipe = recipe.next_seeds()
-    assert stages == [tuple(range(count)) for count in (5, 10, 20)]
-    [fault] = faults(GOOD + "protocol: {seeds: auto}\n")
-    assert fault.startswith("r.yaml:6: protocol.seeds: auto needs report.margin, to know when a row is settled; set it")
-
-
-ENCODERS = "encoders: [{name: timm, model: resnet10t}, {name: timm, model: resnet18, label: big}]"
+        made = made.next_seeds()
+    assert stages == [5, 10, 20]
 
 
 @pytest.mark.parametrize(
-    ("compare", "declared"),
+    ("changes", "declared"),
     [
-        ("[[sam, erm], [less, sam]]", [("sam", "erm"), ("less", "sam")]),
-        ("[[sam, erm]]", [("sam @ resnet10t", "erm @ resnet10t"), ("sam @ big", "erm @ big")]),
-        ("[[erm @ big, erm @ resnet10t]]", [("erm @ big", "erm @ resnet10t")]),
+        ([compare("[[sam, erm], [less, sam]]")], [("sam", "erm"), ("less", "sam")]),
+        ([ENCODERS, compare("[[sam, erm]]")], [("sam @ resnet10t", "erm @ resnet10t"), ("sam @ big", "erm @ big")]),
+        ([ENCODERS, compare("[[erm @ big, erm @ resnet10t]]")], [("erm @ big", "erm @ resnet10t")]),
+        # a pair that is left would keep new rows from a verdict; more rows leave the declaration as it is
+        ([compare("[[sam, erm], [less, erm]]"), "methods=[erm, sam, rsc]"], []),
+        ([compare("[[sam, erm]]"), "methods=[erm, sam, rsc]"], [("sam", "erm")]),
     ],
 )
-def test_declared_pairs_are_labels_of_rows(compare: str, declared: list[tuple[str, str]]) -> None:
-    text = GOOD.replace(GOOD.splitlines()[2], ENCODERS) if " @ " in str(declared) else GOOD
-    recipe = check(parse(f"{text}report: {{compare: {compare}}}\n", "r.yaml"))
-    assert [*recipe.declared] == declared
-    assert check(parse(recipe.as_yaml(), "again.yaml")).declared == recipe.declared
+def test_declared_pairs_are_labels_of_rows(changes: list[Change], declared: list[tuple[str, str]]) -> None:
+    made = recipe(*changes)
+    assert [*made.declared] == declared == [*check(parse(made.as_yaml(), "again.yaml")).declared]
 
 
-@pytest.mark.parametrize(
-    ("text", "compare", "expected"),
-    [
-        (
-            GOOD,
-            "[[sam, ern], [mor, erm]]",
-            ['.0: no row "ern"; did you mean "erm"?', '.1: no row "mor"; known: erm, sam'],
-        ),
-        (GOOD, "[[sam, sam]]", [".0: compares sam with itself; name two rows"]),
-        (GOOD, "[[sam, erm], [erm, sam]]", [": erm and sam are compared twice; keep one of the pairs"]),
-        (GOOD, "[sam, erm]", [": must be a list of pairs of rows, such as [[xdomainmix, erm]], given ['sam', 'erm']"]),
-        (GOOD, "[[sam, erm, less]]", [": must be a list of pairs of rows"]),
-        (GOOD, "[[sam, 3]]", [".0.1: input should be a valid string, given 3"]),
-        (ENCODERS, "[[sam, erm], [erm @ big, sam @ big]]", [": erm @ big and sam @ big are compared twice"]),
-        (ENCODERS, "[[sam @ big, erm]]", [".0: sam @ big and erm: one of the two names an encoder; write METHOD @"]),
-        (ENCODERS, "[[sam @ bigg, erm @ big]]", ['.0: no row "sam @ bigg"; did you mean "sam @ big"?']),
-    ],
-)
-def test_pairs_that_can_not_be_compared(text: str, compare: str, expected: list[str]) -> None:
-    text = GOOD.replace(GOOD.splitlines()[2], ENCODERS) if text == ENCODERS else text
-    found = faults(f"{text}report: {{compare: {compare}}}\n")
-    assert len(found) == len(expected)
-    for fault, start in zip(found, expected, strict=True):
-        assert fault.startswith(f"r.yaml:6: report.compare{start}")
-
-
-@pytest.mark.parametrize(
-    ("methods", "declared"),
-    [("[erm, sam, rsc]", ()), ("[erm, sam, rsc, {name: erm, label: less}]", (("sam", "erm"), ("less", "erm")))],
-)
-def test_other_methods_on_the_command_line_end_a_declaration(methods: str, declared: tuple[Any, ...]) -> None:
-    """A pair that is left would keep the new rows from a verdict; more rows leave the declaration as it is."""
-    text = f"{GOOD}report: {{compare: [[sam, erm], [less, erm]]}}\n"
-    recipe = parse(text, "r.yaml")
-    apply_override(recipe, f"methods={methods}")
-    assert check(recipe).declared == declared
-
-
-def test_a_declaration_on_the_command_line_must_name_rows() -> None:
-    text = f"{GOOD}report: {{compare: [[sam, erm], [less, erm]]}}\n"
-    [fault] = faults(text, "methods=[erm, sam]", "report.compare=[[less, erm]]")
-    assert fault.startswith('command line: report.compare.0: no row "less"')
-
-
-@pytest.mark.parametrize("margin", ["0", "-1.0", "wide"])
-def test_a_margin_is_a_positive_number(margin: str) -> None:
-    [fault] = faults(f"{GOOD}report: {{margin: {margin}}}\n")
-    assert fault.startswith("r.yaml:6: report.margin: input should be")
-
-
-def test_all_faults_at_once_each_with_its_line():
-    text = GOOD.replace("steps: 10", "stepps: 10, lr: fast").replace("model: resnet10t", "modell: a") + "extra: 1\n"
-    found = faults(text)
-    assert 'r.yaml:5: training.stepps: unknown key; did you mean "steps"?' in found
-    assert any(f.startswith("r.yaml:5: training.lr: input should be a valid number") and "'fast'" in f for f in found)
-    assert 'r.yaml:3: encoder.modell: unknown key; did you mean "model"?' in found
-    assert "r.yaml:3: encoder.model: is needed" in found
-    assert any(f.startswith("r.yaml:6: extra: unknown key") for f in found)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("name: good", "name: a/b", "r.yaml:1: name: must be a text without slashes"),
-        ("name: good\n", "", "r.yaml: name: is missing; it names the run"),
-        ("name: digits", "name: digit", 'r.yaml:2: data.name: no "digit" in data; did you mean "digits"?'),
-        ("{name: digits}", "digits", "r.yaml:2: data: needs a name"),
-        ("[erm, sam", "[ern, sam", 'r.yaml:4: methods.0.name: no "ern" in algorithms; did you mean "erm"?'),
-        (
-            "[erm, sam",
-            '["erm,sam", sam',
-            'r.yaml:4: methods.0.name: no "erm,sam" in algorithms; several are a list: [erm,sam]',
-        ),
-        (
-            "[erm, sam",
-            "[erm+samm, sam",
-            'r.yaml:4: methods.0.name: no "samm" in sharpness or averaging; did you mean "sam"?',
-        ),
-        ("[erm, sam", "[erm+swad+swad, sam", "methods.0.name: +swad and +swad can not be combined; keep one"),
-        ("resnet10t", "resnet10t, unfreeze_at: 5", "encoder.unfreeze_at: has no effect with a frozen encoder"),
-        (
-            "resnet10t",
-            "resnet10t, trainable: true, unfreeze_at: 10",
-            "r.yaml:3: encoder.unfreeze_at: 10 of 10 training steps leave the encoder untrained",
-        ),
-        ("[erm, sam", "[erm, erm", 'r.yaml:4: methods.1: two methods have the name "erm"'),
-        ("[erm, sam", "[linear_probe+sam, sam", "linear_probe takes no gradient steps"),
-        ("[erm, sam", "[3, sam", "r.yaml:4: methods.0: must be the name of a method"),
-        ("p_discard: 0.3", "p_discard: 2", "methods.2.p_discard: input should be less than or equal to 1, given 2"),
-        ("p_discard: 0.3", "p_discardd: 0", 'methods.2.p_discardd: unknown key; did you mean "p_discard"?'),
-        (
-            "[erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]",
-            "3",
-            "r.yaml:4: methods: must be a list",
-        ),
-        ("{steps: 10}", "{}", "r.yaml:5: training.steps: give steps or epochs"),
-        ("{steps: 10}", "{steps: 10, epochs: 2, sampler: pooled}", "both steps and epochs are given"),
-        ("{steps: 10}", "{epochs: 2}", "r.yaml:5: training.epochs: an epoch needs sampler: pooled; per_domain draws"),
-        ("{steps: 10}", "{epochs: 2, sampler: class_balanced}", "an epoch needs sampler: pooled; class_balanced draws"),
-        (
-            "name: digits",
-            "name: digits, train_augmentation: domainbed",
-            "r.yaml:2: data.train_augmentation: has no effect with a frozen encoder",
-        ),
-        ("name: digits", "name: digits, train_augmentation: wilds", "data.train_augmentation: input should be 'none'"),
-        ("{steps: 10}", "[1]", "r.yaml:5: training: must be a block of keys"),
-        ("{steps: 10}", "{steps: 10}\nanalyse: maybe", "r.yaml:6: analyse: must be true or false, given 'maybe'"),
-        ("{steps: 10}", "{steps: 10, mixed_precision: bf16}", "has no effect with a frozen encoder"),
-        (
-            "[erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]\ntraining: {steps: 10}",
-            "[xdomainmix+sam, linear_probe]\ntraining: {steps: 10, compile: true}",
-            "r.yaml:5: training.compile: has no effect on these methods",
-        ),
-        (
-            "training: {steps",
-            "protocol: {name: official, split_rule: domainbed}\ntraining: {steps",
-            "protocol.split_rule: the",
-        ),
-        ("p_discard: 0.3", "warmup_steps: 10", "r.yaml:4: methods.2: xdomainmix: warmup_steps 10 leaves no step"),
-        (
-            "[erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]",
-            "[zero_shot]",
-            "r.yaml:4: methods.0: zero_shot needs an encoder with a text side; use encoder.name: open_clip",
-        ),
-        (
-            "[erm, sam, {name: xdomainmix, p_discard: 0.3, label: less}]",
-            "[{name: erm, head_init: zero_shot}]",
-            "r.yaml:4: methods.0.head_init: erm with head_init: zero_shot needs an encoder with a text side; use",
-        ),
-    ],
-)
-def test_each_fault(old, new, expected):
-    assert old in GOOD
-    assert any(expected in fault for fault in faults(GOOD.replace(old, new, 1))), faults(GOOD.replace(old, new, 1))
-
-
-def test_fp16_with_sam_is_refused_and_without_it_is_not():
-    end_to_end = GOOD.replace("model: resnet10t", "model: resnet10t, trainable: true")
-    found = faults(end_to_end, "training.mixed_precision=fp16")
-    assert found == [
-        "command line: training.mixed_precision: fp16 scales the loss, which makes the second pass of sam wrong; "
-        "use bf16 or no with sam"
+def test_two_rows_of_results_never_have_one_name() -> None:
+    encoders = "encoders: [{name: timm, model: resnet10t, label: c}, {name: timm, model: resnet18, label: b @ c}]"
+    methods = ("[erm,", "[{name: erm, label: a @ b}, {name: erm, label: a}, {name: erm, label: z},")
+    assert faults((ENCODERS[0], encoders), methods) == [
+        'r.yaml:3: encoders: two rows of results have the name "a @ b @ c"; change a label'
     ]
-    recipe = parse(end_to_end, "r.yaml")
-    apply_override(recipe, "training.mixed_precision=fp16")
-    apply_override(recipe, "methods=[erm]")
-    assert check(recipe).training.mixed_precision == "fp16"
 
 
-def test_a_method_without_effect_on_cached_features_is_refused_there_and_not_end_to_end():
-    text = GOOD.replace("methods: [erm, sam,", "methods: [coral, coral+sam, linear_probe,")
-    found = faults(text)
-    assert len(found) == 2
-    assert (
-        found[0].startswith("r.yaml:4: methods.0: coral: its penalty changes the encoder only")
-        and "use erm" in found[0]
-    )
-    assert "coral+sam" in found[1]
-    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trains_encoders
-
-
-def test_what_works_inside_the_encoder_or_on_images_is_refused_on_cached_features():
-    text = GOOD.replace(
-        "[erm, sam,", "[mixstyle, dsu+sam, {name: lisa, mix: cutmix}, {name: lisa, label: on_features},"
-    )
-    found = faults(text)
-    assert [line.split(": ")[1:3] for line in found] == [
-        ["methods.0", "mixstyle"], ["methods.1", "dsu+sam"], ["methods.2", "lisa"]
-    ]  # fmt: skip
-    assert all("encoder.trainable: true" in line for line in found)
-    assert check(parse(text.replace("model: resnet10t", "model: resnet10t, trainable: true"), "r.yaml")).trains_encoders
-
-
-def test_methods_on_pooled_batches_and_with_epochs():
+def test_methods_on_pooled_batches_and_with_epochs() -> None:
     """Their settings are checked where the number of steps is not known yet; inner steps by domain are refused."""
-    found = {name: components.find("algorithms", name) for name in components.names("algorithms")}
-    algorithms = [name for name, cls in found.items() if issubclass(cls, Algorithm) and not cls.needs_text]
+    every = {name: components.find("algorithms", name) for name in components.names("algorithms")}
+    algorithms = [name for name, cls in every.items() if issubclass(cls, Algorithm) and not cls.needs_text]
     assert len(algorithms) > 10
-    text = GOOD.replace("steps: 10", "epochs: 2, sampler: pooled").replace("resnet10t", "resnet10t, trainable: true")
-    refused = faults(text.replace("[erm, sam,", f"[{', '.join(algorithms)}, fish+sam,"))
+    epochs = ("steps: 10", "epochs: 2, sampler: pooled")
+    refused = faults(END_TO_END, epochs, f"methods=[{', '.join(algorithms)}, fish+sam]")
     assert [line.split(": ")[2] for line in refused] == ["fish", "fish+sam"]
     assert all("set training.sampler: per_domain" in line for line in refused)
 
 
-def test_head_init_zero_shot_needs_normalised_features():
-    text = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
-    text = text.replace("p_discard: 0.3", "head_init: zero_shot")
-    assert any("set encoder.normalize: true" in fault for fault in faults(text))
-    recipe = parse(text, "r.yaml")
-    apply_override(recipe, "encoder.normalize=true")
-    assert check(recipe).methods[2].head_init == "zero_shot"
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [END_TO_END, "methods=[coral, coral+sam, mixstyle, dsu+sam, {name: lisa, mix: cutmix}]"],
+        [END_TO_END, "methods=[erm]", "training.mixed_precision=fp16"],
+        [NORMALIZED, "methods=[wise_ft, {name: erm, head_init: zero_shot, prompts: ['a {}', openai_imagenet]}]"],
+        [CLIP, "methods=[{name: wise_ft, normalize: true}, {name: erm, head: cosine, head_init: zero_shot}]"],
+        [("steps: 10", "steps: 10, lr: 1e-3, amsgrad: true")],
+        ["training.steps=1e9", "search={trials: 2, space: {lr.choice: 0.1}}", "search.space={lr: {choice: 0.1}}"],
+    ],
+)  # fmt: skip
+def test_what_is_right_loads(changes: list[Change]) -> None:
+    assert recipe(*changes).methods
 
 
-def test_wise_ft_starts_from_the_text_or_is_skipped():
-    wise = GOOD.replace("[erm, sam,", "[wise_ft, sam,")
-    assert [item.skipped for item in check(parse(wise, "r.yaml")).methods] == [
-        "needs an encoder with a text side", None, None,
-    ]  # fmt: skip
-    clip = wise.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
-    assert faults(clip) == [
-        "r.yaml:4: methods.0: wise_ft starts from class embeddings, which need L2-normalised features; "
-        "set encoder.normalize: true, or normalize: true for this method"
-    ]
-    normalised = clip.replace("weights: demo", "weights: demo, normalize: true")
-    assert check(parse(normalised, "r.yaml")).methods[0].head_init == "zero_shot"
-    random = normalised.replace("wise_ft", "{name: wise_ft, head_init: random}")
-    assert "leave head_init out" in faults(random)[0]
-    assert "methods.0.alpha" in faults(normalised.replace("wise_ft", "{name: wise_ft, alpha: 1.5}"))[0]
-
-
-def test_a_method_reads_normalised_features_where_they_are_cached():
-    clip = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
-    text = clip.replace("[erm, sam,", "[{name: wise_ft, normalize: true}, {name: linear_probe, normalize: true},")
-    assert [item.reads_normalized for item in check(parse(text, "r.yaml")).methods] == [True, True, False]
-    [fault] = faults(text, "encoder.trainable=true")
-    assert fault.startswith("command line: methods.0.normalize: is for cached features")
-
-
-def test_prompts_of_a_method_are_for_class_embeddings():
-    clip = GOOD.replace("{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo}")
-    text = clip.replace("[erm, sam,", "[{name: zero_shot, prompts: openai_imagenet}, {name: erm, prompts: [a]},")
-    assert [fault.split(": ")[1] for fault in faults(text)] == ["methods.1.prompts"]
-    good = text.replace("prompts: [a]", "prompts: ['a {}', openai_imagenet]")
-    assert faults(good) == [
-        "r.yaml:4: methods.1.prompts: erm uses no class embeddings; leave it out, or set head_init: zero_shot"
-    ]
-    good = good.replace("name: erm,", "name: erm, head_init: zero_shot, normalize: true,")
-    found = [item.block.prompts for item in check(parse(good, "r.yaml")).methods]
-    assert found == [("openai_imagenet",), ("a {}", "openai_imagenet"), None]
-
-
-def test_amsgrad_is_adams():
-    assert check(parse(GOOD.replace("steps: 10", "steps: 10, amsgrad: true"), "r.yaml")).training.amsgrad
-    [fault] = faults(GOOD.replace("steps: 10", "steps: 10, amsgrad: true, optimizer: sgd"))
-    assert "training.amsgrad: is only for adam and adamw" in fault
+def test_another_component_from_the_command_line_drops_the_keys_of_the_former() -> None:
+    clip = (CLIP[0], CLIP[1].replace("weights: demo", "weights: demo, prompts: ['a {}']"))
+    made = recipe(clip, "encoder.name=timm", "encoder.model=resnet10t")
+    assert "prompts" not in made.resolved()["encoder"] and made.methods[0].skipped is None
+    [first, *_] = recipe(("[erm, sam", "[wise_ft, sam")).methods
+    assert first.skipped == "needs an encoder with a text side", "a row, if there are others"
 
 
 @pytest.mark.parametrize(
     ("written", "decay"),
     [
         ("", 0.0),
-        (", optimizer: sgd", 0.0),
         (", optimizer: adamw", 0.01),
-        (", optimizer: adamw, weight_decay: null", 0.01),
         (", optimizer: adamw, weight_decay: 0", 0.0),
-        (", optimizer: adam, weight_decay: 0.1", 0.1),
+        (", weight_decay: 0.1", 0.1),
     ],
 )
-def test_adamw_decays_weights_by_default(written: str, decay: float):
-    recipe = check(parse(GOOD.replace("steps: 10", f"steps: 10{written}"), "r.yaml"))
-    assert recipe.training.weight_decay == recipe.resolved()["training"]["weight_decay"] == decay
-    printed = resolved_with_meanings(recipe)
-    assert re.search(rf"^  weight_decay: {decay} +# sgd, adam: L2 penalty", printed, re.MULTILINE)
-    assert check(parse(recipe.as_yaml(), "again.yaml")).training == recipe.training
+def test_adamw_decays_weights_by_default(written: str, decay: float) -> None:
+    made = recipe(("steps: 10", f"steps: 10{written}"))
+    assert made.training.weight_decay == made.resolved()["training"]["weight_decay"] == decay
+    assert re.search(rf"^  weight_decay: {decay} +# sgd, adam: L2 penalty", resolved_with_meanings(made), re.MULTILINE)
 
 
-def test_another_component_from_the_command_line_drops_the_keys_of_the_former():
-    text = GOOD.replace(
-        "{name: timm, model: resnet10t}", "{name: open_clip, model: demo, weights: demo, prompts: ['a {}']}"
-    )
-    recipe = parse(text, "r.yaml")
-    apply_override(recipe, "encoder.name=timm")
-    apply_override(recipe, "encoder.model=resnet10t")
-    assert "prompts" not in check(recipe).resolved()["encoder"]
-    assert any("encoder.prompts: unknown key" in f for f in faults(text, "encoder.name=timm", "encoder.prompts=[a]"))
-
-
-def test_numbers_written_as_yaml_text_are_numbers():
-    assert check(parse(GOOD.replace("steps: 10", "steps: 10, lr: 1e-3"), "r.yaml")).training.lr == 1e-3
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("erm", ("erm", [])),
-        ("sam", ("erm", ["sam"])),
-        ("a+sam", ("a", ["sam"])),
-        ("sam+swad", ("erm", ["sam", "swad"])),
-        ("a+swad+sam", ("a", ["swad", "sam"])),
-    ],
-)
-def test_method_names(name, parts):
-    assert split_name(name) == parts
-
-
-def test_sharpness_and_averaging_have_their_settings_in_the_item():
-    text = GOOD.replace("[erm, sam,", "[{name: erm+sam+swad, sam.rho: 0.1, swad.n_converge: 2}, swad,")
-    first, second, _ = check(parse(text, "r.yaml")).methods
-    assert first.sharpness.build().rho == 0.1 and first.averaging.build().n_converge == 2
-    assert second.sharpness is None and second.averaging.kwargs() == {
-        "n_converge": 3, "n_tolerance": 6, "tolerance_ratio": 0.3,
-    }  # fmt: skip
-
-
-def test_a_recipe_whose_data_are_not_there_says_so(tmp_path):
-    recipe = load("clip_camelyon", [f"data.root={tmp_path}"])
-    with pytest.raises(UserError, match=r"data.root: .*camelyon17_v1.0 does not exist; set data.download: true"):
-        recipe.data.build()
-
-
-@pytest.mark.parametrize("environment, accumulation", [({}, 2), ({"WORLD_SIZE": "2"}, 1)])
+@pytest.mark.parametrize(("environment", "accumulation"), [({}, 2), ({"WORLD_SIZE": "2"}, 1)])
 def test_methods_that_can_not_see_the_whole_batch_are_refused(
     environment: dict[str, str], accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,74 +433,147 @@ def test_methods_that_can_not_see_the_whole_batch_are_refused(
         load("all_methods_end_to_end", [*overrides, "training.sampler=pooled", "methods=[xdomainmix]", searched])
 
 
+def settings(made: Recipe, key: str) -> list[Any]:
+    return [getattr(item.block, key, None) for item in made.methods]
+
+
 @pytest.mark.parametrize(
-    ("trainable", "expected"),
+    ("overrides", "key", "expected"),
     [
-        ("2", "trainable: must be true, false, {blocks: k} or {lora: {rank: r}}, given 2"),
-        ("{blocks: 0}", "trainable.blocks: input should be greater than or equal to 1, given 0"),
-        ("{}", "trainable.blocks: is needed"),
-        ("{lora: 8}", "trainable.lora: must be a block of keys, given 8"),
-        ("{lora: {r: 3}}", "trainable.lora.r: unknown key"),
-        ("{blocks: 1, lora: {}}", "trainable: has both blocks and lora; keep one, or write {lora: {blocks: k}}, given"),
+        (["xdomainmix.warmup_steps=300"], "warmup_steps", [None, 300, 300, 300, None]),
+        (["xdomainmix+sam.rho=0.1"], "sam.rho", [None, None, 0.1, 0.1, None]),
+        (["wide 0.5.sam.rho=0.2"], "sam.rho", [None, None, 0.05, 0.2, None]),
+        (["erm.head=mlp", "erm.mlp.hidden_width=8"], "mlp.hidden_width", [8, None, None, None, None]),
+        (["mixed.sagm.alpha=0.002", "mixed.mixup.alpha=0.3"], "alpha", [None, None, None, None, 0.3]),
+        # the label wins over the written name, and this one over the component, in any order
+        (["sam.rho=0.1", "xdomainmix+sam.rho=0.2", "wide 0.5.rho=0.3"], "sam.rho", [None, None, 0.2, 0.3, None]),
+        (["wide 0.5.rho=0.3", "xdomainmix+sam.rho=0.2", "sam.rho=0.1"], "sam.rho", [None, None, 0.2, 0.3, None]),
+        (["methods=xdomainmix", "xdomainmix.warmup_steps=7"], "warmup_steps", [7]),
+        (["methods=erm, xdomainmix,", "xdomainmix.p_discard=0.5"], "p_discard", [None, 0.5]),
+        (["methods=linear_probe", "linear_probe.strengths=0.1"], "strengths", [(0.1,)]),
     ],
 )
-def test_a_fault_in_trainable_is_one_line_about_what_was_meant(trainable: str, expected: str) -> None:
-    for key in ("encoder", "methods.0"):
-        text = GOOD.replace("resnet10t", f"resnet10t, trainable: {trainable}")
-        if key != "encoder":
-            text = GOOD.replace("[erm,", f"[{{name: erm, trainable: {trainable}}},")
-        [fault] = faults(text)
-        assert f"{key}.{expected}" in fault
+def test_overrides_of_methods(overrides: list[str], key: str, expected: list[Any]) -> None:
+    assert settings(recipe(ITEMS, LONG, *overrides), key) == expected
 
 
-def test_two_rows_of_results_never_have_one_name() -> None:
-    encoders = "encoders:\n- {name: timm, model: resnet10t, label: c}\n- {name: timm, model: resnet18, label: b @ c}"
-    text = GOOD.replace("encoder: {name: timm, model: resnet10t}", encoders)
-    assert check(parse(text, "r.yaml")).several_encoders
-    text = text.replace("[erm,", "[{name: erm, label: a @ b}, {name: erm, label: a}, {name: erm, label: z},")
-    assert faults(text) == ['r.yaml:3: encoders: two rows of results have the name "a @ b @ c"; change a label']
+def test_other_overrides() -> None:
+    made = recipe(
+        LINES, "encoders.1.trainable={lora: {rank: 2}}", "encoders.0.trainable.blocks=3", "encoders.1.label=x"
+    )
+    assert str(made.encoder.block.trainable) == "blocks=3"
+    assert made.encoders[1].block.trainable.lora.rank == 2 and made.encoders[1].block.label == "x"
+    assert recipe("methods=[{name: erm, label: training}]", "training.lr=0.5").training.lr == 0.5, (
+        "blocks win over labels"
+    )
+    assert recipe("protocol.test_domains=ink").protocol.test_domains == ("ink",)
+    assert recipe("protocol.test_domains=null").protocol.test_domains is None
+    space = recipe(
+        LONG, "search.trials=2", "search.space.sam.rho={uniform: [0.1, 0.2]}", "search.space.lr.choice=0.1"
+    ).search
+    assert space.space["sam.rho"].uniform == (0.1, 0.2) and space.space["lr"].choice == (0.1,)
 
 
-SEVERAL = GOOD.replace(
-    "encoder: {name: timm, model: resnet10t}",
-    "encoders:\n- {name: timm, model: resnet10t, trainable: {blocks: 1}}\n- {name: timm, model: resnet18}",
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["erm.trainable={blocks: 2}"], {"blocks": 2}),
+        (["erm.trainable.blocks=2"], {"blocks": 2}),
+        (
+            ["erm.trainable={lora: {rank: 2, blocks: 1}}", "erm.trainable.lora.rank=4"],
+            {"lora": {"rank": 4, "blocks": 1}},
+        ),
+        (["part.trainable.lora.rank=3"], {"lora": {"rank": 3, "blocks": 2}}),  # merged into the item's block
+        (["part.trainable={lora: {rank: 3}}"], {"lora": {"rank": 3}}),  # replaces it
+        (["part.trainable=true"], True),
+    ],
 )
+def test_trainable_of_a_method_is_a_value_or_a_block_of_keys(overrides: list[str], expected: Any) -> None:
+    items = "[erm, {name: lisa, label: part, trainable: {lora: {rank: 8, blocks: 2}}}]"
+    found = recipe((ITEMS[0], items), *overrides).methods[overrides[0].startswith("part")].block.trainable
+    assert (found if isinstance(found, bool) else found.model_dump(exclude_defaults=True)) == expected
 
 
-def test_validate_prints_a_recipe_of_several_encoders_that_resolves_to_itself() -> None:
-    once = check(parse(SEVERAL, "r.yaml"))
-    assert check(parse(resolved_with_meanings(once), "shown.yaml")).as_yaml() == once.as_yaml()
+def test_python_has_the_same_overrides() -> None:
+    plain = yaml.safe_load(GOOD.replace(*ITEMS).replace(*LONG))
+    by_text = recipe(ITEMS, LONG, "xdomainmix.warmup_steps=300", "xdomainmix+sam.rho=0.1").as_yaml()
+    for overrides in (
+        {"xdomainmix.warmup_steps": 300, "xdomainmix+sam.rho": 0.1},
+        {"xdomainmix": {"warmup_steps": 300}, "xdomainmix+sam": {"rho": 0.1}},
+    ):
+        assert check(recipe_of(plain, overrides)).as_yaml() == by_text
+    with pytest.raises(UserError, match=r"^overrides: irm.penalty_weight: no item of methods uses irm; add it"):
+        xdm_ft.run("demo", **{"irm.penalty_weight": 3})
+    with pytest.raises(UserError, match=r"^overrides: sam\.rho: "):
+        check(recipe_of(plain, {"sam.rho": "oops"}))
+    assert check(recipe_of("demo", {"protocol.test_domains": "ink", "methods": "erm"})).protocol.test_domains == (
+        "ink",
+    )
 
 
-def test_an_override_names_an_item_of_encoders_by_its_place() -> None:
-    text = parse(SEVERAL, "r.yaml")
-    for override in ("encoders.1.trainable={lora: {rank: 2}}", "encoders.0.trainable.blocks=3", "encoders.1.label=x"):
-        apply_override(text, override)
-    recipe = check(text)
-    assert str(recipe.encoder.block.trainable) == "blocks=3"
-    assert recipe.encoders[1].block.trainable.lora.rank == 2 and recipe.encoders[1].block.label == "x"
-    assert faults(SEVERAL, "encoders.0.trainable.blocks=0") == [
-        "command line: encoders.0.trainable.blocks: input should be greater than or equal to 1, given 0"
+def test_names_of_methods() -> None:
+    names = {"erm": [], "sam": ["sam"], "sam+swad": ["sam", "swad"], "a+swad+sam": ["swad", "sam"]}
+    assert [split_name(name) for name in names] == [
+        ("a" if name.startswith("a") else "erm", add_ons) for name, add_ons in names.items()
     ]
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("encoders.2.model=x", "encoders.2 is not a block of keys"),
-        ("encoders.small.model=x", "encoders.small is not a block of keys"),
-        ("encoders.0=x", "encoders is a list; write encoders.0.KEY=VALUE for its first item"),
-        ("methods.0.head=mlp", "methods is not a block of keys; write METHOD.KEY=VALUE"),
-    ],
-)
-def test_an_override_that_names_no_item_says_what_to_write(override: str, expected: str) -> None:
-    with pytest.raises(UserError) as fault:
-        apply_override(parse(SEVERAL, "r.yaml"), override)
-    assert str(fault.value).endswith(expected)
+def test_the_keys_that_the_tab_key_offers() -> None:
+    values = {"data": {"name": "folder"}, "encoder": {"name": "timm"}, "methods": ["erm+sam"]}
+    keys = {*recipe_keys(values, known_keys())}
+    assert {"name", "data.root", "encoder.kwargs", "training.schedule.warmup_steps", "sam.rho", "erm.head_init"} <= keys
+    assert not {key for key in keys if key.startswith(("methods.", "erm.name", "swad."))}
+    assert "encoder.trainable" in keys, "a block beside other values is written whole"
 
 
-def test_a_fault_of_one_of_several_encoders_names_it() -> None:
-    encoders = build_encoders(check(parse(SEVERAL.replace("resnet18", "test_resnet"), "r.yaml")))
-    assert list(encoders) == ["resnet10t", "test_resnet"]
+def test_faults_outside_the_recipe(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data.root: .*camelyon17_v1.0 does not exist; set data.download: true"):
+        load("clip_camelyon", [f"data.root={tmp_path}"]).data.build()
     with pytest.raises(UserError, match=r"^encoders\.1\.model: timm .* has no model"):
-        build_encoders(check(parse(SEVERAL.replace("resnet18", "nosuch"), "r.yaml")))
+        build_encoders(recipe(LINES, "encoders.1.model=nosuch"))
+
+
+def test_recipes_are_found_by_file_and_by_name_and_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_recipe("demo").samefile(find_recipe("recipes/demo.yaml"))
+    with pytest.raises(UserError, match='no such recipe; did you mean "demo"'):
+        find_recipe("demmo.yaml")
+    assert copy_recipe("demo", str(tmp_path)) == tmp_path / "demo.yaml"
+    assert (tmp_path / "demo.yaml").read_text() == find_recipe("demo").read_text()
+    for target, problem in ((tmp_path, "exists already"), (tmp_path / "no" / "folder.yaml", "can not be written")):
+        with pytest.raises(UserError, match=problem):
+            copy_recipe("demo", str(target))
+    monkeypatch.chdir(tmp_path)
+    Path("demo.yaml").write_text("name: own")
+    assert find_recipe("demo.yaml").read_text() == "name: own"
+
+
+def test_a_finished_run_is_said_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", "xdm_ft")
+
+    def said(text: str) -> list[str]:
+        caplog.clear()
+        say_if_finished(parse(text, "r.yaml"))
+        return caplog.messages
+
+    other = "{name: one, output: {dir: other}}"
+    assert said("name: one") == said(other) == []
+    (tmp_path / "other/one").mkdir(parents=True)
+    for file in ("results.json", "results.md"):
+        (tmp_path / "other/one" / file).touch()
+    assert said(other) == ["other/one: a finished run is here"] and said("name: one") == []
+    for text in (
+        "{}",
+        "{name: [one]}",
+        "{name: one, output: 3}",
+        "{name: one, output: {dir: [a]}}",
+        f"name: {'x' * 300}",
+    ):
+        assert said(text) == []
+    monkeypatch.setenv("RANK", "1")
+    assert said(other) == []
+    monkeypatch.delenv("RANK")
+    (tmp_path / "other/one/state").mkdir()  # of a run that was interrupted
+    assert said(other) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from xdm_ft.export.choose import Choice
     from xdm_ft.export.predictor import Model
     from xdm_ft.recipe.settings import Recipe
+KEYS = "keys.json"  # the keys of recipes, in the cache folder
 
 
 def complete_with(argument: argparse.Action, values: Callable[..., Iterable[str]]) -> None:
@@ -43,17 +45,18 @@ def load_recipe(arguments: argparse.Namespace) -> Recipe:
 def _keep_keys() -> None:
     from xdm_ft.recipe.check import known_keys
     from xdm_ft.storage.atomic import replace_text
+    from xdm_ft.storage.cache_root import cache_root
 
-    path, text = _keys_path(), json.dumps(known_keys())
+    path, text = cache_root() / KEYS, json.dumps(known_keys())
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         replace_text(path, text)
 
 
-def _keys_path() -> Path:
-    from xdm_ft.storage.cache_root import cache_root
-
-    return cache_root() / "keys.json"
+def _read_keys() -> dict[str, list[str]]:
+    folder = os.environ.get("XDM_FT_CACHE") or "~/.cache/xdm_ft/features"  # `cache_root`, whose import takes seconds
+    keys: dict[str, list[str]] = json.loads((Path(folder).expanduser() / KEYS).read_text(encoding="utf-8"))
+    return keys
 
 
 def recipe_names(prefix: str, **_: Any) -> Iterable[str]:
@@ -70,9 +73,8 @@ def override_keys(parsed_args: argparse.Namespace, **_: Any) -> Iterable[str]:
     from xdm_ft.recipe.text import read_recipe, recipe_keys
 
     try:
-        known = json.loads(_keys_path().read_text(encoding="utf-8"))
-        return [f"{key}=" for key in recipe_keys(read_recipe(parsed_args.recipe, []).values, known)]
-    except (OSError, ValueError, UserError):  # the verb itself says what is wrong with the recipe
+        return [f"{key}=" for key in recipe_keys(read_recipe(parsed_args.recipe, []).values, _read_keys())]
+    except (OSError, ValueError, RuntimeError, UserError):  # the verb itself says what is wrong with the recipe
         return []
 
 
