@@ -45,9 +45,9 @@ def open(run_dir: str | os.PathLike[str]) -> Results:
     another one. Raises `UserError` if the directory holds no run, a damaged one, or one that is not finished.
     """
     from xdm_ft.experiment.results import read_results  # this imports torch
-    from xdm_ft.storage.names import expanded
+    from xdm_ft.storage.names import expand_user
 
-    return read_results(expanded(os.fspath(run_dir), "run_dir"))
+    return read_results(expand_user(os.fspath(run_dir), "run_dir"))
 
 
 def load(

@@ -69,7 +69,7 @@ def test_what_is_kept_is_a_run_directory_with_this_model(
     assert files(kept) == expected | rest
     for file in (*expected, *shared):
         assert (kept / file).read_bytes() == (run / file).read_bytes()
-        assert RunDirectory(kept).is_intact(file)
+        assert RunDirectory(kept).verify_or_warn(file)
     results, original = read_results(kept / "results.json"), read_results(run / "results.json")
     [record] = results["runs"]
     measured = dict.fromkeys(COSTS, 0)

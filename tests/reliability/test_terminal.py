@@ -37,7 +37,7 @@ from xdm_ft.report.headline import show_headline
 from xdm_ft.report.markdown import markdown, tables_of
 from xdm_ft.report.tables import as_text
 from xdm_ft.runtime.errors import UserError
-from xdm_ft.runtime.terminal import complain, opened, show, write
+from xdm_ft.runtime.terminal import opened, print_error, show, write
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = json.loads((ROOT / "tests/report/results_example.json").read_text())
@@ -73,7 +73,7 @@ def test_every_way_to_print(capsys: pytest.CaptureFixture[str], name: str) -> No
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn(name, UserWarning, stacklevel=1)
-        complain(f"xdm-ft: {UserError(name, 'second')}")
+        print_error(f"xdm-ft: {UserError(name, 'second')}")
         show(Finding("class", name))
         show(Finding("class", name, name))
         try:
@@ -85,7 +85,7 @@ def test_every_way_to_print(capsys: pytest.CaptureFixture[str], name: str) -> No
     assert all(char.isprintable() or char == "\n" for char in out + err)
     shown(capsys)
     show(name)  # of several lines, if the text has several
-    complain(name)
+    print_error(name)
     out, err = capsys.readouterr()
     assert out.count("\n") == err.count("\n") == name.count("\n") + 1
     assert all(char.isprintable() or char == "\n" for char in out + err)

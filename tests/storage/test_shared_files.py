@@ -176,9 +176,11 @@ def test_a_file_in_its_first_place_only(tmp_path: Path) -> None:
 def test_no_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         unchecked_entry(tmp_path / "none.safetensors", "ink/seed0-trial0/val")
-    assert not RunDirectory(tmp_path).is_intact(f"{FILE}#ink/seed0-trial0/val")
+    assert not RunDirectory(tmp_path).verify_or_warn(f"{FILE}#ink/seed0-trial0/val")
     (tmp_path / "models").touch()
-    assert not RunDirectory(tmp_path).is_intact(f"{FILE}#ink/seed0-trial0/val"), "a file in the place of its folder"
+    assert not RunDirectory(tmp_path).verify_or_warn(f"{FILE}#ink/seed0-trial0/val"), (
+        "a file in the place of its folder"
+    )
 
 
 def test_a_link_to_itself(tmp_path: Path) -> None:
@@ -206,11 +208,11 @@ def test_damage_of_a_shared_file_is_told_once(tmp_path: Path, caplog: pytest.Log
     write(tmp_path, 0, 1)
     (tmp_path / FILE).write_bytes(b"")
     directory = RunDirectory(tmp_path)
-    assert not any(directory.is_intact(f"{FILE}#ink/seed{number}-trial0/val") for number in (0, 1))
+    assert not any(directory.verify_or_warn(f"{FILE}#ink/seed{number}-trial0/val") for number in (0, 1))
     [told] = caplog.messages
     assert told.startswith(f"{tmp_path / FILE}: is damaged (") and told.endswith("; its models will be trained again")
     write(tmp_path, 0)
-    assert not directory.is_intact(f"{FILE}#ink/seed1-trial0/val")
+    assert not directory.verify_or_warn(f"{FILE}#ink/seed1-trial0/val")
     assert caplog.messages[1].endswith(": is damaged (it lacks ink/seed1-trial0/val); its model will be trained again")
 
 

@@ -45,14 +45,14 @@ def main(arguments: argparse.Namespace) -> Answer:
     from xdm_ft.report.finished import read_run
     from xdm_ft.report.written import write_reports
     from xdm_ft.runtime.watchdog import heartbeat, wait_for_everyone
-    from xdm_ft.storage.names import expanded
+    from xdm_ft.storage.names import expand_user
     from xdm_ft.storage.run_directory import ANALYSIS, PAGE, RunDirectory
 
     folder = Path(arguments.run_dir)
     run = read_run(folder)
     _refuse_unfinished(folder)
     weights = arguments.reconstruct
-    autoencoder = None if weights is None else read_autoencoder(expanded(weights, OPTION))
+    autoencoder = None if weights is None else read_autoencoder(expand_user(weights, OPTION))
     recipe = check(written_recipe(folder, run.results))
     images = None
     with launched(recipe) as accelerator, heartbeat(accelerator):

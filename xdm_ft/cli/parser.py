@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from xdm_ft.cli.answer import Answer, as_json
 from xdm_ft.runtime import interrupt
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
-from xdm_ft.runtime.terminal import complain, opened, set_aside, write
+from xdm_ft.runtime.terminal import opened, print_error, set_aside, write
 from xdm_ft.version import __version__
 
 VERBS = (
@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     except (Exception, interrupt.Interrupted) as error:
         status, message = _fault(error)
         if message is not None:
-            complain(message)
+            print_error(message)
             if json_is_wanted and _is_main_process():
                 _show_fault(status, message.removeprefix("xdm-ft: ").strip())
         return status
@@ -125,7 +125,7 @@ def _perform(arguments: argparse.Namespace) -> int:
         elif answer.error is None or answer.text_despite_error:
             answer.show()
         if answer.error is not None:
-            complain(f"xdm-ft: {answer.error}")
+            print_error(f"xdm-ft: {answer.error}")
     return answer.exit_status
 
 

@@ -104,12 +104,12 @@ def main(arguments: argparse.Namespace) -> Answer:
 def _output(arguments: argparse.Namespace) -> tuple[Path | None, Format]:
     """Returns the file, None for standard output, and the format. Raises `UserError` for options that do not fit."""
     from xdm_ft.export.predict import format_of
-    from xdm_ft.storage.names import expanded
+    from xdm_ft.storage.names import expand_user
 
     if arguments.json and arguments.out is None:
         problem = "--json: prints a summary, so that the predictions need --out FILE; to print them as JSON lines, use"
         raise UserError(f"{problem} --format jsonl instead")
-    out = None if arguments.out is None else expanded(arguments.out, "--out")
+    out = None if arguments.out is None else expand_user(arguments.out, "--out")
     format_: Format = arguments.format or format_of(out)
     if out is None and (format_ == "parquet" or arguments.resume):
         raise UserError(f"{'--format parquet' if format_ == 'parquet' else '--resume'}: needs a file; add --out FILE")

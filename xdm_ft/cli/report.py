@@ -56,9 +56,9 @@ def main(arguments: argparse.Namespace) -> Answer:
     from xdm_ft.report.tables import as_text
     from xdm_ft.runtime.terminal import show, write, write_data
     from xdm_ft.storage.atomic import replace_text
-    from xdm_ft.storage.names import expanded
+    from xdm_ft.storage.names import expand_user
 
-    out = None if arguments.out is None else expanded(arguments.out, "--out")
+    out = None if arguments.out is None else expand_user(arguments.out, "--out")
     format_ = _format(arguments.format, out)
     runs = [read_run(path) for path in _paths(arguments.run_dirs)]
     for run in runs:
@@ -119,9 +119,9 @@ def _format(given: str | None, out: Path | None) -> str:
 
 
 def _paths(run_dirs: Sequence[str]) -> list[Path]:
-    from xdm_ft.storage.names import expanded
+    from xdm_ft.storage.names import expand_user
 
-    paths = [expanded(path, "RUN_DIR") for path in run_dirs]
+    paths = [expand_user(path, "RUN_DIR") for path in run_dirs]
     for i, path in enumerate(paths):
         if path.resolve() in {other.resolve() for other in paths[:i]}:
             raise UserError(f"{path}: is named twice; name each run directory once")

@@ -115,9 +115,9 @@ def _answer(now: Record, rules: dict[str, Any], kept: Path | None) -> Answer:
 def _new_folder(keep: str) -> Path:
     """Returns the absolute path of `--keep`. Raises `UserError` if it is a file, or a folder that is not empty."""
     from xdm_ft.storage.atomic import disk_errors
-    from xdm_ft.storage.names import expanded
+    from xdm_ft.storage.names import expand_user
 
-    path = expanded(keep, "--keep")
+    path = expand_user(keep, "--keep")
     with disk_errors(path):
         path = path.resolve()
         if path.exists() and not (path.is_dir() and not any(path.iterdir())):

@@ -14,7 +14,7 @@ from xdm_ft.images.dataset import Container
 from xdm_ft.images.decode import EncodedImages
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
 from xdm_ft.runtime.settings import Block
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -44,7 +44,7 @@ def load(read: Callable[[], DatasetDict], where: str, remedy: str) -> DatasetDic
     from datasets.config import HF_DATASETS_CACHE
     from datasets.exceptions import DatasetsError
 
-    expanded(HF_DATASETS_CACHE, "HF_HOME")  # `datasets` would write to a folder of the name ~
+    expand_user(HF_DATASETS_CACHE, "HF_HOME")  # `datasets` would write to a folder of the name ~
     try:
         return read()
     except (DatasetsError, OSError, ValueError) as error:  # Arrow raises ValueError for a damaged Parquet file

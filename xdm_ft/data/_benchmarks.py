@@ -16,7 +16,7 @@ from xdm_ft.containers.files import ImageFiles, PathsBelow, images_below, number
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 
 logger = logging.getLogger("xdm_ft")
 
@@ -49,7 +49,7 @@ class BenchmarkFolders(ImageFiles):
     base: Path
 
     def __init__(self, *, root: Root, counts: Counts = "published") -> None:
-        self.base = base = self._find(expanded(root, "data.root"))
+        self.base = base = self._find(expand_user(root, "data.root"))
         folder_of = self._domains(base)
         images, _ = images_below(base)
         by_folder: dict[str, list[str]] = {folder: [] for folder in folder_of.values()}

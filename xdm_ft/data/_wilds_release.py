@@ -21,7 +21,7 @@ from PIL import Image
 from pydantic import Field
 
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 
 logger = logging.getLogger("xdm_ft")
 
@@ -35,7 +35,7 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
     Missing data are downloaded if `download` is true, by one of several processes. Raises `UserError` if data are
     missing, incomplete or damaged.
     """
-    root = expanded(root, "data.root")
+    root = expand_user(root, "data.root")
     cls = release_class(name, class_name)
     version, release = max(cls._versions_dict.items(), key=lambda item: tuple(map(int, item[0].split("."))))
     folder = root / f"{name}_v{version}"

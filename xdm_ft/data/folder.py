@@ -23,7 +23,7 @@ from xdm_ft.containers.files import (
     refuse_missing_folder,
 )
 from xdm_ft.runtime.errors import UserError, plural, printable
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 
 
 class Folder(ImageFiles):
@@ -41,7 +41,7 @@ class Folder(ImageFiles):
         root: Annotated[Path, Field(description="folder that contains <domain>/<class>/<image>")],
         group: GroupPattern = None,
     ) -> None:
-        root = expanded(root, "data.root")
+        root = expand_user(root, "data.root")
         refuse_missing_folder(root, TREE)
         images, found = images_below(root)
         if not images:

@@ -10,7 +10,7 @@ from pydantic import Field
 from xdm_ft.containers.files import TREE, refuse_missing_folder
 from xdm_ft.containers.image_tables import Columns, ImageTable, load
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 
 FROM_FOLDERS = Columns(domain=None)  # imagefolder has classes and splits only, so that domains are read as splits
 
@@ -23,7 +23,7 @@ class ImageFolder(ImageTable):
     ) -> None:
         from datasets import load_dataset
 
-        root = expanded(root, "data.root")
+        root = expand_user(root, "data.root")
         refuse_missing_folder(root, TREE)
         domains = [path for path in sorted(root.iterdir()) if path.is_dir() and not path.name.startswith(".")]
         where = printable(root)

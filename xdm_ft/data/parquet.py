@@ -17,7 +17,7 @@ from xdm_ft.containers.remote import is_remote, list_files, states_of
 from xdm_ft.containers.tables import join_tables, name_columns, remembered_table
 from xdm_ft.images.dataset import Container, FileState, Pieces
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -73,7 +73,7 @@ class Parquet(PiecedImages):
 
 def _local(file: str) -> list[str]:
     """Returns the files that a path of this machine names, sorted."""
-    path = expanded(file, "data.file")
+    path = expand_user(file, "data.file")
     if path.is_dir():
         return sorted(str(found) for found in path.absolute().glob("*.parquet"))
     if path.exists():

@@ -14,7 +14,7 @@ from xdm_ft.containers.files import GroupPattern, ImageFiles, groups_of, numbere
 from xdm_ft.containers.tables import csv_rows, name_in
 from xdm_ft.images.decode import NAMED_AT_MOST
 from xdm_ft.runtime.errors import UserError, did_you_mean, printable
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 
 NEEDED = ("path", "label", "domain")
 OPTIONAL = ("group", "split")
@@ -41,8 +41,8 @@ class Table(ImageFiles):
         ] = None,
         group: GroupPattern = None,
     ) -> None:
-        columns = _Columns(expanded(file, "data.file"), self.needed)
-        folder = columns.file.parent if root is None else expanded(root, "data.root")
+        columns = _Columns(expand_user(file, "data.file"), self.needed)
+        folder = columns.file.parent if root is None else expand_user(root, "data.root")
         paths = columns.values["path"]
         self.base, self.shown = folder, [os.path.join(folder, path) for path in paths]
         self.paths = [os.path.abspath(path) for path in self.shown]

@@ -19,7 +19,7 @@ from xdm_ft.containers.tables import join_tables, name_columns, remembered_table
 from xdm_ft.containers.tar import MEMBER, OWN_KEYS, SIZE, START, Keys, read_tar
 from xdm_ft.images.dataset import Container, FileState, Pieces
 from xdm_ft.runtime.errors import UserError, printable
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -112,7 +112,7 @@ def _tars(file: str) -> list[str]:
     """Returns the tars of a file, folder or glob; an address or an absolute path each."""
     if is_remote(file):
         return list_files(file, ".tar", deep=True)
-    path = expanded(file, "data.file")
+    path = expand_user(file, "data.file")
     if path.is_dir():
         return [str(found) for found in path.absolute().rglob("*.tar")]
     found = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from xdm_ft.encoders import Encoder, Portable, measure_width
 from xdm_ft.images.transforms import Preprocessing, PreprocessingOverrides
 from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 from xdm_ft.weights.blocks import timm_blocks, timm_stage_names
 from xdm_ft.weights.foreign import check_sizes
 from xdm_ft.weights.pooling import PoolingChoice, pooling_part, refused, timm_pooled, timm_reason
@@ -156,7 +156,7 @@ def _resolve(model: str, weights: str | None) -> _Source:
     if weights.startswith("hf-hub:"):
         return _Source(weights, architecture, None, True, _pretraining(weights))
     if is_file_name(weights):
-        path = expanded(weights, "encoder.weights")
+        path = expand_user(weights, "encoder.weights")
         return _Source(model, architecture, path, True, f"weights from the file {path.name}")
     if weights != "pretrained":
         _check_tag(architecture, weights)

@@ -22,7 +22,7 @@ from xdm_ft.experiment.cluster_task import Begun, Ending, Line, Work, versions_o
 from xdm_ft.recipe.settings import Cluster
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.interrupt import RESUME, Interrupted, deferred, stop_requested
-from xdm_ft.runtime.terminal import complain
+from xdm_ft.runtime.terminal import print_error
 
 logger = logging.getLogger("xdm_ft")
 POLL_SECONDS = 0.2
@@ -176,7 +176,7 @@ class Queue(ABC):
         elif ending.how == "refused":
             raise UserError(*ending.lines)
         elif ending.how == "failed":
-            complain("\n".join(ending.lines))
+            print_error("\n".join(ending.lines))
             raise RuntimeError(f"a task on node {ending.node} failed; its traceback is above")
         else:
             self.done(attempt)

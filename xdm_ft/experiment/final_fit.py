@@ -180,7 +180,9 @@ def _fitted(directory: RunDirectory, settings: Mapping[str, Any], before: Mappin
             found[settings["seed"]] = first | {"status": "ok"}
     found |= _lines(directory, settings)
     return {
-        seed: line for seed, line in found.items() if line["status"] == "ok" and directory.is_intact(line["weights"])
+        seed: line
+        for seed, line in found.items()
+        if line["status"] == "ok" and directory.verify_or_warn(line["weights"])
     }
 
 

@@ -103,7 +103,7 @@ def keep_test_images(dataset: ImageDataset, splits: Iterable[Split], directory: 
     """Writes the test images that predictions refer to, once for all models with the same test domains."""
     for split in splits:
         file = images_file(split.test_domains)
-        if not directory.is_intact(file, "it will be written again"):
+        if not directory.verify_or_warn(file, "it will be written again"):
             arrays = test_images(dataset, split.evaluation["test"].numpy())
             directory.write_arrays(file, arrays, {"class_names": json.dumps(dataset.class_names)})
 
@@ -425,7 +425,7 @@ def keep_references(plan: Plan, prepared: Prepared, splits: Iterable[Split], dir
     for label, own in prepared.encoders.items():
         for split in splits if own.features is not None else ():
             file = reference_file(split.test_domains, label)
-            if own.features is not None and not directory.is_intact(file, "it will be written again"):
+            if own.features is not None and not directory.verify_or_warn(file, "it will be written again"):
                 validated = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
                 _keep(plan, own.features, validated, file, directory)
 

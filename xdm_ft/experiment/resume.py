@@ -365,7 +365,9 @@ def earlier(directory: RunDirectory, recipe: Recipe, accelerator: Accelerator) -
     records = {key: record for key, record in known.items() if key in whole}
     final_fits = final_fits_of(results)
     final_fits = {
-        method: fit for method, fit in final_fits.items() if "weights" in fit and directory.is_intact(fit["weights"])
+        method: fit
+        for method, fit in final_fits.items()
+        if "weights" in fit and directory.verify_or_warn(fit["weights"])
     }
     wait_for_everyone(accelerator)  # all processes must have read before the main one writes
     generations = () if found is None else grown_from(found, recipe.resolved())
@@ -396,4 +398,4 @@ def _replaces(record: Record, other: Record, directory: RunDirectory) -> bool:
 def _is_whole(record: Record, directory: RunDirectory, remedy: str | None = None) -> bool:
     """Returns whether the model was trained without failure and all of its files are intact."""
     files = [predictions_in(record.folder), *(pick.weights for pick in record.selected.values())]
-    return record.status == "ok" and all(directory.is_intact(file, remedy) for file in dict.fromkeys(files))
+    return record.status == "ok" and all(directory.verify_or_warn(file, remedy) for file in dict.fromkeys(files))

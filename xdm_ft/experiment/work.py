@@ -24,7 +24,7 @@ import torch
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.runtime.interrupt import Interrupted, before_exit, deferred, end_with_parent, handle, held_back
 from xdm_ft.runtime.progress import LOG_EVERY_SECONDS, Progress, duration, pulse, shows_bars
-from xdm_ft.runtime.terminal import complain, with_bar
+from xdm_ft.runtime.terminal import print_error, with_bar
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -110,7 +110,7 @@ def _in_child(work: Callable[[int], None], number: int, parent: int, writer: Con
     except Interrupted as stop:  # the parent process received the signal too, and prints the message
         sys.exit(stop.status)
     except Exception:
-        complain(traceback.format_exc())
+        print_error(traceback.format_exc())
         sys.exit(1)
 
 

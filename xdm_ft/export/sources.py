@@ -28,7 +28,7 @@ from xdm_ft.containers.tables import csv_rows, name_in
 from xdm_ft.data.table import Table, path_in
 from xdm_ft.runtime.errors import UserError, did_you_mean, plural, printable
 from xdm_ft.runtime.progress import pulse
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 
 logger = logging.getLogger("xdm_ft")
 STDIN = "-"
@@ -113,7 +113,7 @@ class Sources:
             yield Item(path, path)
         else:
             is_folder = os.path.isdir(path)
-            for file in _files(path, set()) if is_folder else _matches(str(expanded(path, "PATH"))):
+            for file in _files(path, set()) if is_folder else _matches(str(expand_user(path, "PATH"))):
                 if is_image(file):
                     yield Item(file, file)
                 else:
@@ -258,7 +258,7 @@ def read_site(path: str, class_names: Sequence[str], renamed: Mapping[str, str],
         re.compile(group or "")
     except re.error as error:
         raise UserError(f"--group: {group} is not a regular expression: {error}") from error
-    where = expanded(path, "SITE")
+    where = expand_user(path, "SITE")
     try:
         if path.lower().endswith(TABLES) and not where.is_dir():
             return _site_of_table(where, numbers, class_names, group)

@@ -55,7 +55,7 @@ def _output() -> Iterator[None]:
         raise UserError(f"standard output: {error.strerror}; not all of it is written; write it elsewhere") from error
 
 
-def complain(text: object) -> None:
+def print_error(text: object) -> None:
     """Prints a text of one or more lines to standard error. Where that can not be written, nothing is printed.
 
     A bar on the terminal gives way, and stands below the text afterwards.
@@ -129,7 +129,7 @@ class _Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         trace = logging.Formatter().formatException(record.exc_info) if record.exc_info else ""
-        complain("\n".join(filter(None, [printable(record.getMessage()), trace])))
+        print_error("\n".join(filter(None, [printable(record.getMessage()), trace])))
 
 
 @contextmanager

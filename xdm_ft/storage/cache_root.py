@@ -18,7 +18,7 @@ from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import pulse
 from xdm_ft.storage.atomic import disk_errors, file_mode, is_writable, replace_file
 from xdm_ft.storage.digests import digest
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 
 logger = logging.getLogger("xdm_ft")
 Arrays = Mapping[str, np.ndarray]
@@ -37,7 +37,7 @@ def cache_root(folder: Path | None = None) -> Path:
             f"{key}: {path} is an address; the cache needs a file system with locks and atomic renames: "
             "name a folder of this machine or of a shared disk"
         )
-    return expanded(path, "features.dir")
+    return expand_user(path, "features.dir")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ EMPTY, CUT = "%-", "%~"  # no percent-encoded name contains them
 FINAL_FIT_REFERENCE = "+final_fit"  # no domain has this file name, as + would be percent-encoded
 
 
-def expanded(path: str | Path, key: str) -> Path:
+def expand_user(path: str | Path, key: str) -> Path:
     """Returns the path with `~` replaced by the home folder. Raises `UserError`, which names `key`, without one."""
     try:
         return Path(path).expanduser()

@@ -253,7 +253,7 @@ class RunDirectory:
         except (Damaged, FileNotFoundError) as error:
             raise UserError(f"{self.path / relative}: is damaged ({error}); {remedy}") from error
 
-    def is_intact(self, address: str, remedy: str | None = None) -> bool:
+    def verify_or_warn(self, address: str, remedy: str | None = None) -> bool:
         """Returns whether the tensors at an address exist and are not damaged. Logs damage, with what will be done.
 
         Raises `UserError` if there is a folder in the place of the file.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 from xdm_ft.weights.foreign import check_sizes
 from xdm_ft.weights.source import (
     check_hub_cache,
@@ -127,7 +127,7 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
         check_sizes(_config_of(model), f'encoder.model: the config of "{model}"')
         return ClipSource(model, None, None, {}, model, pretraining_of(model))
     if model.endswith(".json"):
-        return _from_config_file(expanded(model, "encoder.model"), weights, kwargs)
+        return _from_config_file(expand_user(model, "encoder.model"), weights, kwargs)
     name = model.replace("/", "-")  # OpenAI writes ViT-B/16, open_clip ViT-B-16
     if name not in (known := open_clip.list_models()):
         raise unknown_model(open_clip, name, known)
@@ -135,7 +135,7 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> ClipSource:
         _check_architecture(name, weights)
         return ClipSource(weights, None, None, {}, weights, pretraining_of(weights))
     if is_file_name(weights):
-        path = expanded(weights, "encoder.weights")
+        path = expand_user(weights, "encoder.weights")
         _check_activation_of_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
         return ClipSource(name, str(path), path, _preprocessing_shared_by_tags(name), "", pretraining_of_file(path))
     return _from_tag(name, weights, kwargs)
@@ -158,7 +158,7 @@ def _demo(model: str, weights: str) -> ClipSource:
 def _from_config_file(config: Path, weights: str, kwargs: dict[str, Any]) -> ClipSource:
     if not is_file_name(weights):
         raise UserError(f'encoder.weights: "{weights}" is no file; {config.name} needs a .safetensors or .pt file')
-    path = expanded(weights, "encoder.weights")
+    path = expand_user(weights, "encoder.weights")
     name = _register(config)
     _check_activation_of_file(name, path, _quick_gelu(name, kwargs), explicit="quick_gelu" in kwargs)
     return ClipSource(name, str(path), path, {}, "", pretraining_of_file(path), config.parent)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from xdm_ft.runtime.errors import UserError, plural
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 
 POSSIBLY_SEEN = "unseen in fine-tuning, possibly seen in pre-training"
 # part of a tag → name as in the model cards of timm and open_clip; longer parts first: "laion" is in "laion2b"
@@ -106,7 +106,7 @@ def check_hub_cache() -> None:
     """Raises `UserError` if the home folder is unknown and the hub's cache is in it."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    expanded(HF_HUB_CACHE, "HF_HOME")
+    expand_user(HF_HUB_CACHE, "HF_HOME")
 
 
 def network_error(error: BaseException) -> BaseException | None:

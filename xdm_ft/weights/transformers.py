@@ -21,7 +21,7 @@ from torch import Tensor
 
 from xdm_ft.images.transforms import Interpolation, Preprocessing, Resize, evaluation_transform, resized_side
 from xdm_ft.runtime.errors import UserError, did_you_mean
-from xdm_ft.storage.names import expanded
+from xdm_ft.storage.names import expand_user
 from xdm_ft.weights.foreign import asks_for_code, check_sizes, no_remote_code
 from xdm_ft.weights.source import (
     check_hub_cache,
@@ -180,11 +180,11 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> Source:
     library()
     refuse_reserved(kwargs, RESERVED)
     check_sizes(kwargs, "encoder.kwargs")
-    file = expanded(weights, "encoder.weights") if is_file_name(weights) else None
+    file = expand_user(weights, "encoder.weights") if is_file_name(weights) else None
     if model.endswith(".json"):
         if file is None:
             raise UserError(f'encoder.weights: "{weights}" is no file; {Path(model).name} needs a .safetensors file')
-        config = _from_file(expanded(model, "encoder.model"))
+        config = _from_file(expand_user(model, "encoder.model"))
         return Source(config.model_type, None, _changed(config, kwargs, model), file, pretraining_of_file(file))
     if file is None:
         check_hub_weights(model, weights)
@@ -197,7 +197,7 @@ def resolve(model: str, weights: str, kwargs: dict[str, Any]) -> Source:
 
 def _place(model: str) -> str:
     if model.startswith(LOCAL):
-        folder = expanded(model.removeprefix(LOCAL), "encoder.model")
+        folder = expand_user(model.removeprefix(LOCAL), "encoder.model")
         if not (folder / "config.json").is_file():
             raise UserError(f"encoder.model: the folder {folder} has no config.json; give a folder of save_pretrained")
         return str(folder)
