@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from xdm_ft.analysis.embedding import Pair, embedding, linear_map, pair, silhouette, specific_and_generic
+from xdm_ft.analysis import Encoded, Json
+from xdm_ft.analysis.embedding import embedding, linear_map, pair, silhouette, specific_and_generic
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.randomness import Stream
 from xdm_ft.xdomainmix import linear_scores
@@ -44,48 +45,51 @@ def heads() -> tuple[Linear, Linear]:
     return head, domain_head
 
 
+def of(z: Tensor, y: Tensor, domain: Tensor, *how: object) -> Json:
+    return embedding(Encoded(z, y, domain, torch.arange(len(z))), *how)["pairs"]
+
+
 @cache
-def made(seed: int = 0, n: int = 300) -> dict[str, Pair]:
+def made(seed: int = 0, n: int = 300) -> Json:
     return anew(seed, None, n)
 
 
-def anew(seed: int = 0, augmented: Tensor | None = None, n: int = 300) -> dict[str, Pair]:
+def anew(seed: int = 0, augmented: Tensor | None = None, n: int = 300) -> Json:
     z, y, domain = planted(n)
     head, domain_head = heads()
-    return embedding(z, y, domain, head, domain_head, augmented, 3, 2, seed)
+    return of(z, y, domain, head, domain_head, augmented, 3, 2, seed)
 
 
 def test_specific_parts_are_separated_by_their_label_and_generic_ones_are_not() -> None:
     pairs = made()
     assert list(pairs) == ["class_specific_vs_generic", "domain_specific_vs_generic"]
     for found in pairs.values():
-        for points in (found.map, found.pca):
-            specific, generic = points.silhouette_of_labels
+        for points in (found["map"], found["pca"]):
+            specific, generic = points["silhouette_of_labels"]
             assert specific > 0.7 and generic < 0.1
 
 
 def test_each_image_is_two_points() -> None:
-    points = made()["class_specific_vs_generic"].map
-    assert len(points.points) == len(points.kind) == len(points.label) == 300
-    assert points.kind == [0] * 150 + [1] * 150
-    assert points.label[:150] == points.label[150:] and set(points.label) == {0, 1, 2}
-    assert all(round(x, 3) == x for point in points.points for x in point)
-    assert len(made(n=900)["class_specific_vs_generic"].map.points) == 400
+    points = made()["class_specific_vs_generic"]["map"]
+    assert len(points["points"]) == len(points["kind"]) == len(points["label"]) == 300
+    assert points["kind"] == [0] * 150 + [1] * 150
+    assert points["label"][:150] == points["label"][150:] and set(points["label"]) == {0, 1, 2}
+    assert all(round(x, 3) == x for point in points["points"] for x in point)
+    assert len(made(n=900)["class_specific_vs_generic"]["map"]["points"]) == 400
 
 
 def test_augmented_features_that_are_the_originals_can_not_be_told_apart() -> None:
     z, _, _ = planted()
     same = anew(augmented=z)["original_vs_augmented"]
     far = anew(augmented=z + 100 * torch.eye(WIDTH)[11])["original_vs_augmented"]
-    assert abs(same.map.silhouette) < 0.05 and abs(same.pca.silhouette) < 0.05
-    assert (
-        same.map.silhouette_of_labels[0] == pytest.approx(same.map.silhouette_of_labels[1]) and far.pca.silhouette > 0.9
-    )
+    assert abs(same["map"]["silhouette"]) < 0.05 and abs(same["pca"]["silhouette"]) < 0.05
+    first, second = same["map"]["silhouette_of_labels"]
+    assert first == pytest.approx(second) and far["pca"]["silhouette"] > 0.9
 
 
 def test_without_a_domain_head_there_is_no_pair_of_domains() -> None:
     z, y, domain = planted()
-    assert list(embedding(z, y, domain, heads()[0], None, None, 3, 2, 0)) == ["class_specific_vs_generic"]
+    assert list(of(z, y, domain, heads()[0], None, None, 3, 2, 0)) == ["class_specific_vs_generic"]
 
 
 def test_the_same_seed_gives_the_same_points() -> None:
@@ -97,8 +101,8 @@ def test_labels_that_mean_nothing_are_not_separated() -> None:
     """The map is trained on other images than those shown, else it would separate any labels: K is large."""
     source = torch.Generator().manual_seed(0)
     z, y = torch.randn(400, 600, generator=source), torch.randint(3, (400,), generator=source)
-    found = embedding(z, y, y, lambda z: z[:, :3], None, z, 3, 3, 0)["original_vs_augmented"].map
-    assert max(found.silhouette_of_labels) < 0.02
+    found = of(z, y, y, lambda z: z[:, :3], None, z, 3, 3, 0)["original_vs_augmented"]["map"]
+    assert max(found["silhouette_of_labels"]) < 0.02
     itself = linear_map(z, y, 3, 0)(z)
     assert silhouette(itself, y) > 0.4
 
@@ -122,7 +126,7 @@ def test_principal_components_are_those_of_scikit_learn() -> None:
 
     z, y, _ = planted(80)
     first, second = z[:40], z[40:]
-    found = torch.tensor(pair(first, second, y[:40], linear_map(z, y, 3, 0)).pca.points)
+    found = torch.tensor(pair(first, second, y[:40], linear_map(z, y, 3, 0))["pca"]["points"])
     theirs = torch.from_numpy(PCA(2).fit_transform(z.double().numpy())).float()
     torch.testing.assert_close(found.abs(), theirs.abs(), atol=2e-3, rtol=0)
 
@@ -137,17 +141,17 @@ def test_silhouettes_by_hand() -> None:
 def test_few_or_equal_images() -> None:
     with pytest.raises(ValueError, match="3 images are too few"):
         made(n=3)
-    assert len(made(n=4)["class_specific_vs_generic"].map.points) == 4
+    assert len(made(n=4)["class_specific_vs_generic"]["map"]["points"]) == 4
     head = heads()[0]
-    equal = embedding(torch.zeros(8, WIDTH), torch.zeros(8).long(), torch.zeros(8).long(), head, None, None, 3, 1, 0)
+    equal = of(torch.zeros(8, WIDTH), torch.zeros(8).long(), torch.zeros(8).long(), head, None, None, 3, 1, 0)
     found = equal["class_specific_vs_generic"]
-    assert found.pca.points == [[0.0, 0.0]] * 8 and found.map.silhouette_of_labels == [None, None]
+    assert found["pca"]["points"] == [[0.0, 0.0]] * 8 and found["map"]["silhouette_of_labels"] == [None, None]
 
 
 def test_one_feature_is_a_line() -> None:
     z, y = torch.arange(1.0, 9)[:, None], torch.arange(8) % 2
-    points = embedding(z, y, y, lambda z: torch.cat([z, -z], 1), None, None, 2, 2, 0)["class_specific_vs_generic"]
-    assert all(point[1] == 0 for point in points.pca.points)
+    points = of(z, y, y, lambda z: torch.cat([z, -z], 1), None, None, 2, 2, 0)["class_specific_vs_generic"]
+    assert all(point[1] == 0 for point in points["pca"]["points"])
 
 
 @given(seed=st.integers(0, 10**6))

@@ -78,22 +78,21 @@ def test_the_recorded_risk_variance_is_over_means_of_batches() -> None:
         batches = per_image.split([int(size) for size in g["batch_sizes"][i]])
         losses += [batch.mean() for batch in batches]
         domain += [i] * len(batches)
-    found = risk_variance(torch.stack(losses), torch.tensor(domain), 3)
-    assert found.variance == pytest.approx(float(g["risk_variance"]), abs=1e-6)
+    found = risk_variance(torch.stack(losses), torch.tensor(domain), "abc")
+    assert found["risk_variance"] == pytest.approx(float(g["risk_variance"]), abs=1e-6)
 
 
 def test_risks_by_hand() -> None:
     losses, domain = torch.tensor([1.0, 3.0, 5.0, 4.0]), torch.tensor([0, 0, 2, 0])
-    found = risk_variance(losses, domain, 4)
-    assert found.risks == [pytest.approx(8 / 3), None, 5.0, None]
-    assert found.variance == pytest.approx((5 - 8 / 3) ** 2 / 2)  # two values: half of the squared difference
+    found = risk_variance(losses, domain, "abcd")
+    assert found["risk"] == {"a": pytest.approx(8 / 3), "b": None, "c": 5.0, "d": None}
+    assert found["risk_variance"] == pytest.approx((5 - 8 / 3) ** 2 / 2)  # two values: half of the squared difference
 
 
 @pytest.mark.parametrize("domain", [[0, 0], [3, 3]])
 def test_one_domain_has_no_variance_of_risks(domain: list[int]) -> None:
-    found = risk_variance(torch.ones(2), torch.tensor(domain), 2)
-    assert found.variance is None
-    assert found.risks == [1.0 if 0 in domain else None, None]
+    found = risk_variance(torch.ones(2), torch.tensor(domain), "ab")
+    assert found == {"risk_variance": None, "risk": {"a": 1.0 if 0 in domain else None, "b": None}}
 
 
 def test_equal_domains_have_distance_0() -> None:

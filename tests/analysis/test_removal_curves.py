@@ -41,16 +41,16 @@ def test_the_one_feature_of_the_class_is_removed_first_by_score_and_last_of_all_
     head = reading(0, CLASSES, torch.tensor([0, 0, 0, 0.1]))
     domain_head = reading(CLASSES, DOMAINS, torch.tensor([0, 0.1]))
     curves = removal_curves(z, y, domain, head, domain_head, shares=(0.0, 0.04, 0.05, 0.5, 1.0))
-    assert curves.images == 64 and curves.shares == [0.0, 0.04, 0.05, 0.5, 1.0]
-    assert curves.of_class["score"] == [1.0, 1.0, 0.25, 0.25, 0.25]  # 0.04 · 20 is no whole feature
-    assert curves.of_class["gradient_norm"] == curves.of_class["score"]  # |W| is 1 at this feature, 0 elsewhere
-    assert curves.of_domain is not None and curves.of_domain["score"] == [1.0, 1.0, 0.5, 0.5, 0.5]
-    of_class, of_domain = curves.of_class["random"], curves.of_domain["random"]
+    assert curves["images"] == 64 and curves["shares"] == [0.0, 0.04, 0.05, 0.5, 1.0]
+    assert curves["class"]["score"] == [1.0, 1.0, 0.25, 0.25, 0.25]  # 0.04 · 20 is no whole feature
+    assert curves["class"]["gradient_norm"] == curves["class"]["score"]  # |W| is 1 at this feature, 0 elsewhere
+    assert curves["domain"] is not None and curves["domain"]["score"] == [1.0, 1.0, 0.5, 0.5, 0.5]
+    of_class, of_domain = curves["class"]["random"], curves["domain"]["random"]
     assert of_class[0] == 1 and 0.9 <= of_class[2] < 1 and 0.4 < of_class[3] < 0.8 and of_class[-1] == 0.25
     assert of_domain[0] == 1 and of_domain[-1] == 0.5
-    assert set(curves.area_of_class) == set(curves.of_class) == {"score", "gradient_norm", "random"}
-    assert curves.area_of_class["score"] < curves.area_of_class["random"]
-    assert curves.area_of_domain is not None
+    assert set(curves["area"]["class"]) == set(curves["class"]) == {"score", "gradient_norm", "random"}
+    assert curves["area"]["class"]["score"] < curves["area"]["class"]["random"]
+    assert curves["area"]["domain"] is not None
 
 
 def test_score_and_gradient_norm_differ_where_the_gradient_is_large_and_the_feature_is_not() -> None:
@@ -58,8 +58,8 @@ def test_score_and_gradient_norm_differ_where_the_gradient_is_large_and_the_feat
     head = reading(0, CLASSES, torch.tensor([0, 0, 0, 0.1]))
     head.weight[:, 10:12] = 5.0  # the same for all classes: large gradients that change no prediction
     curves = removal_curves(z, y, domain, head, None, shares=(0.0, 0.1, 0.2))
-    assert curves.of_class["gradient_norm"] == [1.0, 1.0, 0.25]  # the two, then the class's own and another
-    assert curves.of_domain is None and curves.area_of_domain is None
+    assert curves["class"]["gradient_norm"] == [1.0, 1.0, 0.25]  # the two, then the class's own and another
+    assert curves["domain"] is None and curves["area"]["domain"] is None
 
 
 def test_negative_gradients_count_by_their_size() -> None:
@@ -67,8 +67,8 @@ def test_negative_gradients_count_by_their_size() -> None:
     head = reading(0, CLASSES, torch.tensor([0, 0, 0, 0.1]))
     head.weight[:, 10] = -2.0
     curves = removal_curves(z, y, domain, head, None, shares=(0.0, 0.05, 0.1))
-    assert curves.of_class["gradient_norm"] == [1.0, 1.0, 0.25]
-    assert curves.of_class["score"] == [1.0, 0.25, 0.25]  # z · gradient is negative there
+    assert curves["class"]["gradient_norm"] == [1.0, 1.0, 0.25]
+    assert curves["class"]["score"] == [1.0, 0.25, 0.25]  # z · gradient is negative there
 
 
 @pytest.mark.parametrize("make", [Cosine, MLP])
@@ -81,24 +81,24 @@ def test_heads_that_are_not_linear(make: type) -> None:
         nn.functional.cross_entropy(head(z), y).backward()
         optimizer.step()
     curves = removal_curves(z, y, domain, head, None, shares=(0.0, 0.3))
-    assert curves.of_class["score"][0] == 1.0 > curves.of_class["random"][1] > curves.of_class["score"][1]
+    assert curves["class"]["score"][0] == 1.0 > curves["class"]["random"][1] > curves["class"]["score"][1]
 
 
 def test_draws_depend_on_the_seed_and_on_the_image() -> None:
     z, y, domain = planted(n=512)  # a whole batch
     shares = (0.4, 0.5, 0.6)
     head = reading(0, CLASSES)
-    curves = [removal_curves(z, y, domain, head, None, shares, seed).of_class["random"] for seed in (0, 0, 1)]
+    curves = [removal_curves(z, y, domain, head, None, shares, seed)["class"]["random"] for seed in (0, 0, 1)]
     assert curves[0] == curves[1] != curves[2]
     twice = removal_curves(z.repeat(2, 1), y.repeat(2), domain.repeat(2), head, None, shares, 0)
-    assert twice.of_class["random"] != curves[0]
+    assert twice["class"]["random"] != curves[0]
 
 
 def test_the_score_of_a_head_that_has_learned_nothing_falls_too() -> None:
     """The order knows the true label, which docs/analysis.md warns of."""
     z, y, domain = planted(n=400)
     curves = removal_curves(z, y, domain, Linear(WIDTH, CLASSES, 0, Stream.INIT), None, shares=(0.0, 0.2))
-    (before, after), (_, at_random) = curves.of_class["score"], curves.of_class["random"]
+    (before, after), (_, at_random) = curves["class"]["score"], curves["class"]["random"]
     assert before < 0.5 and after < 0.1 < at_random
 
 

@@ -189,7 +189,7 @@ def test_images_of_augmented_features(
     torch.manual_seed(0)
     torch.save(random_weights(vgg_encoder()).state_dict(), tmp_path / "vgg_normalised.pth")
     torch.save(random_weights(decoder()).state_dict(), tmp_path / "decoder.pth")
-    monkeypatch.setattr("xdm_ft.experiment.reconstruction.SIDE", 16)
+    monkeypatch.setattr("xdm_ft.experiment.analyse.SIDE", 16)
     assert main(["analyse", str(run), "--reconstruct", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["reconstruction"]
     assert found["columns"] == ["original", "reconstructed", "augmented, τ_d 0.9", "augmented, τ_d 0.5"]
@@ -204,7 +204,7 @@ def test_images_of_augmented_features(
             assert not np.array_equal(pixels[:, one_column], pixels[:, other])
     assert sorted(path.name for path in (run / "reconstruction").iterdir()) == ["%3Ci%3E%7Ca%2Cb.png", "ink.png"]
     assert (run / "analysis.json").read_bytes() == before
-    monkeypatch.setattr("xdm_ft.experiment.reconstruction.fitted", lambda *_: None)  # one training domain
+    monkeypatch.setattr("xdm_ft.analysis.reconstruction.fitted_domain_head", lambda *_: None)  # one training domain
     assert main(["analyse", str(run), "--reconstruct", str(tmp_path)]) == 0
     assert "no images for ink: XDomainMix needs two" in capsys.readouterr().out
     assert list((run / "reconstruction").iterdir()) == []

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm
+from xdm_ft.algorithms import Algorithm, Method
 from xdm_ft.algorithms.xdomainmix import XDomainMix
 from xdm_ft.encoders import Encoder
 from xdm_ft.runtime.randomness import Stream, permutation
@@ -27,25 +27,23 @@ def halves(n: int, seed: int) -> tuple[Tensor, Tensor]:
     return order[: n // 2], order[n // 2 : n // 2 * 2]
 
 
+def augments(method: Method, trains_encoder: bool) -> bool:
+    """Returns whether the method trains on augmented features or inputs."""
+    if not isinstance(method, Algorithm):  # a solver
+        return False
+    cls = type(method)
+    in_encoder = trains_encoder and cls.stage_modules is not Algorithm.stage_modules
+    return isinstance(method, XDomainMix) or cls.on_inputs is not Algorithm.on_inputs or in_encoder
+
+
 @torch.no_grad()
 def xdomainmix_features(
     algorithm: XDomainMix, z: Tensor, y: Tensor, domain: Tensor, quantile: float, batch_size: int = BATCH_SIZE
 ) -> Tensor:
-    """Returns z̃ by equations (1) to (7), with the method's settings and trained heads and τ_d at `quantile`.
+    """Returns z̃ by equations (1) to (7), with the method's settings and trained heads and τ_d at one of `QUANTILES`.
 
-    Batches are consecutive samples, so features should be shuffled: partners come from the batch. A sample without a
-    partner keeps its own part.
-
-    Args:
-        algorithm: the trained method.
-        z: features as its heads read them, float [n,K].
-        y: classes, int64 [n].
-        domain: domains, int64 [n].
-        quantile: one of `QUANTILES`.
-        batch_size: samples of a batch; the last may be smaller.
-
-    Returns:
-        float32 [n,K].
+    Batches are consecutive samples, so features z [n,K] should be shuffled: partners come from the batch. A sample
+    without a partner keeps its own part. Returns float32 [n,K].
     """
     mixed, stage = [], QUANTILES.index(quantile)
     for number, batch in enumerate(_batches(z.float(), y, domain, batch_size)):
@@ -76,15 +74,8 @@ def augmented_in_encoder(
     (MixStyle, DSU), each with the method's own probabilities.
 
     The encoder is in eval mode, on a copy: batch norm uses its running statistics, so that features differ from
-    original ones by the augmentation only.
-
-    Args:
-        algorithm: the method.
-        encoder: the encoder that it has trained.
-        batches: images [B,3,H,W], classes int64 [B] and domains int64 [B] of one batch after the other; shuffled.
-
-    Returns:
-        float32 [n,K], on the CPU.
+    original ones by the augmentation only. `batches`: images [B,3,H,W], classes int64 [B] and domains int64 [B];
+    shuffled. Returns float32 [n,K], on the CPU.
     """
     encoder = copy.deepcopy(encoder).eval()
     stages = StageModules(encoder, algorithm.stage_modules(encoder)).train()

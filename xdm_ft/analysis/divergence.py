@@ -9,13 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xdm_ft.analysis import Json
 from xdm_ft.runtime.randomness import Stream, permutation
 
 GAMMAS = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3)
 """γ of the published kernel, Σ_γ exp(−γ‖x − y‖²)."""
 MULTIPLES = (0.5, 1.0, 2.0)
 """Bandwidths of the unbiased estimate, in median distances of original features."""
-MOST = 2000
+MAX_SAMPLES = 2000
 """Samples of each side that the unbiased estimate uses at most: time and memory grow with their square."""
 
 
@@ -28,18 +29,33 @@ class Mmd(NamedTuple):
     bandwidths: list[float]  # σ of the kernels whose mean k is
 
 
-def published_mmd(a: Tensor, b: Tensor) -> float:
-    """Returns the published measure of two batches: mean k(a,a) + mean k(b,b) − 2 mean k(a,b), k = Σ_γ exp(−γ‖·‖²).
+def divergence(original: Tensor, other: Tensor, augmented: Tensor, quantile: float | None, batch_size: int) -> Json:
+    """Returns how far augmented features are from original ones, at one quantile of τ_d (None: the method has none).
 
-    It is the V-statistic: both first means contain the diagonal, where k = 7. If features are further apart than the
-    widest kernel sees (γ = 1e-3: √1000), all other k vanish, and the value is 7/n + 7/m, whatever the features are.
+    The unbiased MMD² compares the `original` features [n,K] of one half of the images with the `augmented` ones of the
+    other half; the published measure compares that half with itself, as the authors' code does.
+    """
+    unbiased = unbiased_mmd2(original, augmented)
+    return {
+        "quantile": quantile,
+        "published_mmd": published_mmd_of_batches(other, augmented, batch_size),
+        "batch_size": batch_size,
+        "unbiased_mmd2": unbiased.value,
+        "stderr": unbiased.stderr,
+        "n": unbiased.n,
+        "bandwidths": unbiased.bandwidths,
+    }
+
+
+def published_mmd(a: Tensor, b: Tensor) -> float:
+    """Returns the published measure of two batches, float [n,K] and [m,K].
+
+    It is mean k(a,a) + mean k(b,b) − 2 mean k(a,b), k = Σ_γ exp(−γ‖·‖²), the V-statistic: both first means contain the
+    diagonal, where k = 7. If features are further apart than the widest kernel sees (γ = 1e-3: √1000), all other k
+    vanish, and the value is 7/n + 7/m, whatever the features are.
 
     Computed in float32 as published, with ‖x − y‖² = ‖x‖² − 2⟨x,y⟩ + ‖y‖². Its rounding makes distances of equal
     features positive, and γ = 1e3 sees that: the value of 32 features of width 1280 is 1% below the exact one.
-
-    Args:
-        a: float [n,K].
-        b: float [m,K].
     """
     return float(_published(a, a) + _published(b, b) - 2 * _published(a, b))
 
@@ -67,7 +83,7 @@ def _published(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([(-gamma * square).exp() for gamma in GAMMAS]).sum(0).mean()
 
 
-def unbiased_mmd2(a: Tensor, b: Tensor, bandwidths: Sequence[float] | None = None, most: int = MOST) -> Mmd:
+def unbiased_mmd2(a: Tensor, b: Tensor, bandwidths: Sequence[float] | None = None, most: int = MAX_SAMPLES) -> Mmd:
     """Returns the U-statistic of MMD² between the distributions of original features `a` and augmented ones `b`.
 
     With n samples of each side and h_ij = k(a_i,a_j) + k(b_i,b_j) − k(a_i,b_j) − k(a_j,b_i) it is the mean of h_ij over

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xdm_ft.analysis import Encoded, Json
 from xdm_ft.analysis.importance import Logits
 from xdm_ft.heads import draw_weights
 from xdm_ft.runtime.randomness import Stream, integers, permutation
@@ -18,34 +17,15 @@ QUANTILE = 0.5  # of τ_c and τ_d, as in the published program
 STEPS, BATCH, LEARNING_RATE = 500, 96, 0.01  # of the learned map
 
 
-class Scatter(NamedTuple):
-    """Points in the plane of both kinds of features. Silhouettes are means over points, in [−1, 1]; None: undefined."""
-
-    points: list[list[float]]  # rounded to three decimals
-    kind: list[int]  # 0: specific, or original; 1: generic, or augmented
-    label: list[int]  # class or domain of the point's image
-    silhouette: float | None  # of the kinds: how far both kinds lie apart
-    silhouette_of_labels: list[float | None]  # of the labels, among points of kind 0 and among those of kind 1
-
-
-class Pair(NamedTuple):
-    """Two kinds of features of the same images, in two planes."""
-
-    map: Scatter  # of the paper's two linear layers
-    pca: Scatter  # of the principal components of the points shown
-
-
 def embedding(
-    z: Tensor,
-    y: Tensor,
-    domain: Tensor,
+    images: Encoded,
     head: Logits,
     domain_head: Logits | None,
     augmented: Tensor | None,
     num_classes: int,
     num_domains: int,
     seed: int,
-) -> dict[str, Pair]:
+) -> Json:
     """Returns the pairs `class_specific_vs_generic` (labels: classes), `domain_specific_vs_generic` (labels: domains;
     absent without a domain head) and `original_vs_augmented` (labels: classes; absent without augmented features).
 
@@ -53,34 +33,29 @@ def embedding(
     whole features of the others: in K dimensions, few points can always be separated that a map was trained on.
 
     Args:
-        z: features, float [n,K], of images of training domains.
-        y: classes, int64 [n].
-        domain: domains, int64 [n].
+        images: of training domains. `augmented`: augmented features of the same images, float [n,K].
         head: the class head.
-        domain_head: the domain head, or None.
-        augmented: augmented features of the same images, float [n,K], or None.
-        num_classes: C.
-        num_domains: D.
         seed: of the images shown, and of the learned maps.
 
     Raises:
         ValueError: fewer than four images.
     """
-    if len(z) < 4:
-        raise ValueError(f"{len(z)} images are too few for an embedding: it needs at least 4")
-    order = permutation(seed, 0, Stream.SHOWN, len(z))
-    shown, others = order[: min(IMAGES, len(z) // 2)], order[min(IMAGES, len(z) // 2) :]
-    own = z[shown].float()
-    of_class = linear_map(z[others], y[others], num_classes, seed)
-    parts = specific_and_generic(own, autograd_scores(own, head, y[shown]))
-    pairs = {"class_specific_vs_generic": pair(*parts, y[shown], of_class)}
+    n = len(images.z)
+    if n < 4:
+        raise ValueError(f"{n} images are too few for an embedding: it needs at least 4")
+    order, count = permutation(seed, 0, Stream.SHOWN, n), min(IMAGES, n // 2)
+    shown, others = images.at(order[:count]), images.at(order[count:])
+    z = shown.z.float()
+    of_class = linear_map(others.z, others.y, num_classes, seed)
+    parts = specific_and_generic(z, autograd_scores(z, head, shown.y))
+    pairs = {"class_specific_vs_generic": pair(*parts, shown.y, of_class)}
     if domain_head is not None:
-        of_domain = linear_map(z[others], domain[others], num_domains, seed)
-        parts = specific_and_generic(own, autograd_scores(own, domain_head, domain[shown]))
-        pairs["domain_specific_vs_generic"] = pair(*parts, domain[shown], of_domain)
+        of_domain = linear_map(others.z, others.domain, num_domains, seed)
+        parts = specific_and_generic(z, autograd_scores(z, domain_head, shown.domain))
+        pairs["domain_specific_vs_generic"] = pair(*parts, shown.domain, of_domain)
     if augmented is not None:
-        pairs["original_vs_augmented"] = pair(own, augmented[shown].float(), y[shown], of_class)
-    return pairs
+        pairs["original_vs_augmented"] = pair(z, augmented[order[:count]].float(), shown.y, of_class)
+    return {"pairs": pairs}
 
 
 def specific_and_generic(z: Tensor, scores: Tensor, quantile: float = QUANTILE) -> tuple[Tensor, Tensor]:
@@ -119,8 +94,9 @@ def linear_map(z: Tensor, label: Tensor, labels: int, seed: int) -> nn.Linear:
     return first
 
 
-def pair(first: Tensor, second: Tensor, label: Tensor, learned: nn.Linear) -> Pair:
-    """Returns both kinds of features [m,K] of the same images, whose labels are int64 [m], in both planes."""
+def pair(first: Tensor, second: Tensor, label: Tensor, learned: nn.Linear) -> Json:
+    """Returns both kinds of features [m,K] of the same images, whose labels are int64 [m], in two planes: that of the
+    learned `map`, and that of the principal components of the points shown (`pca`)."""
     both = torch.cat([first, second])  # [2m,K]
     centred = (both - both.mean(0)).double()
     # of 2m points in K dimensions the smaller Gram matrix would do, but `svd` keeps the digits
@@ -130,20 +106,22 @@ def pair(first: Tensor, second: Tensor, label: Tensor, learned: nn.Linear) -> Pa
     components = centred @ axes.T
     if components.shape[1] < 2:  # one feature, or one point
         components = F.pad(components, (0, 2 - components.shape[1]))
-    return Pair(scatter(learned(both), label), scatter(components, label))
+    return {"map": scatter(learned(both), label), "pca": scatter(components, label)}
 
 
-def scatter(points: Tensor, label: Tensor) -> Scatter:
-    """Returns points [2m,2], the first half of kind 0, of images whose labels are int64 [m]."""
+def scatter(points: Tensor, label: Tensor) -> Json:
+    """Returns points [2m,2] of images whose labels are int64 [m]: first as original or specific ones (kind 0), then as
+    augmented or generic ones (kind 1). Silhouettes are of the kinds, and of the labels among the points of each kind.
+    """
     m = len(label)
     kind = torch.arange(2).repeat_interleave(m)
-    return Scatter(
-        [[round(x, 3) for x in point] for point in points.tolist()],
-        kind.tolist(),
-        label.repeat(2).tolist(),
-        silhouette(points, kind),
-        [silhouette(points[:m], label), silhouette(points[m:], label)],
-    )
+    return {
+        "points": [[round(x, 3) for x in point] for point in points.tolist()],
+        "kind": kind.tolist(),
+        "label": label.repeat(2).tolist(),
+        "silhouette": silhouette(points, kind),
+        "silhouette_of_labels": [silhouette(points[:m], label), silhouette(points[m:], label)],
+    }
 
 
 def silhouette(points: Tensor, label: Tensor) -> float | None:

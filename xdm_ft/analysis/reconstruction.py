@@ -1,11 +1,11 @@
-"""Images of features: AdaIN's VGG encoder and decoder, and XDomainMix between them (appendix D of the paper).
+"""Images that AdaIN's decoder makes of features, augmented by XDomainMix between encoder and decoder (appendix D).
 
 The weights are those of pytorch-AdaIN, as in the paper. They are read from local files; nothing is downloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from xdm_ft.algorithms import Setup
 from xdm_ft.algorithms.xdomainmix import CLASS_QUANTILE, Augmented, XDomainMix
+from xdm_ft.analysis import Encoded
+from xdm_ft.analysis.importance import fitted_domain_head
 from xdm_ft.heads.linear import Linear
 from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.progress import Progress, pulse
 from xdm_ft.runtime.tensors import Batch, Task
 from xdm_ft.weights.source import read_weights
 from xdm_ft.xdomainmix import linear_scores, specific_mask
@@ -26,6 +29,11 @@ ENDINGS = (".safetensors", ".pth")
 CHANNELS = 512
 REDUCTION = 8  # pixels of an image along one side of a position of the map
 MIXED_LEVELS = (0.9, 0.5)  # quantiles of τ_d: first and last of its cycle
+COLUMNS = ("original", "reconstructed", *(f"augmented, τ_d {quantile:g}" for quantile in MIXED_LEVELS))
+SIDE = 224  # pixels, of square images; a multiple of 8
+MIXED = 32  # images that are mixed with each other
+SHOWN = 8  # of the mixed ones
+AT_ONCE = 8  # images that the networks see
 
 
 @dataclass(frozen=True)
@@ -135,20 +143,10 @@ def _tensors(path: str) -> Mapping[str, object]:
 def mixed_maps(
     maps: Tensor, y: Tensor, domain: Tensor, class_head: Linear, domain_head: Linear, quantile: float
 ) -> Augmented:
-    """Returns z̃ of maps by equations (1) to (7): whole channels are mixed, with masks of the pooled features.
+    """Returns z̃ of maps [B,K,h,w] by equations (1) to (7): whole channels are mixed, with masks of the pooled features.
 
-    p_discard and partners are the paper's; the draws are the same for every `quantile`, so that levels compare.
-
-    Args:
-        maps: features before pooling, float32 [B,K,h,w].
-        y: classes, int64 [B].
-        domain: domains, int64 [B], 0…D−1.
-        class_head: a head that reads pooled features [B,K].
-        domain_head: likewise, of the domain.
-        quantile: of τ_d, in [0, 1].
-
-    Returns:
-        z̃ [B,K,h,w] and its draws. Pooled, it is z̃ of the pooled features.
+    p_discard and partners are the paper's; the draws are the same for every `quantile` of τ_d, so that levels compare.
+    Both heads read pooled features [B,K]. Pooled, the result is z̃ of the pooled features.
     """
     pooled = maps.mean((2, 3))  # [B,K]
     masks = {
@@ -159,4 +157,69 @@ def mixed_maps(
     method = XDomainMix(Setup(Task(names, names), maps.shape[1], steps=1, seed=0), warmup_steps=0)
     place = torch.arange(len(y))
     with torch.no_grad():
+<<<<<<< HEAD
         return method.augment(maps, Batch(maps, y, domain, place, place), step=0, first_pass_draws=masks)
+=======
+        return method.augment(maps, Batch(maps, y, domain, place, place), step=0, reuse=masks)
+
+
+def reconstructions(
+    autoencoder: Autoencoder,
+    images: Callable[[int], Tensor],
+    training: Encoded,
+    classes: Sequence[str],
+    domains: Sequence[str],
+    device: torch.device,
+    bar: Progress,
+) -> Tensor:
+    """Returns images float32 [n,4,3,SIDE,SIDE], as in `COLUMNS`, of at most `SHOWN` samples with both partners.
+
+    `images`: row → image float32 [3,SIDE,SIDE] in 0…1. `training`: the images on whose features heads are fitted, in an
+    order that mixes the domains (`z` is not read). Returns none with fewer than two domains or classes.
+    """
+    pooled, maps, original = _encoded(autoencoder, images, training.rows, device, bar)
+    last = len(pooled) * 2 // 3  # the others pick the penalty
+    class_head, domain_head = (
+        fitted_domain_head(names, (pooled[:last], labels[:last]), (pooled[last:], labels[last:]))
+        for names, labels in ((classes, training.y), (domains, training.domain))
+    )
+    if class_head is None or domain_head is None:
+        return original[:0, None]
+    labels = training.y[: len(maps)], training.domain[: len(maps)]
+    mixed = [mixed_maps(maps, *labels, class_head, domain_head, quantile) for quantile in MIXED_LEVELS]
+    partners = mixed[0].partners  # the same at all levels
+    shown = torch.where(partners.has_same & partners.has_other)[0][:SHOWN]
+    if not len(shown):
+        return original[:0, None]
+    columns = [original[shown]]
+    for level in (maps, *(augmented.z for augmented in mixed)):
+        decoded = [autoencoder.decode(some.to(device)).cpu() for some in level[shown].split(AT_ONCE)]
+        columns.append(torch.cat(decoded))
+    return torch.stack(columns, 1)
+
+
+def _encoded(
+    autoencoder: Autoencoder, images: Callable[[int], Tensor], rows: Tensor, device: torch.device, bar: Progress
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns pooled features [n,512] of all images, and maps and pixels of the first `MIXED`."""
+    pooled, maps, original = [], list[Tensor](), list[Tensor]()
+    for batch in rows.split(AT_ONCE):
+        x = torch.stack([images(row) for row in batch.tolist()])
+        encoded = autoencoder.encode(x.to(device)).cpu()
+        pooled.append(encoded.mean((2, 3)))
+        if len(maps) * AT_ONCE < MIXED:
+            maps.append(encoded)
+            original.append(x)
+        bar.advance(len(x))
+        pulse.beat()
+    return torch.cat(pooled), torch.cat(maps)[:MIXED], torch.cat(original)[:MIXED]
+
+
+def write_png(rows: Tensor, file: Path) -> None:
+    """Writes images float [n,columns,3,side,side] in 0…1 as one, with a row for each."""
+    from PIL import Image
+
+    n, columns, _, side, _ = rows.shape
+    pixels = rows.permute(0, 3, 1, 4, 2).reshape(n * side, columns * side, 3)  # [n·H, 4·W, 3]
+    Image.fromarray((255 * pixels).round().byte().numpy()).save(file, "PNG", optimize=True)
+>>>>>>> 6456e8d (Analysis: one file per measure returns its part of analysis.json; one module of the experiment loads models and calls them)

@@ -34,11 +34,10 @@ def main(arguments: argparse.Namespace) -> Answer:
     run.
     """
     from xdm_ft.analysis.reconstruction import OPTION, read_autoencoder
-    from xdm_ft.experiment.analyse import analyse
+    from xdm_ft.experiment.analyse import analyse, write_reconstructions
     from xdm_ft.experiment.machine import launched
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, prepare
-    from xdm_ft.experiment.reconstruction import write_reconstructions
     from xdm_ft.experiment.results import inputs
     from xdm_ft.experiment.resume import written_recipe
     from xdm_ft.recipe.check import check

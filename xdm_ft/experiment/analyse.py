@@ -1,38 +1,44 @@
-"""The images on which the models of one split are measured: all of them, or a sample of stated size."""
+"""Analyses a run: loads its models and measures them (`xdm_ft.analysis`), and writes analysis.json.
+
+Each model's entry is appended to a file of JSON lines when it is done, so that an interrupted analysis loses at most
+the models that were being measured. Entries of an earlier analysis.json are kept if nothing that they depend on has
+changed.
+"""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from xdm_ft.algorithms import Algorithm, Method, Setup
-from xdm_ft.algorithms.linear_probe import LinearProbe
+from xdm_ft.algorithms import Algorithm, Method
 from xdm_ft.algorithms.xdomainmix import XDomainMix
+from xdm_ft.analysis import Encoded, Json
 from xdm_ft.analysis.augmented import (
     BATCH_SIZE,
     QUANTILES,
     augmented_in_encoder,
+    augments,
     halves,
     mixed_features,
     xdomainmix_features,
 )
-from xdm_ft.analysis.divergence import published_mmd_of_batches, unbiased_mmd2
+from xdm_ft.analysis.calibration import calibration
+from xdm_ft.analysis.divergence import divergence
 from xdm_ft.analysis.embedding import embedding
-from xdm_ft.analysis.importance import removal_curves
+from xdm_ft.analysis.importance import fitted_domain_head, removal_curves
 from xdm_ft.analysis.invariance import Invariance, covariance_distance, risk_variance
-from xdm_ft.evaluation.calibration import reliability, temperature
-from xdm_ft.evaluation.metrics import confidences, expected_calibration_error, per_image_nll
+from xdm_ft.analysis.reconstruction import COLUMNS, SIDE, Autoencoder, reconstructions, write_png
+from xdm_ft.evaluation.metrics import per_image_nll
 from xdm_ft.evaluation.records import ModelKey, Record
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepare import Prepared, make_job
@@ -40,28 +46,36 @@ from xdm_ft.experiment.results import inputs
 from xdm_ft.experiment.work import run_forked
 from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
-from xdm_ft.images.loader import ImageRows, image_loader, loaded
-from xdm_ft.images.transforms import evaluation_transform
-from xdm_ft.protocol.splits import with_validation
+from xdm_ft.images.loader import DTYPES, ImageRows, image_loader, loaded
+from xdm_ft.images.transforms import Preprocessing, evaluation_transform
+from xdm_ft.protocol.derived_splits import with_validation
 from xdm_ft.report.finished import Run
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.machine import own_cores
 from xdm_ft.runtime.progress import Progress, progress, pulse
 from xdm_ft.runtime.randomness import Stream, permutation
-from xdm_ft.runtime.tensors import Annotations, Batch, Task
+from xdm_ft.storage.atomic import replace_file
 from xdm_ft.storage.digests import json_digest
 from xdm_ft.storage.lines import Damaged
+from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.training.end_to_end.inputs import WORKERS_DIED, worker_count
 from xdm_ft.training.end_to_end.model import EndToEnd
-from xdm_ft.training.end_to_end.prediction import DTYPES, precision_of
+from xdm_ft.training.end_to_end.prediction import precision_of
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-
 logger = logging.getLogger("xdm_ft")
+KIND = "analysis"  # of the lines that hold entries
+DIGITS = 6  # significant digits of a number: rounding errors of other machines are beyond them
+MIN_IMAGES = 8  # that an embedding or a removal curve needs
+ENCODER_BATCH = 32  # images that an encoder sees at once
+RECONSTRUCTION = "reconstruction"  # folder in the run directory
+RECONSTRUCTION_SAMPLE = 240  # training images per held-out set, on whose features the heads are fitted
+Group = tuple[tuple[str, ...], int, bool]
+"""Test domains, seed, and whether the encoder is frozen: models of a group are measured on the same images."""
 
 
 class Limits(NamedTuple):
@@ -77,103 +91,57 @@ FROZEN = Limits(20_000, 20_000, 20_000, 2000)
 TRAINED = Limits(1536, 768, 768, 1024)  # every model encodes its own images
 
 
-@dataclasses.dataclass(frozen=True)
-class Images:
-    """Images of one part of a split."""
+class Part(NamedTuple):
+    """Images of one part of a split: `rows`, a sample of its n."""
 
-    rows: Tensor  # int64 [n], in the data set
-    y: Tensor  # int64 [n]
-    domain: Tensor  # int64 [n], numbered as in the data set
-    n: int  # images of the part, of which these are a sample
-
-    def where(self, kept: Tensor) -> Images:
-        """Returns the images at which bool [n] is true."""
-        return dataclasses.replace(self, rows=self.rows[kept], y=self.y[kept], domain=self.domain[kept])
+    rows: Tensor  # int64, in the data set
+    y: Tensor
+    domain: Tensor  # 0…D−1 of the training domains; of test images as in the data set
+    n: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class SplitImages:
     """The images to measure of one split."""
 
-    training: Images
-    validation: Images
-    test: Images
-    domain_of: Tensor  # number of a domain in the data set → 0…D−1 of the training domains, −1 for others
+    training: Part
+    validation: Part
+    test: Part
     train_domains: tuple[str, ...]
     own_validation: bool  # False: the validation images are training images, as the split has none of its own
 
     def counts(self) -> dict[str, int]:
         """Returns the numbers of images for analysis.json."""
-        return {
-            "training": self.training.n,
-            "used": len(self.training.rows),
-            "validation": self.validation.n,
-            "validation_used": len(self.validation.rows),
-            "test": self.test.n,
-            "test_used": len(self.test.rows),
-        }
+        parts = {"training": self.training, "validation": self.validation, "test": self.test}
+        used = {"training": "used", "validation": "validation_used", "test": "test_used"}
+        return {key: n for name, part in parts.items() for key, n in ((name, part.n), (used[name], len(part.rows)))}
 
 
 def split_images(plan: Plan, model: PlannedModel, limits: Limits) -> SplitImages:
     """Returns the images to measure of a model's split, which depend on the split alone."""
-    annotations, split = plan.annotations, model.split
+    split = model.split
     validated = with_validation(plan.dataset, split, plan.recipe.protocol.val_fraction, model.key.seed)
     return SplitImages(
-        training=_sample(torch.cat(split.train), annotations, limits.training),
-        validation=_sample(validated.evaluation["train_val"], annotations, limits.validation),
-        test=_sample(split.evaluation["test"], annotations, limits.test),
-        domain_of=split.domain_of,
+        training=_sample(plan, torch.cat(split.train), limits.training, split.domain_of),
+        validation=_sample(plan, validated.evaluation["train_val"], limits.validation, split.domain_of),
+        test=_sample(plan, split.evaluation["test"], limits.test, None),
         train_domains=split.train_domains,
         own_validation="train_val" in split.evaluation,
     )
 
 
-def _sample(rows: Tensor, annotations: Annotations, most: int) -> Images:
+def _sample(plan: Plan, rows: Tensor, most: int, domain_of: Tensor | None) -> Part:
     """Returns the images, or of more than `most` about as many of every domain, drawn by their number alone."""
+    labels, of_row = plan.annotations.labels, plan.annotations.domains
     rows, n = rows.sort().values, len(rows)
-    domains = annotations.domains[rows].unique()
     if n > most:
+        domains = of_row[rows].unique()
         per_domain = max(2, most // len(domains))
-        of_domains = [rows[annotations.domains[rows] == domain] for domain in domains]
-        drawn = [own[permutation(0, 0, Stream.ANALYSIS, len(own))[:per_domain]] for own in of_domains]
+        of_domains = [rows[of_row[rows] == domain] for domain in domains]
+        drawn = [images[permutation(0, 0, Stream.ANALYSIS, len(images))[:per_domain]] for images in of_domains]
         rows = torch.cat(drawn).sort().values
-    return Images(rows, annotations.labels[rows], annotations.domains[rows], n)
-
-
-STRENGTHS = (1.0, 0.1, 0.01, 1e-3)  # penalties of the logistic regression, of which validation images pick one
-
-
-def fitted(
-    train_domains: tuple[str, ...], training: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]
-) -> Linear | None:
-    """Returns a linear head that predicts the domain of features; None for a single domain.
-
-    It is the linear probe of the training features that predicts most validation images right, the more penalised one
-    of several. All domains weigh the same. `training` and `validation` are features float32 [n,K] and domains int64
-    [n], 0…D−1.
-    """
-    (z, domain), (z_held, domain_held) = training, validation
-    if len(domain.unique()) < 2:
-        return None
-    names = tuple(train_domains)
-    solver = LinearProbe(Setup(Task(names, names), z.shape[1], steps=0, seed=0), strengths=STRENGTHS)
-    rows = torch.arange(len(z))
-    found, most = None, -1
-    for candidate in solver.solve(z, Batch(z, domain, domain, rows, rows)):
-        logits = z_held @ candidate.head["weight"].T + candidate.head["bias"]
-        right = int((logits.argmax(1) == domain_held).sum())
-        if right > most:
-            found, most = candidate, right
-        pulse.beat()
-    assert found is not None
-    head = Linear(z.shape[1], len(names), 0, 0)
-    head.load_state_dict(found.head)
-    return head.eval()
-
-
-BATCH = 32  # images that an encoder sees at once
-Features = Callable[[Tensor], Tensor]
-"""rows int64 [n] → features float32 [n,K] on the CPU, as the class head reads them."""
+    domain = of_row[rows]
+    return Part(rows, labels[rows], domain if domain_of is None else domain_of[domain], n)
 
 
 @dataclass(frozen=True)
@@ -182,19 +150,31 @@ class TrainedModel:
 
     record: Record
     method: Method  # on the CPU, in eval mode
-    features: Features
+    features: Callable[[Tensor], Tensor]
+    """rows int64 [n] → features float32 [n,K] on the CPU, as the class head reads them."""
     encoder: OwnEncoder | None  # None: it is frozen
     batch_size: int  # images of a training step, among which augmentations find partners
-
-    @property
-    def algorithm(self) -> Algorithm | None:
-        """The method, if it is trained by steps; None for a solver."""
-        return self.method if isinstance(self.method, Algorithm) else None
 
     @torch.no_grad()
     def logits(self, z: Tensor) -> Tensor:
         """Returns logits float32 [n,C] of features [n,K]."""
         return self.method.logits(z)
+
+    def augmented(
+        self, images: Encoded, quantiles: Sequence[float] = QUANTILES
+    ) -> Iterator[tuple[float | None, Tensor]]:
+        """Yields augmented features [n,K] of shuffled images: of XDomainMix per quantile of τ_d, of others once."""
+        if not augments(self.method, self.encoder is not None):
+            return
+        assert isinstance(self.method, Algorithm)
+        z, y, domain, rows = images
+        if isinstance(self.method, XDomainMix):
+            for quantile in quantiles:
+                yield quantile, xdomainmix_features(self.method, z, y, domain, quantile, self.batch_size)
+        elif self.encoder is None:
+            yield None, mixed_features(self.method, z, y, domain, self.batch_size)
+        else:
+            yield None, self.encoder.augmented(rows, y, domain, self.batch_size)
 
 
 class OwnEncoder:
@@ -208,13 +188,12 @@ class OwnEncoder:
 
     @torch.no_grad()
     def features(self, rows: Tensor) -> Tensor:
-        """As `Features`."""
-        encoder, found = self.model.encoder, [torch.empty(0, self.model.encoder.width)]
-        for x in self._batches(rows, BATCH):
+        encoder, blocks = self.model.encoder, [torch.empty(0, self.model.encoder.width)]
+        for x in self._batches(rows, ENCODER_BATCH):
             with self._precision():
                 z = encoder(x)
-            found.append(z.float().cpu())
-        return torch.cat(found)
+            blocks.append(z.float().cpu())
+        return torch.cat(blocks)
 
     def augmented(self, rows: Tensor, y: Tensor, domain: Tensor, batch_size: int) -> Tensor:
         """Returns features float32 [n,K] of images that are augmented as in training, batch by batch."""
@@ -255,53 +234,42 @@ def read_model(
         raise UserError(f"{problem}; run the run's recipe again to train this model again") from error
     job = make_job(plan, prepared, planned, {})
     method, batch = job.make(job.setup), job.training.images_per_step(len(job.split.train))
-    own = prepared.of(planned.item)
-    if is_frozen(planned):
-        features = own.features_of(job)
+    prepared_encoder = prepared.of(planned.item)
+    if planned.item.trainable is False:
+        features = prepared_encoder.features_of(job)
         method.load_state_dict(state)
         return TrainedModel(record, method.eval(), lambda rows: features[rows.to(features.device)].cpu(), None, batch)
     assert isinstance(method, Algorithm)
-    model = EndToEnd(copy.deepcopy(own.encoder), method, "frozen")
+    model = EndToEnd(copy.deepcopy(prepared_encoder.encoder), method, "frozen")
     model.load_weights(state)
-    preprocessing = own.encoder.preprocessing
-    images = ImageRows(plan.dataset, evaluation_transform(preprocessing), preprocessing.least_side)
     head = copy.deepcopy(method).cpu().eval()
-    trained = OwnEncoder(model.to(accelerator.device).eval(), images, accelerator)
-    return TrainedModel(record, head, trained.features, trained, batch)
+    images = _images(plan, prepared_encoder.encoder.preprocessing)
+    encoder = OwnEncoder(model.to(accelerator.device).eval(), images, accelerator)
+    return TrainedModel(record, head, encoder.features, encoder, batch)
 
 
-def is_frozen(planned: PlannedModel) -> bool:
-    """Returns whether a model reads cached features of the frozen encoder."""
-    return planned.item.trainable is False
-
-
-class Encoded(NamedTuple):
-    """Images with their features. Images whose features are not finite are left out."""
-
-    z: Tensor  # float32 [n,K]
-    y: Tensor  # int64 [n]
-    domain: Tensor  # int64 [n]: 0…D−1 of the training domains; of test images as in the data set
-    rows: Tensor  # int64 [n]
+def _images(plan: Plan, preprocessing: Preprocessing) -> ImageRows:
+    return ImageRows(plan.dataset, evaluation_transform(preprocessing), preprocessing.least_side)
 
 
 class Seen:
     """The features of the images of a split. Models on a frozen encoder share it; it is computed when it is needed."""
 
-    def __init__(self, images: SplitImages, features: Features, num_classes: int) -> None:
+    def __init__(self, images: SplitImages, features: Callable[[Tensor], Tensor], num_classes: int) -> None:
         self.images, self.features, self.num_classes = images, features, num_classes
         self.num_domains = len(images.train_domains)
 
     @cached_property
     def training(self) -> Encoded:
-        return self._encoded(self.images.training, self.images.domain_of)
+        return self._encoded(self.images.training)
 
     @cached_property
     def validation(self) -> Encoded:
-        return self._encoded(self.images.validation, self.images.domain_of)
+        return self._encoded(self.images.validation)
 
     @cached_property
     def test(self) -> Encoded:
-        return self._encoded(self.images.test, None)
+        return self._encoded(self.images.test)
 
     @cached_property
     def representation(self) -> Invariance:
@@ -311,299 +279,66 @@ class Seen:
     @cached_property
     def domain_head(self) -> Linear | None:
         """A linear domain head for a model without one of its own; None with one training domain."""
-        of_training, of_validation = ((part.z, part.domain) for part in (self.training, self.validation))
-        return fitted(self.images.train_domains, of_training, of_validation)
+        training, validation = ((part.z, part.domain) for part in (self.training, self.validation))
+        return fitted_domain_head(self.images.train_domains, training, validation)
 
-    def _encoded(self, images: Images, domain_of: Tensor | None) -> Encoded:
-        z = self.features(images.rows)
-        kept = torch.isfinite(z).all(1)
-        images = images.where(kept)
-        domain = images.domain if domain_of is None else domain_of[images.domain]
-        return Encoded(z[kept], images.y, domain, images.rows)
-
-
-Json = dict[str, Any]
-
-
-def calibration(model: TrainedModel, seen: Seen, domain_names: Sequence[str], of_run: float | None) -> Json:
-    """Returns ECE, NLL and reliability of the validation images of each training domain, and of the test images.
-
-    `of_run` is the temperature in results.json; None: it is fitted on the validation images here, as runs of earlier
-    versions have none. Validation images that also trained the model do not count. A domain that both trains and tests
-    appears twice, with its validation images under "NAME (validation)".
-    """
-    held, test = seen.validation, seen.test
-    if not seen.images.own_validation:
-        held = Encoded(*(field[:0] for field in held))
-    logits = model.logits(held.z)
-    value = temperature(logits, held.y) if of_run is None else of_run
-    names, found = seen.images.train_domains, dict[str, Json]()
-    of_test = dict(_by_domain(test, model.logits(test.z)))
-    tested = {domain_names[number] for number in of_test}
-    for number, part in _by_domain(held, logits):
-        name = f"{names[number]} (validation)" if names[number] in tested else names[number]
-        found[name] = _fit("validation", *part, value)
-    for number, part in of_test.items():
-        found[domain_names[number]] = _fit("test", *part, value)
-    return {"temperature": value, "domains": found}
-
-
-def _by_domain(images: Encoded, logits: Tensor) -> Iterator[tuple[int, tuple[Tensor, np.ndarray]]]:
-    for number in images.domain.unique().tolist():
-        own = images.domain == number
-        yield number, (logits[own], images.y[own].numpy())
-
-
-def _fit(role: str, logits: Tensor, labels: np.ndarray, value: float | None) -> Json:
-    plain, scaled = _measured(logits, labels), None if value is None else _measured(logits / value, labels)
-    names = ("ece", "nll", "reliability")
-    after = {f"{name}_scaled": None if scaled is None else scaled[name] for name in names}
-    return {"role": role, "n": len(labels), **plain, **after}
-
-
-def _measured(logits: Tensor, labels: np.ndarray) -> Json:
-    y = logits.new_tensor(labels).long()
-    right = (logits.argmax(1) == y).numpy()
-    bins = reliability(logits, labels)
-    return {
-        "ece": expected_calibration_error(confidences(logits), right),
-        "nll": float(per_image_nll(logits, y).mean()),
-        "reliability": [{"confidence": one.confidence, "accuracy": one.accuracy, "n": one.images} for one in bins],
-    }
-
-
-FEWEST = 8  # images that an embedding, a removal curve or a divergence needs
+    def _encoded(self, part: Part) -> Encoded:
+        """Returns the images whose features are finite."""
+        z = self.features(part.rows)
+        return Encoded(z, part.y, part.domain, part.rows).at(torch.isfinite(z).all(1))
 
 
 def entry(model: TrainedModel, seen: Seen, limits: Limits, domain_names: Sequence[str], first: bool, rule: str) -> Json:
     """Returns the measures of a model. Those that take long are null unless it is its method's `first` seed."""
-    record = model.record
-    of_model: Json = {
+    record, train_domains = model.record, seen.images.train_domains
+    z, y, domain, _ = seen.validation
+    losses = torch.from_numpy(per_image_nll(model.logits(z), y)) if len(z) else torch.zeros(0)
+    # images that also trained the model do not show how well its probabilities fit
+    validation = seen.validation if seen.images.own_validation else seen.validation.at(torch.arange(0))
+    temperature = record.selected[rule].temperature
+    values: Json = {
         "method": record.method,
         "test_domains": list(record.test_domains),
         "seed": record.seed,
         "trial": record.trial,
         "representation_invariance": seen.representation._asdict(),
-        "prediction_invariance": prediction_invariance(model, seen),
-        "calibration": calibration(model, seen, domain_names, record.selected[rule].temperature),
+        "prediction_invariance": risk_variance(losses, domain, train_domains),
+        "calibration": calibration(model.logits, validation, seen.test, train_domains, domain_names, temperature),
         "domain_head": None,
         "importance": None,
         "embedding": None,
-        "divergence": divergence(model, seen, limits.augmented),
+        "divergence": _divergences(model, seen.training, limits.augmented),
     }
-    if first and len(seen.validation.z) >= FEWEST:
-        head, origin = domain_head(model, seen)
-        of_model |= {
-            "domain_head": origin,
-            "importance": importance(model, seen, head),
-            "embedding": embeddings(model, seen, head),
-        }
-    return of_model
+    if first and len(z) >= MIN_IMAGES:
+        has_own = isinstance(model.method, XDomainMix)
+        domain_head: Head | None = model.method.domain_head if has_own else seen.domain_head  # type: ignore[assignment]
+        values["domain_head"] = "own" if has_own else None if domain_head is None else "fitted"
+        values["importance"] = removal_curves(z, y, domain, model.method.logits, domain_head)
+        # augmentations take partners from a batch of consecutive images, which are sorted here
+        shuffled = seen.validation.at(permutation(0, 0, Stream.ANALYSIS_ORDER, len(z)))
+        augmented = next(iter(model.augmented(shuffled, QUANTILES[-1:])), (None, None))[1]
+        heads = model.method.logits, domain_head
+        values["embedding"] = embedding(shuffled, *heads, augmented, seen.num_classes, seen.num_domains, seed=0)
+    return values
 
 
-def domain_head(model: TrainedModel, seen: Seen) -> tuple[Head | None, str | None]:
-    """Returns the model's own domain head, or a fitted one, and which of both it is."""
-    if isinstance(model.method, XDomainMix):
-        return model.method.domain_head, "own"
-    head = seen.domain_head
-    return head, None if head is None else "fitted"
-
-
-def prediction_invariance(model: TrainedModel, seen: Seen) -> Json:
-    """Returns the risks of the training domains, on validation images as in the authors' code, and their variance."""
-    z, y, domain, _ = seen.validation
-    losses = torch.from_numpy(per_image_nll(model.logits(z), y)) if len(z) else torch.zeros(0)
-    found = risk_variance(losses, domain, seen.num_domains)
-    return {"risk_variance": found.variance, "risk": dict(zip(seen.images.train_domains, found.risks, strict=True))}
-
-
-def importance(model: TrainedModel, seen: Seen, domain_head: Head | None) -> Json:
-    z, y, domain, _ = seen.validation
-    found = removal_curves(z, y, domain, model.method.logits, domain_head)
-    return {
-        "shares": found.shares,
-        "images": found.images,
-        "class": found.of_class,
-        "domain": found.of_domain,
-        "area": {"class": found.area_of_class, "domain": found.area_of_domain},
-    }
-
-
-def embeddings(model: TrainedModel, seen: Seen, domain_head: Head | None) -> Json:
-    every = seen.validation
-    # augmentations take partners from a batch of consecutive images, which are sorted here
-    mixed = Encoded(*(field[permutation(0, 0, Stream.ANALYSIS_ORDER, len(every.z))] for field in every))
-    augmented = next(iter(augmentations(model, mixed, QUANTILES[-1:])), (None, None))[1]
-    z, y, domain, _ = mixed
-    pairs = embedding(
-        z, y, domain, model.method.logits, domain_head, augmented, seen.num_classes, seen.num_domains, seed=0
-    )
-    planes = {name: {"map": pair.map._asdict(), "pca": pair.pca._asdict()} for name, pair in pairs.items()}
-    return {"pairs": planes}
-
-
-def divergence(model: TrainedModel, seen: Seen, most: int) -> list[Json] | None:
-    """Returns how far augmented training features are from original ones, per level; None without augmentation.
-
-    The unbiased MMD² compares one half of the images with augmented features of the other half; the published measure
-    compares that half with itself, as the authors' code does.
-    """
-    if not augments(model):
+def _divergences(model: TrainedModel, training: Encoded, most: int) -> list[Json] | None:
+    """Returns how far augmented training features are from original ones, per level; None without augmentation."""
+    if not augments(model.method, model.encoder is not None) or len(training.z) < 2 * BATCH_SIZE:
         return None
-    every = seen.training
-    if len(every.z) < 2 * BATCH_SIZE:
-        return None
-    parts = (half[: most // 2] for half in halves(len(every.z), seed=0))
-    original, other = (Encoded(*(field[part] for field in every)) for part in parts)
-    found = []
-    for quantile, augmented in augmentations(model, other, QUANTILES):
-        unbiased = unbiased_mmd2(original.z, augmented)
-        published = published_mmd_of_batches(other.z, augmented, BATCH_SIZE)
-        found.append(
-            {
-                "quantile": quantile,
-                "published_mmd": published,
-                "batch_size": BATCH_SIZE,
-                "unbiased_mmd2": unbiased.value,
-                "stderr": unbiased.stderr,
-                "n": unbiased.n,
-                "bandwidths": unbiased.bandwidths,
-            }
-        )
-    return found
+    original, other = (training.at(half[: most // 2]) for half in halves(len(training.z), seed=0))
+    return [
+        divergence(original.z, other.z, augmented, quantile, BATCH_SIZE)
+        for quantile, augmented in model.augmented(other)
+    ]
 
 
-def augments(model: TrainedModel) -> bool:
-    """Returns whether the method trains on augmented features or inputs."""
-    algorithm = model.algorithm
-    if algorithm is None:
-        return False
-    own = type(algorithm)
-    in_encoder = model.encoder is not None and own.stage_modules is not Algorithm.stage_modules
-    return isinstance(algorithm, XDomainMix) or own.on_inputs is not Algorithm.on_inputs or in_encoder
-
-
-def augmentations(
-    model: TrainedModel, images: Encoded, quantiles: Sequence[float]
-) -> Iterator[tuple[float | None, Tensor]]:
-    """Yields the augmented features [n,K] of shuffled images: of XDomainMix per quantile of τ_d, of others once."""
-    if not augments(model):
-        return
-    algorithm = model.algorithm
-    assert algorithm is not None
-    z, y, domain, rows = images
-    if isinstance(algorithm, XDomainMix):
-        for quantile in quantiles:
-            yield quantile, xdomainmix_features(algorithm, z, y, domain, quantile, model.batch_size)
-    elif model.encoder is None:
-        yield None, mixed_features(algorithm, z, y, domain, model.batch_size)
-    else:
-        yield None, model.encoder.augmented(rows, y, domain, model.batch_size)
-
-
-KIND = "analysis"  # of the lines that hold entries
-DIGITS = 6  # significant digits of a number: rounding errors of other machines are beyond them
-
-
-def finished_entries(directory: RunDirectory, wanted: Mapping[ModelKey, str]) -> dict[ModelKey, Json]:
-    """Returns the entries of analysis.json and of an interrupted analysis, of which nothing has changed.
-
-    `wanted`: {model: digest of all that its entry depends on}.
-    """
-    try:
-        before = directory.analysis() or {}
-    except Damaged as error:
-        logger.warning("%s: is damaged (%s); it is written again", directory.path / "analysis.json", error)
-        before = {}
-    found = {}
-    for one in (*before.get("models", ()), *directory.lines(KIND)):
-        key = ModelKey(one["method"], tuple(one["test_domains"]), one["seed"], one["trial"])
-        if wanted.get(key) == one.get("inputs"):
-            found[key] = one
-    return found
-
-
-def document(
-    run: Run,
-    plan: Plan,
-    entries: Sequence[Json],
-    images: Mapping[tuple[tuple[str, ...], int, bool], SplitImages],
-    notes: Sequence[str],
-) -> Json:
-    """Returns the content of analysis.json, without its checksum."""
-    counts: dict[str, dict[str, int]] = {}  # of the first seed
-    # if the recipe trains the encoder, those of models that do: solvers read cached features, of more images
-    for group, of_split in sorted(images.items(), key=lambda item: item[0][2] == plan.recipe.trains_encoders):
-        counts.setdefault(",".join(group[0]), of_split.counts())
-    return {
-        "schema": 1,
-        "selection": run.own_rule,
-        "seed": plan.recipe.protocol.seeds[0],
-        "images": counts,
-        "notes": [*_notes(plan, entries, images), *notes],
-        "models": list(entries),
-    }
-
-
-def _notes(
-    plan: Plan, entries: Sequence[Json], images: Mapping[tuple[tuple[str, ...], int, bool], SplitImages]
-) -> Iterator[str]:
-    held = "validation images of the training domains"
-    if any(not of_split.own_validation for of_split in images.values()):
-        held = "a part of the training images, as the split has no validation images of its training domains"
-    yield f"invariances, importance and embeddings are measured on {held}"
-    if on_features := [item for item in plan.recipe.methods if item.trainable is False]:
-        which = " that leave it frozen" if plan.recipe.trains_encoders else ""
-        under = " under one encoder" if len(plan.recipe.encoders) > 1 else ""
-        alike = " and normalise them alike" if len({item.reads_normalized for item in on_features}) > 1 else ""
-        yield (
-            "frozen encoder: the features, and so the representation invariance, are the same for all methods"
-            f"{which}{under}{alike}"
-        )
-    for used, limits, what in ((True, FROZEN, "on cached features"), (False, TRAINED, "that trains its encoder")):
-        if any(frozen == used for *_, frozen in images):
-            yield (
-                f"images of a model {what}: at most {limits.training} for training, {limits.validation} for validation "
-                f"and {limits.test} for testing, of more a sample with about as many of every domain"
-            )
-    if len(plan.recipe.protocol.seeds) > 1:
-        yield "importance and embeddings: the first seed of each method and held-out domain"
-    if any(one["domain_head"] == "fitted" for one in entries):
-        yield (
-            "a method without a domain head gets a linear one, fitted on training features; validation images pick "
-            "its penalty"
-        )
-    if divergences := [one["divergence"] for one in entries if one["divergence"]]:
-        n = sorted({level["n"] for levels in divergences for level in levels})
-        sizes = str(n[0]) if len(n) == 1 else f"{n[0]} to {n[-1]}"
-        yield (
-            "divergence: of training images, augmented by the trained model in batches of a training step; the "
-            f"unbiased MMD² compares original features of one half with augmented ones of the other, {sizes} of each; "
-            f"the published measure batches of {divergences[0][0]['batch_size']} with their own augmented features"
-        )
-    if plan.recipe.search.trials > 1:
-        yield f"search: of {plural(plan.recipe.search.trials, 'trial')} the one that the rule picked"
-
-
-def plain(value: Any) -> Any:
-    """Returns a value as JSON has it: lists, texts and rounded numbers; what is not finite becomes None."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-Group = tuple[tuple[str, ...], int, bool]
-"""Test domains, seed, and whether the encoder is frozen: models of a group are measured on the same images."""
-
-
-class Subject(NamedTuple):
+class Task(NamedTuple):
     """A model to measure."""
 
     record: Record
     planned: PlannedModel
-    frozen: bool  # whether it reads cached features
+    frozen: bool  # whether it reads cached features of the frozen encoder
     first: bool  # of the seeds of its method and test domains
     inputs: str  # digest of all that its entry depends on
 
@@ -623,7 +358,7 @@ def analyse(
     directory: RunDirectory,
     accelerator: Accelerator,
     notes: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> Json:
     """Measures the models that the recipe's own rule picked, writes analysis.json, and returns its content.
 
     `directory` is locked, and `plan` has no unreadable images. One process calls this, whatever their number: it
@@ -631,37 +366,63 @@ def analyse(
     """
     tasks = _tasks(run, plan, prepared)
     wanted = {task.record.key: task.inputs for task in tasks}
-    known = finished_entries(directory, wanted)
-    missing = [task for task in tasks if task.record.key not in known]
+    finished = _finished_entries(directory, wanted)
+    missing = [task for task in tasks if task.record.key not in finished]
     images = {task.group: split_images(plan, task.planned, task.limits) for task in tasks}
     if missing:
         with progress("analysis", len(tasks), "models") as bar:
             bar.skip(len(tasks) - len(missing))
-            Measuring(plan, prepared, directory, accelerator, images, bar).all(missing)
-        known = finished_entries(directory, wanted)
-    found = document(run, plan, [known[task.record.key] for task in tasks], images, notes)
-    directory.write_analysis(found)
-    return found
+            _Measuring(plan, prepared, directory, accelerator, images, bar).all(missing)
+        finished = _finished_entries(directory, wanted)
+    entries = [finished[task.record.key] for task in tasks]
+    document = {
+        "schema": 1,
+        "selection": run.own_rule,
+        "seed": plan.recipe.protocol.seeds[0],
+        "images": _counts(images, plan.recipe.trains_encoders),
+        "notes": [*_notes(plan, entries, images), *notes],
+        "models": entries,
+    }
+    directory.write_analysis(document)
+    return document
 
 
-def _tasks(run: Run, plan: Plan, prepared: Prepared) -> list[Subject]:
+def _tasks(run: Run, plan: Plan, prepared: Prepared) -> list[Task]:
     """Returns the models to measure, in the order of results.json."""
     planned = {model.key: model for model in plan.models}
-    order = {seed: place for place, seed in enumerate(plan.recipe.protocol.seeds)}
+    order = {seed: position for position, seed in enumerate(plan.recipe.protocol.seeds)}
     first: dict[tuple[str, tuple[str, ...]], ModelKey] = {}
     for record in sorted(run.picked, key=lambda record: order[record.seed]):
         first.setdefault((record.method, record.test_domains), record.key)
-    same, found = [__version__, inputs(plan.dataset, prepared)], []
+    of_run, tasks = [__version__, inputs(plan.dataset, prepared)], []
     for record in run.picked:
         is_first = record.key == first[record.method, record.test_domains]
+        depends_on = [*of_run, record.key, is_first, record.selected[run.own_rule].to_json()]
         model = planned[record.key]
-        depends_on = [*same, record.key, is_first, record.selected[run.own_rule].to_json()]
-        found.append(Subject(record, model, is_frozen(model), is_first, json_digest(depends_on)))
-    return found
+        tasks.append(Task(record, model, model.item.trainable is False, is_first, json_digest(depends_on)))
+    return tasks
+
+
+def _finished_entries(directory: RunDirectory, wanted: Mapping[ModelKey, str]) -> dict[ModelKey, Json]:
+    """Returns the entries of analysis.json and of an interrupted analysis, of which nothing has changed.
+
+    `wanted`: {model: digest of all that its entry depends on}.
+    """
+    try:
+        before = directory.analysis() or {}
+    except Damaged as error:
+        logger.warning("%s: is damaged (%s); it is written again", directory.path / "analysis.json", error)
+        before = {}
+    entries = {}
+    for one in (*before.get("models", ()), *directory.lines(KIND)):
+        key = ModelKey(one["method"], tuple(one["test_domains"]), one["seed"], one["trial"])
+        if wanted.get(key) == one.get("inputs"):
+            entries[key] = one
+    return entries
 
 
 @dataclass(frozen=True)
-class Measuring:
+class _Measuring:
     """Measures models, and appends a line for each one."""
 
     plan: Plan
@@ -671,19 +432,19 @@ class Measuring:
     images: Mapping[Group, SplitImages]
     bar: Progress
 
-    def all(self, tasks: Sequence[Subject]) -> None:
+    def all(self, tasks: Sequence[Task]) -> None:
         """Models on cached features are measured in forked processes, one group after the other in each of them."""
-        pieces: dict[Group, list[Subject]] = {}
+        groups: dict[Group, list[Task]] = {}
         for task in sorted(tasks, key=lambda task: not task.first):  # the longest first
-            pieces.setdefault(task.group, []).append(task)
-        frozen = [piece for piece in pieces.values() if piece[0].frozen]
+            groups.setdefault(task.group, []).append(task)
+        frozen = [group for group in groups.values() if group[0].frozen]
         begun, done = self.bar.done, get_context("fork").Value("i", 0)
 
         def work(number: int) -> None:
-            with self.directory.in_fork(number) as own:
-                for place, piece in enumerate(frozen):
-                    if own.take(f"{KIND}-{place}"):
-                        for _ in self._measured(piece, own):
+            with self.directory.in_fork(number) as directory:
+                for position, group in enumerate(frozen):
+                    if directory.take(f"{KIND}-{position}"):
+                        for _ in self._measured(group, directory):
                             with done.get_lock():
                                 done.value += 1
                             if number == 0:
@@ -694,20 +455,111 @@ class Measuring:
             forks = 1 if self.accelerator.device.type != "cpu" else own_cores()
             run_forked(work, min(forks, len(frozen)))
             self.bar.advance(begun + done.value - self.bar.done)
-        for piece in pieces.values():
-            if not piece[0].frozen:
-                for _ in self._measured(piece, self.directory):
+        for group in groups.values():
+            if not group[0].frozen:
+                for _ in self._measured(group, self.directory):
                     self.bar.advance()
 
-    def _measured(self, piece: Sequence[Subject], directory: RunDirectory) -> Iterator[None]:
+    def _measured(self, group: Sequence[Task], directory: RunDirectory) -> Iterator[None]:
         """Measures models of one group, and yields after each line."""
         shared: dict[tuple[str | None, bool], Seen] = {}
         dataset, rule = self.plan.dataset, self.plan.recipe.protocol.selection
-        for task in piece:
+        for task in group:
             model = read_model(self.plan, self.prepared, task.planned, task.record, directory, self.accelerator)
             seen = Seen(self.images[task.group], model.features, len(dataset.class_names))
             if task.frozen:  # models on the same features share what follows from them
                 seen = shared.setdefault((task.planned.item.encoder_label, task.planned.item.reads_normalized), seen)
-            found = entry(model, seen, task.limits, dataset.domain_names, task.first, rule)
-            directory.append(KIND, plain(found | {"inputs": task.inputs}))
+            values = entry(model, seen, task.limits, dataset.domain_names, task.first, rule)
+            directory.append(KIND, plain(values | {"inputs": task.inputs}))
             yield
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON has it: lists, texts and rounded numbers; what is not finite becomes None."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _counts(images: Mapping[Group, SplitImages], trains_encoders: bool) -> dict[str, dict[str, int]]:
+    """Returns {held-out domains: numbers of images}, of the first seed.
+
+    If the recipe trains the encoder, they are those of models that do: solvers read cached features, of more images.
+    """
+    counts: dict[str, dict[str, int]] = {}
+    for (held_out, _, _), split in sorted(images.items(), key=lambda item: item[0][2] == trains_encoders):
+        counts.setdefault(",".join(held_out), split.counts())
+    return counts
+
+
+def _notes(plan: Plan, entries: Sequence[Json], images: Mapping[Group, SplitImages]) -> Iterator[str]:
+    held = "validation images of the training domains"
+    if any(not split.own_validation for split in images.values()):
+        held = "a part of the training images, as the split has no validation images of its training domains"
+    yield f"invariances, importance and embeddings are measured on {held}"
+    if on_features := [item for item in plan.recipe.methods if item.trainable is False]:
+        which = " that leave it frozen" if plan.recipe.trains_encoders else ""
+        under = " under one encoder" if len(plan.recipe.encoders) > 1 else ""
+        alike = " and normalise them alike" if len({item.reads_normalized for item in on_features}) > 1 else ""
+        yield (
+            "frozen encoder: the features, and so the representation invariance, are the same for all methods"
+            f"{which}{under}{alike}"
+        )
+    for used, limits, what in ((True, FROZEN, "on cached features"), (False, TRAINED, "that trains its encoder")):
+        if any(frozen == used for *_, frozen in images):
+            yield (
+                f"images of a model {what}: at most {limits.training} for training, {limits.validation} for validation "
+                f"and {limits.test} for testing, of more a sample with about as many of every domain"
+            )
+    if len(plan.recipe.protocol.seeds) > 1:
+        yield "importance and embeddings: the first seed of each method and held-out domain"
+    if any(values["domain_head"] == "fitted" for values in entries):
+        yield (
+            "a method without a domain head gets a linear one, fitted on training features; validation images pick "
+            "its penalty"
+        )
+    if divergences := [values["divergence"] for values in entries if values["divergence"]]:
+        n = sorted({level["n"] for levels in divergences for level in levels})
+        sizes = str(n[0]) if len(n) == 1 else f"{n[0]} to {n[-1]}"
+        yield (
+            "divergence: of training images, augmented by the trained model in batches of a training step; the "
+            f"unbiased MMD² compares original features of one half with augmented ones of the other, {sizes} of each; "
+            f"the published measure batches of {divergences[0][0]['batch_size']} with their own augmented features"
+        )
+    if plan.recipe.search.trials > 1:
+        yield f"search: of {plural(plan.recipe.search.trials, 'trial')} the one that the rule picked"
+
+
+def write_reconstructions(
+    plan: Plan, prepared: Prepared, autoencoder: Autoencoder, run_directory: Path, device: torch.device
+) -> Json:
+    """Writes a file per held-out set, of the first seed's split, and returns what stands in the files.
+
+    A file has a row per training image and a column per `COLUMNS`, and no text. A set with fewer than two training
+    domains or classes, or without partners, has none. Raises `UserError` if a file can not be written.
+    """
+    autoencoder.encoder.to(device)
+    autoencoder.decoder.to(device)
+    pixels = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "size": SIDE}  # the networks read pixels in 0…1
+    preprocessing = prepared.of(plan.recipe.methods[0]).encoder.preprocessing.model_copy(update=pixels)
+    images, limits = _images(plan, preprocessing), Limits(RECONSTRUCTION_SAMPLE, 0, 0, 0)
+    seed = plan.recipe.protocol.seeds[0]
+    planned = {model.split.test_domains: model for model in plan.models if model.key.seed == seed}
+    splits, sets = {held: split_images(plan, model, limits) for held, model in planned.items()}, []
+    with progress(RECONSTRUCTION, sum(len(split.training.rows) for split in splits.values()), "images") as bar:
+        for held_out, split in splits.items():
+            path = run_directory / RECONSTRUCTION / f"{file_name(*held_out)}.png"
+            rows, y, domain, _ = split.training
+            training = Encoded(torch.empty(len(rows), 0), y, domain, rows)
+            training = training.at(permutation(0, 0, Stream.ANALYSIS_ORDER, len(rows)))
+            names = plan.dataset.class_names, split.train_domains
+            drawn = reconstructions(autoencoder, lambda row: images[row][0], training, *names, device, bar)
+            if len(drawn):
+                replace_file(path, partial(write_png, drawn))
+            else:
+                path.unlink(missing_ok=True)  # of an earlier version of the run
+            file = str(path.relative_to(run_directory)) if len(drawn) else None
+            sets.append({"test_domains": list(held_out), "images": len(drawn), "file": file})
+    return {"folder": run_directory / RECONSTRUCTION, "columns": list(COLUMNS), "sets": sets}
