@@ -19,7 +19,7 @@ from xdm_ft.runtime.randomness import Stream, uniform
 from xdm_ft.xdomainmix.scores import target_gradient
 =======
 from xdm_ft.runtime.tensors import Batch, Task
-from xdm_ft.xdomainmix.importance import target_gradient
+from xdm_ft.xdomainmix.scores import target_gradient
 >>>>>>> 6456e8d (Analysis: one file per measure returns its part of analysis.json; one module of the experiment loads models and calls them)
 
 Logits = Callable[[Tensor], Tensor]  # features [B,K] → logits [B,C], sample by sample

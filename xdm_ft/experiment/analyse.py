@@ -48,7 +48,7 @@ from xdm_ft.heads import Head
 from xdm_ft.heads.linear import Linear
 from xdm_ft.images.loader import DTYPES, ImageRows, image_loader, loaded
 from xdm_ft.images.transforms import Preprocessing, evaluation_transform
-from xdm_ft.protocol.derived_splits import with_validation
+from xdm_ft.protocol.splits import with_validation
 from xdm_ft.report.finished import Run
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.machine import own_cores
