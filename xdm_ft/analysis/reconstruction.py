@@ -157,10 +157,7 @@ def mixed_maps(
     method = XDomainMix(Setup(Task(names, names), maps.shape[1], steps=1, seed=0), warmup_steps=0)
     place = torch.arange(len(y))
     with torch.no_grad():
-<<<<<<< HEAD
         return method.augment(maps, Batch(maps, y, domain, place, place), step=0, first_pass_draws=masks)
-=======
-        return method.augment(maps, Batch(maps, y, domain, place, place), step=0, reuse=masks)
 
 
 def reconstructions(
@@ -222,4 +219,3 @@ def write_png(rows: Tensor, file: Path) -> None:
     n, columns, _, side, _ = rows.shape
     pixels = rows.permute(0, 3, 1, 4, 2).reshape(n * side, columns * side, 3)  # [n·H, 4·W, 3]
     Image.fromarray((255 * pixels).round().byte().numpy()).save(file, "PNG", optimize=True)
->>>>>>> 6456e8d (Analysis: one file per measure returns its part of analysis.json; one module of the experiment loads models and calls them)
