@@ -14,7 +14,6 @@ from small_runs import recipe
 
 from xdm_ft.cli import doctor
 from xdm_ft.cli.validate import validate
-from xdm_ft.experiment import cut_costs
 from xdm_ft.experiment.machine import launched
 from xdm_ft.experiment.plan import read_data
 from xdm_ft.experiment.prepare import (
@@ -170,7 +169,6 @@ def test_layer_decay_without_known_blocks_is_refused_before_all_else(monkeypatch
 
 @pytest.mark.slow
 def test_validate_says_what_cuts_take_and_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut_costs, "MEASURING_SECONDS", 0.01)
     found = validate(recipe(ONE_CUT))
     text, (cut,) = found.text(), found.document["cuts"]
     assert "#   last 1 block trained, LoRA of rank 2 in the last 1 block: cut before model.blocks.5" in text
@@ -191,7 +189,7 @@ def test_what_can_not_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: Any) -> Any:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("xdm_ft.experiment.image_times.ImageTimes.cut", broken)
+    monkeypatch.setattr("xdm_ft.experiment.estimate.cut_seconds", broken)
     found = validate(recipe(ONE_CUT))
     assert "its saving could not be measured (RuntimeError: no such kernel)" in found.text()
     assert found.document["cuts"][0]["share_below"] is None

@@ -14,8 +14,7 @@ from small_runs import recipe
 
 from xdm_ft.experiment import estimate as module
 from xdm_ft.experiment import run
-from xdm_ft.experiment.estimate import Estimate, estimate, first_line
-from xdm_ft.experiment.image_times import CutPasses, ImageTimes, Passes
+from xdm_ft.experiment.estimate import Estimate, ImageSeconds, estimate, first_line
 from xdm_ft.experiment.plan import Plan, make_plan, read_data
 from xdm_ft.experiment.prepare import build_encoders
 from xdm_ft.features.extract import cached_images
@@ -51,7 +50,7 @@ def test_small_runs_are_not_measured(monkeypatch: pytest.MonkeyPatch, caplog: py
         raise AssertionError("it is small")
 
     for name in ("features", "training"):
-        monkeypatch.setattr(module._Measured, name, measured)
+        monkeypatch.setattr(module._Work, name, measured)
     plan, encoders = planned()
     assert estimate(plan, encoders, CPU).text() == "less than a minute"
     caplog.set_level(logging.INFO, "xdm_ft")
@@ -92,7 +91,7 @@ def test_measuring_changes_nothing(measuring: None, overrides: tuple[str, ...]) 
     assert (estimate(longer, encoders, CPU).training or 0) > 3 * (found.training or 0)
 
 
-CUT = CutPasses(decode=0.5, below=2.0, above=Passes(forward=3.0, train=10.0))
+CUT = ImageSeconds(decode=0.5, below=2.0, forward=3.0, train=10.0)
 
 
 @pytest.mark.parametrize(("use", "before"), [("cache", 0.0), ("compute", 0.5 + 2.0)])
@@ -100,9 +99,9 @@ def test_what_lies_below_a_cut_is_paid_once_or_at_every_step(
     use: str, before: float, measuring: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two cuts, and SAM above one of them; decoding takes one process of one core 0.5 s."""
-    monkeypatch.setattr("xdm_ft.experiment.image_times.own_cores", lambda: 1)
-    monkeypatch.setattr(ImageTimes, "cut", lambda self, below, batch_size: CUT)
-    monkeypatch.setattr(ImageTimes, "whole", lambda self, encoder, batch_size, trains: (0.5, Passes(2.0)))
+    monkeypatch.setattr(module, "own_cores", lambda: 1)
+    monkeypatch.setattr(module, "cut_seconds", lambda *_: CUT)
+    monkeypatch.setattr(module, "frozen_seconds", lambda *_: ImageSeconds(0.5, 2.0))
     one, two = "{name: erm, trainable: {blocks: 1}}", "{name: sam, trainable: {blocks: 2}}"
     plan, encoders = planned(f"methods=[{one}, {two}]", f"features.cut={use}", "protocol.test_domains=[sketch]")
     found = estimate(plan, encoders, CPU)
@@ -143,12 +142,11 @@ def test_bf16_is_named_where_it_is_twice_as_fast(
 ) -> None:
     """An image takes 4 s in fp32 and `seconds` in bf16, beside 1 s to decode it; `found`: in bf16, with decoding."""
 
-    def whole(self: ImageTimes, encoder: Any, batch_size: int, trains: bool) -> tuple[float, Passes]:
-        in_bf16 = next(encoder.parameters()).dtype == torch.bfloat16
-        return 1.0, Passes(seconds if in_bf16 else 4.0)
+    def frozen_seconds(plan: Plan, encoder: Any, precision: str, accelerator: Any) -> ImageSeconds:
+        return ImageSeconds(1.0, seconds if precision == "bf16" else 4.0)
 
-    monkeypatch.setattr("xdm_ft.experiment.image_times.own_cores", lambda: 1)
-    monkeypatch.setattr(ImageTimes, "whole", whole)
+    monkeypatch.setattr(module, "own_cores", lambda: 1)
+    monkeypatch.setattr(module, "frozen_seconds", frozen_seconds)
     monkeypatch.setattr(module, "cpu_has_bf16", lambda: has_bf16)
     plan, encoders = planned("methods=[erm]")
     images = len(plan.dataset)

@@ -15,8 +15,7 @@ from xdm_ft.runtime.errors import UserError
 
 if TYPE_CHECKING:
     from xdm_ft.encoders import Encoder
-    from xdm_ft.experiment.cut_costs import CutCost
-    from xdm_ft.experiment.estimate import Estimate
+    from xdm_ft.experiment.estimate import CutCost, Estimate
     from xdm_ft.experiment.faults import Finding
     from xdm_ft.experiment.plan import Plan
     from xdm_ft.recipe.settings import Recipe
@@ -88,8 +87,7 @@ class Validated:
 def validate(recipe: Recipe) -> Answer:
     """Raises `UserError` if data and recipe do not fit together; a fault of an encoder is in the answer."""
     from xdm_ft.cut.cut import describe_chain
-    from xdm_ft.experiment.cut_costs import cut_costs
-    from xdm_ft.experiment.estimate import estimate
+    from xdm_ft.experiment.estimate import cut_costs, estimate
     from xdm_ft.experiment.faults import faults
     from xdm_ft.experiment.machine import launched
     from xdm_ft.experiment.plan import make_plan, read_data

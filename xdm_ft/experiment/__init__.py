@@ -27,8 +27,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     """
     from xdm_ft.experiment.analyse import analyse
     from xdm_ft.experiment.cluster_connection import check_cluster, environment_of
-    from xdm_ft.experiment.encoder_costs import encoder_costs
-    from xdm_ft.experiment.estimate import first_line
+    from xdm_ft.experiment.estimate import encoder_costs, first_line
     from xdm_ft.experiment.faults import COPIED, faults, keep_copies
     from xdm_ft.experiment.final_fit import final_fits
     from xdm_ft.experiment.machine import as_launched, launched
