@@ -1,11 +1,29 @@
-"""Names of methods and domains as names of files: the same as before where short, and never outside the folder."""
+"""Names as files, texts as cells of CSV, and checksums: what lies on users' disks under them may not change."""
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 from pathlib import Path
 
-from xdm_ft.storage.names import MAX_BYTES, file_name, model_folder
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from xdm_ft.storage.csv_cells import csv_line, read_cell
+from xdm_ft.storage.digests import digest, json_digest, tensors_digest
+from xdm_ft.storage.names import (
+    MAX_BYTES,
+    address_in,
+    file_name,
+    folder_among_heads,
+    folder_of,
+    model_folder,
+    parts_of,
+    predictions_in,
+)
 
 CJK = "語" * 29  # 261 bytes when percent-encoded
 ODD = [
@@ -39,3 +57,83 @@ def test_the_file_name_of_a_long_name_is_no_other_names() -> None:
 def test_several_names_are_told_from_one_with_a_comma() -> None:
     several = [("a", "b"), ("a,b",), ("a", "", "b"), ("a", "b", ""), ("", "a", "b"), ("a",), ("b", "a")]
     assert len({file_name(*names) for names in several}) == len(several)
+
+
+def test_addresses() -> None:
+    key = ("erm", ("a#b", "c"), 3, 2)
+    own, shared = model_folder(*key), folder_among_heads("1a2b", *key)
+    assert own == "models/erm/a%23b,c/seed3-trial2", "# is in no name of a folder"
+    assert shared == "models/erm/heads-1a2b.safetensors#a%23b,c/seed3-trial2"
+    assert address_in(own, "val") == f"{own}/val.safetensors" and address_in(shared, "val") == f"{shared}/val"
+    assert folder_of(*key, [address_in(own, "val")]) == folder_of(*key, []) == own
+    assert folder_of(*key, [address_in(shared, "val"), address_in(shared, "oracle")]) == shared
+    assert parts_of(predictions_in(own)) == (f"{own}/predictions.safetensors", None)
+    assert parts_of(predictions_in(shared)) == (
+        "models/erm/heads-1a2b.safetensors", "a%23b,c/seed3-trial2/predictions",
+    )  # fmt: skip
+
+
+# ---- Cells of CSV: no text is a formula to a spreadsheet, and reading gives every text back
+
+SIGNS = ("=", "+", "-", "@", "\t", "\r", "\n")
+TEXTS = [
+    before + sign + after
+    for sign in SIGNS
+    for before in ("", "'", "''", "a", "./", "././", " ")
+    for after in ("", "1+1")
+]
+TEXTS += ["", "'", "'a", "''", "./", "./a.png", "././a.png", "cat ", "cat", "/absolute", "é=1", 'a"b,c']  # fmt: skip
+COLUMNS = ("path", "label", "probability", "abstained", "note")
+
+
+def cells_of(line: str) -> list[str]:
+    [cells] = csv.reader(io.StringIO(line, newline=""))
+    return cells
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_text_comes_back_and_none_is_a_formula(text: str) -> None:
+    line = csv_line(COLUMNS, [text, text, -1.5, True, None])
+    path, label, *others = cells_of(line)
+    assert others == ["-1.5", "true", ""], "numbers stay numbers"
+    assert not path.startswith(SIGNS) and not label.startswith(SIGNS)
+    assert read_cell("path", path) == text and read_cell("label", label) == text
+
+
+@pytest.mark.parametrize("path", [" a.png", "  ", " ./a.png", "./ a.png"])
+def test_a_path_keeps_the_blank_that_readers_drop(path: str) -> None:
+    [[cell]] = csv.reader(io.StringIO(csv_line(["path"], [path])), skipinitialspace=True)
+    assert read_cell("path", cell) == path
+
+
+def test_only_what_needs_it_is_quoted() -> None:
+    assert csv_line(COLUMNS, ["-a.png", "=1+1", 0.5, False, "'a"]) == "./-a.png,'=1+1,0.5,false,'a\n"
+    assert csv_line(COLUMNS, ["./a.png", "'=1", None, None, "a=b"]) == "./a.png,''=1,,,a=b\n"
+
+
+# ---- Checksums
+
+
+def test_texts_arrays_and_tensors_are_their_bytes_one_after_the_other() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    expected = xxhash.xxh3_64("τ".encode() + array.tobytes()).hexdigest()
+    assert digest("τ", array) == digest("τ", torch.from_numpy(array)) == expected
+    assert digest("τ", array.T.copy().T) == expected, "however they lie in memory"
+    assert digest(array, bits=128) == xxhash.xxh3_128(array.tobytes()).hexdigest()
+    half = torch.tensor([1.0, -2.5], dtype=torch.bfloat16)
+    assert digest(half) == xxhash.xxh3_64(b"\x80\x3f\x20\xc0").hexdigest()
+    assert digest(torch.zeros(0)) == digest("") == xxhash.xxh3_64(b"").hexdigest()
+
+
+def test_names_types_and_shapes_count() -> None:
+    one = {"w": torch.zeros(2, 3)}
+    others = [{"v": torch.zeros(2, 3)}, {"w": torch.zeros(3, 2)}, {"w": torch.zeros(2, 3, dtype=torch.int32)}]
+    assert len({tensors_digest(tensors) for tensors in (one, *others)}) == 4
+    assert tensors_digest(one) == xxhash.xxh3_64(b"w torch.float32 [2, 3]\n" + bytes(24)).hexdigest()
+    assert tensors_digest(one, "about") != tensors_digest(one)
+
+
+def test_a_json_value_is_what_is_read_of_it_again() -> None:
+    assert json_digest({"b": 1, "a": (2, None)}) == json_digest({"a": [2, None], "b": 1})
+    assert json_digest({10: 1, 9: 2}) == json_digest({"10": 1, "9": 2})
+    assert json_digest({"a": 1}) == xxhash.xxh3_64(b'{"a": 1}').hexdigest()

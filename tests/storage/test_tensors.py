@@ -14,7 +14,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from xdm_ft.storage.lines import Damaged
-from xdm_ft.storage.names import address_in, folder_among_heads, folder_of, model_folder, parts_of, predictions_in
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensors import METADATA, TensorFiles, read_entry, read_tensors, unchecked_entry, write_tensors
 
@@ -214,17 +213,3 @@ def test_damage_of_a_shared_file_is_told_once(tmp_path: Path, caplog: pytest.Log
     write(tmp_path, 0)
     assert not directory.verify_or_warn(f"{FILE}#ink/seed1-trial0/val")
     assert caplog.messages[1].endswith(": is damaged (it lacks ink/seed1-trial0/val); its model will be trained again")
-
-
-def test_addresses() -> None:
-    key = ("erm", ("a#b", "c"), 3, 2)
-    own, shared = model_folder(*key), folder_among_heads("1a2b", *key)
-    assert own == "models/erm/a%23b,c/seed3-trial2", "# is in no name of a folder"
-    assert shared == "models/erm/heads-1a2b.safetensors#a%23b,c/seed3-trial2"
-    assert address_in(own, "val") == f"{own}/val.safetensors" and address_in(shared, "val") == f"{shared}/val"
-    assert folder_of(*key, [address_in(own, "val")]) == folder_of(*key, []) == own
-    assert folder_of(*key, [address_in(shared, "val"), address_in(shared, "oracle")]) == shared
-    assert parts_of(predictions_in(own)) == (f"{own}/predictions.safetensors", None)
-    assert parts_of(predictions_in(shared)) == (
-        "models/erm/heads-1a2b.safetensors", "a%23b,c/seed3-trial2/predictions",
-    )  # fmt: skip
