@@ -35,7 +35,7 @@ from xdm_ft.features.shards import Shard
 from xdm_ft.features.views import View, all_views
 from xdm_ft.images.dataset import Augmentation, ImageDataset
 from xdm_ft.images.decode import memory_of, unreadable_message
-from xdm_ft.images.loader import DTYPES, PixelBatch, pixel_batches
+from xdm_ft.images.loader import DTYPES, PixelBatch, decoding_workers, pixel_batches
 from xdm_ft.images.transforms import normalized
 from xdm_ft.runtime.errors import UserError, plural
 from xdm_ft.runtime.machine import keep_freed_memory, own_cores
@@ -218,15 +218,11 @@ def refuse_unreadable(unreadable: Mapping[int, str], dataset: ImageDataset, on_b
 
 
 def worker_count(settings: FeatureSettings, hashes: FileHashes, device: torch.device) -> int:
-    """Number of processes that decode images: `features.workers`, or by default this process's share of the cores.
-
-    By default none if the encoder runs on the same cores: each core that a worker takes from it lets all of its threads
-    wait. Threads of this process then decode a batch on all cores, between two passes of the encoder.
-    """
+    """Returns the number of processes that decode images: `features.workers`, by default none for images in memory."""
     if settings.workers is not None:
         return settings.workers
     in_memory = not hashes.files.size and not hashes.unreadable and hashes.container is None
-    return 0 if in_memory or device.type == "cpu" else own_cores()
+    return 0 if in_memory else decoding_workers(device, own_cores())
 
 
 def frozen_copy(encoder: Encoder, precision: Precision, device: torch.device) -> Encoder:
@@ -251,7 +247,7 @@ class UnfinishedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Extraction:
-    """Computes the missing features of a store, except those that another process is computing."""
+    """Computes features of a view, and adds them to its store."""
 
     encoder: Encoder  # made by `frozen_copy`
     view: View
@@ -322,12 +318,22 @@ class Extraction:
         """Yields shards: (numbers of the images, features [n,K] in the stored precision, row of the shard → why its
         image does not decode). The bar advances with every batch."""
         requested = deque[UnfinishedShard]()  # the shard of each batch that was requested
-        waits = Waits()
-        for images, z in self._encoded(waits.of(self._load_images(self._batches(numbers, size, requested)))):
+        started, seconds_waited = time.perf_counter(), 0.0  # for decoded images
+
+        def timed(batches: Iterator[PixelBatch[int]]) -> Iterator[PixelBatch[int]]:
+            nonlocal seconds_waited
+            asked = time.perf_counter()
+            for images in batches:
+                seconds_waited += time.perf_counter() - asked
+                yield images
+                asked = time.perf_counter()
+
+        for images, z in self._encoded(timed(self._load_images(self._batches(numbers, size, requested)))):
             shard = requested.popleft()
             first = sum(map(len, shard.parts))
             shard.parts.append(z)
-            bar.advance(len(images.items), waits.bound)
+            is_decoding = seconds_waited > (time.perf_counter() - started) / 2
+            bar.advance(len(images.items), f"limited by {'decoding' if is_decoding else 'the encoder'}")
             shard.unreadable.update({first + position: reason for position, reason in images.instead.items()})
             if first + len(images.items) == len(shard.numbers):
                 yield shard.numbers, torch.cat(shard.parts), shard.unreadable
@@ -376,13 +382,13 @@ class Extraction:
         ahead = 0 if self.device.type == "cpu" else 1
         computed = deque[tuple[PixelBatch[int], Tensor, torch.cuda.Event | None]]()
         for images in batches:
-            computed.append((images, *self._begun(images)))
+            computed.append((images, *self._begin(images)))
             if len(computed) > ahead:
-                yield self._finished(*computed.popleft())
+                yield self._finish(*computed.popleft())
         while computed:
-            yield self._finished(*computed.popleft())
+            yield self._finish(*computed.popleft())
 
-    def _begun(self, images: PixelBatch[int]) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _begin(self, images: PixelBatch[int]) -> tuple[Tensor, torch.cuda.Event | None]:
         """Returns float [B,K] on the CPU, which is filled when the event has happened; None: it is filled."""
         stored, n = DTYPES[self.settings.precision], len(images.items)
         pixels = images.pixels.to(self.device, non_blocking=True)
@@ -396,7 +402,7 @@ class Extraction:
         event.record()
         return on_host, event
 
-    def _finished(
+    def _finish(
         self, images: PixelBatch[int], z: Tensor, event: torch.cuda.Event | None
     ) -> tuple[PixelBatch[int], Tensor]:
         """Returns the batch with its checked features; a row of zeros for an image that does not decode."""
@@ -411,26 +417,3 @@ class Extraction:
             raise UserError(f"{name}: the encoder returns features that are not finite; check encoder.weights{remedy}")
         readable = torch.tensor([position not in images.instead for position in range(len(z))])
         return images, z * readable[:, None]
-
-
-class Waits:
-    """The time that an extraction waits for decoded images, and all of its time."""
-
-    def __init__(self) -> None:
-        self.started, self.waited = time.perf_counter(), 0.0
-
-    def of(self, batches: Iterator[PixelBatch[int]]) -> Iterator[PixelBatch[int]]:
-        """Yields the same batches."""
-        while True:
-            asked = time.perf_counter()
-            images = next(batches, None)
-            self.waited += time.perf_counter() - asked
-            if images is None:
-                return
-            yield images
-
-    @property
-    def bound(self) -> str:
-        """What limits the speed, for the bar."""
-        decoding = self.waited > (time.perf_counter() - self.started) / 2
-        return "limited by decoding" if decoding else "limited by the encoder"
