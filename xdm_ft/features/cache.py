@@ -165,7 +165,7 @@ class Store:
     @contextmanager
     def filling(self) -> Iterator[None]:
         """Context in which no other run fills or prunes this store. Waits for one that does. Creates the folder."""
-        with one_at_a_time(lock_file(self.folder), f"waiting for another run, which computes {self.what} in {self.folder}"):
+        with one_at_a_time(lock_file(self.folder), f"{self.folder}: waiting for another run to compute {self.what}"):
             with self._disk_errors():
                 if not self.folder.exists():
                     self.folder.mkdir()

@@ -363,7 +363,11 @@ def _hash_pieces(
             bar.advance(len(rows))
             uncommitted.append(number)
             if rows.stop - pieces.rows(uncommitted[0]).start >= ROWS_PER_COMMIT or number == mine[-1]:
-                _refuse_changed(container, uncommitted)
+                changed = _changed_container(container, uncommitted)
+                if changed is not None:
+                    raise UserError(
+                        f"{changed}: another program is writing to this file; run again when the data are complete"
+                    )
                 if cache is not None:
                     run_on_index(
                         cache, partial(_insert_pieces, container=container, digests=digests, numbers=uncommitted)
@@ -380,12 +384,6 @@ def _changed_container(container: Container, numbers: Sequence[int] | np.ndarray
         if state_of(container.files[file]) != pieces.states[file]:
             return container.files[file]
     return None
-
-
-def _refuse_changed(container: Container, numbers: list[int]) -> None:
-    changed = _changed_container(container, numbers)
-    if changed is not None:
-        raise UserError(f"{changed}: another program is writing to this file; run again when the data are complete")
 
 
 def _piece_key(container: Container, pieces: Pieces, number: int) -> str:
