@@ -98,7 +98,7 @@ def groups_of(paths: list[str], pattern: str) -> np.ndarray:
     if without:
         raise UserError(
             f'data.group: "{pattern}" matches nothing in {len(without)} of {len(paths)} paths, '
-            f"the first: {printable(without[0])}; change it so that every image has a group"
+            f"the first: {without[0]}; change it so that every image has a group"
         )
     return numbered([group for group in groups if group is not None])[1]
 
@@ -116,7 +116,7 @@ def refuse_missing_folder(root: Path, remedy: str) -> None:
     """Raises `UserError` if `data.root` is not a folder; `remedy` ends the message and says what to do."""
     if not root.is_dir():
         problem = "is not a folder" if root.exists() else "does not exist"
-        raise UserError(f"data.root: {printable(root)} {problem}; {remedy}")
+        raise UserError(f"data.root: {root} {problem}; {remedy}")
 
 
 def images_below(root: Path, folders: str = "<domain>/<class>") -> tuple[list[str], list[str]]:
@@ -172,7 +172,7 @@ def visible_entries(folder: str, key: str) -> tuple[os.stat_result, list[str], s
         names = sorted([entry.name for entry in entries])
         folders = {entry.name for entry in entries if not entry.is_file(follow_symlinks=False) and _is_folder(entry)}
     except OSError as error:
-        raise UserError(f"{key}: {printable(folder)} can not be read: {error.strerror}") from error
+        raise UserError(f"{key}: {folder} can not be read: {error.strerror}") from error
     return status, names, folders
 
 
@@ -202,4 +202,4 @@ def _log_ignored(root: Path, found: list[str], images: set[str], folders: str) -
     for paths, what in ((other, "without an image"), (higher, f"outside a {folders} folder")):
         if paths:
             ignored = plural(len(paths), "image" if paths is higher else "file")
-            logger.warning("%s: ignored %s %s, the first: %s", root, ignored, what, printable(paths[0]))
+            logger.warning("%s: ignored %s %s, the first: %s", root, ignored, what, paths[0])

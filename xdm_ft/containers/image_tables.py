@@ -76,7 +76,7 @@ class ImageTable(EncodedImages):
         try:
             table = concatenate_datasets([part.select_columns(wanted) for part in parts.values()])
         except ValueError as error:
-            raise UserError(f"{where}: the splits have different types of columns: {printable(error)}") from error
+            raise UserError(f"{where}: the splits have different types of columns: {error}") from error
         if isinstance(table.features[columns.image], ImageFeature):
             table = table.cast_column(columns.image, ImageFeature(decode=False))  # else reading a row decodes it
         self.table = table.select_columns([columns.image])

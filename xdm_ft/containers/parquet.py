@@ -43,9 +43,9 @@ def read_index(address: str, state: FileState, image: str, columns: Mapping[str,
     for key, name in {"image": image, **columns}.items():
         if name not in schema.names:
             hint = did_you_mean(name, schema.names)
-            raise UserError(f'data.columns.{key}: {printable(address)} has no column "{name}"{hint}')
+            raise UserError(f'data.columns.{key}: {address} has no column "{name}"{hint}')
     if not footer.num_rows:
-        raise UserError(f"{printable(address)}: the file has no rows, so no images; remove it")
+        raise UserError(f"{address}: the file has no rows, so no images; remove it")
     names = dict.fromkeys(columns.values())
     has_paths = _have_paths(address, image, schema.field(image).type)
     cells = _read_columns(address, state, footer, [*names, *([f"{image}.path"] if has_paths else [])])
@@ -109,7 +109,7 @@ def _refuse_paths(images: ChunkedArray, place: str) -> None:
     if pc.any(pc.and_(without, pc.is_valid(path))).as_py():
         named = path.filter(without)[0].as_py()
         raise UserError(
-            f"{printable(place)}: it holds the path of an image ({printable(named)}) instead of its bytes; write the "
+            f"{place}: it holds the path of an image ({named}) instead of its bytes; write the "
             "bytes into the file, or list the paths in a table (data.name: table)"
         )
 
@@ -130,7 +130,7 @@ def _have_paths(address: str, image: str, kind: DataType) -> bool:
     data = kind.field("bytes").type if is_struct and kind.get_field_index("bytes") >= 0 else kind
     if not (types.is_binary(data) or types.is_large_binary(data)):
         raise UserError(
-            f'data.columns.image: {printable(address)} has {kind} in the column "{image}"; it must contain encoded '
+            f'data.columns.image: {address} has {kind} in the column "{image}"; it must contain encoded '
             "image files: bytes, or a struct with bytes"
         )
     return is_struct and kind.get_field_index("path") >= 0
@@ -154,4 +154,4 @@ def _damage_in(place: str) -> Iterator[None]:
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(printable(f"{type(error).__name__}: {error}").split())[:200]
         remedy = "write the file again, or remove it"
-        raise UserError(f"{printable(place)}: can not be read ({reason}); {remedy}") from error
+        raise UserError(f"{place}: can not be read ({reason}); {remedy}") from error

@@ -36,9 +36,9 @@ def state_of(address: str) -> FileState:
         try:
             status = os.stat(address)
         except OSError as error:
-            raise UserError(f"{printable(address)}: can not be read: {error.strerror}") from error
+            raise UserError(f"{address}: can not be read: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{printable(address)}: is not a regular file")  # opening a pipe would block for ever
+            raise UserError(f"{address}: is not a regular file")  # opening a pipe would block for ever
         return FileState(status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}")
     about = attempt(address, lambda: _described(address))
     version = next((f"{key} {about[key]}" for key in (*CONTENT_TAGS, *TIMES) if about.get(key)), None)
@@ -67,7 +67,7 @@ def open_file(address: str, state: FileState, block_bytes: int = 0) -> BinaryIO:
         try:
             return open(address, "rb", buffering=block_bytes)
         except OSError as error:
-            raise UserError(f"{printable(address)}: can not be read: {error.strerror}; check the disk") from error
+            raise UserError(f"{address}: can not be read: {error.strerror}; check the disk") from error
     how = {"cache_type": "readahead", "block_size": block_bytes} if block_bytes else {"cache_type": "none"}
 
     def opened() -> Any:
@@ -88,9 +88,9 @@ def read_range(address: str, state: FileState, start: int, stop: int) -> bytes:
             file.seek(start)
             found = file.read(stop - start)
     except OSError as error:
-        raise UserError(f"{printable(address)}: can not be read: {error.strerror}; check the disk") from error
+        raise UserError(f"{address}: can not be read: {error.strerror}; check the disk") from error
     if len(found) != stop - start:
-        raise UserError(f"{printable(address)}: ends before byte {stop}: it is damaged, or was changed; run again")
+        raise UserError(f"{address}: ends before byte {stop}: it is damaged, or was changed; run again")
     return found
 
 
@@ -132,7 +132,7 @@ def attempt(address: str, read: Callable[[], T]) -> T:
             if problem is None:
                 why = f"can not be read in {ATTEMPTS} attempts ({_reason(cause)})"
                 problem = f"{why}; check the address and the network"
-            raise UserError(f"{printable(address)}: {problem}") from error
+            raise UserError(f"{address}: {problem}") from error
     raise AssertionError("the last attempt returns or raises")
 
 

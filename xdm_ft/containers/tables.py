@@ -83,17 +83,17 @@ def csv_rows(file: Path) -> Iterator[tuple[int, list[str]]]:
             for number, row in enumerate(reader, start=2):
                 if row and len(row) != len(header):
                     raise UserError(
-                        f"{printable(file)}: row {number}: the row has {len(row)} cells, but the header has "
+                        f"{file}: row {number}: the row has {len(row)} cells, but the header has "
                         f"{len(header)}; quote cells that contain commas"
                     )
                 if row:
                     yield number, [read_cell(column, cell) for column, cell in zip(header, row, strict=True)]
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{printable(file)}: the text is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+            f"{file}: the text is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
         ) from error
     except csv.Error as error:
-        raise UserError(f"{printable(file)}: row {number + 1}: {error}") from error
+        raise UserError(f"{file}: row {number + 1}: {error}") from error
 
 
 def name_columns(

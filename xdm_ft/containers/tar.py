@@ -64,7 +64,7 @@ def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> 
 
     samples = [sample for sample in _samples(address, state) if sample.image is not None]
     if not samples:
-        raise UserError(f"{printable(address)}: the tar contains no images (known by their extensions); remove it")
+        raise UserError(f"{address}: the tar contains no images (known by their extensions); remove it")
     images = [sample.image for sample in samples if sample.image is not None]
     columns = {
         START: pyarrow.array([image.offset_data for image in images], pyarrow.int64()),
@@ -77,7 +77,7 @@ def read_tar(address: str, state: FileState, keys: Mapping[str, str | None]) -> 
             kinds = sorted({type(cell).__name__ for cell in cells} - {"NoneType"})
             if len(kinds) > 1:
                 many = f"has values of several types ({', '.join(kinds)})"
-                raise UserError(f"{printable(address)}: key {key} {many}; write one type")
+                raise UserError(f"{address}: key {key} {many}; write one type")
             columns[name] = encode_names(pyarrow.chunked_array([cells]), f"{printable(address)}: key {key}")
     return pyarrow.table(columns)
 
@@ -108,7 +108,7 @@ def _samples(address: str, state: FileState) -> Iterator[_Sample]:
         if f".{extension.lower()}" in extensions():
             if sample.image is not None:
                 first = f"{printable(sample.image.name)} and {printable(member.name)}"
-                raise UserError(f"{printable(address)}: {first} are two images of one key; give each its own key")
+                raise UserError(f"{address}: {first} are two images of one key; give each its own key")
             sample = sample._replace(image=member)
         elif content is not None:
             sample = _with(sample, extension, content, f"{printable(address)}: {printable(member.name)}")
@@ -129,7 +129,7 @@ def _with(sample: _Sample, extension: str, content: bytes, place: str) -> _Sampl
             return sample._replace(label=content.decode().strip())
         about = json.loads(content)
     except ValueError as error:
-        raise UserError(f"{place}: can not be read ({printable(error)}); write it as UTF-8 text") from error
+        raise UserError(f"{place}: can not be read ({error}); write it as UTF-8 text") from error
     if not isinstance(about, dict):
         raise UserError(f"{place}: it must be a JSON object, with a key for each name")
     return sample._replace(about=about)
@@ -154,7 +154,7 @@ def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, 
                     yield member, None if content is None else content.read()
                 elif f".{extension.lower()}" in extensions() and not member.isdir():
                     raise UserError(
-                        f"{printable(address)}: {printable(member.name)} is a link or sparse; write each image in full "
+                        f"{address}: {member.name} is a link or sparse; write each image in full "
                         "(GNU tar: --dereference --hard-dereference, without --sparse)"
                     )
                 file.members = []  # type: ignore[attr-defined]  # else it keeps all of them
@@ -164,7 +164,7 @@ def _members(address: str, state: FileState) -> Iterator[tuple[tarfile.TarInfo, 
         problem = f"can not be read as a tar ({printable(error)})"
     if problem is not None:
         remedy = "copy the file again, or write it again as one tar without compression"
-        raise UserError(f"{printable(address)}: byte {offset}{after}: {problem}; {remedy}")
+        raise UserError(f"{address}: byte {offset}{after}: {problem}; {remedy}")
 
 
 def _fault_of_end(reader: BinaryIO, offset: int) -> str | None:

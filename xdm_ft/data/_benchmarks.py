@@ -77,12 +77,12 @@ class BenchmarkFolders(ImageFiles):
         if not found:
             domains = ", ".join(cls.domain_folders)
             raise UserError(
-                f"data.root: {printable(root)} contains neither the folder {cls.folder_names[0]}/ nor the folders of "
+                f"data.root: {root} contains neither the folder {cls.folder_names[0]}/ nor the folders of "
                 f"its domains ({domains}); {cls._remedy()}"
             )
         if len(found) > 1:
             both = " and ".join(printable(folder) for folder in found[:2])
-            raise UserError(f"data.root: {printable(root)}: both {both} contain the data; set data.root to one of them")
+            raise UserError(f"data.root: {root}: both {both} contain the data; set data.root to one of them")
         return found[0]
 
     @classmethod
@@ -108,7 +108,7 @@ class BenchmarkFolders(ImageFiles):
             domain = cls.canonical(folder.name)
             if domain is not None and domain in found:
                 raise UserError(
-                    f"data.root: {printable(base)}: both {printable(found[domain])}/ and {printable(folder.name)}/ "
+                    f"data.root: {base}: both {found[domain]}/ and {folder.name}/ "
                     f"contain the domain {domain}; remove one"
                 )
             if domain is not None:
@@ -158,4 +158,4 @@ def _subfolders(folder: Path) -> list[Path]:
     try:
         return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
-        raise UserError(f"data.root: {printable(folder)} can not be read: {error.strerror}") from error
+        raise UserError(f"data.root: {folder} can not be read: {error.strerror}") from error

@@ -54,7 +54,7 @@ def open_release(name: str, class_name: str, root: Path, download: bool) -> Any:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = printable(f"{type(error).__name__}: {error}")[:200]
         raise UserError(
-            f"data.root: {printable(folder)} is incomplete or damaged ({reason}); remove it and download it again"
+            f"data.root: {folder} is incomplete or damaged ({reason}); remove it and download it again"
         ) from error
 
 
@@ -91,7 +91,7 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
                 return
             if archive.exists():  # WILDS would unpack it even if it is incomplete
                 raise UserError(
-                    f"data.root: {printable(archive)} remains from an earlier download; unpack it there with "
+                    f"data.root: {archive} remains from an earlier download; unpack it there with "
                     "`tar xzf` if it is complete, else remove it; then run again"
                 )
             logger.info("downloading about %s to %s", size, folder)
@@ -101,10 +101,10 @@ def _download(cls: Any, folder: Path, marker: Path, size: str) -> None:
             with contextlib.redirect_stdout(sys.stderr), _plain_members_only():
                 unopened.initialize_data_dir(str(folder.parent), True)
     except OSError as error:
-        raise UserError(f"data.root: {printable(folder)} can not be written: {error.strerror or error}") from error
+        raise UserError(f"data.root: {folder} can not be written: {error.strerror or error}") from error
     if not marker.is_file():
         raise UserError(
-            f"data.download: the download to {printable(folder)} failed with WILDS' message above; check the network "
+            f"data.download: the download to {folder} failed with WILDS' message above; check the network "
             f"and the free disk space (for the archive of {size} and its content), remove the folder and run again"
         )
 

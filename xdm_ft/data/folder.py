@@ -45,9 +45,7 @@ class Folder(ImageFiles):
         refuse_missing_folder(root, TREE)
         images, found = images_below(root)
         if not images:
-            raise UserError(
-                f"data.root: {printable(root)} contains no images in <domain>/<class>/ folders; {_found(root, found)}"
-            )
+            raise UserError(f"data.root: {root} contains no images in <domain>/<class>/ folders; {_found(root, found)}")
         self.base, self.paths, self.shown = root, PathsBelow(os.path.abspath(root), images), PathsBelow(root, images)
         folders, counts = zip(*_class_folders(images), strict=True)
         self.domain_names, domains = numbered([folder.split("/")[0] for folder in folders])

@@ -65,13 +65,13 @@ class _Columns:
         self.file = file
         reader = {".csv": _read_csv, ".parquet": _read_parquet}.get(file.suffix.lower())
         if reader is None:
-            raise UserError(f"data.file: {printable(file)} does not end in .csv or .parquet; name a table that does")
+            raise UserError(f"data.file: {file} does not end in .csv or .parquet; name a table that does")
         if not file.is_file():
             problem = "is not a file" if file.exists() else "does not exist"
-            raise UserError(f"data.file: {printable(file)} {problem}; name a CSV or Parquet file")
+            raise UserError(f"data.file: {file} {problem}; name a CSV or Parquet file")
         cells, self.rows = reader(file, needed)
         if not self.rows:
-            raise UserError(f"{printable(file)}: the table has no rows; add one per image")
+            raise UserError(f"{file}: the table has no rows; add one per image")
         texts = {"path": path_in, "split": _split_in}
         self.values = {column: self._read(column, cells[column], texts.get(column, name_in)) for column in cells}
 
@@ -101,7 +101,7 @@ class _Columns:
         """Raises `UserError` for image i. `more` is the number of other rows with the same fault."""
         others = f" (and {more} more rows like it)" if more else ""
         place = f"{printable(self.file)}: row {self.rows[i]}, column {column}"
-        raise UserError(f"{place}: {printable(problem)}{others}")
+        raise UserError(f"{place}: {problem}{others}")
 
 
 def path_in(cell: object) -> str:
@@ -132,12 +132,10 @@ def _refuse_missing(columns: _Columns, paths: list[str], shown: list[str]) -> No
 def _check_header(file: Path, header: list[str], needed: Sequence[str]) -> None:
     missing = [column for column in needed if column not in header]
     if missing:
-        raise UserError(
-            f"{printable(file)}: there is no column {', '.join(missing)}; found: {printable(', '.join(header))}"
-        )
+        raise UserError(f"{file}: there is no column {', '.join(missing)}; found: {', '.join(header)}")
     twice = [column for column in (*NEEDED, *OPTIONAL) if header.count(column) > 1]
     if twice:
-        raise UserError(f"{printable(file)}: two columns have the name {twice[0]}; rename one")
+        raise UserError(f"{file}: two columns have the name {twice[0]}; rename one")
 
 
 def _read_csv(file: Path, needed: Sequence[str]) -> tuple[dict[str, list[object]], list[int]]:
@@ -164,5 +162,5 @@ def _read_parquet(file: Path, needed: Sequence[str]) -> tuple[dict[str, list[obj
         table = pyarrow.parquet.read_table(file, columns=[name for name in (*NEEDED, *OPTIONAL) if name in header])
         cells = {name: table.column(name).to_pylist() for name in table.column_names}
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{printable(file)}: can not be read as Parquet: {printable(error)}") from error
+        raise UserError(f"{file}: can not be read as Parquet: {error}") from error
     return cells, list(range(1, table.num_rows + 1))

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from xdm_ft.containers.files import numbered
 from xdm_ft.data._benchmarks import BenchmarkFolders, Counts, Root
-from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.runtime.errors import UserError
 
 logger = logging.getLogger("xdm_ft")
 
@@ -69,7 +69,7 @@ class TerraIncognita(BenchmarkFolders):
         if unknown == len(names):
             return None
         if unknown:
-            logger.warning("%s: %d of %d images have no seq_id", printable(self.base), unknown, len(names))
+            logger.warning("%s: %d of %d images have no seq_id", self.base, unknown, len(names))
         # an image without seq_id is a sequence of its own
         return numbered([sequence_of.get(name, f"of its own: {name}") for name in names])[1]
 
@@ -81,6 +81,6 @@ def _read_sequences(file: Path) -> dict[str, str]:
         return {os.path.basename(image["file_name"]): str(image["seq_id"]) for image in images if "seq_id" in image}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"data.root: {printable(file)} contains no annotations of camera traps ({type(error).__name__}: "
-            f"{printable(error)}); repair or remove it, or set data.sequences: ignore"
+            f"data.root: {file} contains no annotations of camera traps ({type(error).__name__}: "
+            f"{error}); repair or remove it, or set data.sequences: ignore"
         ) from error

@@ -117,7 +117,7 @@ def _tars(file: str) -> list[str]:
         return [str(found) for found in path.absolute().rglob("*.tar")]
     found = [str(path)] if path.exists() else glob.glob(str(path), recursive=True)
     if not found:
-        raise UserError(f"data.file: {printable(file)} does not exist; name a .tar file or a folder of them")
+        raise UserError(f"data.file: {file} does not exist; name a .tar file or a folder of them")
     return [str(Path(one).absolute()) for one in found]
 
 

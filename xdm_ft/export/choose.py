@@ -340,7 +340,7 @@ def _reference(run: Run, about: Mapping[str, Any], chosen: Chosen) -> Reference 
     except FileNotFoundError:  # an earlier version wrote the run
         return None
     except Damaged as error:
-        logger.warning("%s: is damaged (%s), so distances are not known", printable(run.path / file), error)
+        logger.warning("%s: is damaged (%s), so distances are not known", run.path / file, error)
         return None
 
 

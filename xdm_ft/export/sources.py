@@ -64,7 +64,7 @@ class Sources:
             raise UserError("PATH: - (standard input) is given twice; give it once")
         for path in self.paths:
             if path != STDIN and not os.path.lexists(path) and not glob.has_magic(path):
-                raise UserError(f"{printable(path)}: does not exist; name a file, a folder, a table or a quoted glob")
+                raise UserError(f"{path}: does not exist; name a file, a folder, a table or a quoted glob")
         try:
             self._expression = re.compile(group_by or "")
         except re.error as error:
@@ -91,7 +91,7 @@ class Sources:
                 total += 1
             if total == before and path != STDIN:
                 others = f"; {counted(self.others)}" if self.others else ""
-                raise UserError(f"{printable(path)}: {_no_images(path)}{others}")
+                raise UserError(f"{path}: {_no_images(path)}{others}")
         return None if STDIN in self.paths else total
 
     def _items(self, path: str) -> Iterator[Item]:
@@ -100,7 +100,7 @@ class Sources:
             if not group and self.group_by is not None:
                 column = f"is no column of {printable(path)} and " if _is_table(path) else ""
                 raise UserError(
-                    f"--group-by: {self.group_by} {column}matches nothing in {printable(item.path)}; change it so that "
+                    f"--group-by: {self.group_by} {column}matches nothing in {item.path}; change it so that "
                     "every image has a group"
                 )
             yield item if group == item.group else item._replace(group=str(group).replace("\0", "/"))
@@ -131,7 +131,7 @@ class Sources:
                 column = str(self.group_by)
                 group = "" if group_cell is None else name_in(group_cell)
             except ValueError as error:
-                raise UserError(f"{printable(file)}: row {number}, column {column}: {printable(error)}") from error
+                raise UserError(f"{file}: row {number}, column {column}: {error}") from error
             yield Item(path, os.path.join(os.path.dirname(file), path), group)
 
 
@@ -201,16 +201,16 @@ def _parquet_cells(file: Path, group: str | None) -> Iterator[tuple[int, object,
                     number += 1
                     yield number, path, next(("" if cell is None else cell for cell in groups), None)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{printable(file)}: can not be read as Parquet: {printable(error)}") from error
+        raise UserError(f"{file}: can not be read as Parquet: {error}") from error
 
 
 def _has_group(file: Path, header: Sequence[str], group: str | None) -> bool:
     """Returns whether there is a column of groups. Raises `UserError` without a column of paths."""
     for column in ("path", group):
         if column is not None and list(header).count(column) > 1:
-            raise UserError(f"{printable(file)}: two columns have the name {printable(column)}; rename one")
+            raise UserError(f"{file}: two columns have the name {column}; rename one")
     if "path" not in header:
-        raise UserError(f"{printable(file)}: there is no column path; found: {printable(', '.join(header))}")
+        raise UserError(f"{file}: there is no column path; found: {', '.join(header)}")
     return group in header
 
 
@@ -279,7 +279,7 @@ def _site_of_folder(root: Path, numbers: Mapping[str, int], class_names: Sequenc
     refuse_missing_folder(root, LAYOUTS)
     images, _ = images_below(root, "<class>")
     if not images:
-        raise UserError(f"{printable(root)}: contains no images in class folders; {LAYOUTS}")
+        raise UserError(f"{root}: contains no images in class folders; {LAYOUTS}")
     if has_domains(images, numbers):
         outside = [path for path in images if path.count("/") < 2]
         if outside:
