@@ -202,8 +202,8 @@ def _with_final_fit(run: Run, method: str, ensemble: bool) -> Run:
     from xdm_ft.experiment.resume import written_recipe
     from xdm_ft.recipe.check import check
     from xdm_ft.recipe.text import apply_override
-    from xdm_ft.report.costs import seconds_text
     from xdm_ft.report.finished import ORACLE, read_run
+    from xdm_ft.report.words import seconds_text
 
     final = run.final_fits.get(method)
     if final is not None and final["status"] == "ok" and (not ensemble or "seeds" in final):

@@ -46,14 +46,14 @@ def main(arguments: argparse.Namespace) -> Answer:
     Of one run it also writes results.md, results.csv, report.html and plots/ again. Raises `UserError` for a run that
     is damaged or not finished, for runs of several protocols, and if a file can not be written.
     """
-    from xdm_ft.report.csv_rows import COLUMNS, comparison_row, csv_rows, csv_text
-    from xdm_ft.report.encoders import encoders_of
-    from xdm_ft.report.finished import read_run
+    from xdm_ft.report.csv import COLUMNS, comparison_row, csv_rows, csv_text
+    from xdm_ft.report.finished import encoders_of, read_run
     from xdm_ft.report.latex import latex
-    from xdm_ft.report.markdown import markdown, markdown_table, tables_of
+    from xdm_ft.report.markdown import markdown, markdown_lines
+    from xdm_ft.report.sections import brief_sections, table_sections
     from xdm_ft.report.sentence import sentence
     from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side
-    from xdm_ft.report.tables import as_text
+    from xdm_ft.report.text import as_text
     from xdm_ft.runtime.terminal import show, write, write_data
     from xdm_ft.storage.atomic import replace_text
     from xdm_ft.storage.names import expand_user
@@ -78,21 +78,17 @@ def main(arguments: argparse.Namespace) -> Answer:
         rules = {row.selection for run in runs for row in run.rows}
     else:
         rules = {rule for run in runs for rule in run.published_rules}
-    tables = list(tables_of(single, rules)) if single is not None else side_by_side(runs, comparisons)
+    sections = list(table_sections(single, rules)) if single is not None else side_by_side(runs, comparisons)
 
     def text() -> str:
         """Returns the document in its format; as text, without colours and as wide as necessary."""
         if format_ == "csv":
             return csv_text(row for row in rows if row["selection"] in rules)
         if format_ == "latex":
-            return latex(tables)
+            return latex(sections)
         if format_ == "text":
-            return as_text(tables, io.StringIO())
-        return (
-            markdown(single)
-            if single is not None
-            else "\n".join(line for one in tables for line in markdown_table(one))
-        )
+            return as_text(sections, io.StringIO())
+        return "\n".join(markdown_lines(sections)) if single is None else markdown(single, brief_sections(single))
 
     def print_tables() -> None:
         if format_ != "text":
@@ -100,13 +96,14 @@ def main(arguments: argparse.Namespace) -> Answer:
             return
         if single is not None:
             show(f"{sentence(single)}\n")
-        write(as_text(tables, sys.stdout))
+        write(as_text(sections, sys.stdout))
 
     if out is not None:
         replace_text(out, text())
+    count = sum(len(section.tables) for section in sections)
     encoders = [encoders_of(run.results) for run in runs]
     document = {"runs": [run.path for run in runs], "encoders": encoders, "rows": rows, "out": out, "written": written}
-    return Answer(document, print_tables if out is None else [f"wrote {out}: {plural(len(tables), 'table')}"])
+    return Answer(document, print_tables if out is None else [f"wrote {out}: {plural(count, 'table')}"])
 
 
 def _format(given: str | None, out: Path | None) -> str:

@@ -19,8 +19,7 @@ from xdm_ft.protocol.splits import AUTO, LOOKS
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.recipe.text import RecipeText, parse
 from xdm_ft.report.comparisons import all_comparisons
-from xdm_ft.report.finished import final_fits_of
-from xdm_ft.report.table_rows import encoder_label
+from xdm_ft.report.finished import encoder_label, final_fits_of
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.progress import progress
 from xdm_ft.runtime.watchdog import wait_for_everyone

@@ -18,7 +18,7 @@ from xdm_ft.experiment.prepare import Prepared
 from xdm_ft.recipe.method import MethodItem
 from xdm_ft.recipe.settings import Recipe
 from xdm_ft.report.published import BENCHMARKS, benchmark_of
-from xdm_ft.report.table_rows import IN_PERCENT
+from xdm_ft.report.words import IN_PERCENT
 from xdm_ft.runtime.errors import plural
 from xdm_ft.storage.run_directory import RunDirectory
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +24,15 @@ from xdm_ft.evaluation.verdicts import (
     PValue,
     more_seeds,
 )
-from xdm_ft.report.table_rows import EMPTY, IN_PERCENT, Results, items, own_rule, p_value, scaled, several_encoders
+from xdm_ft.report.finished import items, several_encoders
+from xdm_ft.report.section import Cell
+from xdm_ft.report.words import EMPTY, IN_PERCENT, between, p_value, scaled
 from xdm_ft.runtime.errors import plural
 
 COMPARED = "compared with "  # began the note that named the reference, in results of earlier versions
 HERE = "95% here (unadjusted)", "p here (Holm)", "here"
 ELSEWHERE = "95% elsewhere (unadjusted)", "p elsewhere (Holm)", "elsewhere"
+Results = Mapping[str, Any]
 NORMAL = 1.959964  # 97.5% quantile
 LITTLE = 0.9  # more seeds that leave so much of the smallest difference are no use
 
@@ -50,7 +53,8 @@ def beside_rows(results: Results, rule: str) -> dict[str, Comparison]:
     """Returns {label of a row: the comparison that is shown beside it}: its first one under its own encoder."""
     shown = dict[str, Comparison]()
     for row in comparisons_of(results, rule):
-        if _same_encoder(row, results):
+        (_, first_encoder), (_, second_encoder) = _sides(row, results)
+        if first_encoder == second_encoder:
             shown.setdefault(row.first, row)
     return shown
 
@@ -65,11 +69,6 @@ def between_encoders(row: Comparison, results: Results) -> bool:
     """Returns whether both sides are one method under two encoders."""
     (first, one), (second, other) = _sides(row, results)
     return first == second and one != other
-
-
-def _same_encoder(row: Comparison, results: Results) -> bool:
-    (_, one), (_, other) = _sides(row, results)
-    return one == other
 
 
 def _sides(row: Comparison, results: Results) -> list[tuple[str, str | None]]:
@@ -88,23 +87,34 @@ def _margin(margin: float, metric: str) -> str:
     return f"{points:g} point{'' if points == 1 else 's'}" if metric in IN_PERCENT else f"{margin:g}"
 
 
-def header_of(rows: Sequence[Comparison]) -> tuple[str, ...]:
+def difference_text(row: Comparison | None, metric: str) -> str:
+    return EMPTY if row is None else scaled(row.difference, metric, signed=True)
+
+
+def reference_names(rows: Iterable[Comparison | None], results: Results) -> list[str | None]:
+    """Returns what each row is compared with, without the encoder, which is the row's own; None: with nothing."""
+    encoders = several_encoders(results)
+    return [None if row is None else split_label(row.second, encoders)[0] for row in rows]
+
+
+def header_of(rows: Iterable[Comparison | None]) -> tuple[str, ...]:
     """Returns the heads of the columns of `cells_of`."""
-    return HERE + ELSEWHERE if any(row.sets > 1 for row in rows) else HERE
+    return HERE + ELSEWHERE if any(row and row.sets > 1 for row in rows) else HERE
 
 
-def cells_of(row: Comparison | None, metric: str, header: Sequence[str]) -> list[str]:
+def cells_of(row: Comparison | None, metric: str, header: Sequence[str]) -> list[Cell]:
     """Returns a cell for each column of `header_of`."""
     if row is None:
-        return [EMPTY] * len(header)
+        return [Cell(EMPTY)] * len(header)
     cells = []
     for estimate, p, words in (
         (row.on_these, row.p_here, here_words(row, metric)),
         (row.on_others, row.p_elsewhere, row.elsewhere),
     ):
         ends = estimate and estimate.interval()
-        between = f"{scaled(ends.low, metric, True)} to {scaled(ends.high, metric, True)}" if ends else "not estimated"
-        cells += [between, p_value(None if p is None else p.holm), words]
+        holm = None if p is None else p.holm
+        interval = Cell(between(metric, ends, signed=True), ends.low) if ends else Cell("not estimated")
+        cells += [interval, Cell(p_value(holm), holm), Cell(words)]
     return cells[: len(header)]
 
 
@@ -155,7 +165,8 @@ def forecast(results: Results, metric: str, seeds: int, declared: int) -> list[s
 
     `declared`: number of comparisons that it declares; 0: all are in the family.
     """
-    family = Family.of(comparisons_of(results, own_rule(results) or ""), ALPHA)
+    rule = results["recipe"].get("protocol", {}).get("selection", "")
+    family = Family.of(comparisons_of(results, rule), ALPHA)
     if family is None or family.seeds is None:
         return []
     family = replace(family, count=declared or family.count)

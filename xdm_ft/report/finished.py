@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from xdm_ft.evaluation.metrics import HIGHER_IS_BETTER
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction
-from xdm_ft.evaluation.records import Entries, Record, SummaryRow, record_in
+from xdm_ft.evaluation.records import Entries, Held, Record, SummaryRow, record_in, split_label
 from xdm_ft.evaluation.trials import ORACLE, MethodChoice, choose_method, honest_rule, picked_trials, selection_values
 from xdm_ft.report.pooled import Pools, pooled
 from xdm_ft.runtime.errors import UserError
@@ -19,6 +22,8 @@ from xdm_ft.storage.names import images_file
 from xdm_ft.storage.results_file import read_results
 from xdm_ft.storage.run_directory import ANALYSIS, RunDirectory
 from xdm_ft.storage.tensorboard import Scalars, read_scalars
+
+MAX_SETS = 12  # held-out sets with figures of their own
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,11 @@ class Run:
         lacks = "no table" if not self.rows else "no final fit" if fit_is_missing else None
         if lacks is not None:
             raise UserError(f"{self.path}: has {lacks}, as its run is not finished; run the same command to finish it")
+
+    @property
+    def held_out_sets(self) -> list[Held]:
+        """The sets of domains that were held out together, in the order of the run."""
+        return list(dict.fromkeys(record.test_domains for record in self.records))
 
     @property
     def own_rule(self) -> str:
@@ -73,6 +83,12 @@ class Run:
         """The summary under the recipe's own rule, in the recipe's order of methods."""
         return [row for row in self.rows if row.selection == self.own_rule]
 
+    @property
+    def rules(self) -> list[str]:
+        """The selection rules of the summary; the recipe's own comes first."""
+        own_first = sorted(self.rows, key=lambda row: row.selection != self.own_rule)
+        return list(dict.fromkeys(row.selection for row in own_first))
+
     @cached_property
     def choice(self) -> MethodChoice | None:
         """The method that validation prefers under `rule`; None if no method has a value, and for oracle."""
@@ -100,6 +116,28 @@ class Run:
         directory = RunDirectory(self.path)
         sizes = {record.key: directory.predictions_size(record.folder) for record in self.picked}
         return pooled(self.picked, sizes, self.prediction, len(self.class_names), self.own_rule, self.metric)
+
+    @property
+    def shows_images(self) -> bool:
+        """Whether images of the data, and names of their files, may stand in the page."""
+        return bool(self.results["recipe"].get("report", {}).get("images", False))
+
+    @property
+    def shown_method(self) -> str | None:
+        """The method with figures of its own: that which the rule chose; without one, the first of the recipe."""
+        drawn = [row.method for row in self.own_rows if any(key[0] == row.method for key in self.pools.of)]
+        return self.chosen if self.chosen in drawn else next(iter(drawn), None)
+
+    def shown_sets(self, method: str | None) -> list[Held]:
+        """The held-out sets that are drawn, in the run's order: all, or those where the method does worst."""
+        pools = {held: pool for held in self.held_out_sets if (pool := self.pools.of.get((method or "", held)))}
+        read = [held for held, pool in pools.items() if pool.read]
+        if len(read) <= MAX_SETS:
+            return read
+        sign = 1 if HIGHER_IS_BETTER[self.metric] else -1
+        values = {held: sign * fmean(seeds.values()) for held in read if (seeds := pools[held].values)}
+        worst = sorted(read, key=lambda held: values.get(held, math.inf))[:MAX_SETS]
+        return [held for held in read if held in worst]
 
     @cached_property
     def class_names(self) -> list[str]:
@@ -175,3 +213,55 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{file}: can not be read as the results of a run ({error}); name a run directory") from error
     rows = [SummaryRow.from_json(row) for row in results["summary"]]
     return Run(path, results | {"runs": Entries(results["runs"])}, results["runs"], rows)
+
+
+# ---------------------------------------------------------------------------------- rows of results.json, by its recipe
+
+
+def items(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Returns {label of a row: its item of the recipe}, in the recipe's order, or that of the summary with encoders."""
+    by_method: dict[str, Mapping[str, Any]] = {}
+    for item in results["recipe"]["methods"]:
+        settings = {"name": item} if isinstance(item, str) else item
+        by_method.setdefault(settings.get("label") or settings["name"], settings)
+    labels = several_encoders(results)
+    if not labels:
+        return by_method
+    methods = {row["method"]: split_label(row["method"], labels)[0] for row in results["summary"]}
+    return {label: by_method[method] for label, method in methods.items() if method in by_method}
+
+
+def several_encoders(results: Mapping[str, Any]) -> list[str]:
+    """Returns the labels of the recipe's `encoders`, in their order; none if it has one `encoder`."""
+    return [encoder_label(block) for block in results["recipe"].get("encoders") or ()]
+
+
+def encoder_label(block: Mapping[str, Any]) -> str:
+    """Returns the name in results of an item of `encoders`."""
+    return str(block.get("label") or block["model"])
+
+
+def split_row(label: str, results: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Returns the method of a row, and the label of its encoder; None in a run of one encoder."""
+    return split_label(label, several_encoders(results))
+
+
+def encoders_of(results: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Returns {label: what the encoder is and costs}; empty if an earlier version wrote the results."""
+    encoders: Mapping[str, Mapping[str, Any]] = results.get("environment", {}).get("encoders", {})
+    return encoders
+
+
+def encoder_block(label: str, results: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the block of the recipe that describes the encoder of a row; {} if the recipe has none."""
+    recipe, encoder = results["recipe"], split_row(label, results)[1]
+    blocks: list[Mapping[str, Any]] = recipe.get("encoders") or []
+    return next((block for block in blocks if encoder_label(block) == encoder), recipe.get("encoder") or {})
+
+
+def trainable_of(label: str, results: Mapping[str, Any]) -> Any:
+    """Returns how much of its encoder a row trains, as in a recipe: the method's own value, else the encoder's."""
+    of_method = items(results).get(label, {}).get("trainable")
+    if any(run["method"] == label and run.get("gradient_evaluations") == 0 for run in results["runs"]):
+        return False  # a solver, which reads the features of the frozen encoder
+    return encoder_block(label, results).get("trainable", False) if of_method is None else of_method

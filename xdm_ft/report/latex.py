@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from xdm_ft.report.table_rows import ResultTable
-from xdm_ft.report.tables import plain
+from xdm_ft.report.section import Section, Table
+from xdm_ft.report.words import plain
 
 LEFT_OUT = ("seeds", "draws × gradients", "mixed steps")  # columns for which a page is too narrow,
 LEFT_OUT_START = "95% "  # and those that begin so; results.csv has them
@@ -22,9 +22,9 @@ PREAMBLE = r"% needs \usepackage{booktabs}"
 FONTS = "% has names beyond ASCII: use LuaLaTeX or XeLaTeX, and a font that has their characters"
 
 
-def latex(tables: Iterable[ResultTable]) -> str:
+def latex(sections: Iterable[Section]) -> str:
     """Returns the tables as LaTeX, to be read by \\input."""
-    text = "\n".join(_float(shown) for shown in tables)
+    text = "\n".join(_float(section, table) for section in sections for table in section.tables)
     return "\n".join([PREAMBLE, *([] if text.isascii() else [FONTS]), text])
 
 
@@ -35,22 +35,24 @@ def escape(text: str) -> str:
     return re.sub("-(?=-)", "-{}", escaped)  # two hyphens would become a dash
 
 
-def _float(shown: ResultTable) -> str:
-    columns = [i for i, name in enumerate(shown.header) if name not in LEFT_OUT and not name.startswith(LEFT_OUT_START)]
-    about = " ".join(f"{what}: {text}." for what, text in (*shown.about, *shown.notes))
+def _float(section: Section, table: Table) -> str:
+    columns = [i for i, name in enumerate(table.header) if name not in LEFT_OUT and not name.startswith(LEFT_OUT_START)]
+    caption = ". ".join(
+        text.removesuffix(".") for text in (section.title, section.about, table.caption, *section.notes)
+    )
 
-    def row(cells: tuple[str, ...]) -> str:
+    def row(cells: Sequence[str]) -> str:
         return "    " + " & ".join(escape(cells[i]) for i in columns) + r" \\"
 
     lines = [
         r"\begin{table}",
         r"  \centering",
-        rf"  \caption{{{escape(f'{shown.heading}. {about}')}}}",
-        rf"  \begin{{tabular}}{{{''.join('l' if i < shown.labels else 'r' for i in columns)}}}",
+        rf"  \caption{{{escape(f'{caption}.')}}}",
+        rf"  \begin{{tabular}}{{{''.join('l' if i < table.labels else 'r' for i in columns)}}}",
         r"    \toprule",
-        row(shown.header),
+        row(table.header),
         r"    \midrule",
-        *(row(cells) for cells in shown.rows),
+        *(row([cell.text for cell in cells]) for cells in table.rows),
         r"    \bottomrule",
         r"  \end{tabular}",
         r"\end{table}",

@@ -8,18 +8,22 @@ encoders and settings may differ from ours, so its numbers have tables of their 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from xdm_ft.evaluation.records import SummaryRow
 from xdm_ft.evaluation.summary import DOMAINBED, WILDS, Convention
-from xdm_ft.report.encoders import encoder_block, item_of, trainable_of, trained_words
-from xdm_ft.report.table_rows import ORACLE, Results, ResultTable, Summary, own_rule, with_spread
+from xdm_ft.evaluation.trials import ORACLE
+from xdm_ft.report.finished import Run, encoder_block, items, trainable_of
+from xdm_ft.report.section import Cell, Section, Table, texts
+from xdm_ft.report.words import EMPTY, trained_words, with_spread
 
 if TYPE_CHECKING:
     from xdm_ft.data._benchmarks import BenchmarkFolders
 
+Results = Mapping[str, Any]
 SOURCE = "Liu et al. 2024 (IJCAI)"
 FROZEN = "ViT-B/16 CLIP, frozen encoder"
 COMPARABLE = (
@@ -155,29 +159,30 @@ def published_name(item: Mapping[str, Any]) -> str | None:
     return ablation.get(switches) if plain == "xdomainmix" else None
 
 
-def published_tables(rows: Sequence[Summary], results: Results) -> Iterator[ResultTable]:
-    """Yields the published numbers for the methods of one of our tables: a table per published encoder and metric.
+def published_section(run: Run, rule: str) -> Section | None:
+    """Returns the published numbers beside ours: a table per published encoder and metric.
 
-    Yields nothing for a rule that is not the recipe's own, for oracle, and if our metric or test domains differ from
-    the published ones.
+    None for a rule that is not the recipe's own, for oracle, and if our metric or test domains differ from the
+    published ones.
     """
-    first = rows[0]
+    results = run.results
     dataset = benchmark_of(results["recipe"].get("data", {}), images_tested(results["runs"]))
-    if dataset is None or first["selection"] != own_rule(results) or first["selection"] == ORACLE:
-        return
-    if not _tests_as_published(dataset, results):
-        return
-    found: dict[tuple[str, str, str], list[tuple[Summary, Published]]] = {}
-    for row in rows:
-        item = item_of(row["method"], results)
-        name, ours = published_name(item) if item else None, _encoder_of(row["method"], results)
+    if dataset is None or rule != run.own_rule or rule == ORACLE or not _tests_as_published(dataset, results):
+        return None
+    pairs: dict[tuple[Any, ...], list[tuple[SummaryRow, Published]]] = {}
+    for row in run.own_rows:
+        item, ours = items(results).get(row.method, {}), _encoder_of(row.method, results)
+        name, convention = published_name(item) if item else None, (row.spread_as_published or {}).get("kind")
         for line in published():
-            comparable = line.table in COMPARABLE and METRICS[line.metric] == row["metric"]
+            comparable = line.table in COMPARABLE and METRICS[line.metric] == row.metric
             if comparable and (line.dataset, line.method) == (dataset, name):
                 encoder = f"{line.encoder}, {'frozen' if line.table == FROZEN else 'fine-tuned'}"
-                found.setdefault((encoder, line.metric, ours), []).append((row, line))
-    for (encoder, metric, ours), pairs in found.items():
-        yield _beside(dataset, encoder, metric, ours, pairs)
+                pairs.setdefault((encoder, line.metric, ours, convention, row.protocol), []).append((row, line))
+    if not pairs:
+        return None
+    about = f"{SOURCE}. Encoder, training and protocol may differ from ours, so compare with care."
+    tables = [_beside(dataset, key[0], key[1], key[2], rows) for key, rows in pairs.items()]
+    return Section("published", "Published numbers beside ours", about, tables=tables, folded=True)
 
 
 def _encoder_of(label: str, results: Results) -> str:
@@ -186,31 +191,57 @@ def _encoder_of(label: str, results: Results) -> str:
     return f"{encoder_block(label, results).get('model', 'unknown encoder')}, {trained}"
 
 
-def _beside(
-    dataset: str, encoder: str, metric: str, ours: str, pairs: Sequence[tuple[Summary, Published]]
-) -> ResultTable:
+def _beside(dataset: str, encoder: str, metric: str, ours: str, pairs: Sequence[tuple[SummaryRow, Published]]) -> Table:
     convention, protocol = BENCHMARKS[dataset]
     first = pairs[0][0]
-    spread = first.get("spread_as_published")
-    our_protocol = str(first["protocol"]).partition("; ± is")[0]  # the ± of this table is another one
-    about = (
-        (
-            "Published",
-            f"{SOURCE}: {dataset}; {encoder}; {metric}; {protocol}; the paper does not say what its ± is; its "
-            f"benchmark prints the {convention.kind}",
-        ),
-        (
-            "Ours",
-            f"{ours}; {first['metric'].replace('_', ' ')} over {', '.join(first['per_test_domain'])}; "
-            f"± is here {'the ' + spread['kind'] if spread else 'unknown'}; {our_protocol}",
-        ),
+    spread = first.spread_as_published
+    our_protocol = first.protocol.partition("; ± is")[0]  # the ± of this table is another one
+    caption = (
+        f"Published: {SOURCE}: {dataset}; {encoder}; {metric}; {protocol}; the paper does not say what its ± is; its "
+        f"benchmark prints the {convention.kind}. Ours: {ours}; {first.metric.replace('_', ' ')} over "
+        f"{', '.join(first.per_test_domain)}; ± is here {'the ' + spread['kind'] if spread else 'unknown'}; "
+        f"{our_protocol}."
     )
-    header = ("method", f"published: {encoder}", f"ours: {ours}", "table of the paper")
-    cells = []
+    rows = []
     for row, line in pairs:
-        renamed = row["method"] not in (line.method, f"erm+{line.method}")
-        method = row["method"] + (f" (published: {line.method})" if renamed else "")
-        as_published = row.get("spread_as_published", {}).get("value")
-        number = line.mean + (f" ± {line.spread}" if line.spread else "")
-        cells.append((method, number, with_spread(row, as_published), line.table))
-    return ResultTable("Published (other encoder or protocol) beside ours", about, header, tuple(cells))
+        renamed = row.method not in (line.method, f"erm+{line.method}")
+        method = row.method + (f" (published: {line.method})" if renamed else "")
+        ours_as_published = with_spread(row.to_json(), (row.spread_as_published or {}).get("value"))
+        rows.append([Cell(method), _number(line), *texts(ours_as_published, line.table)])
+    header = ("method", f"published: {encoder}", f"ours: {ours}", "table of the paper")
+    return Table(caption, header, rows, sortable=False)
+
+
+def _number(line: Published | None) -> Cell:
+    if line is None:
+        return Cell(EMPTY)
+    return Cell(line.mean + (f" ± {line.spread}" if line.spread else ""), float(line.mean))
+
+
+def paper_table(run: Run, *tables: str) -> list[Table]:
+    """Returns a table with a column per named table of the paper, of the same data set; [] for other data sets."""
+    results = run.results
+    dataset = benchmark_of(results["recipe"].get("data", {}), images_tested(results["runs"]))
+    lines = [line for line in published() if line.dataset == dataset and line.table in tables]
+    if not lines:
+        return []
+    columns = {table: {line.method: line for line in lines if line.table == table} for table in tables}
+    metrics = [next((line.metric for line in by_method.values()), table) for table, by_method in columns.items()]
+    rows = [
+        [Cell(method), *(_number(by_method.get(method)) for by_method in columns.values())]
+        for method in dict.fromkeys(line.method for line in lines)
+    ]
+    comparable, words = _comparable(run, lines[0].encoder)
+    caption = f"Published: {' and '.join(tables)} on {dataset}; {SOURCE}; {lines[0].encoder}, fine-tuned. {words}"
+    return [Table(caption, ["method", *metrics], rows, folded=not comparable)]
+
+
+def _comparable(run: Run, published_encoder: str) -> tuple[bool, str]:
+    kind = published_encoder.partition(" ")[0]
+    blocks = {record.method: encoder_block(record.method, run.results) for record in run.records}
+    models = {method: str(block.get("model", "unknown encoder")) for method, block in blocks.items()}
+    trained = {method: trainable_of(method, run.results) for method in models}
+    if any(trained[method] is not True or not model.startswith(kind) for method, model in models.items()):
+        ours = "; ".join(dict.fromkeys(f"{models[method]}, {trained_words(how)}" for method, how in trained.items()))
+        return False, f"Not comparable with this run, whose encoder is {ours}."
+    return True, "The paper does not say which images it measured: compare the order of methods, not the numbers."

@@ -21,9 +21,8 @@ from xdm_ft.evaluation.records import Held, Runs, SummaryRow
 from xdm_ft.evaluation.trials import picked_trials
 from xdm_ft.evaluation.verdicts import EQUAL, NO_VERDICT, UNKNOWN, Comparison
 from xdm_ft.report.comparisons import beside_rows, between_encoders, further
-from xdm_ft.report.encoders import split_row
-from xdm_ft.report.finished import ORACLE, Run
-from xdm_ft.report.table_rows import IN_PERCENT, metric_words, scaled, with_unit
+from xdm_ft.report.finished import ORACLE, Run, split_row
+from xdm_ft.report.words import IN_PERCENT, metric_words, scaled, with_unit
 from xdm_ft.runtime.errors import printable
 
 UNSEEN = "domains never trained on"  # `tested_on` of a run whose test domains train no model

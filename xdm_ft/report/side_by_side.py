@@ -8,22 +8,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xdm_ft.evaluation.records import Runs, SummaryRow, set_name
+from xdm_ft.evaluation.records import Runs, set_name
 from xdm_ft.evaluation.verdicts import Comparison, Pair, WithoutGroups, compared, judge
-from xdm_ft.report.comparisons import beside_rows, cells_of, header_of
-from xdm_ft.report.csv_rows import properties
+from xdm_ft.report.comparisons import beside_rows, cells_of, difference_text, header_of, reference_names
+from xdm_ft.report.csv import properties
 from xdm_ft.report.finished import ORACLE, Run
-from xdm_ft.report.measures import Picked, other_measures
-from xdm_ft.report.more_tables import cell
-from xdm_ft.report.result_table import comparison_table, difference_text, notes_of, reference_names
-from xdm_ft.report.table_rows import ResultTable, budget_text, in_unit, number, oracle_mark, versus_columns, with_spread
+from xdm_ft.report.frame import Picked
+from xdm_ft.report.section import Section, Table, metric_cell, texts
+from xdm_ft.report.sections import differences, results
+from xdm_ft.report.sections.differences import table as comparison_table
+from xdm_ft.report.sections.metrics import metric_table
+from xdm_ft.report.words import (
+    budget_text,
+    each_once,
+    in_unit,
+    oracle_mark,
+    unit_of_difference,
+    versus_columns,
+    with_spread,
+)  # fmt: skip
 from xdm_ft.runtime.errors import UserError, printable
 from xdm_ft.storage.run_directory import RunDirectory
 
-LONGEST = 60  # characters of a value in a message
+MAX_SHOWN = 60  # characters of a value in a message
 ABOUT_RUNS = (
-    "later − first, over the same images, with all complete seeds of each run (from ten common ones on, these alone); "
-    "p (Holm) is corrected for this table"
+    "Later − first, over the same images, with all complete seeds of each run (from ten common ones on, these alone); "
+    "p (Holm) is corrected for this table."
 )
 DATA = "data: content of images, classes, domains or groups"  # known by its checksums alone
 
@@ -47,69 +57,74 @@ def check_same_protocol(runs: Sequence[Run]) -> None:
             )
 
 
-def side_by_side(runs: Sequence[Run], between: Sequence[Comparison]) -> list[ResultTable]:
+def side_by_side(runs: Sequence[Run], between: Sequence[Comparison]) -> list[Section]:
     """Returns the rows of all runs under the recipes' own rule, comparisons `between` runs, and other metrics."""
-    names, rule, metric = run_names(runs), runs[0].own_rule, runs[0].metric
-    rows = [(run, names[run.path], row) for run in runs for row in run.own_rows]
-    domains = list(dict.fromkeys(domain for _, _, row in rows for domain in row.per_test_domain))
-    mark = oracle_mark(rule)
-    start = ("run", f"method{mark}", "encoder", "encoder is", "augmentation")
-    of_runs = [_beside(run) for run in runs]
-    beside = [one for own in of_runs for one in own]
-    references = [name for run, own in zip(runs, of_runs, strict=True) for name in reference_names(own, run.results)]
-    differences = [difference_text(one, metric) for one in beside]
-    versus = {f"{head} of its run": cells for head, cells in versus_columns(references, differences).items()}
-    tested = header_of([one for one in beside if one])
-    header = (*start, *domains, f"mean ± stderr{mark}", "seeds", "draws × gradients", *versus, *tested)
-    notes = [
-        (f"{names[run.path]}, {methods}", note)
-        for run in runs
-        for methods, note in notes_of(_summary(run), run.results)
-    ]
+    names, rule = run_names(runs), runs[0].own_rule
     lines: dict[str, list[str]] = {}  # protocol line → names of runs
     for run in runs:
         lines.setdefault(run.own_rows[0].protocol, []).append(names[run.path])
-    protocols = [("Protocol", f"{', '.join(of)}: {line}" if len(lines) > 1 else line) for line, of in lines.items()]
-    first = ResultTable(
-        f"{len(runs)} runs side by side, selection: {rule}, {in_unit(metric)}",
-        (("Compared", "within each run; the next table compares runs with each other"), *protocols),
-        header,
-        tuple(
-            (
-                *_start(run, name, row),
-                *_numbers(row, domains),
-                *(cells[place] for cells in versus.values()),
-                *cells_of(beside[place], metric, tested),
-            )
-            for place, (run, name, row) in enumerate(rows)
-        ),
-        tuple(notes),
-        labels=2,
+    protocols = [f"{', '.join(own)}: {line}" if len(lines) > 1 else line for line, own in lines.items()]
+    of_runs = [(names[run.path], note) for run in runs for note in _notes(run)]
+    first = Section(
+        id="runs",
+        title=f"{len(runs)} runs side by side, selection: {rule}, {in_unit(runs[0].metric)}",
+        about="Compared within each run; the next table compares runs with each other.",
+        tables=[_table(runs, f"Protocol: {'; '.join(protocols)}")],
+        notes=[f"{name}, {note}" for name, note in of_runs],
     )
-    title = "Runs compared with the first one"
-    compared_runs = [comparison_table(title, between, metric, ABOUT_RUNS)] if between else []
-    return [first, *compared_runs, _metrics(runs, names)]
+    rows = [((names[run.path], row.method), run, row.method) for run in runs for row in run.own_rows]
+    picked = {run.path: Picked(run, rule) for run in runs}
+    metrics = metric_table([(label, picked[run.path], method) for label, run, method in rows], ["run", "method"], rule)
+    others = Section("metrics", "All metrics", "Means over held-out sets and seeds.", tables=[metrics])
+    return [first, *_between_runs(between, runs[0].metric, rule), others]
+
+
+def _table(runs: Sequence[Run], caption: str) -> Table:
+    names, metric, mark = run_names(runs), runs[0].metric, oracle_mark(runs[0].own_rule)
+    domains = list(dict.fromkeys(domain for run in runs for row in run.own_rows for domain in row.per_test_domain))
+    of_runs = [_beside(run) for run in runs]
+    references = [name for run, own in zip(runs, of_runs, strict=True) for name in reference_names(own, run.results)]
+    beside = [row for own in of_runs for row in own]
+    versus = versus_columns(references, [difference_text(row, metric) for row in beside])
+    tested = header_of(beside)
+    rows = []
+    pairs = [(run, row) for run in runs for row in run.own_rows]
+    for i, (run, row) in enumerate(pairs):
+        own, shown = properties(run, row.method), row.to_json()
+        line = texts(names[run.path], row.method, own["encoder"], own["encoder_trained"], own["augmentation"])
+        line += [metric_cell(row.per_test_domain.get(domain, {}).get("mean"), metric) for domain in domains]
+        line += texts(
+            with_spread(shown, row.stderr), row.n, budget_text(shown), *(cells[i] for cells in versus.values())
+        )
+        rows.append(line + cells_of(beside[i], metric, tested))
+    start = "run", f"method{mark}", "encoder", "encoder is", "augmentation"
+    of_its_run = [f"{head} of its run" for head in versus]
+    header = [*start, *domains, f"mean ± stderr{mark}", "seeds", "draws × gradients", *of_its_run, *tested]
+    return Table(caption, header, rows, labels=2)
+
+
+def _between_runs(between: Sequence[Comparison], metric: str, rule: str) -> list[Section]:
+    shown = {f"{row.first} − {row.second}": row for row in between}
+    caption = f"Later − first, in {unit_of_difference(metric)}."
+    tables = [comparison_table(caption, metric, shown, rule, first="first")] if shown else []
+    notes = each_once((label, row.note) for label, row in shown.items())
+    return (
+        [Section("between", "Runs compared with the first one", ABOUT_RUNS, tables=tables, notes=notes)]
+        if shown
+        else []
+    )
+
+
+def _notes(run: Run) -> list[str]:
+    """Returns the notes on the rows of a run and on their comparisons."""
+    made = [results.section(run, run.own_rule), differences.section(run, run.own_rule)]
+    return [note for section in made if section is not None for note in section.notes]
 
 
 def run_names(runs: Sequence[Run]) -> dict[Path, str]:
     """Returns {path of a run: what the table calls it}: its name, or its path if another run has that name."""
     names = [str(run.results["recipe"]["name"]) for run in runs]
     return {run.path: str(run.path) if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)}
-
-
-def _summary(run: Run) -> list[dict[str, Any]]:
-    return [row.to_json() for row in run.own_rows]
-
-
-def _start(run: Run, name: str, row: SummaryRow) -> tuple[str, ...]:
-    own = properties(run, row.method)
-    return name, row.method, own["encoder"], own["encoder_trained"], own["augmentation"]
-
-
-def _numbers(row: SummaryRow, domains: Sequence[str]) -> tuple[str, ...]:
-    shown = row.to_json()
-    of_domains = [number(row.per_test_domain.get(domain, {}).get("mean"), row.metric) for domain in domains]
-    return *of_domains, with_spread(shown, row.stderr), str(row.n), budget_text(shown)
 
 
 def _beside(run: Run) -> list[Comparison | None]:
@@ -154,18 +169,6 @@ def compare_runs(runs: Sequence[Run], names: Mapping[Path, str]) -> list[Compari
     return judge(metric, found, [True] * len(found))
 
 
-def _metrics(runs: Sequence[Run], names: dict[Path, str]) -> ResultTable:
-    shown = other_measures(runs[0].metric)
-    lines = []
-    for run in runs:
-        picked = Picked(run, run.own_rule)
-        for row in run.own_rows:
-            cells = [cell(picked.mean(row.method, measure), measure) for measure in shown]
-            lines.append((names[run.path], row.method, *cells))
-    header = ("run", f"method{oracle_mark(runs[0].own_rule)}", *(measure.label for measure in shown))
-    return ResultTable("Other metrics", (), header, tuple(lines), level=3, labels=2)
-
-
 def _protocol(run: Run) -> dict[str, Any]:
     """{what runs in one table have in common: its value}."""
     recipe, environment = run.results["recipe"], run.results["environment"]
@@ -187,4 +190,4 @@ def _difference(what: str, first: Any, other: Any) -> str:
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return printable(text if len(text) <= LONGEST else f"{text[:LONGEST]}…")
+    return printable(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…")

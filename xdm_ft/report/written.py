@@ -12,17 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from xdm_ft.report.csv_rows import csv_rows, csv_text
+from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
 from xdm_ft.report.finished import Run
+from xdm_ft.report.html import PLOTS, write_page
 from xdm_ft.report.markdown import markdown
-from xdm_ft.report.model_table import LARGE, parquet_of
-from xdm_ft.report.page import PLOTS, write_page
+from xdm_ft.report.sections import brief_sections, sections
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.lines import Damaged, read_object
 from xdm_ft.storage.run_directory import ANALYSIS, MARKDOWN, MODELS, PAGE, REPORTS, RESULTS, TABLE, RunDirectory
 
-TABLES, MADE_FROM = (MARKDOWN, TABLE, MODELS), (RESULTS, ANALYSIS)
 Digests = dict[str, str]  # {report, relative to the run directory: checksum of its bytes}
 logger = logging.getLogger("xdm_ft")
 
@@ -32,27 +31,27 @@ def write_reports(directory: RunDirectory, run: Run) -> list[Path]:
 
     Raises `UserError`.
     """
-    _keep(directory, _write_tables(directory, run) | _write_page(run))
-    made = [run.path / name for name in (*TABLES, PAGE, PLOTS)]
+    tables = _write_tables(directory, run)
+    _keep(directory, tables | _write_page(directory, run))
+    made = [run.path / name for name in (MARKDOWN, TABLE, MODELS, PAGE, PLOTS)]
     return [path for path in made if path.exists()]  # a page without a plot makes no plots/
 
 
 def refresh_reports(directory: RunDirectory, run: Run) -> None:
-    """Writes the reports that are missing, older than what they are made from, or not as they were written.
+    """Writes the reports if one is missing, older than what they are made from, or not as it was written.
 
     The page only if the recipe wants it. A fault of ours in the page is logged with its traceback: the results of a run
     do not depend on it. Raises `UserError` for faults of the disk.
     """
-    kept = _kept(run.path)
-    tables, page = ({name: kept[name] for name in kept if (name in TABLES) == of_tables} for of_tables in (True, False))
-    if not _are_whole(run.path, tables, _tables_of(run), (RESULTS,)):
-        tables = _write_tables(directory, run)
-        _keep(directory, tables | page)
-    wanted = run.results["recipe"].get("report", {}).get("page", False)
-    if not wanted or _are_whole(run.path, page, (PAGE,), MADE_FROM):
+    page = run.results["recipe"].get("report", {}).get("page", False)
+    if _are_whole(run.path, _kept(run.path), [*_tables_of(run), *([PAGE] if page else [])]):
+        return
+    tables = _write_tables(directory, run)
+    _keep(directory, tables)
+    if not page:
         return
     try:
-        _keep(directory, tables | _write_page(run))
+        _keep(directory, tables | _write_page(directory, run))
     except UserError:
         raise
     except Exception:
@@ -61,7 +60,8 @@ def refresh_reports(directory: RunDirectory, run: Run) -> None:
 
 
 def _write_tables(directory: RunDirectory, run: Run) -> Digests:
-    directory.write_text(MARKDOWN, markdown(run))
+    """Writes what results.json alone makes."""
+    directory.write_text(MARKDOWN, markdown(run, brief_sections(run)))
     directory.write_text(TABLE, csv_text(row for row in csv_rows(run) if row["selection"] in run.published_rules))
     if MODELS in _tables_of(run):
         directory.write_bytes(MODELS, parquet_of(run.records))
@@ -69,13 +69,16 @@ def _write_tables(directory: RunDirectory, run: Run) -> Digests:
 
 
 def _tables_of(run: Run) -> tuple[str, ...]:
-    return TABLES if len(run.records) >= LARGE else (MARKDOWN, TABLE)
+    return (MARKDOWN, TABLE, MODELS) if len(run.records) >= MANY_MODELS else (MARKDOWN, TABLE)
 
 
-def _write_page(run: Run) -> Digests:
-    write_page(run)
+def _write_page(directory: RunDirectory, run: Run) -> Digests:
+    """Writes the page, and results.md with the tables of all its sections."""
+    shown = list(sections(run))
+    write_page(run, shown)
+    directory.write_text(MARKDOWN, markdown(run, shown))
     plots = sorted((run.path / PLOTS).glob("*.svg"))
-    return _digests(run.path, (PAGE, *(f"{PLOTS}/{path.name}" for path in plots)))
+    return _digests(run.path, (MARKDOWN, PAGE, *(f"{PLOTS}/{path.name}" for path in plots)))
 
 
 def _digests(folder: Path, names: Iterable[str]) -> Digests:
@@ -94,11 +97,11 @@ def _kept(folder: Path) -> Digests:
         return {}
 
 
-def _are_whole(folder: Path, kept: Digests, names: Iterable[str], sources: Iterable[str]) -> bool:
+def _are_whole(folder: Path, kept: Digests, names: Iterable[str]) -> bool:
     """Returns whether these reports, and all others in `kept`, are as they were written, and no source is younger."""
     try:
         times = [(folder / name).stat().st_mtime_ns for name in kept]
-        changed = [(folder / name).stat().st_mtime_ns for name in sources if (folder / name).exists()]
+        changed = [(folder / name).stat().st_mtime_ns for name in (RESULTS, ANALYSIS) if (folder / name).exists()]
         return {*names} <= {*kept} and _digests(folder, kept) == kept and max(changed) <= min(times)
     except OSError:  # one is missing, or a folder
         return False

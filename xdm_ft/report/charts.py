@@ -1,0 +1,463 @@
+"""Charts as SVG that belongs to a page: its text is text, and its colours follow light and dark mode.
+
+A `Figure` draws nothing before it is asked for its SVG, so that reports without figures never import matplotlib.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from xdm_ft.report.words import short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
+"""Stand for text, secondary text, grid lines and the background. `Figure.svg` replaces them by CSS variables."""
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999933", "#882255")
+"""Okabe and Ito's palette without black and yellow, and two of Tol's: apart in any kind of colour vision, on light and
+on dark. Use markers or line styles as well, so that colour is never the only difference."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+LINES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1)), (0, (1, 3)), (0, (8, 3)))
+WIDTH = 3.6  # inches: on a phone of 390 px such a figure is not scaled down, and two stand side by side on a desk
+MAX_POINTS, MAX_THIN_POINTS, MAX_SCATTERED = 120, 60, 400  # of a line, of a thin line, of a scatter plot
+MAX_THIN_LINES = 6  # per line of a method
+MAX_MARKERS = 9  # of a line
+MAX_DECADES = 5  # labels of a logarithmic axis, about
+DARKEST = 0.8  # opacity of a share of 100%: text on it can be read in light and in dark mode
+Point = tuple[float, float]
+_VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"}
+_SETTINGS: Any = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.parse_math": False,  # names with $ are no formulas
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "grid.color": RULE,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "figure.facecolor": "none",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A plot."""
+
+    name: str  # of its file in plots/, without the ending, and of its ids: unique in the page, of a–z, 0–9, _ and -
+    alt: str  # what it shows, in one or two sentences with the main numbers, for those who do not see it
+    caption: str
+    draw: Callable[[Canvas], None]
+    width: float = WIDTH  # inches of 96 px
+    height: float = 2.5
+
+    def svg(self) -> str:
+        """Returns the SVG. The same figure gives the same text."""
+        from matplotlib import rc_context
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure as Canvas
+
+        with ExitStack() as stack:
+            stack.enter_context(rc_context(_SETTINGS | {"svg.hashsalt": self.name}))
+            stack.enter_context(warnings.catch_warnings())
+            # The font that measures a name may lack its letters. The reader's fonts draw it.
+            warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
+            canvas = Canvas(figsize=(self.width, self.height), layout="constrained")
+            FigureCanvasSVG(canvas)
+            self.draw(canvas)
+            out = io.StringIO()
+            canvas.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        return _for_the_page(out.getvalue(), self.name)
+
+
+class Look(NamedTuple):
+    """How the points and lines of a series look."""
+
+    colour: str  # "": that of their row
+    marker: str = "o"
+    line: Any = "-"  # a matplotlib line style
+    size: float = 5
+    hollow: bool = False
+    width: float = 1.4  # of lines
+
+
+def looks(names: Iterable[str]) -> dict[str, Look]:
+    """Returns {name: its look}. No two of the first 64 share colour, marker and line; no two of 8 colour or marker."""
+    made = {}
+    for i, name in enumerate(dict.fromkeys(names)):
+        marker = MARKERS[(i + i // len(SERIES)) % len(MARKERS)]
+        made[name] = Look(SERIES[i % len(SERIES)], marker, LINES[i % len(LINES)])
+    return made
+
+
+# --------------------------------------------------------------------------------------------------------------- charts
+
+
+class Mark(NamedTuple):
+    """A point of a row, and a line through it."""
+
+    series: str
+    x: float | None
+    ends: Sequence[float] | None = None
+    shift: float = 0.0  # below the middle of its row
+
+
+class Row(NamedTuple):
+    """A row of `points`: "not defined" without marks and bar."""
+
+    label: str
+    marks: Sequence[Mark]
+    bar: float | None = None
+    colour: str = INK
+    right: str = ""  # text at its right end
+
+
+def points(
+    name: str,
+    alt: str,
+    caption: str,
+    make_rows: Callable[[], Sequence[Row]],  # called when it is drawn: intervals may need predictions
+    axis: str,
+    series: Mapping[str, Look],
+    legend: Mapping[str, str] | None = None,  # {series: its words}
+    limits: tuple[float | None, float | None] | None = None,
+    count: int = 0,  # number of rows
+    zero: bool = False,  # a line at 0
+    limit: float | None = None,  # a value that can hardly be exceeded, marked by a line
+    row_height: float = 0.3,
+    width: float = WIDTH,
+) -> Figure:
+    """A horizontal row per label, with a bar, points and intervals. Bars begin at 0, so lengths can be compared."""
+    legend = legend or {}
+
+    def draw(canvas: Canvas) -> None:
+        rows = make_rows()
+        axes = canvas.subplots()
+        for position, row in enumerate(rows):
+            if row.bar is None and not row.marks:
+                axes.text(0, position, " not defined", va="center", fontsize=8)
+            if row.bar is not None:
+                axes.barh(position, row.bar, height=0.62, color=row.colour, alpha=0.35, edgecolor=row.colour)
+            for mark in row.marks:
+                _draw_mark(axes, mark, series[mark.series], row, position)
+        for one, words in legend.items():
+            look = series[one]
+            axes.plot([], [], **_marker(look, INK if look.colour == "" else look.colour), label=words)
+        if limit is not None:
+            axes.axvline(limit, color=INK, linewidth=1, linestyle="--", label="limit")
+        if zero:
+            axes.axvline(0, color=INK, linewidth=0.8)
+        axes.set_yticks(range(len(rows)), [short(row.label) for row in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        if limits is not None:
+            axes.set_xlim(*limits)
+        axes.locator_params(axis="x", nbins=5)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(axis)
+        if any(row.right for row in rows):
+            right = axes.secondary_yaxis("right")
+            right.set_yticks(range(len(rows)), [row.right for row in rows])
+            right.tick_params(length=0)
+            right.spines["right"].set_visible(False)
+        _legend_below(canvas, axes)
+
+    height = 0.75 + row_height * count + legend_height(len(legend) + (limit is not None))
+    return Figure(name, alt, caption, draw, width, height)
+
+
+def _draw_mark(axes: Axes, mark: Mark, look: Look, row: Row, position: float) -> None:
+    y, colour = position + mark.shift, look.colour or row.colour
+    if mark.ends is not None:
+        axes.plot(mark.ends, [y, y], color=colour, linewidth=look.width)
+    if mark.x is not None:
+        axes.plot(mark.x, y, **_marker(look, colour))
+
+
+def _marker(look: Look, colour: str) -> dict[str, Any]:
+    edge = 2 if look.marker == "|" else 1 if look.hollow else 0
+    fill = "none" if look.hollow else "full"
+    return {"marker": look.marker, "ls": "", "color": colour, "ms": look.size, "mew": edge, "fillstyle": fill}
+
+
+class Line(NamedTuple):
+    """A line with markers, and what belongs to it."""
+
+    label: str  # "": not in the legend
+    look: Look
+    points: Sequence[Point]
+    thin: Sequence[Sequence[Point]] = ()  # such as a line per model, whose mean are the `points`
+    band: Sequence[tuple[float, float, float]] = ()  # (x, lowest, highest)
+    rings: Sequence[Point] = ()
+
+
+def curves(
+    name: str,
+    alt: str,
+    caption: str,
+    panels: Mapping[str, Sequence[Line]],  # {title: its lines}, side by side
+    axes_labels: tuple[str, str],
+    diagonal: bool = False,  # a line where x = y in %, and axes of equal scale
+    vertical: float | None = None,  # a line at this x
+    bars: Sequence[Point] = (),  # behind the lines
+    logarithmic_y: bool = False,
+    limits: Mapping[str, float] = {},  # of `Axes.set`: xmin, xmax, ymin, ymax
+    width: float = WIDTH,
+    height: float = 2.5,
+) -> Figure:
+    """Lines over a common x. Long lines are thinned evenly."""
+
+    def draw(canvas: Canvas) -> None:
+        sides = canvas.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+        for axes, (title, lines) in zip(sides, panels.items(), strict=True):
+            if diagonal:
+                axes.plot([0, 100], [0, 100], color=MUTED, linewidth=0.9, linestyle=":")
+                axes.set_aspect("equal")
+            if vertical is not None:
+                axes.axvline(vertical, color=MUTED, linewidth=0.8, linestyle=":")
+            if bars:
+                axes.bar(*_columns(bars), width=5, color=SERIES[0], alpha=0.25)
+            for line in lines:
+                _draw_line(axes, line)
+            axes.set_title(title)
+            axes.set_xlabel(axes_labels[0])
+        first = sides[0]
+        first.set_ylabel(axes_labels[1])
+        if logarithmic_y:
+            logarithmic(first, "y", [y for lines in panels.values() for line in lines for y in _heights(line)])
+        elif np.ptp(first.get_ylim()) < 1e-9:
+            first.set_ylim(first.get_ylim()[0] - 1, first.get_ylim()[1] + 1)
+        first.set_xlim(limits.get("xmin"), limits.get("xmax"))
+        first.set_ylim(limits.get("ymin"), limits.get("ymax"))
+        _legend_below(canvas, first)
+
+    labels = [line.label for line in next(iter(panels.values())) if line.label]
+    return Figure(name, alt, caption, draw, width, height + legend_height(len(labels)))
+
+
+def _heights(line: Line) -> list[float]:
+    return [y for points_of in (line.points, *line.thin) for _, y in points_of]
+
+
+def _draw_line(axes: Axes, line: Line) -> None:
+    colour = line.look.colour
+    if line.band:
+        steps, low, high = zip(*_thinned(line.band, MAX_THIN_POINTS), strict=True)
+        axes.fill_between(steps, low, high, color=colour, alpha=0.08, linewidth=0)
+        for edge in (low, high):
+            axes.plot(steps, edge, color=colour, ls=line.look.line, linewidth=0.7)
+    for own in line.thin[:MAX_THIN_LINES]:
+        axes.plot(*_columns(_thinned(own, MAX_THIN_POINTS)), color=colour, linewidth=0.6, alpha=0.5)
+    if line.rings:
+        axes.plot(*_columns(line.rings), "o", color=INK, ms=6, mew=1, fillstyle="none", ls="", zorder=5)
+    shown = _thinned(line.points, MAX_POINTS)
+    style = {"ls": line.look.line, "marker": line.look.marker, "ms": line.look.size - 1, "linewidth": line.look.width}
+    every = max(1, -(-len(shown) // MAX_MARKERS))
+    label = short(line.label) if line.label else None
+    axes.plot(*_columns(shown), color=colour, markevery=every, label=label, **style)
+
+
+class Cloud(NamedTuple):
+    """Points of one look."""
+
+    label: str  # "": not in the legend
+    look: Look
+    points: Sequence[Point]
+
+
+def scatter(
+    name: str,
+    alt: str,
+    caption: str,
+    grid: Sequence[Sequence[tuple[str, Sequence[Cloud]]]],  # rows of (title or label of y, clouds)
+    x_label: str = "",
+    framed: bool = False,  # boxes with titles instead of axes: positions have no unit
+    x_names: Sequence[str] | None = None,  # at 0, 1, …
+    logarithmic_x: bool = False,
+    height: float = 2.6,
+) -> Figure:
+    """Plots of points, which share x and, in a row, y."""
+
+    def draw(canvas: Canvas) -> None:
+        share_x: Any = False if framed else "col"
+        all_axes = canvas.subplots(len(grid), len(grid[0]), squeeze=False, sharex=share_x, sharey="row")
+        for axes_row, row in zip(all_axes, grid, strict=True):
+            for axes, (title, clouds) in zip(axes_row, row, strict=True):
+                for cloud in clouds:
+                    label = short(cloud.label) if cloud.label else None
+                    style = _marker(cloud.look, cloud.look.colour)
+                    axes.plot(*_columns(cloud.points), alpha=0.8, label=label, **style)
+                _frame(axes, title) if framed else axes.set_ylabel(title, fontsize=8)
+        last = all_axes[-1][0]
+        if not framed:
+            last.set_xlabel(x_label)
+            if x_names is not None:
+                last.set_xticks(range(len(x_names)), [short(value, 10) for value in x_names])
+                last.set_xlim(-0.5, len(x_names) - 0.5)
+            elif logarithmic_x:
+                logarithmic(last, "x", [x for _, clouds in grid[0] for cloud in clouds for x, _ in cloud.points])
+            else:
+                last.locator_params(axis="x", nbins=5)
+        _legend_below(canvas, all_axes[0][0])
+
+    labels = [cloud.label for cloud in grid[0][0][1] if cloud.label]
+    return Figure(name, alt, caption, draw, WIDTH, height + legend_height(len(labels)))
+
+
+def _frame(axes: Axes, title: str) -> None:
+    axes.set_title(title, fontsize=8)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_visible(True)
+
+
+MAX_WRITTEN, MAX_NAMED = 10, 40  # classes whose cells hold numbers, and whose rows have names
+HEAT_COLUMNS = 4
+
+
+def heat_maps(
+    name: str, alt: str, caption: str, shares: Mapping[str, np.ndarray], names: Sequence[str], title: str = ""
+) -> Figure:
+    """Matrices of shares as one colour of growing opacity, which suits a light and a dark page.
+
+    A single one has names and numbers; several are small, without them. `shares`: {title: [C,C]}.
+    """
+    single = len(shares) == 1 and not title
+    columns = min(len(shares), HEAT_COLUMNS)
+    rows = -(-len(shares) // columns)
+
+    def draw(canvas: Canvas) -> None:
+        if title:
+            canvas.suptitle(short(title, 40), fontsize=9, x=0.02, ha="left", weight="bold")
+        for position, (heading, matrix) in enumerate(shares.items(), 1):
+            axes = canvas.add_subplot(rows, columns, position)
+            axes.set_title(short(heading, 30 if single else 14), fontsize=9 if single else 8)
+            _draw_shares(axes, matrix, [short(one, 14) for one in names] if single else [])
+
+    size = (3.6, 3.5) if single else (max(2.0, 1.15 * columns), 0.3 + 1.3 * rows)
+    return Figure(name, alt, caption, draw, *size)
+
+
+def _draw_shares(axes: Axes, shares: np.ndarray, names: Sequence[str]) -> None:
+    pixels = np.empty((*shares.shape, 4))
+    pixels[..., :3] = [int(SERIES[0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    pixels[..., 3] = DARKEST * shares
+    axes.imshow(pixels, interpolation="none")
+    axes.grid(visible=False)
+    axes.tick_params(length=0)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    if not names:
+        return
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+    if len(names) <= MAX_NAMED:
+        size = 8 if len(names) <= 20 else 5
+        axes.set_xticks(range(len(names)), names, rotation=90, fontsize=size)
+        axes.set_yticks(range(len(names)), names, fontsize=size)
+    if len(names) <= MAX_WRITTEN:
+        for i, j in zip(*np.nonzero(shares >= 0.005), strict=True):
+            axes.text(j, i, f"{100 * shares[i, j]:.0f}", ha="center", va="center", fontsize=7.5)
+
+
+# -------------------------------------------------------------------------------------------------------- axes, legends
+
+
+def logarithmic(axes: Axes, which: Literal["x", "y"], values: Sequence[float]) -> None:
+    """Makes an axis logarithmic, with a few labels as plain text: matplotlib's are formulas, which the page has not.
+
+    Zeros stand at the beginning of the axis, apart from the other values, which are above 0.
+    """
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    axis, set_scale = getattr(axes, f"{which}axis"), getattr(axes, f"set_{which}scale")
+    positive = [value for value in values if value > 0]
+    first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    zeros = [0.0] if len(positive) < len(values) else []
+    if zeros:
+        set_scale("symlog", linthresh=min(positive), linscale=0.7)
+    else:
+        set_scale("log")
+    decades = [10.0**power for power in range(first, last + 1, max(1, -(-(last - first) // MAX_DECADES)))]
+    # those below the smallest value would touch the label of 0
+    axis.set_major_locator(FixedLocator([*zeros, *(value for value in decades if value >= min(positive) or not zeros)]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+def _legend_below(canvas: Canvas, axes: Axes) -> None:
+    """Puts the legend below the figure, where it covers no point."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        canvas.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=8, handlelength=3)
+
+
+def legend_height(entries: int) -> float:
+    """Returns the inches that a legend takes."""
+    return 0.2 * -(-entries // 2) + 0.1 if entries else 0.0
+
+
+def _thinned(values: Sequence[Any], most: int) -> list[Any]:
+    """Returns at most `most` values, evenly, with the first and the last one."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def _columns(pairs: Sequence[Point]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+# ------------------------------------------------------------------------------------------------------------------ SVG
+
+
+def _for_the_page(text: str, name: str) -> str:
+    text = text[text.index("<svg") :]  # without the XML declaration and the document type
+    text = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, f"var({variable})")
+    text = re.sub(r"font: [^;\"]*?(\d+(?:\.\d+)?)px [^;\"]*", r"font-size: \1px", text)
+    text = re.sub(r"font-family: [^;\"]*; ?", "", text)  # that of the page
+    text = re.sub(r"<g[^>]*>\s*(?:<use [^>]*/>\s*)+</g>", _with_one_style, _with_own_ids(text, name))
+    # two decimals of a point are enough: numbers in tags are half the size then; text between tags stays
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), text)
+    return re.sub(r"\n\s*", "\n", text)
+
+
+def _with_own_ids(text: str, name: str) -> str:
+    """matplotlib numbers ids from 1 in every figure. Those that something refers to get the name, the others go."""
+    used = dict.fromkeys(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
+    new_ids = {old: f"{name}-{position}" for position, old in enumerate(used)}
+    text = re.sub(r" id=\"([^\"]*)\"", lambda m: f' id="{new_ids[m[1]]}"' if m[1] in new_ids else "", text)
+    return re.sub(r"(url\(#|href=\"#)([^)\"]+)", lambda m: m[1] + new_ids[m[2]], text)
+
+
+def _with_one_style(group: re.Match[str]) -> str:
+    """matplotlib repeats the style at each of the markers of a line. The group gets it, which halves the text."""
+    style = set(re.findall(r"<use [^>]*?( style=\"[^\"]*\")", group[0]))
+    if len(style) != 1 or " style=" in group[0].partition(">")[0]:
+        return group[0]
+    only = style.pop()
+    return group[0].replace(only, "").replace("<g", f"<g{only}", 1)

@@ -1,0 +1,172 @@
+"""results.csv: a row per method, selection rule and held-out set, and one for their mean, with every metric.
+
+models.parquet: a row per trained model and selection rule, of runs with so many that their JSON is slow to read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from xdm_ft.evaluation.records import Held, Record, SummaryRow, set_name
+from xdm_ft.evaluation.summary import Spread
+from xdm_ft.evaluation.verdicts import Comparison
+from xdm_ft.report.comparisons import beside_rows, between_encoders, further
+from xdm_ft.report.finished import Run, encoder_block, trainable_of
+from xdm_ft.report.frame import MEASURES, Cost, Picked, costs
+from xdm_ft.report.words import trained_words
+from xdm_ft.storage.csv_cells import csv_line
+
+Row = dict[str, Any]
+COLUMNS = (
+    "run", "encoder", "encoder_trained", "augmentation", "method", "selection", "of", "held_out", "seeds", "images",
+    "metric", "mean", "std", "stderr",
+    *(column for measure in MEASURES for column in (measure.name, f"{measure.name}_stderr")),
+    "compared_with", "difference", "error", "freedom", "share_seeds", "here_low", "here_high", "p_here",
+    "p_here_holm", "here", "elsewhere_low", "elsewhere_high", "p_elsewhere", "p_elsewhere_holm", "elsewhere",
+    "equal_within", "note", "look", "draws", "gradient_evaluations_low", "gradient_evaluations_high", *Cost._fields,
+    "failed", "skipped", "reason", "flags", "protocol",
+)  # fmt: skip
+"""`of` is `mean` (over held-out sets), `held_out` (one of these sets), `domain` (of a set of several, accuracy alone)
+or `encoders` (a method under two encoders), `compared` (any two rows) and `runs` (of two runs): comparisons that stand
+beside no row. Metrics are fractions; `std` and `stderr` are over seeds. `difference` and what follows compare the mean
+with the row `compared_with`. Costs are means over models."""
+MANY_MODELS = 1000  # from which a run has models.parquet
+OF_MODEL = ("method", "seed", "trial", "train_seconds", "trained_parameters", "gradient_evaluations", "peak_memory")
+
+
+def csv_text(rows: Iterable[Row]) -> str:
+    """Returns rows as the text of a CSV file that a spreadsheet can open."""
+    cells = ([row.get(name) for name in COLUMNS] for row in rows)
+    return "".join([csv_line(COLUMNS, COLUMNS), *(csv_line(COLUMNS, line) for line in cells)])
+
+
+def csv_rows(run: Run) -> Iterator[Row]:
+    """Yields the rows of a run, with its selection rules and methods in the order of the summary."""
+    picked = {rule: Picked(run, rule) for rule in dict.fromkeys(row.selection for row in run.rows)}
+    cost, beside = costs(run.records), {rule: beside_rows(run.results, rule) for rule in picked}
+    for row in run.rows:
+        spent = cost[row.method]._asdict() if row.method in cost else {}
+        models, start = picked[row.selection], properties(run, row.method) | _of_method(row) | spent
+        values = {measure.name: models.mean(row.method, measure) for measure in MEASURES}
+        spread = Spread(row.mean, row.std, row.stderr, row.n)
+        compared = _comparison(beside[row.selection].get(row.method))
+        yield start | {"of": "mean"} | _numbers(spread, values) | compared | _missing(row)
+        for held in models.held_out:
+            yield from _of_set(models, row, held, start)
+    for rule in beside:
+        for pair in further(run.results, rule):
+            kind = "encoders" if between_encoders(pair, run.results) else "compared"
+            yield properties(run, pair.first) | comparison_row(pair, run.metric) | {"of": kind}
+
+
+def comparison_row(row: Comparison, metric: str) -> Row:
+    """Returns a row that holds a comparison alone."""
+    return {"method": row.first, "selection": row.selection, "metric": metric} | _comparison(row)
+
+
+def properties(run: Run, method: str) -> Row:
+    """Returns what the models of a method have beside the protocol."""
+    recipe, encoder = run.results["recipe"], encoder_block(method, run.results)
+    features = recipe.get("features") or {}
+    model = encoder.get("model", encoder.get("name", "unknown encoder"))
+    weights = encoder.get("weights")
+    views = features.get("views") or 0
+    of_all_rows = recipe.get("data", {}).get("train_augmentation") or "none"  # in older runs
+    augmentation = f"{of_all_rows}, {views} cached views" if views else str(of_all_rows)
+    return {
+        "run": str(recipe["name"]),
+        "encoder": f"{model} ({Path(weights).name})" if isinstance(weights, str) else str(model),
+        "encoder_trained": trained_words(trainable_of(method, run.results)),
+        "augmentation": next((row.augmentation for row in run.rows if row.method == method), None) or augmentation,
+    }
+
+
+def _of_method(row: SummaryRow) -> Row:
+    budget = row.budget
+    evaluations = budget["gradient_evaluations"] or {}
+    return {
+        "method": row.method,
+        "selection": row.selection,
+        "metric": row.metric,
+        "draws": budget["draws"],
+        "gradient_evaluations_low": evaluations.get("low"),
+        "gradient_evaluations_high": evaluations.get("high"),
+        "protocol": row.protocol,
+    }
+
+
+def _comparison(row: Comparison | None) -> Row:
+    if row is None:
+        return {}
+    same = "difference", "error", "freedom", "share_seeds", "here", "elsewhere", "equal_within", "note", "look"
+    cells: Row = {"compared_with": row.second} | {name: getattr(row, name) for name in same}
+    for name, estimate, p in (("here", row.on_these, row.p_here), ("elsewhere", row.on_others, row.p_elsewhere)):
+        if estimate is not None:
+            cells |= {f"{name}_{end}": value for end, value in estimate.interval()._asdict().items()}
+        if p is not None:
+            cells |= {f"p_{name}": p.plain, f"p_{name}_holm": p.holm}
+    return cells
+
+
+def _missing(row: SummaryRow) -> Row:
+    flags = "; ".join(row.flags or ()) or None
+    return {"failed": row.failed, "skipped": row.skipped, "reason": row.reason, "flags": flags}
+
+
+def _of_set(models: Picked, row: SummaryRow, held: Held, start: Row) -> Iterator[Row]:
+    """Yields the row of a held-out set, and, of several domains in one, a row for each."""
+    values = {measure.name: models.on(row.method, held, measure) for measure in MEASURES}
+    of_set: Row = {"of": "held_out", "held_out": set_name(held), "images": models.images(row.method, held)}
+    yield start | of_set | _numbers(models.headline(row.method, held), values)
+    if len(held) > 1:
+        for domain, accuracy in models.accuracies(row.method, held).items():
+            of_domain = {"of": "domain", "held_out": domain, "metric": "accuracy"}
+            yield start | of_domain | _numbers(accuracy, {"accuracy": accuracy})
+
+
+def _numbers(spread: Spread, values: Mapping[str, Spread]) -> Row:
+    row: Row = {"mean": spread.mean, "std": spread.std, "stderr": spread.stderr, "seeds": spread.n}
+    for name, value in values.items():
+        row |= {name: value.mean, f"{name}_stderr": value.stderr}
+    return row
+
+
+def parquet_of(records: Iterable[Record]) -> bytes:
+    """Returns models.parquet. Columns: those of `OF_MODEL`, test_domains (joined by ", "), hparams.KEY, selection,
+    step, value (by which the rule picked), weights (address), and SPLIT.METRIC as fractions."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [*_model_rows(records)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = pyarrow.table({name: _column([row.get(name) for row in rows]) for name in names})
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(table, file)
+    return file.getvalue()
+
+
+def _model_rows(records: Iterable[Record]) -> Iterator[Row]:
+    for record in records:
+        start = {name: getattr(record, name) for name in OF_MODEL} | {"test_domains": ", ".join(record.test_domains)}
+        start |= {f"hparams.{key}": value for key, value in record.hparams.items()}
+        for rule, pick in record.selected.items():
+            metrics = {
+                f"{split}.{name}": value
+                for split, score in pick.metrics.items()
+                for name, value in vars(score).items()
+                if isinstance(value, int | float)
+            }
+            yield start | {"selection": rule, "step": pick.step, "value": pick.value, "weights": pick.weights} | metrics
+
+
+def _column(values: list[Any]) -> list[Any]:
+    """Numbers, texts or booleans as they are; of several kinds, as settings of several methods may be, as JSON."""
+    kinds = {float if type(value) is int else type(value) for value in values if value is not None}
+    if kinds <= {float} or kinds <= {str} or kinds <= {bool}:
+        whole = all(type(value) is int or value is None for value in values)
+        return values if whole or kinds != {float} else [None if value is None else float(value) for value in values]
+    return [None if value is None else json.dumps(value) for value in values]

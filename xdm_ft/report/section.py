@@ -1,0 +1,105 @@
+"""What reports are made of: sections of figures, tables and notes.
+
+Texts are plain: each renderer (text, Markdown, LaTeX, HTML) escapes what it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from xdm_ft.evaluation.summary import Spread
+from xdm_ft.report.charts import Figure
+from xdm_ft.report.words import EMPTY, number, scaled, significant
+
+MAX_ROWS = 240  # of a table with a row per model
+MAX_UNFOLDED_ROWS = 12
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table."""
+
+    text: str
+    value: float | None = None  # by which its column sorts; None: by the text
+    note: str = ""  # a second, smaller line
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. The cells of its first column are headers of their rows."""
+
+    caption: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    labels: int = 1  # number of columns, the first ones, that say what a row is
+    sortable: bool = True
+    folded: bool = False  # shown on the page behind a line that opens it
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """A small image."""
+
+    jpeg: bytes
+    alt: str
+    caption: Sequence[str] = ()  # lines
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report."""
+
+    id: str  # anchor, unique in the report
+    title: str
+    about: str  # how to read it: one or two sentences
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+    folded: bool = False  # shown on the page behind a line that opens it
+    thumbnails: Sequence[Thumbnail] = ()
+    code: str = ""  # lines of text in fixed width
+
+
+def texts(*values: object) -> list[Cell]:
+    return [Cell(str(value)) for value in values]
+
+
+def count_cell(value: int) -> Cell:
+    return Cell(f"{value}", value)
+
+
+def metric_cell(value: float | None, metric: str) -> Cell:
+    return Cell(number(value, metric), value)
+
+
+def spread_cell(spread: Spread, metric: str) -> Cell:
+    """Returns mean ± standard error."""
+    error = "" if spread.mean is None or spread.stderr is None else f" ± {scaled(spread.stderr, metric)}"
+    return Cell(number(spread.mean, metric) + error, spread.mean)
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """Returns the mean of the values that are defined; None if there is none."""
+    defined = [value for value in values if value is not None]
+    return fmean(defined) if defined else None
+
+
+def mean_cell(values: Iterable[float | None], form: str = "") -> Cell:
+    """Returns the mean over seeds in the format `form` (default: 4 digits), with their standard deviation (ddof 1)."""
+    defined = [value for value in values if value is not None]
+    if not defined:
+        return Cell(EMPTY)
+    mean = fmean(defined)
+    text = f"{mean:{form}}" if form else significant(mean, 4)
+    if len(defined) < 2:
+        return Cell(text, mean)
+    spread = f"{stdev(defined):{form}}" if form else significant(stdev(defined), 2)
+    return Cell(text, mean, f"± {spread}")
+
+
+def long_table(caption: str, header: Sequence[str], rows: Sequence[Sequence[Cell]], labels: int = 1) -> Table:
+    """Returns a table of the first `MAX_ROWS` rows, which says so if there are more; a long one is folded."""
+    more = f" The first {MAX_ROWS} of {len(rows)} rows." if len(rows) > MAX_ROWS else ""
+    return Table(caption + more, header, rows[:MAX_ROWS], labels, folded=len(rows) > MAX_UNFOLDED_ROWS)
