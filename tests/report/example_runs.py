@@ -142,3 +142,16 @@ def results_of(
         "comparisons": [row.to_json() for row in found.comparisons],
         "looks": [],
     }
+
+
+def two_sets() -> list[dict[str, Any]]:
+    """Two methods, two held-out sets and two seeds; accuracy of ERM: a 0.6 and 0.8, b 0.5 and 0.3."""
+    found = []
+    for method, gain in (("erm", 0.0), ("xdomainmix", 0.1)):
+        for held, accuracies in (("a", (0.6, 0.8)), ("b", (0.5, 0.3))):
+            for seed, accuracy in enumerate(accuracies):
+                recalls = {"cat": accuracy - 0.1, "dog": 0.95, "elk": None}
+                found.append(
+                    model(method, (held,), seed, accuracy=accuracy + gain, nll=1 + seed, per_class_recall=recalls)
+                )
+    return found

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from example_runs import comparison, earlier, results_of, run_of, with_comparisons
+from example_runs import comparison, earlier, results_of, run_of, two_sets, with_comparisons
 from scipy import stats
 from test_headline import screen
-from test_more_tables import two_sets
 from test_results_schema import validate
 
 from xdm_ft.evaluation.looks import Look
@@ -22,9 +21,8 @@ from xdm_ft.report.comparisons import (
     here_words,
     what_it_finds,
 )
-from xdm_ft.report.csv_rows import csv_rows
-from xdm_ft.report.markdown import markdown, tables_of
-from xdm_ft.report.page import differences
+from xdm_ft.report.csv import csv_rows
+from xdm_ft.report.sections import table_sections
 from xdm_ft.report.sentence import sentence
 from xdm_ft.report.side_by_side import side_by_side
 
@@ -74,15 +72,15 @@ def test_the_words_of_a_cell(row: Comparison, metric: str, words: str) -> None:
 def test_cells() -> None:
     row = comparison("m", "erm", 0.1, "better", p_here=PValue(0.0001, 0.0003))
     half, wide = stats.t.ppf(0.975, 5) * 2, stats.t.ppf(0.975, 1) * 5
-    cells = cells_of(row, "accuracy", header_of([row]))
+    cells = [cell.text for cell in cells_of(row, "accuracy", header_of([row]))]
     assert cells == [
         f"{10 - half:+.1f} to {10 + half:+.1f}", "<0.001", "better", f"{10 - wide:+.1f} to {10 + wide:+.1f}", "0.300",
         "unknown",
     ]  # fmt: skip
     one = comparison("m", sets=1, here="no verdict", error=None)
     assert header_of([one]) == ("95% here (unadjusted)", "p here (Holm)", "here")
-    assert cells_of(one, "accuracy", header_of([one])) == ["not estimated", "–", "no verdict"]
-    assert cells_of(None, "accuracy", header_of([one])) == ["–"] * 3
+    assert [cell.text for cell in cells_of(one, "accuracy", header_of([one]))] == ["not estimated", "–", "no verdict"]
+    assert [cell.text for cell in cells_of(None, "accuracy", header_of([one]))] == ["–"] * 3
 
 
 # -------------------------------------------------------------------------------------------------- what a table finds
@@ -259,12 +257,11 @@ def test_every_report_of_an_earlier_version(
     assert [one["verdict"] for one in results["encoder_pairs"]] == ["not distinguishable"]
     validate(results)
     run = run_of(results)
-    first, *rest = tables_of(run)
-    cells = dict(zip(first.header, first.rows[1], strict=True))
-    assert (cells["versus erm"], cells["here"], cells["elsewhere"]) == ("+10.0", "better", "better")
-    [pairs] = [table for table in rest if table.heading == "Further comparisons"]
-    assert pairs.rows[0][:3] == ("erm @ small", "erm @ large", "-5.0") and "no clear difference" in pairs.rows[0]
-    assert "## How to read" in markdown(run) and "not distinguishable" not in markdown(run)
+    shown = {section.id: section.tables[0] for section in table_sections(run, run.rules)}
+    [beside] = [[cell.text for cell in row] for row in shown["differences"].rows]
+    assert beside[:3] == ["xdomainmix @ small", "erm @ small", "+10.0"] and beside[5::3] == ["better", "better"]
+    [pair_row] = [[cell.text for cell in row] for row in shown["further"].rows]
+    assert pair_row[:3] == ["erm @ small", "erm @ large", "-5.0"] and "no clear difference" in pair_row
     rows = [row for row in csv_rows(run) if row.get("compared_with")]
     assert [(row["of"], row["here"], row["elsewhere"]) for row in rows] == [
         ("mean", "better", "better"), ("encoders", "no clear difference", "unknown")
@@ -272,11 +269,9 @@ def test_every_report_of_an_earlier_version(
     [line, _] = [line for line in screen(run, capsys, monkeypatch, 120).splitlines() if line.startswith("xdomainmix")]
     assert line.split()[-3:] == ["+10.0", "better", "better"]
     assert "under erm, small is -5.0 against large, no clear difference here" in sentence(run)
-    panel, more = differences.panel(run), differences.further_panel(run)
-    assert panel is not None and [cell.text for cell in panel.tables[0].rows[0]][-1] == "better"
-    assert more is not None and more.tables[0].rows[0][0].text == "erm @ small − erm @ large"
-    both, _ = side_by_side([run, run], [])
-    assert [row[both.header.index("here")] for row in both.rows].count("better") == 2
+    [both, *_] = side_by_side([run, run], [])
+    place = list(both.tables[0].header).index("here")
+    assert [row[place].text for row in both.tables[0].rows].count("better") == 2
 
 
 def test_the_earliest_versions_name_the_reference_in_the_note() -> None:

@@ -14,8 +14,8 @@ from example_runs import comparison
 from made_runs import run
 
 from xdm_ft.report.finished import Run
-from xdm_ft.report.headline import show_headline
 from xdm_ft.report.sentence import sentence
+from xdm_ft.report.text import show_headline
 
 PACS = {"art_painting": 0.67, "cartoon": 0.53, "photo": 0.93, "sketch": 0.41}
 METHODS = ("erm", "xdomainmix", "xdomainmix+sam", "groupdro", "coral", "mixup")

@@ -17,6 +17,7 @@ from xdm_ft.evaluation.metrics import score
 from xdm_ft.evaluation.records import Record
 from xdm_ft.evaluation.summary import summarise
 from xdm_ft.report.markdown import markdown
+from xdm_ft.report.sections import brief_sections
 
 EXAMPLE = Path(__file__).parent / "results_example.json"
 SCHEMA = json.loads(files("xdm_ft.report").joinpath("results.schema.json").read_text(encoding="utf-8"))
@@ -66,7 +67,10 @@ def test_what_the_code_makes_is_valid(results: dict[str, Any]) -> None:
     results["looks"] = [look.to_json() for look in looks]
     assert len(results["summary"]) == len(methods) * 2 and len(rows) == 2 * 2 + 1 and len(looks[0].found) == 1
     validate(results)
-    assert markdown(run_of(results)).count("66.7 ± 0.0") == 2 * 2  # two methods with two seeds, under two rules
+    run = run_of(results)
+    assert (
+        markdown(run, brief_sections(run)).count("| 66.7 ± 0.0 | 2 |") == 2 * 2
+    )  # two methods with two seeds, under two rules
 
 
 def forget_the_reason(results: dict[str, Any]) -> None:

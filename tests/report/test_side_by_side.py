@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from example_runs import comparison, model, results_of, run_of
+from example_runs import comparison, model, results_of, run_of, two_sets
 from made_up_runs import Named, write_run
-from test_more_tables import two_sets
 
 from xdm_ft.evaluation.verdicts import Comparison, holm
 from xdm_ft.report.finished import Run
-from xdm_ft.report.markdown import markdown_table
+from xdm_ft.report.markdown import markdown_lines
 from xdm_ft.report.side_by_side import check_same_protocol, compare_runs, run_names, side_by_side
 from xdm_ft.runtime.errors import UserError
 
@@ -36,8 +35,9 @@ def first() -> Run:
 def test_the_rows_of_all_runs(first: Run) -> None:
     runs = [first, other()]
     check_same_protocol(runs)
-    table, metrics = side_by_side(runs, [])
-    rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
+    section, metrics = side_by_side(runs, [])
+    [table] = section.tables
+    rows = [dict(zip(table.header, (cell.text for cell in row), strict=True)) for row in table.rows]
     assert [(row["run"], row["method"]) for row in rows] == [("made", "erm"), ("made", "xdomainmix"), ("other", "erm")]
     assert [(row["encoder"], row["encoder is"], row["augmentation"]) for row in rows[1:]] == [
         ("tiny", "frozen", "none"),
@@ -47,27 +47,31 @@ def test_the_rows_of_all_runs(first: Run) -> None:
     assert (rows[2]["a"], rows[2]["b"], rows[2]["seeds"]) == ("60.0", "30.0", "2")
     assert [row["versus erm of its run"] for row in rows] == ["–", "+10.0", "–"]
     assert [(row["here"], row["elsewhere"]) for row in rows] == [("–", "–"), ("no verdict", "unknown"), ("–", "–")]
-    assert [row[:2] for row in metrics.rows] == [row[:2] for row in table.rows] and metrics.level == 3
-    assert "accuracy in %" in table.heading
-    assert [what for what, _ in table.about] == ["Compared", "Protocol"], "one line if it is the same"
-    assert any(where == "made, xdomainmix" and "no verdict" in note for where, note in table.notes)
+    assert [row[:2] for row in metrics.tables[0].rows] == [row[:2] for row in table.rows]
+    assert "accuracy in %" in section.title and metrics.tables[0].rows[0][2].text == "55.0 ± 0.0"
+    assert table.caption == "Protocol: pets, 40 images; picked by train_val", "one line if it is the same"
+    assert any(note.startswith("made, xdomainmix") and "no verdict" in note for note in section.notes)
 
 
 def test_each_run_has_its_own_protocol_line(first: Run) -> None:
     second = other()
     second.rows[0] = second.own_rows[0].__class__(**{**vars(second.own_rows[0]), "protocol": "pets; encoder trained"})
     second.__dict__.pop("own_rows")
-    table, _ = side_by_side([first, second], [])
-    assert table.about[1:] == (
-        ("Protocol", "made: pets, 40 images; picked by train_val"),
-        ("Protocol", "other: pets; encoder trained"),
+    [section, _] = side_by_side([first, second], [])
+    assert section.tables[0].caption == (
+        "Protocol: made: pets, 40 images; picked by train_val; other: pets; encoder trained"
     )
 
 
 def test_equal_names_become_paths(first: Run) -> None:
     runs = [first, other("made", "elsewhere/made"), other("third")]
     assert [*run_names(runs).values()] == ["out/made", "elsewhere/made", "third"]
-    assert [row[0] for row in side_by_side(runs, [])[0].rows] == ["out/made", "out/made", "elsewhere/made", "third"]
+    assert [row[0].text for row in side_by_side(runs, [])[0].tables[0].rows] == [
+        "out/made",
+        "out/made",
+        "elsewhere/made",
+        "third",
+    ]
 
 
 def change(block: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -127,8 +131,7 @@ def test_a_run_without_a_table_is_refused(first: Run) -> None:
 
 
 def test_names_are_text(first: Run) -> None:
-    table, _ = side_by_side([first, other("<script>|\n\x1b[31m")], [])
-    lines = markdown_table(table)
+    lines = [*markdown_lines(side_by_side([first, other("<script>|\n\x1b[31m")], []))]
     assert any("| \\<script\\>\\| \\\\x1b\\[31m | erm |" in line for line in lines)
     assert all(line.isprintable() for line in lines)
 
@@ -140,7 +143,7 @@ def between(*runs: Run) -> list[Comparison]:
     check_same_protocol(runs)
     found = compare_runs(runs, run_names(runs))
     tables = side_by_side(runs, found)
-    headings = [table.heading for table in tables]
+    headings = [section.title for section in tables]
     assert ("Runs compared with the first one" in headings) == bool(found) and len(tables) == 2 + bool(found)
     return found
 

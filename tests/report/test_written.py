@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from example_runs import results_of, run_of
-from test_more_tables import two_sets
+from example_runs import results_of, run_of, two_sets
 
 from xdm_ft.report import written
 from xdm_ft.report.finished import Run, read_run
+from xdm_ft.report.section import Section
+from xdm_ft.report.sections import brief_sections
 from xdm_ft.report.written import refresh_reports, write_reports
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.run_directory import RunDirectory
@@ -25,12 +26,13 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The pages that were drawn."""
     drawn: list[Path] = []
 
-    def draw(run: Run) -> None:
+    def draw(run: Run) -> list[Section]:
         assert all((run.path / name).exists() for name in TABLES), "the tables do not wait for the page"
         (run.path / "plots").mkdir(exist_ok=True)
         for name in ("report.html", "plots/a.svg", "plots/b.svg"):
             (run.path / name).write_text(f"page {name}")
         drawn.append(run.path)
+        return list(brief_sections(run))
 
     monkeypatch.setattr(written, "write_page", draw)
     return drawn
@@ -56,18 +58,14 @@ def age(path: Path) -> None:
     os.utime(path, ns=(1, 1))
 
 
-def test_what_is_missing_or_old_is_written_and_nothing_else(directory: RunDirectory, pages: list[Path]) -> None:
+def test_what_is_missing_or_old_is_written_anew(directory: RunDirectory, pages: list[Path]) -> None:
     assert refresh(directory) == {*TABLES, "report.html"}
     assert refresh(directory) == set() and len(pages) == 1
-    for name in TABLES:
+    for name in (*TABLES, "report.html"):
         (directory.path / name).unlink()
-        assert refresh(directory) == {*TABLES}
+        assert name in refresh(directory)
         age(directory.path / name)
-        assert refresh(directory) == {*TABLES}
-    (directory.path / "report.html").unlink()
-    assert refresh(directory) == {"report.html"}
-    age(directory.path / "report.html")
-    assert refresh(directory) == {"report.html"} and len(pages) == 3
+        assert name in refresh(directory) and refresh(directory) == set()
 
 
 def flip(path: Path) -> None:
@@ -95,14 +93,14 @@ def test_a_damaged_report_is_restored(
     pages: list[Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(written, "LARGE", 1)
+    monkeypatch.setattr(written, "MANY_MODELS", 1)
     refresh(directory)
     paths = [path for path in directory.path.rglob("*") if path.is_file()]
     whole = {path: path.read_bytes() for path in paths}
     damage(directory.path / name)
     refresh(directory)
     assert {path: path.read_bytes() for path in paths} == whole and refresh(directory) == set()
-    assert len(pages) == (1 if name in (*TABLES, "models.parquet") else 2)
+    assert len(pages) == 2
 
 
 @pytest.mark.parametrize("damage", [cut, Path.unlink])
@@ -128,7 +126,7 @@ def test_equal_results_leave_the_file_and_others_replace_it(directory: RunDirect
 def test_an_analysis_makes_the_page_old(directory: RunDirectory, pages: list[Path]) -> None:
     refresh(directory)
     (directory.path / "analysis.json").write_text("{}")
-    assert refresh(directory) == {"report.html"} and refresh(directory) == set()
+    assert {"report.html", "results.md"} <= refresh(directory) and refresh(directory) == set()
 
 
 @pytest.mark.parametrize("report", [{}, {"report": {"page": False}}])

@@ -24,6 +24,7 @@ from xdm_ft.report.comparisons import beside_rows, here_words
 from xdm_ft.report.finished import Run
 from xdm_ft.report.frame import ECE, Picked
 from xdm_ft.report.section import Section, Thumbnail
+from xdm_ft.report.sections import sections
 from xdm_ft.report.sections.results import mean_interval
 from xdm_ft.report.sentence import sentence
 from xdm_ft.report.words import between, metric_words, scaled, shareable_path, with_unit
@@ -39,12 +40,15 @@ ON_PAPER = {"--ink": "#1b1f24", "--muted": "#57606a", "--rule": "#dfe3e8", "--pa
 """The page's colours in light mode. Files in plots/ have them: other programs know no CSS variables."""
 
 
-def write_page(run: Run, shown: Sequence[Section]) -> None:
+def write_page(run: Run) -> list[Section]:
     """Writes report.html and the figures as plots/*.svg into the run directory, each file atomically.
+
+    Returns the sections of the page.
 
     Images of the data and names of their files stand in the page only if the recipe's `report.images` is true. Raises
     `UserError` if a file of the run is damaged, or if the page can not be written.
     """
+    shown = list(sections(run))
     drawn = {figure.name: figure.svg() for section in shown for figure in section.figures}
     text = html(run, shown, drawn)
     for figure in (figure for section in shown for figure in section.figures):
@@ -53,6 +57,7 @@ def write_page(run: Run, shown: Sequence[Section]) -> None:
     for path in (run.path / PLOTS).glob("*.svg"):  # of an earlier page: they would contradict this one
         if path.stem not in drawn:
             path.unlink()
+    return shown
 
 
 def html(run: Run, shown: Sequence[Section], drawn: dict[str, str]) -> str:

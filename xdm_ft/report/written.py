@@ -16,7 +16,7 @@ from xdm_ft.report.csv import MANY_MODELS, csv_rows, csv_text, parquet_of
 from xdm_ft.report.finished import Run
 from xdm_ft.report.html import PLOTS, write_page
 from xdm_ft.report.markdown import markdown
-from xdm_ft.report.sections import brief_sections, sections
+from xdm_ft.report.sections import brief_sections
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.lines import Damaged, read_object
@@ -74,9 +74,7 @@ def _tables_of(run: Run) -> tuple[str, ...]:
 
 def _write_page(directory: RunDirectory, run: Run) -> Digests:
     """Writes the page, and results.md with the tables of all its sections."""
-    shown = list(sections(run))
-    write_page(run, shown)
-    directory.write_text(MARKDOWN, markdown(run, shown))
+    directory.write_text(MARKDOWN, markdown(run, write_page(run)))
     plots = sorted((run.path / PLOTS).glob("*.svg"))
     return _digests(run.path, (MARKDOWN, PAGE, *(f"{PLOTS}/{path.name}" for path in plots)))
 

@@ -29,7 +29,9 @@ from xdm_ft.report.words import (
 
 
 def section(run: Run, rule: str) -> Section:
-    rows = [row for row in run.rows if row.selection == rule]
+    order = {label: position for position, label in enumerate(items(run.results))}
+    of_rule = [row for row in run.rows if row.selection == rule]
+    rows = sorted(of_rule, key=lambda row: order.get(row.method, len(order)))
     better = "Higher" if HIGHER_IS_BETTER[rows[0].metric] else "Lower"
     title = f"Results, selection: {rule}"
     if rule == ORACLE:
@@ -42,19 +44,18 @@ def section(run: Run, rule: str) -> Section:
         about=f"Test {in_unit(rows[0].metric)} on images of {run.results.get('tested_on', 'held-out domains')}, the "
         f"mean over seeds; ± is the standard error over seeds. {better} is better.",
         figures=[plot] if rule == run.own_rule and (plot := _plot(run)) else [],
-        tables=[_table(run, group) for group in _of_one_protocol(run, rows)],
+        tables=[_table(run, group) for group in _of_one_protocol(rows)],
         notes=[*_notes(run, rule, rows), *_unequal_budgets(rows)],
     )
 
 
-def _of_one_protocol(run: Run, rows: Iterable[SummaryRow]) -> list[list[SummaryRow]]:
+def _of_one_protocol(rows: Iterable[SummaryRow]) -> list[list[SummaryRow]]:
     """Returns the rows of each table: no column mixes two protocols, metrics or kinds of ±."""
     groups: dict[tuple[str, ...], list[SummaryRow]] = {}
     for row in rows:
         kind = (row.spread_as_published or {}).get("kind", "")
         groups.setdefault((row.protocol, row.metric, row.split, kind), []).append(row)
-    order = {label: position for position, label in enumerate(items(run.results))}
-    return [sorted(group, key=lambda row: order.get(row.method, len(order))) for group in groups.values()]
+    return list(groups.values())
 
 
 def _table(run: Run, rows: list[SummaryRow]) -> Table:

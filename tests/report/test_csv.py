@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
-from example_runs import comparison, model, results_of, run_of, with_comparisons
-from test_more_tables import two_sets
+from example_runs import comparison, model, results_of, run_of, two_sets, with_comparisons
 
-from xdm_ft.report.csv_rows import COLUMNS, csv_rows, csv_text, properties
+from xdm_ft.evaluation.records import ModelKey, Pick, Record
+from xdm_ft.report import written
+from xdm_ft.report.csv import COLUMNS, csv_rows, csv_text, parquet_of, properties
+from xdm_ft.report.finished import read_run
+from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.csv_cells import read_cell
+from xdm_ft.storage.run_directory import RunDirectory
 
 
 def rows_of(results: dict[str, Any]) -> list[dict[str, str]]:
@@ -108,3 +114,105 @@ def test_properties_tell_two_encoders_apart() -> None:
     views = of(encoder={"name": "own"}, data={"train_augmentation": "crop"}, features={"views": 4})
     assert views["encoder"] == "own" and views["augmentation"] == "crop, 4 cached views"
     assert of(features=None, data={"train_augmentation": None})["augmentation"] == "none"
+
+
+# ------------------------------------------------------------------------------------------------------ models.parquet
+
+
+def score(accuracy: float) -> Score:
+    return Score(accuracy, accuracy, accuracy, None, None, 0.7, 0.1, 20, {"cat": 1.0}, {"ink": {"accuracy": 1.0}})
+
+
+def searched(trial: int, hparams: dict[str, Any], *rules: str) -> Record:
+    picks = {rule: Pick(10 * trial, f"{rule}.safetensors", {"test": score(0.25), "val": score(0.5)}) for rule in rules}
+    return Record(ModelKey("erm", ("ink", "chalk"), 0, trial), hparams, "ok", selected=picks, train_seconds=1.5)
+
+
+def parquet_rows(*records: Record) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = pyarrow.parquet.read_table(io.BytesIO(parquet_of(records))).to_pylist()
+    return found
+
+
+def test_a_row_per_model_and_rule() -> None:
+    found = parquet_rows(
+        searched(0, {"lr": 1e-3}, "train_val"), searched(1, {"lr": 1, "wide": True}, "train_val", "oracle")
+    )
+    assert [(row["trial"], row["selection"], row["step"]) for row in found] == [
+        (0, "train_val", 0), (1, "train_val", 10), (1, "oracle", 10)
+    ]  # fmt: skip
+    assert found[0]["test_domains"] == "ink, chalk" and found[0]["weights"] == "train_val.safetensors"
+    assert [row["hparams.lr"] for row in found] == [1e-3, 1.0, 1.0]
+    assert [row["hparams.wide"] for row in found] == [None, True, True]
+    assert found[2]["test.accuracy"] == 0.25 and found[2]["val.accuracy"] == 0.5 and found[2]["val.n"] == 20
+    assert found[0]["train_seconds"] == 1.5 and found[0]["peak_memory"] is None
+    assert "test.per_domain" not in found[0] and "test.auroc" not in found[0]
+
+
+def test_settings_of_several_kinds_are_json() -> None:
+    found = parquet_rows(
+        searched(0, {"p": 0.5, "l": [1, 2]}, "oracle"), searched(1, {"p": "half", "l": None}, "oracle")
+    )
+    assert [row["hparams.p"] for row in found] == ["0.5", '"half"']
+    assert [row["hparams.l"] for row in found] == ["[1, 2]", None]
+
+
+def test_a_large_run_has_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written, "write_page", lambda run: (run.path / "report.html").write_text("page") and [])
+    with RunDirectory(tmp_path / "run", "0", main=True) as directory:
+        directory.begin()
+        directory.write_results(results_of(two_sets()))
+        run = read_run(tmp_path / "run")
+        written.write_reports(directory, run)
+        assert not (tmp_path / "run/models.parquet").exists()
+        monkeypatch.setattr(written, "MANY_MODELS", len(run.records))
+        assert tmp_path / "run/models.parquet" in written.write_reports(directory, run)
+    table = pyarrow.parquet.read_table(tmp_path / "run/models.parquet")
+    assert len(table) == sum(len(record.selected) for record in run.records)
+
+
+ENCODERS = ("small", "large")
+
+
+def costly(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same runs with costs: model number i has i seconds and i MB; of xdomainmix the memory is not known."""
+    for i, run in enumerate(runs):
+        run |= {"train_seconds": float(i), "trained_parameters": 1000}
+        if not run["method"].startswith("xdomainmix"):
+            run["peak_memory"] = i * 10**6
+    return runs
+
+
+def of_two_encoders() -> dict[str, Any]:
+    """ERM and XDomainMix under both encoders; the larger one has 0.05 more in each model."""
+    runs = [
+        model(f"{run['method']} @ {one}", tuple(run["test_domains"]), run["seed"], accuracy=accuracy(run) + gain)
+        for one, gain in zip(ENCODERS, (0.0, 0.05), strict=True)
+        for run in two_sets()
+    ]
+    return results_of(costly(runs), encoders=ENCODERS)
+
+
+def accuracy(run: dict[str, Any]) -> float:
+    return float(run["selected"]["train_val"]["metrics"]["test"]["accuracy"])
+
+
+def test_results_csv_has_costs_and_pairs() -> None:
+    results = of_two_encoders()
+    results["recipe"]["methods"] = ["erm", {"name": "xdomainmix", "trainable": {"blocks": 2}}]
+    pair = next(one for one in results["comparisons"] if one["second"] == "xdomainmix @ large")
+    pair |= {"p_here": {"plain": 0.01, "holm": 0.03}, "here": "worse", "error_elsewhere": 0.01}
+    rows = list(csv.DictReader(io.StringIO(csv_text(csv_rows(run_of(results))))))
+    erm = next(row for row in rows if (row["method"], row["of"]) == ("erm @ large", "mean"))
+    assert (erm["encoder"], erm["encoder_trained"], erm["compared_with"]) == ("vit_large", "frozen", "")
+    assert [float(erm[name]) for name in ("trained_parameters", "train_seconds", "peak_memory")] == [1000, 9.5, 9.5e6]
+    mix = next(row for row in rows if (row["method"], row["of"]) == ("xdomainmix @ small", "mean"))
+    assert (mix["encoder_trained"], mix["compared_with"]) == ("last 2 blocks", "erm @ small")
+    assert mix["peak_memory"] == ""
+    pairs = [row for row in rows if row["of"] == "encoders"]
+    assert [(row["method"], row["compared_with"]) for row in pairs] == [
+        ("erm @ small", "erm @ large"), ("xdomainmix @ small", "xdomainmix @ large")
+    ]  # fmt: skip
+    last = pairs[1]
+    assert float(last["difference"]) == pytest.approx(-0.05) and last["mean"] == last["train_seconds"] == ""
+    assert (last["p_here_holm"], last["here"], last["elsewhere"]) == ("0.03", "worse", "unknown")
+    assert float(last["elsewhere_low"]) == pytest.approx(-0.05 - 0.01 * 12.7062, abs=1e-6)

@@ -79,5 +79,4 @@ class Page(HTMLParser):
         return found
 
     def table(self, begin: str) -> Table:
-        [found] = [table for table in self.tables if table.caption.startswith(begin)]
-        return found
+        return next(table for table in self.tables if table.caption.startswith(begin))

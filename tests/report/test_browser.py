@@ -9,7 +9,7 @@ import pytest
 from browser import MISSING, Browser
 from made_up_runs import Named, write_run
 
-from xdm_ft.report.page import write_page
+from xdm_ft.report.html import write_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 SIZES = [(1280, False), (1280, True), (390, False), (390, True)]
