@@ -10,8 +10,7 @@ from typing import Any
 
 import miniature
 import pytest
-from example_runs import results_of
-from test_more_tables import two_sets
+from example_runs import results_of, two_sets
 
 import xdm_ft
 from xdm_ft.recipe.check import check, load

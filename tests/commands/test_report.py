@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from example_runs import results_of
+from example_runs import results_of, two_sets
 from filelock import FileLock
-from test_more_tables import two_sets
 
 from xdm_ft.cli.parser import main
 from xdm_ft.report import written
-from xdm_ft.report.csv_rows import COLUMNS
+from xdm_ft.report.csv import COLUMNS
 from xdm_ft.report.finished import Run
+from xdm_ft.report.section import Section
+from xdm_ft.report.sections import brief_sections
 from xdm_ft.storage.run_directory import RunDirectory
 
 NAME = "a|<script>\n\x1b[31m=1\u202e"
@@ -36,9 +37,10 @@ def pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
         made(Path(name))
     settings: list[dict[str, Any]] = []
 
-    def draw(run: Run) -> None:
+    def draw(run: Run) -> list[Section]:
         (run.path / "report.html").write_text("page")
         settings.append(run.results["recipe"].get("report", {}))
+        return list(brief_sections(run))
 
     monkeypatch.setattr(written, "write_page", draw)
     return settings
@@ -52,7 +54,7 @@ def test_one_run(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
         "worst and best with 1 in 3; on average expect 55.0% accuracy with erm, chosen on validation images; "
         "a|<script>\\n\\x1b"
     )
-    assert all(word in out for word in ("selection: train_val", "65.0 ± 0.0", "Other metrics", "worst domain"))
+    assert all(word in out for word in ("selection: train_val", "65.0 ± 0.0", "All metrics", "worst domain"))
     assert all(line.isprintable() for line in f"{out}{err}".splitlines())
     assert err == "wrote one/results.md, one/results.csv, one/report.html\n" and pages == [{}]
     before = {path: path.stat().st_mtime_ns for path in Path("one").iterdir()}
@@ -118,7 +120,7 @@ def test_several_runs(pages: list[dict[str, Any]], capsys: pytest.CaptureFixture
     before = sorted(Path().rglob("*"))
     assert main(["report", "one", "two"]) == 0
     out, err = capsys.readouterr()
-    assert "2 runs side by side" in out and out.count("65.0 ± 0.0") == 2 and err == ""
+    assert "2 runs side by side" in out and out.count("65.0 ± 0.0") == 2 * 2 and err == ""
     assert all(line.isprintable() for line in out.splitlines())
     assert main(["report", "one", "two", "--format", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out, newline="")))

@@ -9,9 +9,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from example_runs import comparison, earlier, results_of, with_comparisons
+from example_runs import comparison, earlier, results_of, two_sets, with_comparisons
 from test_encoder_pairs import PAIRS
-from test_more_tables import two_sets
 from test_results_schema import SCHEMA
 from test_summary import found as summarised
 from test_summary import grid, record, trouble

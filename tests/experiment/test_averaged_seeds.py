@@ -9,8 +9,8 @@ import pytest
 from exported import RUN, exported, held_out, run
 
 from xdm_ft.export.choose import Choice
-from xdm_ft.report.averaged_seeds import averaged_log_probabilities
 from xdm_ft.report.finished import read_run
+from xdm_ft.report.sections.averaged import averaged_log_probabilities
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -29,7 +29,7 @@ def test_the_mean_of_log_probabilities_is_the_mean_of_logits() -> None:
 
 def rows_of_table() -> dict[str, list[str]]:
     """{method: cells} of the table in results.md."""
-    text = (RUN / "results.md").read_text().partition("### Seeds averaged")[2].partition("\n#")[0]
+    text = (RUN / "results.md").read_text().partition("## Seeds averaged")[2].partition("\n#")[0]
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {line[0]: line[1:] for line in lines[1:]}
 

@@ -11,6 +11,8 @@ from small_runs import recipe
 from xdm_ft.experiment import run
 from xdm_ft.report import written
 from xdm_ft.report.finished import Run
+from xdm_ft.report.section import Section
+from xdm_ft.report.sections import brief_sections
 
 RUN = Path("output/small")
 ONE = ("methods=[erm]", "protocol.test_domains=[sketch]", "report.page=true", "training.steps=2")
@@ -30,11 +32,12 @@ def fault(small_pacs: None, monkeypatch: pytest.MonkeyPatch) -> list[BaseExcepti
     """What drawing the page raises: the last of the list, if there is one."""
     raised: list[BaseException] = []
 
-    def draw(found: Run) -> None:
+    def draw(found: Run) -> list[Section]:
         assert found.records and found.rows and found.own_rows[0].method == "erm"
         if raised:
             raise raised[-1]
         (found.path / "report.html").write_text("page")
+        return list(brief_sections(found))
 
     monkeypatch.setattr(written, "write_page", draw)
     return raised

@@ -33,9 +33,9 @@ from xdm_ft.features.maintenance import stores
 from xdm_ft.features.shards import write_manifest
 from xdm_ft.recipe.text import in_yaml, parse
 from xdm_ft.report.finished import Run
-from xdm_ft.report.headline import show_headline
-from xdm_ft.report.markdown import markdown, tables_of
-from xdm_ft.report.tables import as_text
+from xdm_ft.report.markdown import markdown
+from xdm_ft.report.sections import brief_sections
+from xdm_ft.report.text import as_text, show_headline
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.runtime.terminal import opened, print_error, show, write
 
@@ -108,9 +108,11 @@ def test_tables(capsys: pytest.CaptureFixture[str], name: str) -> None:
         row["method"] += name
         row["protocol"] += name
         row["per_test_domain"] = {f"{key}{name}": value for key, value in row["per_test_domain"].items()}
-    assert all(char.isprintable() or char == "\n" for char in markdown(run_of(results)))
-    assert f"\n{FORGED}" not in markdown(run_of(results))
-    write(as_text(tables_of(run_of(results)), sys.stdout))
+    run = run_of(results)
+    document = markdown(run, brief_sections(run))
+    assert all(char.isprintable() or char == "\n" for char in document)
+    assert f"\n{FORGED}" not in document
+    write(as_text(brief_sections(run), sys.stdout))
     show_headline(finished(results))
     shown(capsys)
 
@@ -241,7 +243,7 @@ def test_terminals_that_are_not_utf_8(encoding: str, monkeypatch: pytest.MonkeyP
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, io.TextIOWrapper(io.BytesIO(), encoding=encoding))
     assert main(["ls", "methods"]) == 0 and main(["run", "大ü"]) == 2
-    write(as_text(tables_of(run_of(RESULTS)), sys.stdout))
+    write(as_text(brief_sections(run_of(RESULTS)), sys.stdout))
     show_headline(finished(RESULTS))
     out, err = sys.stdout.buffer.getvalue().decode(encoding), sys.stderr.buffer.getvalue().decode(encoding)
     assert ("γ" if encoding == "utf-8" else r"\u03b3") in out
