@@ -17,9 +17,9 @@ from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
 
 from xdm_ft.evaluation.records import ModelKey, Pick, Record
+from xdm_ft.experiment import pieces
 from xdm_ft.experiment import plan as plan_module
 from xdm_ft.experiment import tracking as curves_module
-from xdm_ft.experiment import train as train_module
 from xdm_ft.experiment.tracking import write_curves, write_sessions
 from xdm_ft.runtime.tensors import Score
 from xdm_ft.storage.run_directory import RunDirectory
@@ -57,7 +57,7 @@ def of_models(count: int, recipe: Any) -> plan_module.Plan:
 def of_search(monkeypatch: pytest.MonkeyPatch, name: str, most: int, cores: int) -> tuple[dict[str, Any], Path]:
     """results.json and `events/` of a search, with at most so many models that have curves of their own."""
     monkeypatch.setattr(plan_module, "MOST_MODELS", most)
-    monkeypatch.setattr(train_module, "own_cores", lambda: cores)
+    monkeypatch.setattr(pieces, "own_cores", lambda: cores)
     found = results(f"name={name}", *SEARCH, METHODS, "protocol.final_fit=true")
     return found, Path("output", name, "events")
 

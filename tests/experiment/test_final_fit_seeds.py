@@ -10,9 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from xdm_ft.experiment import run
+from xdm_ft.experiment import pieces, run
 from xdm_ft.experiment.final_fit import median
-from xdm_ft.experiment.results import ResultsFile
 from xdm_ft.storage.run_directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("small_pacs")
@@ -34,17 +33,18 @@ def metadata(file):
 
 def fits_saved(monkeypatch, stop_after=None):
     """The seeds of final fits that are saved from now on; the run is ended after `stop_after` of them."""
-    saved, save = [], ResultsFile.save
+    saved, save = [], pieces.save
 
-    def watched(self, outcomes, directory):
+    def watched(outcomes, directory, writes):
         outcomes = list(outcomes)
         fits = [outcome.line["seed"] for outcome in outcomes if outcome.kind == "final_fit"]
-        save(self, outcomes[: stop_after if fits else None], directory)
+        records = save(outcomes[: stop_after if fits else None], directory, writes)
         saved.extend(fits[:stop_after])
         if fits and stop_after is not None:
             raise InterruptedError
+        return records
 
-    monkeypatch.setattr(ResultsFile, "save", watched)
+    monkeypatch.setattr(pieces, "save", watched)
     return saved
 
 
@@ -127,9 +127,9 @@ def test_a_seed_that_fails_fails_the_fit_and_keeps_the_others(monkeypatch):
 
     outcome = module._outcome
 
-    def failing(fit, about, engines, model):
-        found = outcome(fit, about, engines, model)
-        if model.trained.job.seed != 0:
+    def failing(fit, about, context, piece, trained, predictor):
+        found = outcome(fit, about, context, piece, trained, predictor)
+        if trained.job.seed != 0:
             return found
         line = {key: found.line[key] for key in ("of", "seed")} | {"status": "failed", "reason": "the loss is nan"}
         return module.Outcome(found.kind, line)

@@ -18,7 +18,7 @@ import small_runs
 import yaml
 
 from xdm_ft.evaluation.records import Record
-from xdm_ft.experiment import run, summary
+from xdm_ft.experiment import pieces, run, summary
 from xdm_ft.experiment.plan import make_plan, read_data
 from xdm_ft.experiment.results import ResultsFile, in_order
 from xdm_ft.experiment.resume import Generation, generation, grown_from, refused_changes
@@ -27,7 +27,6 @@ from xdm_ft.recipe.search import Search
 from xdm_ft.recipe.text import parse
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage.results_file import COSTS
-from xdm_ft.training.bank import train as bank
 
 RUN = Path("output/small")
 SEEDS = "protocol.seeds=3"
@@ -218,7 +217,7 @@ def test_a_start_that_ends_before_the_first_new_record(place: str, monkeypatch: 
         if place == "before results.json":
             patch.setattr(ResultsFile, "write", stop)
         else:
-            patch.setattr("xdm_ft.experiment.models.train_models", stop)
+            patch.setattr("xdm_ft.experiment.models.left_to_train", stop)
         with pytest.raises(Stopped):
             run(small_runs.recipe(*grown))
     recipe = yaml.safe_load((RUN / "recipe.yaml").read_text())
@@ -248,7 +247,7 @@ def test_models_share_chunks_with_those_of_their_generation(selection: str, monk
     short = *SHORT, f"protocol.selection={selection}"
     grown = *short, "protocol.seeds=3", "methods=[erm, rsc]"
     asked: list[tuple[str, int, list[int]]] = []  # method, number of test domains, seeds
-    chunks = bank.chunks
+    chunks = pieces.chunks
 
     def watched(jobs: Any, device: Any) -> Any:
         asked.append((jobs[0].method, len(jobs[0].test_domains), [job.seed for job in jobs]))
@@ -263,7 +262,7 @@ def test_models_share_chunks_with_those_of_their_generation(selection: str, monk
             run(small_runs.recipe(*short))
     [lost] = RUN.glob(f"models/erm/sketch/seed0-trial0/{selection}.safetensors")
     first, extra = ("erm", 1, [0, 0]), ("erm", 2, [0] * 5)  # of 3 × 2 extra models one serves both
-    monkeypatch.setattr(bank, "chunks", watched)
+    monkeypatch.setattr(pieces, "chunks", watched)
     lost.unlink()
     run(small_runs.recipe(*grown))
     assert first in asked and ("erm", 1, [1, 2, 1, 2]) in asked and ("rsc", 1, [0, 1, 2] * 2) in asked

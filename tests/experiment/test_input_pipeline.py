@@ -184,7 +184,7 @@ def test_a_run_grows_by_rows_that_have_another_default(first, tmp_path, monkeypa
         return checkpoint(directory, name, about, *rest)
 
     monkeypatch.setattr(RunDirectory, "checkpoint", watched)
-    monkeypatch.setattr("xdm_ft.experiment.train.own_cores", lambda: 1)  # a fork's checkpoints would not be seen here
+    monkeypatch.setattr("xdm_ft.experiment.pieces.own_cores", lambda: 1)  # a fork's checkpoints would not be seen here
     before = results(tmp_path, ("[erm]", first))
     [trained] = (tmp_path / "output" / "small" / "models").rglob("train_val.safetensors")
     trained.unlink()  # it is trained again, and its checkpoint, if it had one, would be read

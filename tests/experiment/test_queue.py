@@ -8,16 +8,18 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import miniature
 import pytest
 
-from xdm_ft.evaluation.records import Record
-from xdm_ft.experiment import pieces, run, train
-from xdm_ft.experiment.results import Outcome, ResultsFile
+from xdm_ft.evaluation.records import ModelKey, Record
+from xdm_ft.experiment import pieces, run
+from xdm_ft.experiment.results import Outcome
 from xdm_ft.recipe.check import load
 from xdm_ft.recipe.settings import Recipe
+from xdm_ft.runtime.tensors import Criteria
 from xdm_ft.storage.run_directory import RunDirectory
 
 SMALL = """\
@@ -47,12 +49,12 @@ def recipe(*overrides: str) -> Recipe:
 
 def run_on(cores: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """results.json, and for each model in the order in which it was kept by some process: which one, and its method."""
-    monkeypatch.setattr(train, "own_cores", lambda: cores)
-    log, save = Path("log"), ResultsFile.save
+    monkeypatch.setattr(pieces, "own_cores", lambda: cores)
+    log, save = Path("log"), pieces.save
     log.write_text("")
 
-    def noted(self: ResultsFile, outcomes: Iterable[Outcome], directory: RunDirectory) -> None:
-        save(self, (outcome for outcome in outcomes if note(outcome)), directory)
+    def noted(outcomes: Iterable[Outcome], directory: RunDirectory, writes: bool) -> list[Record]:
+        return save((outcome for outcome in outcomes if note(outcome)), directory, writes)
 
     def note(outcome: Outcome) -> bool:
         method = outcome.line.method if isinstance(outcome.line, Record) else None
@@ -64,7 +66,7 @@ def run_on(cores: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tupl
 
     made = recipe(*overrides)
     with monkeypatch.context() as patch:
-        patch.setattr(ResultsFile, "save", noted)
+        patch.setattr(pieces, "save", noted)
         assert not run(made).failed
     results = json.loads((Path(made.output.dir) / made.name / "results.json").read_text())
     return results, [json.loads(line) for line in log.read_text().splitlines()]
@@ -106,18 +108,28 @@ def test_extra_models_come_before_those_they_serve(monkeypatch: pytest.MonkeyPat
     assert len(results["runs"]) == 6
 
 
+def piece(*rules: str) -> pieces.Piece:
+    job: Any = SimpleNamespace(key=ModelKey("erm", ("sketch",), 0, 0), method="erm", setup=SimpleNamespace(steps=5))
+    item: Any = None
+    return pieces.Piece(item, [job], Criteria(rules, "accuracy"), frozenset({job.key}), 1)
+
+
 def test_a_piece_is_taken_once_until_the_run_begins_again(tmp_path: Path) -> None:
-    class Job:
-        method, test_domains, seed, trial = "erm", ("sketch",), 0, 0
-
-        class setup:
-            steps = 5
-
     state, other = RunDirectory(tmp_path), RunDirectory(tmp_path, "1", main=False)
-    name = pieces.training_name([Job()], ["train_val"])  # type: ignore[list-item]
+    name = piece("train_val").name
     assert state.take(name) and not other.take(name)
-    # other rules, as extra models have them
-    assert other.take(pieces.training_name([Job()], ["cross_domain"]))  # type: ignore[list-item]
+    assert other.take(piece("cross_domain").name), "other rules, as extra models have them"
     with state:
         state.lock()
         assert other.take(name)
+
+
+def test_what_a_dead_process_took_is_released_unless_it_is_done(tmp_path: Path) -> None:
+    dead, alive = RunDirectory(tmp_path, "worker-1", main=False), RunDirectory(tmp_path, "worker-10", main=False)
+    for name in ("a", "b"):
+        assert dead.take(name)
+    assert alive.take("c")
+    dead.finish("b")
+    alive.release("worker-1")
+    assert alive.take("a") and not alive.take("b") and not dead.take("c")
+    assert alive.finished() == ["b"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,8 @@ from warm_processes import begin, interrupted
 
 from xdm_ft.cli.features import fill_cache
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment import run
-from xdm_ft.experiment.cluster_extraction import _Stretches
+from xdm_ft.experiment import cluster, run
 from xdm_ft.features import extract as extraction
-from xdm_ft.features.cache import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("ray")]
 PER_CLASS, IMAGES, SHARD = 12, 336, 32  # of a shard, instead of hundreds
@@ -55,12 +54,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as patch, clusters.one_core():
         patch.chdir(tmp_path_factory.mktemp("one_process"))
         miniature.domainbed(Path("data"), "pacs", per_class=PER_CLASS)
-        assert filled() == IMAGES
+        assert computed() == IMAGES
         return stored("cache")
 
 
-def filled(*overrides: str) -> int:
-    """How many images are computed."""
+def computed(*overrides: str) -> int:
+    """How many images are extracted for a recipe."""
     return int(fill_cache(small_runs.recipe(*SLOW, *overrides)).document["computed"])
 
 
@@ -74,7 +73,7 @@ def stored(cache: str) -> dict[str, bytes]:
             assert name not in found, "computed twice"
             found[name] = features.numpy().tobytes()
     assert found
-    assert not [*Path(cache).glob("*.lock"), *Path(cache).glob("*/.*.unfinished")], "nothing else is left"
+    assert not [*Path(cache).glob("*/claim-*"), *Path(cache).glob("*/.*.unfinished")], "nothing else is left"
     return found
 
 
@@ -92,27 +91,17 @@ def idle_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extraction.Extraction, "run", refuse)
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, after_shards: Callable[[], object], tasks: int = 1) -> list[int]:
-    """Returns the parts whose tasks are lost. Calls the function once, when some shards are there and `tasks` run."""
-    losses, called = list[int](), list[bool]()
-    poll, lost = _Stretches.poll, _Stretches._lost
+def call_once(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> None:
+    """Calls the function when some shards are there."""
+    called, poll = list[bool](), cluster._Tasks.poll
 
-    def begun(driver: Any) -> int:
-        return sum(attempt.node != "" for attempt in driver.running.values())
-
-    def polled(driver: Any) -> None:
-        poll(driver)
-        if not called and len(shards()) >= 2 and begun(driver) >= tasks:
+    def polled(tasks: Any) -> None:
+        poll(tasks)
+        if not called and len(shards()) >= 2:
             called.append(True)
-            after_shards()
+            function()
 
-    def was_lost(driver: Any, attempt: Any, error: Exception) -> None:
-        losses.append(attempt.number)
-        lost(driver, attempt, error)
-
-    monkeypatch.setattr(_Stretches, "poll", polled)
-    monkeypatch.setattr(_Stretches, "_lost", was_lost)
-    return losses
+    monkeypatch.setattr(cluster._Tasks, "poll", polled)
 
 
 def test_features_activations_and_models_are_those_of_one_process(
@@ -127,8 +116,12 @@ def test_features_activations_and_models_are_those_of_one_process(
     assert clusters.hashes("there") == clusters.hashes("here")
 
 
-def test_a_node_dies(
-    nodes: Any, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, idle_driver: None
+def test_nodes_die_and_others_come(
+    nodes: Any,
+    expected: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    idle_driver: None,
 ) -> None:
     def replace_all() -> None:
         """All that have tasks: of one node alone the task may just have ended."""
@@ -137,29 +130,9 @@ def test_a_node_dies(
         for _ in range(2):
             nodes.add_node(num_cpus=1)
 
-    lost = watched(monkeypatch, replace_all, tasks=2)
-    assert filled(*on(nodes)) == IMAGES
-    assert lost
-    assert stored("cache") == expected
-
-
-def test_a_node_that_comes_takes_work(
-    nodes: Any, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, idle_driver: None
-) -> None:
-    from ray._private.state import available_resources_per_node
-
-    nodes.remove_node(next(iter(nodes.worker_nodes)))
-    came, works = list[str](), list[bool]()
-    poll = _Stretches.poll
-
-    def polled(driver: Any) -> None:
-        poll(driver)
-        works.extend("CPU" not in available_resources_per_node()[node] for node in came)
-
-    monkeypatch.setattr(_Stretches, "poll", polled)
-    watched(monkeypatch, lambda: came.append(nodes.add_node(num_cpus=1).node_id))
-    assert filled(*on(nodes)) == IMAGES
-    assert any(works), "its core was taken at some time"
+    call_once(monkeypatch, replace_all)
+    assert computed(*on(nodes)) == IMAGES
+    assert [line for line in caplog.messages if "its task was lost" in line]
     assert stored("cache") == expected
 
 
@@ -209,20 +182,26 @@ def test_faults_of_a_user_are_one_line(
     assert str(broken) in own
 
     broken.write_bytes(whole)
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "lock_file", property(lambda store: Path("nowhere")))
-        assert fault().startswith(f"features.dir: {Path('cache').absolute()} is another folder here than in the run")
-    submit = _Stretches._submit
+    submit = cluster._Tasks.submit
 
-    def hidden(driver: Any, number: int) -> None:
+    def hidden(tasks: Any, part: Any) -> None:
         broken.unlink(missing_ok=True)
-        submit(driver, number)
+        submit(tasks, part)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Stretches, "_submit", hidden)
+        patch.setattr(cluster._Tasks, "submit", hidden)
         line = fault()
     assert str(broken) in line and "this file is not here, or has changed since it was hashed" in line
-    assert not [path for path in Path("cache").glob("*.lock")]
+
+    def elsewhere(tasks: Any, part: Any) -> None:
+        shutil.rmtree(tasks.folder, ignore_errors=True)
+        submit(tasks, part)
+
+    broken.write_bytes(whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster._Tasks, "submit", elsewhere)
+        assert fault().startswith(f"features.dir: {Path('cache').absolute()} is another folder here than in the run")
+    assert not [*Path("cache").glob("tasks-*")]
 
 
 def test_images_in_parquet_files_on_a_server(nodes: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -170,19 +170,20 @@ class TestWhichModel:
 
     @pytest.mark.slow
     def test_a_killed_export_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from xdm_ft.experiment.results import ResultsFile
+        from xdm_ft.experiment import pieces
 
         run("methods=[erm]", "protocol.seeds=3")
-        save, saved = ResultsFile.save, list[int]()
+        save, saved = pieces.save, list[int]()
 
-        def once(self: ResultsFile, outcomes: Any, directory: Any) -> None:
+        def once(outcomes: Any, directory: Any, writes: bool) -> list[Any]:
             kept = [*outcomes][:1] if not saved else [*outcomes]
-            save(self, kept, directory)
+            records = save(kept, directory, writes)
             saved.extend(outcome.line["seed"] for outcome in kept)
             if len(saved) == 1:
                 raise InterruptedError
+            return records
 
-        monkeypatch.setattr(ResultsFile, "save", once)
+        monkeypatch.setattr(pieces, "save", once)
         with pytest.raises(InterruptedError):
             export_model(str(RUN), "model", Choice(), ensemble=True)
         assert not Path("model").exists() and (RUN / "state").exists()

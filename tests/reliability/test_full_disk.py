@@ -15,10 +15,9 @@ import torch
 from what_runs_leave import fill, numbers
 
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment import plan
-from xdm_ft.experiment import results as results_module
-from xdm_ft.experiment import train as train_module
-from xdm_ft.experiment.results import Outcome, ResultsFile
+from xdm_ft.evaluation.records import Record
+from xdm_ft.experiment import pieces, plan
+from xdm_ft.experiment.results import Outcome
 from xdm_ft.experiment.work import run_forked
 from xdm_ft.runtime.errors import UserError
 from xdm_ft.storage import checkpoint
@@ -132,7 +131,7 @@ def test_a_run_on_a_full_disk_goes_on_when_there_is_space(
 ) -> None:
     """`processes`: with two, both of them meet the full disk. `shares`: heads that train together share a file."""
     monkeypatch.setattr(plan, "MOST_MODELS", 0 if shares else 200)
-    monkeypatch.setattr(train_module, "own_cores", lambda: processes)
+    monkeypatch.setattr(pieces, "own_cores", lambda: processes)
     command = ["run", str(finished / "small.yaml"), f"output.dir={small_disk}", METHODS]
     filling = leave(small_disk, free)
     assert main(command) == 2
@@ -164,11 +163,11 @@ def test_a_run_directory_that_is_deleted_during_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`replaced`: another run has begun in its place."""
-    monkeypatch.setattr(train_module, "own_cores", lambda: 1)
-    saves, save = [], ResultsFile.save
+    monkeypatch.setattr(pieces, "own_cores", lambda: 1)
+    saves, save = [], pieces.save
     other = '{"run": "of another"}'
 
-    def deleting(self: ResultsFile, outcomes: Iterable[Outcome], directory: RunDirectory) -> None:
+    def deleting(outcomes: Iterable[Outcome], directory: RunDirectory, writes: bool) -> list[Record]:
         saves.append(outcomes)
         if len(saves) == at + 1:
             shutil.rmtree(tmp_path / "small")
@@ -176,11 +175,11 @@ def test_a_run_directory_that_is_deleted_during_the_run(
                 (tmp_path / "small").mkdir()
                 (tmp_path / "small" / "run.lock").touch()
                 (tmp_path / "small" / "results.json").write_text(other)
-        save(self, outcomes, directory)
+        return save(outcomes, directory, writes)
 
     command = ["run", str(finished / "small.yaml"), f"output.dir={tmp_path}", METHODS]
     with monkeypatch.context() as patch:
-        patch.setattr(results_module.ResultsFile, "save", deleting)
+        patch.setattr(pieces, "save", deleting)
         assert main(command) == 2
     assert "was deleted or replaced during the run" in one_line(capsys.readouterr().err)
     if replaced:
@@ -214,6 +213,6 @@ def test_what_can_not_be_written_is_found_before_training(
     def trained(*_: object) -> None:
         raise AssertionError("training has begun")
 
-    monkeypatch.setattr("xdm_ft.experiment.models.train", trained)
+    monkeypatch.setattr("xdm_ft.experiment.pieces.do_piece", trained)
     assert main(["run", str(finished / "small.yaml"), f"output.dir={tmp_path}"]) == 2
     assert str(tmp_path / "small") in one_line(capsys.readouterr().err)

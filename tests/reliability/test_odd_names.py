@@ -82,7 +82,7 @@ def test_a_run_directory_too_deep_for_its_models_is_found_before_training(
     def trained(*_: object) -> None:
         raise AssertionError("training has begun")
 
-    monkeypatch.setattr("xdm_ft.experiment.models.train", trained)
+    monkeypatch.setattr("xdm_ft.experiment.pieces.do_piece", trained)
     assert main(["run", str(tmp_path / "odd.yaml"), f"output.dir={tmp_path}/{deep}"]) == 2
     told = capsys.readouterr().err
     assert "File name too long" in told and "Traceback" not in told

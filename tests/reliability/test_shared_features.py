@@ -16,7 +16,7 @@ from rights import of_a_user
 
 from xdm_ft.cli.features import fill_cache
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment.results import ResultsFile
+from xdm_ft.experiment import pieces
 from xdm_ft.recipe.check import load
 from xdm_ft.runtime.interrupt import Interrupted
 from xdm_ft.storage.results_file import write_results
@@ -94,8 +94,8 @@ def weights_file(path: Path, seed: int) -> None:
 
 
 def stopping_after_one(save: Callable[..., None]) -> Callable[..., None]:
-    def stopping(*arguments: object) -> None:
-        save(*arguments)
+    def stopping(*arguments: object, **settings: object) -> None:
+        save(*arguments, **settings)
         raise Interrupted
 
     return stopping
@@ -112,7 +112,7 @@ def test_other_inputs_are_refused_end_to_end(
     command = ["run", recipe(encoder=", trainable: true, weights: w.safetensors"), "protocol.seeds=2"]
     with monkeypatch.context() as patch:
         if not ended:
-            patch.setattr(ResultsFile, "save", stopping_after_one(ResultsFile.save))
+            patch.setattr(pieces, "save", stopping_after_one(pieces.save))
         assert main(command) == (0 if ended else 143)
     before = Path("out/small/results.json").read_bytes()
     if changed == "image":

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from xdm_ft.cli.parser import main
-from xdm_ft.experiment import train
+from xdm_ft.experiment import pieces
 from xdm_ft.runtime.machine import out_of_memory_as_user_error
 from xdm_ft.training.end_to_end.gradients import StepGradients
 
@@ -82,7 +82,7 @@ def one_line(text: str) -> str:
 def test_heads_that_do_not_fit_the_memory(
     cores: int, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "own_cores", lambda: cores)
+    monkeypatch.setattr(pieces, "own_cores", lambda: cores)
     assert main(["run", "small.yaml", "methods=[erm,irm]", "training.batch_size=1000000000000"]) == 2
     line = one_line(capfd.readouterr().err)
     assert re.search("(erm|irm), one head: does not fit the memory of this machine; lower training.batch_size", line)

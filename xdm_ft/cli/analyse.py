@@ -109,11 +109,11 @@ def _image_lines(images: dict[str, Any]) -> Iterator[str]:
 def _refuse_unfinished(folder: Path) -> None:
     """Raises `UserError` if the run was interrupted: its state would be lost."""
     from xdm_ft.experiment.analyse import KIND
-    from xdm_ft.storage.run_directory import SHARED, TAKEN
+    from xdm_ft.storage.run_directory import FINISHED, TAKEN
 
     state = folder / "state"
     left = {path.name for path in state.iterdir()} if state.is_dir() else set()
-    if left - {KIND, SHARED, TAKEN}:
+    if left - {KIND, FINISHED, TAKEN}:
         raise UserError(f"{folder}: the run has not finished; run its recipe again to finish it, then analyse it")
 
 

@@ -169,7 +169,7 @@ def cache_disk(settings: FeatureSettings) -> Iterator[Finding]:
 
 def ray_cluster(settings: Cluster) -> Iterator[Finding]:
     """Reports version and address of Ray. Raises `UserError` if the recipe names a cluster that is not there."""
-    from xdm_ft.experiment.cluster_connection import address_of, imported_ray, reachable
+    from xdm_ft.experiment.cluster import address_of, imported_ray, reachable
     from xdm_ft.experiment.faults import Finding
 
     if settings.name is not None:
@@ -270,7 +270,7 @@ def _device(recipe: Recipe) -> torch.device:
     """Returns the device on which a run computes features: the cluster's, or the one that Accelerate chooses."""
     from accelerate import PartialState
 
-    from xdm_ft.experiment.cluster_connection import device_of
+    from xdm_ft.experiment.cluster import device_of
 
     return device_of(recipe.cluster, PartialState().device)
 

@@ -23,7 +23,7 @@ def main(arguments: argparse.Namespace) -> Answer:
 
 def fill_cache(recipe: Recipe) -> Answer:
     """Computes the features and activations that the recipe caches. Raises `UserError` if there are none."""
-    from xdm_ft.experiment.cluster_connection import check_cluster
+    from xdm_ft.experiment.cluster import check_cluster
     from xdm_ft.experiment.machine import launched
     from xdm_ft.experiment.plan import read_data
     from xdm_ft.experiment.prepare import build_encoders, prepare

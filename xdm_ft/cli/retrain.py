@@ -18,7 +18,7 @@ from xdm_ft.runtime.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from xdm_ft.evaluation.records import ModelKey, Record
-    from xdm_ft.experiment.pieces import Engines
+    from xdm_ft.experiment.pieces import RunContext
     from xdm_ft.experiment.results import ResultsFile
 
 HELP = "train one model of a run again and compare it with the recorded one"
@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> Answer:
     from xdm_ft.experiment.faults import faults
     from xdm_ft.experiment.machine import launched
     from xdm_ft.experiment.models import keep_references, keep_test_images
-    from xdm_ft.experiment.pieces import Engines
+    from xdm_ft.experiment.pieces import RunContext
     from xdm_ft.experiment.plan import make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, prepare
     from xdm_ft.experiment.results import ResultsFile, about, environment, inputs
@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> Answer:
             earlier = Earlier(generations=grown_from(run.results, recipe.resolved()))  # nothing counts as trained yet
             trained_on = environment(accelerator) | inputs(dataset, prepared)
             results = ResultsFile(recipe, directory, earlier, trained_on, about(plan, faults(plan, show=True)))
-            now = _train(Engines(plan, prepared, directory, accelerator), before.key, arguments.alone, results)
+            now = _train(RunContext(plan, prepared, directory, accelerator), before.key, arguments.alone, results)
             rules = _compare(folder, before, directory.path, now)
             if keep is not None and now.status == "ok":
                 splits = [split for split in plan.splits if split.test_domains == before.test_domains]
@@ -139,22 +139,18 @@ def _scratch_folder(keep: Path | None) -> Iterator[str]:
         yield scratch
 
 
-def _train(engines: Engines, key: ModelKey, alone: bool, results: ResultsFile) -> Record:
+def _train(context: RunContext, key: ModelKey, alone: bool, results: ResultsFile) -> Record:
     """Trains the model, with the heads of its chunk unless `alone`, and returns its record."""
-    from xdm_ft.experiment.models import cross_domain_values, train_planned
+    from xdm_ft.experiment.models import measure, planned_pieces
+    from xdm_ft.experiment.pieces import do_pieces
     from xdm_ft.experiment.resume import recorded
 
-    planned = {
-        model.key: model
-        for model in engines.plan.models
-        # those that determine which heads share a chunk
-        if results.chunk_group(model.key) == results.chunk_group(key) and not model.skipped
-    }
-    if alone:
-        planned = {key: planned[key]}
-    known = cross_domain_values(engines, planned.keys(), results)
-    train_planned(engines, planned, known, {key}, results)
-    return recorded(engines.directory)[key]
+    # those that determine which heads share a chunk
+    group = results.chunk_group(key)
+    keys = [one.key for one in context.plan.models if results.chunk_group(one.key) == group and not one.skipped]
+    pieces = planned_pieces(context, [key] if alone else keys, {key}, results)
+    do_pieces(context, pieces, measure, results, what="training")
+    return recorded(context.directory)[key]
 
 
 def _recorded_model(folder: Path, records: Sequence[Record], arguments: argparse.Namespace) -> Record:

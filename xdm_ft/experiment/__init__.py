@@ -26,13 +26,13 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
     of recipe, data, weights or disk.
     """
     from xdm_ft.experiment.analyse import analyse
-    from xdm_ft.experiment.cluster_connection import check_cluster, environment_of
+    from xdm_ft.experiment.cluster import check_cluster, environment_of
     from xdm_ft.experiment.estimate import encoder_costs, first_line
     from xdm_ft.experiment.faults import COPIED, faults, keep_copies
     from xdm_ft.experiment.final_fit import final_fits
     from xdm_ft.experiment.machine import as_launched, launched
-    from xdm_ft.experiment.models import train_models
-    from xdm_ft.experiment.pieces import Engines
+    from xdm_ft.experiment.models import keep_common_files, left_to_train, measure
+    from xdm_ft.experiment.pieces import RunContext, do_pieces
     from xdm_ft.experiment.plan import augmentation_line, make_plan, read_data
     from xdm_ft.experiment.prepare import build_encoders, check_low_rank, image_hashes, prepare, with_text
     from xdm_ft.experiment.results import ResultsFile, about, environment, in_order, inputs
@@ -81,8 +81,10 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
             where = environment(accelerator) | environment_of(recipe.cluster, accelerator.device)
             while True:
                 results = ResultsFile(recipe, directory, before, where | trained_on | costs, about(plan, findings))
-                engines = Engines(plan, prepared, directory, accelerator)
-                train_models(engines, results)
+                context = RunContext(plan, prepared, directory, accelerator)
+                keep_common_files(context, results)
+                pieces, done = left_to_train(context, results)
+                do_pieces(context, pieces, measure, results, what="training", done=done)
 
                 results.records = in_order(plan, (results.records | recorded(directory)).values())
                 if main:
@@ -99,7 +101,7 @@ def run(recipe: Recipe, fits: Sequence[Wanted] = ()) -> Results:
                 before = earlier(directory, recipe, accelerator)
             if main:
                 write_sessions(plan, results.records.values(), directory)
-            final_fits(engines, results, fits)
+            final_fits(context, results, fits)
             found = results.write()
             if recipe.analyse:
                 if main:

@@ -234,7 +234,7 @@ def read_model(
         raise UserError(f"{problem}; run the run's recipe again to train this model again") from error
     job = make_job(plan, prepared, planned, {})
     method, batch = job.make(job.setup), job.training.images_per_step(len(job.split.train))
-    prepared_encoder = prepared.of(planned.item)
+    prepared_encoder = prepared.for_method(planned.item)
     if planned.item.trainable is False:
         features = prepared_encoder.features_of(job)
         method.load_state_dict(state)
@@ -543,7 +543,7 @@ def write_reconstructions(
     autoencoder.encoder.to(device)
     autoencoder.decoder.to(device)
     pixels = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0), "size": SIDE}  # the networks read pixels in 0…1
-    preprocessing = prepared.of(plan.recipe.methods[0]).encoder.preprocessing.model_copy(update=pixels)
+    preprocessing = prepared.for_method(plan.recipe.methods[0]).encoder.preprocessing.model_copy(update=pixels)
     images, limits = _images(plan, preprocessing), Limits(RECONSTRUCTION_SAMPLE, 0, 0, 0)
     seed = plan.recipe.protocol.seeds[0]
     planned = {model.split.test_domains: model for model in plan.models if model.key.seed == seed}

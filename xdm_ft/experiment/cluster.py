@@ -1,103 +1,554 @@
-"""Training on a cluster: every piece is a task, and this process alone writes the run directory.
+"""A Ray cluster: its connection, and the tasks that do parts of a run there.
 
-A piece whose worker or node died is done again, from the last checkpoint that arrived.
+All nodes see the run directory and the feature cache on shared disks, into which tasks write what they have done, so
+nothing but its place in the queue is lost with a node: a part whose worker or node died is done again.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import importlib.util
+import logging
+import math
+import os
+import pickle
+import shutil
+import signal
+import socket
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from xdm_ft.experiment.cluster_connection import connected
-from xdm_ft.experiment.cluster_queue import Attempt, Part, Queue
-from xdm_ft.experiment.cluster_task import Begun
-from xdm_ft.experiment.cluster_training import File, PieceToTrain, Scalars, Training
-from xdm_ft.experiment.pieces import Engines, Model, Piece
-from xdm_ft.experiment.results import Outcome, ResultsFile
-from xdm_ft.experiment.work import Counts, Overall
-from xdm_ft.recipe.settings import Cluster
+import numpy as np
+import torch
+
+from xdm_ft.encoders import Encoder
+from xdm_ft.experiment.machine import start
+from xdm_ft.features.extract import Elsewhere, Extraction, frozen_copy
+from xdm_ft.recipe.settings import Cluster, Recipe
+from xdm_ft.runtime.errors import UserError, plural
+from xdm_ft.runtime.interrupt import RESUME, STOPPING, Interrupted, deferred, request_stop, stop_requested
+from xdm_ft.runtime.machine import cores
+from xdm_ft.runtime.progress import Progress
+from xdm_ft.runtime.terminal import print_error
+from xdm_ft.version import __version__
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+logger = logging.getLogger("xdm_ft")
+CONNECT_SECONDS = 5.0
+POLL_SECONDS = 0.2
+STOP_SECONDS = 60.0  # for all tasks to save their state, after a signal
+LOOK_SECONDS = 1.0  # between two looks at what tasks have written
+MAX_LOSSES = 5  # of tasks in a row, without progress between them: then a part itself is the cause
+MIN_STRETCHES = 64  # of an extraction, if there are so many shards, so that nodes that come meanwhile have work
+STRETCHES_PER_TASK = 8  # for each task that fits, so that all of them end at about the same time
+START = "start one (`ray start --head`, on other nodes `ray start --address=HOST:PORT`), or set cluster.name=null"
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+"""Variables by which Accelerate would take a task for one of several processes: `srun ray start` may set them."""
 
 
-def train_on_cluster(
-    engines: Engines,
-    pieces: Sequence[Piece],
-    measure: Callable[[Engines, Model], Outcome],
-    results: ResultsFile,
-    bar: Overall,
+def check_cluster(recipe: Recipe) -> None:
+    """Logs what the cluster has. Raises `UserError` if the recipe's models can not train there."""
+    settings = recipe.cluster
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"{recipe.name}: cluster.name: {settings.name} starts processes by itself; use `xdm-ft run`, not "
+            "`accelerate launch`, or set cluster.name=null"
+        )
+    with connected(settings) as ray:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cores, gpus = (int(sum(node.get(kind, 0) for node in nodes)) for kind in ("CPU", "GPU"))
+        has = f"{plural(len(nodes), 'node')}, {plural(cores, 'core')}, {plural(gpus, 'GPU')}"
+        logger.info("cluster: Ray %s at %s, %s", ray.__version__, ray.get_runtime_context().gcs_address, has)
+        for key, kind, wanted in (
+            ("gpus_per_model", "GPU", settings.gpus_per_model),
+            ("cpus_per_model", "CPU", settings.cpus_per_model),
+        ):
+            largest = max((node.get(kind, 0) for node in nodes), default=0)
+            if largest < wanted:
+                raise UserError(
+                    f"cluster.{key}: {wanted:g}, but no node of the cluster has more than {largest:g} ({has}); add "
+                    f"nodes, or set a smaller cluster.{key}"
+                )
+        if gpus and not settings.gpus_per_model:
+            logger.warning("cluster.gpus_per_model is 0: models train on the CPU, and the cluster's GPUs are idle")
+
+
+def environment_of(settings: Cluster, here: torch.device) -> dict[str, str]:
+    """Returns what the environment in results.json says of a cluster; nothing for this machine."""
+    if settings.name is None:
+        return {}
+    return {"device": device_of(settings, here).type, "cluster": f"Ray {imported_ray().__version__}"}
+
+
+def device_of(settings: Cluster, here: torch.device) -> torch.device:
+    """Returns the kind of device that features are computed and models trained on: `here` without a cluster."""
+    if settings.name is None:
+        return here
+    return torch.device("cuda" if settings.gpus_per_model else "cpu")
+
+
+@contextmanager
+def connected(settings: Cluster) -> Iterator[Any]:
+    """Context that yields the module `ray`, connected to the cluster. Raises `UserError` if that is not possible."""
+    ray = imported_ray()
+    address = reachable(settings.address)
+    with _keep_handlers():
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(f"cluster.address: {address}: {first_line(error)}; {START}") from error
+    try:
+        yield ray
+    finally:
+        with _keep_handlers():
+            ray.shutdown()
+
+
+def imported_ray() -> Any:
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("cluster.name: ray needs the package ray; run: pip install 'xdm_ft[ray]'")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # unset, Ray warns of what it will do one day
+    import ray
+
+    return ray
+
+
+def address_of(asked: str) -> str:
+    """Returns HOST:PORT of the cluster that `cluster.address` means. Raises `UserError` if there is none."""
+    if asked != "auto":
+        return asked
+    from ray._private.services import get_ray_address_from_environment  # `ray.init` alone waits for minutes
+
+    try:
+        found = get_ray_address_from_environment(asked, None)
+    except ConnectionError:
+        found = None
+    if found is None:
+        raise UserError(f"cluster.address: {asked}: no Ray runs on this machine; {START}")
+    return str(found)
+
+
+def reachable(asked: str) -> str:
+    """Returns the address of `address_of`. Raises `UserError` if nothing answers there."""
+    address = address_of(asked)
+    host, _, port = address.rpartition(":")
+    if "/" in address or not host or not port.isdigit():
+        raise UserError(
+            f"cluster.address: {asked}: must be HOST:PORT or auto; a run is a process of a node of the cluster, for "
+            "ray:// submit it (`ray job submit`)"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UserError(f"cluster.address: {address} can not be reached ({error}); {START}") from error
+    return address
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def _keep_handlers() -> Iterator[None]:
+    """Context after which signals are handled as before: Ray takes SIGTERM."""
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Part(NamedTuple):
+    """What one task does."""
+
+    name: str
+    what: Any  # for `ClusterWork.do`
+
+
+class ClusterWork(Protocol):
+    """What the tasks of one queue share. It is pickled."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    @property
+    def encoders(self) -> Iterable[Encoder]:
+        """Those whose libraries its numbers depend on."""
+
+    def on(self, device: torch.device) -> Self:
+        """Returns the work as tasks with this device do it."""
+
+    def do(self, part: Part, accelerator: Accelerator) -> Any:
+        """Does one part. Raises `UserError` for a fault of a user, and `Interrupted` if it was asked to stop."""
+
+
+class Order(NamedTuple):
+    """What a node gets to do a part."""
+
+    name: str
+    what: Any
+    threads: int  # of torch
+    on_gpu: bool
+    folder: str  # in which relative paths of the recipe are
+    shared: Path  # a folder of the driver for messages: see `_Tasks`
+    setting: str  # the setting that says where it is
+    versions: Mapping[str, str]
+    log_level: int
+
+
+class Ending(NamedTuple):
+    """How a task ended: `done`, `stopped` on request, `refused` for a fault of a user, or `failed`."""
+
+    how: str
+    node: str
+    value: Any = None  # of `ClusterWork.do`; stopped: whether work was saved; else the lines of the fault
+
+
+def do_on_cluster(
+    work: ClusterWork,
+    parts: Sequence[Part],
+    threads: int,
+    shared: tuple[str, Path],
+    *,
+    done: Callable[[Part, Any], None] = lambda part, value: None,
+    lost: Callable[[Part], None] = lambda part: None,
+    look: Callable[[], object] = lambda: None,
 ) -> None:
-    """Trains all pieces in tasks, and saves the outcomes that `measure` returns there for their wanted models.
+    """Does all parts in tasks of so many `threads`; parts of lost tasks are done again.
 
-    Raises `UserError` or `RuntimeError` if a task does, and `Interrupted`, when the others have saved their state.
+    `shared`: a setting, and its folder, which all nodes see. `done` takes what `ClusterWork.do` returned, `lost` makes
+    a part ready to be done again. `look` is called now and then, and returns another value after progress.
+
+    Raises `UserError` or `RuntimeError` if a task does, and `Interrupted` after a signal, when the tasks have saved
+    their state.
     """
-    with connected(engines.plan.recipe.cluster) as ray:
-        queue = _Pieces(ray, engines, pieces, measure, results, bar)
-        with bar.watched():
-            queue.run()
+    settings = work.recipe.cluster
+    with connected(settings) as ray, deferred():
+        try:
+            _Tasks(ray, work, threads, shared, done, lost, look).run(parts)
+        except ray.exceptions.RayError as error:
+            what = f"the cluster does not answer any more ({first_line(error)})"
+            raise UserError(f"cluster.address: {settings.address}: {what}; {RESUME}") from error
 
 
-class _Pieces(Queue):
+class _Tasks:
+    """The tasks of a queue. They stop when the file `stop` is in their folder, and write their logs there."""
+
     def __init__(
         self,
         ray: Any,
-        engines: Engines,
-        pieces: Sequence[Piece],
-        measure: Callable[[Engines, Model], Outcome],
-        results: ResultsFile,
-        bar: Overall,
+        work: ClusterWork,
+        threads: int,
+        shared: tuple[str, Path],
+        done: Callable[[Part, Any], None],
+        lost: Callable[[Part], None],
+        look: Callable[[], object],
     ) -> None:
-        work = Training(engines.plan, engines.prepared, pieces, measure)
-        settings = engines.plan.recipe.cluster
-        super().__init__(ray, settings, work, len(pieces), min(_threads(piece, settings) for piece in pieces))
-        self.pieces, self.directory, self.results, self.bar = pieces, engines.directory, results, bar
-        self.counts: dict[int, Counts] = defaultdict(Counts)  # of the running task of each piece
-        self.complete: set[int] = set()  # pieces whose outcomes are in the run directory
+        self.ray, self.settings, self.threads = ray, work.recipe.cluster, threads
+        self.setting, self.folder = shared[0], shared[1] / f"tasks-{uuid.uuid4().hex}"
+        self.done, self.lost, self.look = done, lost, look
+        self.versions, self.work = versions_of(work), ray.put(ray.cloudpickle.dumps(work))
+        self.task = _task(ray)
+        self.running: dict[Any, Part] = {}  # by the reference of the task
+        self.losses, self.progress, self.next_look = 0, look(), 0.0
+        self.stopped = 0  # tasks that saved a training when they were asked to stop
+        self.read: dict[Path, int] = {}  # bytes of each log that have been read
 
-    def part(self, number: int) -> Part:
-        piece = self.pieces[number]
-        checkpoint = self._checkpoint(piece)
-        given = PieceToTrain(number, checkpoint.read_bytes() if checkpoint.exists() else None)
-        return Part(piece.note, _threads(piece, self.settings), given)
-
-    def take(self, attempt: Attempt, content: object) -> None:
-        if isinstance(content, Begun):
-            self.bar.add(note=f"{attempt.note} on {content.node}")
-        elif isinstance(content, Counts):
-            self._count(attempt, content)
-        elif isinstance(content, Scalars):
-            self.directory.write_scalars(*content)
-        elif isinstance(content, File):
-            self.directory.write_bytes(*content)
-            self.losses[attempt.number] = 0
+    def run(self, parts: Sequence[Part]) -> None:
+        self.folder.mkdir(parents=True)
+        try:
+            for part in parts:  # Ray does as many at a time as fit, and more when nodes come
+                self.submit(part)
+            while self.running and not stop_requested():
+                self.poll()
+        except BaseException:
+            self.stop()
+            raise
         else:
-            assert isinstance(content, list), "outcomes"
-            self.results.save(content, self.directory)
-            self.bar.add(models=len(content))
-            self.complete.add(attempt.number)
+            if stop_requested():
+                for fault in self.stop():
+                    raise fault
+                raise Interrupted(plural(self.stopped, "unfinished training") if self.stopped else "")
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
-    def is_left(self, attempt: Attempt) -> bool:
-        if attempt.number in self.complete:
-            return False
-        self._count(attempt, Counts())
-        return True
+    def submit(self, part: Part) -> None:
+        gpus, level = self.settings.gpus_per_model, logger.getEffectiveLevel()
+        order = Order(*part, self.threads, gpus > 0, os.getcwd(), self.folder, self.setting, self.versions, level)
+        task = self.task.options(num_cpus=self.threads, num_gpus=gpus, name=part.name)
+        self.running[task.remote([self.work], order._asdict())] = part  # a node may lack this package, and says so
 
-    def done(self, attempt: Attempt) -> None:
-        self._checkpoint(self.pieces[attempt.number]).unlink(missing_ok=True)
+    def poll(self) -> None:
+        ended, _ = self.ray.wait([*self.running], num_returns=len(self.running), timeout=POLL_SECONDS)
+        if ended or time.monotonic() >= self.next_look:
+            self.next_look = time.monotonic() + LOOK_SECONDS
+            self.log()
+            if (progress := self.look()) != self.progress:
+                self.progress, self.losses = progress, 0
+        for task in ended:
+            self.end(self.running.pop(task), task)
+
+    def end(self, part: Part, task: Any) -> None:
+        try:
+            ending = Ending(*self.ray.get(task))
+        except self.ray.exceptions.TaskCancelledError:
+            return
+        except self.ray.exceptions.RayError as error:
+            self.losses += 1
+            why = f"{part.name}: its task was lost ({type(error).__name__})"
+            if self.losses >= MAX_LOSSES:
+                raise UserError(
+                    f"{why}, the last of {MAX_LOSSES}; nodes may lack memory, `ray status` and Ray's log say more"
+                ) from error
+            logger.warning("%s; it is done again", why)
+            self.lost(part)
+            self.submit(part)
+            return
+        if ending.how == "refused":
+            raise UserError(*ending.value)
+        if ending.how == "failed":
+            print_error(ending.value)
+            raise RuntimeError(f"a task on node {ending.node} failed; its traceback is above")
+        if ending.how == "done":
+            self.done(part, ending.value)
+        self.stopped += ending.how == "stopped" and ending.value
+
+    def stop(self) -> list[Exception]:
+        """Lets all tasks save their state. Returns the faults of tasks that end by one meanwhile."""
+        (self.folder / "stop").touch()
+        begun = {file.stem for file in self.folder.glob("*.log")}
+        for task, part in self.running.items():
+            if part.name not in begun:
+                self.ray.cancel(task, force=False, recursive=False)
+        faults, until = list[Exception](), time.monotonic() + STOP_SECONDS
+        while self.running and time.monotonic() < until:
+            try:
+                self.poll()
+            except (UserError, RuntimeError) as error:  # the others still save
+                faults.append(error)
+        return faults
+
+    def log(self) -> None:
+        for file in self.folder.glob("*.log"):
+            with file.open("rb") as lines:
+                lines.seek(self.read.get(file, 0))
+                for line in lines:
+                    if line.endswith(b"\n"):
+                        self.read[file] = self.read.get(file, 0) + len(line)
+                        logger.log(*pickle.loads(bytes.fromhex(line.decode())))
+
+
+def fitting(settings: Cluster, threads: int) -> int:
+    """Returns how many tasks of so many threads the cluster can do at a time."""
+    with connected(settings) as ray:
+        has, fits = ray.cluster_resources(), float("inf")
+    for kind, of_task in (("CPU", threads), ("GPU", settings.gpus_per_model)):
+        if of_task:
+            fits = min(fits, has.get(kind, 0) / of_task)
+    return int(fits)
+
+
+def _task(ray: Any) -> Any:
+    """Returns the function that a node runs, which is sent as it stands here: a node may lack this package."""
+
+    def do(work: list[Any], order: dict[str, Any]) -> tuple[Any, ...]:
+        import ray
+
+        node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
+        try:
+            from xdm_ft.experiment import cluster
+        except ImportError as error:
+            why = f"node {node}: xdm_ft can not be imported ({error}); install the version of the run on all nodes"
+            return "refused", node, (why,)
+        return tuple(cluster.do_task(lambda: ray.get(work[0]), work[0].hex(), node, cluster.Order(**order)))
+
+    # a lost task is done again by the driver, which knows what is left of it
+    return ray.remote(max_retries=0, scheduling_strategy="SPREAD")(do)
+
+
+def do_task(fetch_work: Callable[[], bytes], name: str, node: str, order: Order) -> Ending:
+    """Does a part in a process of a node. `name` stands for the pickled work that `fetch_work` returns."""
+    try:
+        request_stop(False)  # an earlier task of this process was asked to stop
+        if not order.shared.exists():
+            raise UserError(
+                f"{order.setting}: {order.shared.parent} is another folder here than in the run; put it on a disk that "
+                "all nodes share"
+            )
+        with _logged(order, node), _stopped_by(order.shared / "stop"):
+            work, accelerator = _loaded(fetch_work, name, order)
+            torch.set_num_threads(order.threads)
+            return Ending("done", node, work.do(Part(order.name, order.what), accelerator))
+    except UserError as error:
+        return Ending("refused", node, tuple(f"node {node}: {line}" for line in error.args))
+    except Interrupted as stop:
+        return Ending("stopped", node, bool(stop.saved))
+    except Exception:
+        return Ending("failed", node, traceback.format_exc())
+
+
+def versions_of(work: ClusterWork) -> dict[str, str]:
+    """Returns all versions that must be the same on all nodes, as the numbers of this work depend on them."""
+    found = dict[str, str]()
+    for encoder in work.encoders:
+        libraries = encoder.identity().get("versions")
+        found |= libraries if isinstance(libraries, dict) else {}
+    return found | _versions()
+
+
+def _versions() -> dict[str, str]:
+    """Returns the versions that must be the same on a node before it can unpickle any work."""
+    return {"xdm_ft": __version__, "torch": torch.__version__}
+
+
+def _require_versions(here: Mapping[str, str], order: Order) -> None:
+    for program, version in here.items():
+        if version != order.versions[program]:
+            raise UserError(
+                f"{program} is {version} here and {order.versions[program]} in the run; install the same everywhere"
+            )
+
+
+_kept: tuple[str, ClusterWork, Accelerator] | None = None  # of the last task of this process
+
+
+def _loaded(fetch_work: Callable[[], bytes], name: str, order: Order) -> tuple[ClusterWork, Accelerator]:
+    """Returns the work on this process's device. Raises `UserError` if this node can not do it."""
+    global _kept
+    _require_versions(_versions(), order)
+    try:
+        os.chdir(order.folder)
+    except OSError as error:
+        raise UserError(
+            f"{order.folder}: {error.strerror}; start the run in a folder that all nodes see, as the paths of a "
+            "recipe are relative to it"
+        ) from error
+    for variable in LAUNCHERS:
+        os.environ.pop(variable, None)
+    os.environ["ACCELERATE_USE_CPU"] = "false" if order.on_gpu else "true"
+    # tasks share memory and cores as the processes of a launcher do
+    os.environ["LOCAL_WORLD_SIZE"] = str(max(1, cores() // order.threads))
+    if _kept is None or _kept[0] != name:
+        _kept = None  # first, as both may not fit
+        pickled = fetch_work()
+        try:
+            work: ClusterWork = pickle.loads(pickled)
+        except OSError as error:  # data in files that are opened here
+            raise UserError(f"data: {error}; all nodes must see the run's data under the same paths") from error
+        _require_versions(versions_of(work), order)
+        accelerator = start(work.recipe)
+        _kept = name, work.on(accelerator.device), accelerator
+    return _kept[1], _kept[2]
+
+
+@contextmanager
+def _stopped_by(file: Path) -> Iterator[None]:
+    """Context whose work is asked to stop when the file exists."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            if file.exists():
+                request_stop()
+
+    thread = threading.Thread(target=watch, daemon=True, name="stop")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def _logged(order: Order, node: str) -> Iterator[None]:
+    """Context in which lines of the log go to a file of the task, from which the driver takes them."""
+
+    class Shared(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            line = pickle.dumps((record.levelno, "%s: %s", node, record.getMessage())).hex()
+            with (order.shared / f"{order.name}.log").open("a") as file:
+                file.write(f"{line}\n")
+
+    (order.shared / f"{order.name}.log").touch()
+    handler, before = Shared(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(order.log_level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+class Extracting(NamedTuple):
+    """The `ClusterWork` of tasks that extract features. `Part.what`: numbers of the store's images."""
+
+    recipe: Recipe
+    extraction: Extraction
+    size: int  # of a shard
 
     @property
-    def saved(self) -> str:
-        saved = f"{self.stopped} unfinished trainings" if self.stopped != 1 else "1 unfinished training"
-        return saved if self.stopped else ""
+    def encoders(self) -> tuple[Encoder, ...]:
+        return (self.extraction.encoder,)
 
-    def _checkpoint(self, piece: Piece) -> Path:
-        return self.directory.path / self.directory.checkpoint_file(piece.name)
+    def on(self, device: torch.device) -> Extracting:
+        encoder = frozen_copy(self.extraction.encoder, self.extraction.settings.precision, device)
+        return self._replace(extraction=replace(self.extraction, encoder=encoder, device=device))
 
-    def _count(self, attempt: Attempt, counts: Counts) -> None:
-        before = self.counts[attempt.number]
-        self.bar.add(done=counts.done - before.done, spared=counts.spared - before.spared)
-        self.counts[attempt.number] = counts
+    def do(self, part: Part, accelerator: Accelerator) -> list[str]:
+        """Returns the names of the shards with these images. What a lost task has added stays."""
+        own = self.extraction.part(part.what)
+        differs = own.hashes.changed_file(own.rows.tolist())
+        if differs is not None:  # before it is opened, as a file that is not here would count as a broken image
+            raise UserError(
+                f"{differs}: this file is not here, or has changed since it was hashed; all nodes must see the same "
+                "data under the same path"
+            )
+        own.run(own.store.missing(), self.size, _UntilStopped("", None, ""))
+        return [shard.path.name for shard in own.store.shards]
 
 
-def _threads(piece: Piece, settings: Cluster) -> int:
-    return settings.cpus_per_model if piece.is_end_to_end else 1
+class _UntilStopped(Progress):
+    """Raises `Interrupted` after a batch if this task is asked to stop."""
+
+    def advance(self, n: int = 1, note: str = "") -> None:
+        if stop_requested():
+            raise Interrupted
+
+
+def extraction_on(recipe: Recipe) -> Elsewhere | None:
+    """Returns where the recipe's features are computed; None: in the process that needs them."""
+    if recipe.cluster.name is None:
+        return None
+
+    def run(extraction: Extraction, images: np.ndarray, size: int, bar: Progress) -> int:
+        """Computes these images in tasks, `size` in a shard. Returns how many they have computed."""
+        threads, store, arrived = recipe.cluster.cpus_per_model, extraction.store, 0
+        tasks = STRETCHES_PER_TASK * fitting(recipe.cluster, threads)
+        length = size * max(1, math.ceil(len(images) / size) // max(MIN_STRETCHES, tasks))
+        stretches = [images[first : first + length] for first in range(0, len(images), length)]
+        parts = [Part(f"{store.what.split()[0]}-{number}", numbers) for number, numbers in enumerate(stretches)]
+
+        def look() -> int:
+            nonlocal arrived
+            store.missing()  # opens new shards
+            before, arrived = arrived, int((store.shard_of[images] >= 0).sum())
+            bar.advance(arrived - before)
+            return arrived
+
+        work, shared = Extracting(recipe, extraction, size), ("features.dir", store.cache)
+        do_on_cluster(work, parts, threads, shared, done=lambda part, names: store.open(names), look=look)
+        return look()
+
+    return Elsewhere(device_of(recipe.cluster, torch.device("cpu")), run)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from xdm_ft.cut.cut import Below
 from xdm_ft.encoders import Encoder, TextEncoder
 from xdm_ft.evaluation.records import ModelKey
-from xdm_ft.experiment.cluster_connection import device_of
+from xdm_ft.experiment.cluster import device_of
 from xdm_ft.experiment.pieces import SOLVER_PASSES
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.experiment.prepare import Prepared, PreparedEncoder, RecipeCut, counted_unhashed, cuts_of, make_job
@@ -353,7 +353,7 @@ class _Work:
         prepared = self._made_up()
         jobs = [make_job(self.plan, prepared, model, {}) for model in group[: most_heads(device)]]
         largest = max(chunks(jobs, device), key=len)
-        features = prepared.of(first.item).features_of(largest[0])
+        features = prepared.for_method(first.item).features_of(largest[0])
         data = CachedData(features, self.plan.annotations.to(features.device))
         measured = timed(largest, data, self.plan.criteria, MEASURING_SECONDS / methods)
         evaluations = len(evaluation_steps(first.steps, first.training.evaluate_every))

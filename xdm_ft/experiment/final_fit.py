@@ -22,12 +22,12 @@ from xdm_ft.algorithms import Algorithm
 from xdm_ft.averaging import Interval
 from xdm_ft.evaluation.records import ModelKey, Record, SummaryRow
 from xdm_ft.evaluation.trials import MethodChoice, picked_trials
+from xdm_ft.experiment.cluster import device_of
 from xdm_ft.experiment.models import keep_references, own_reference, restarted, weights_metadata
-from xdm_ft.experiment.pieces import Engines, Model, Request
+from xdm_ft.experiment.pieces import Group, Piece, RunContext, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, hparams, searched
 from xdm_ft.experiment.prepare import make_job
 from xdm_ft.experiment.results import Outcome, ResultsFile
-from xdm_ft.experiment.train import train
 from xdm_ft.protocol.splits import all_domains
 from xdm_ft.recipe.method import MethodItem, drawn_item, drawn_training
 from xdm_ft.recipe.search import Value
@@ -38,7 +38,7 @@ from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.training import Job, Selected
+from xdm_ft.training import Job, Predictor, Selected, Trained
 from xdm_ft.training.selection import FINAL_FIT
 
 logger = logging.getLogger("xdm_ft")
@@ -66,20 +66,19 @@ class Fit:
         name = "model" if seed == self.model.key.seed else f"seed{seed}"
         return f"{FOLDER}/{file_name(self.model.item.label, safe='+ ')}/{name}.safetensors"
 
-    def job(self, engines: Engines, seed: int) -> Job:
-        job = make_job(engines.plan, engines.prepared, self.of_seed(seed), {FINAL_FIT: {self.step: 1.0}})
+    def job(self, context: RunContext, seed: int) -> Job:
+        job = make_job(context.plan, context.prepared, self.of_seed(seed), {FINAL_FIT: {self.step: 1.0}})
         if self.averaged_from is None:
             return job
         return dataclasses.replace(job, averaging=Interval(self.averaged_from, self.step))
 
-    def finished(self, model: Model) -> Selected:
+    def finished(self, trained: Trained, predictor: Predictor) -> Selected:
         """Returns the selected weights, after the finish of methods that vary something then."""
-        selected, job = model.trained.selected[FINAL_FIT], model.trained.job
+        selected, algorithm = trained.selected[FINAL_FIT], trained.job.new_method()
         if not self.varied:
             return selected
-        algorithm = job.make(job.setup)
         assert isinstance(algorithm, Algorithm), "solvers vary nothing"
-        offered = algorithm.finish(model.starting_weights(), selected.state)
+        offered = algorithm.finish(predictor.starting_weights(), selected.state)
         state = next(one.state for one in offered if one.varied == self.varied)
         return dataclasses.replace(selected, state=state, hparams=selected.hparams | self.varied)
 
@@ -91,12 +90,12 @@ class Wanted(NamedTuple):
     all_seeds: bool
 
 
-def final_fits(engines: Engines, results: ResultsFile, named: Sequence[Wanted] = ()) -> None:
+def final_fits(context: RunContext, results: ResultsFile, named: Sequence[Wanted] = ()) -> None:
     """Trains the final fits that the recipe asks for, and those `named`, and sets `final_fits` of the results.
 
     Those of an earlier run stay if they are still what their method's runs determine.
     """
-    protocol, choice = engines.plan.recipe.protocol, results.choice
+    protocol, choice = context.plan.recipe.protocol, results.choice
     wanted = {one.method: one.all_seeds for one in named}
     if protocol.final_fit and choice is None:
         rule = protocol.selection
@@ -108,13 +107,13 @@ def final_fits(engines: Engines, results: ResultsFile, named: Sequence[Wanted] =
         if choice is None or row.selection != protocol.selection or row.method not in choice.values:
             continue
         if row.method in wanted or row.method in before:
-            entry = _final_fit(engines, results, row, choice, before.get(row.method), wanted.get(row.method))
+            entry = _final_fit(context, results, row, choice, before.get(row.method), wanted.get(row.method))
             if entry is not None:
                 results.final_fits[row.method] = entry
 
 
 def _final_fit(
-    engines: Engines,
+    context: RunContext,
     results: ResultsFile,
     row: SummaryRow,
     choice: MethodChoice,
@@ -125,12 +124,12 @@ def _final_fit(
 
     `all_seeds` None: it is not wanted, but kept if it was trained. Returns None if there is none then.
     """
-    plan, protocol = engines.plan, engines.plan.recipe.protocol
+    plan, protocol = context.plan, context.plan.recipe.protocol
     of_method = [record for record in results.records.values() if record.method == row.method]
     picked = picked_trials(of_method, protocol.selection, protocol.metric)
-    fit = fit_of_runs(plan, picked, engines.prepared.unreadable)
+    fit = fit_of_runs(plan, picked, context.prepared.unreadable)
     settings = _settings(plan, fit)
-    fitted = _fitted(engines.directory, settings, before)
+    fitted = _fitted(context.directory, settings, before)
     if all_seeds is None:
         if fit.model.key.seed not in fitted:
             return None
@@ -140,18 +139,19 @@ def _final_fit(
         # a solver is deterministic: every seed would give the same model
         every = all_seeds and not fit.model.item.is_solver
         seeds = tuple(dict.fromkeys((fit.model.key.seed, *protocol.seeds))) if every else (fit.model.key.seed,)
-    jobs = {seed: fit.job(engines, seed) for seed in seeds}
-    wait_for_everyone(engines.accelerator)  # all processes must have read before one of them writes
-    if engines.accelerator.is_main_process:
-        keep_references(plan, engines.prepared, [fit.model.split], engines.directory)
+    jobs = {seed: fit.job(context, seed) for seed in seeds}
+    wait_for_everyone(context.accelerator)  # all processes must have read before one of them writes
+    if context.accelerator.is_main_process:
+        keep_references(plan, context.prepared, [fit.model.split], context.directory)
     wanted = {job.key for seed, job in jobs.items() if seed not in fitted}
     if wanted:
         logger.info("final fit: %s", fit.how)
         # the jobs of all seeds: together they determine the chunks of heads, also if some are trained already
-        request = Request(fit.model.item, [*jobs.values()], Criteria((FINAL_FIT,), protocol.metric), wanted)
-        train(engines, [request], partial(_outcome, fit, settings), results, what="final fit")
+        group = Group(fit.model.item, [*jobs.values()], Criteria((FINAL_FIT,), protocol.metric))
+        pieces = pieces_of([group], wanted, device_of(plan.recipe.cluster, context.accelerator.device))
+        do_pieces(context, pieces, partial(_outcome, fit, settings), results, what="final fit")
         # from the run directory, because another process may have trained the models
-        fitted = _lines(engines.directory, settings) | fitted
+        fitted = _lines(context.directory, settings) | fitted
     estimate = {key: getattr(row, key) for key in ("selection", "metric", "mean", "std", "stderr", "n", "protocol")}
     about = {
         "chosen_by": choice.to_json(),
@@ -216,20 +216,24 @@ def _entry(fitted: Mapping[int, Line], all_seeds: bool) -> Line:
     return entry
 
 
-def _outcome(fit: Fit, settings: Mapping[str, Any], engines: Engines, model: Model) -> Outcome:
+def _outcome(
+    fit: Fit, settings: Mapping[str, Any], context: RunContext, piece: Piece, trained: Trained, predictor: Predictor
+) -> Outcome:
     """Returns the status of the fit of one seed as a line, and its weights."""
-    failure, seed = model.trained.failure, model.trained.job.seed
+    failure, seed = trained.failure, trained.job.seed
     start = {"of": _digest(settings), "seed": seed}
     if failure is None:
-        selected = fit.finished(model)
+        selected = fit.finished(trained, predictor)
         if all(value.isfinite().all() for value in selected.state.values()):
-            plan, rule = engines.plan, engines.plan.recipe.protocol.selection
+            plan, rule = context.plan, context.plan.recipe.protocol.selection
             planned, file, known = fit.of_seed(seed), fit.file(seed), {"images": settings["images"], "how": fit.how}
-            metadata = weights_metadata(plan, engines.prepared, planned, rule, selected, known, fit.temperature)
-            again = restarted(model.trained)
+            metadata = weights_metadata(plan, context.prepared, planned, rule, selected, known, fit.temperature)
+            again = restarted(trained)
             trouble = {} if again is None else {"restarted": again}
             line = {"status": "ok", **selected.hparams, "weights": file, **trouble}
-            references = own_reference(plan, planned.split, model, selected, file)
+            references = {}
+            if piece.is_end_to_end:
+                references = own_reference(plan, planned.split, predictor, selected, file)
             return Outcome(FINAL_FIT, start | line, {file: (selected.state, metadata)}, references=references)
         failure = f"the weights are not finite after step {selected.step}"
     return Outcome(FINAL_FIT, start | {"status": "failed", "reason": failure})

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,14 @@ from xdm_ft.evaluation.distance import fit
 from xdm_ft.evaluation.metrics import per_image, score
 from xdm_ft.evaluation.predictions import HeldOutImages, Prediction, arrays_of, test_images
 from xdm_ft.evaluation.records import ModelKey, Pick, Record
-from xdm_ft.experiment.pieces import Engines, Model, Request, cost
+from xdm_ft.experiment.cluster import device_of
+from xdm_ft.experiment.pieces import Group, Piece, RunContext, cost, do_pieces, pieces_of
 from xdm_ft.experiment.plan import Plan, PlannedModel, drawn_value, extra_models, hparams, searched
 from xdm_ft.experiment.prepare import ExternalValues, Prepared, PreparedEncoder, make_job
-from xdm_ft.experiment.results import Outcome, ResultsFile
+from xdm_ft.experiment.results import Outcome, ResultsFile, save
 from xdm_ft.experiment.resume import RECORDS
 from xdm_ft.experiment.summary import protocol_of
-from xdm_ft.experiment.train import NOTHING, DoneModels, train
+from xdm_ft.experiment.work import NOTHING, Work
 from xdm_ft.features.cache import Features
 from xdm_ft.images.dataset import ImageDataset
 from xdm_ft.protocol.splits import LEFT_OUT, SELECTION_SPLIT, Split, mean_course, with_validation
@@ -42,14 +43,13 @@ from xdm_ft.storage.names import (
     folder_among_heads,
     images_file,
     method_folder,
-    model_folder,
     reference_beside,
     reference_file,
 )
 from xdm_ft.storage.run_directory import RunDirectory
 from xdm_ft.storage.tensorboard import sub_run
 from xdm_ft.storage.tensors import Arrays
-from xdm_ft.training import Job, Selected, Trained
+from xdm_ft.training import Job, Predictor, Selected, Trained
 from xdm_ft.training.selection import BY_DOMAIN, RuleImages, best_finish, rule_images, split_of
 from xdm_ft.weights.prompts import expand_templates
 
@@ -58,45 +58,71 @@ WARNING_LENGTH = 160  # characters of a failure, at most: it may list the rows o
 LARGEST = 16_000_000  # bytes of a model's probabilities: thousands of heads on DomainNet would fill the disk
 
 
-def train_models(engines: Engines, results: ResultsFile) -> None:
-    """Trains every planned model without a record, and saves its record, weights and predictions."""
-    plan, accelerator = engines.plan, engines.accelerator
-    if accelerator.is_main_process:
-        skipped = [
-            Record(
-                model.key,
-                hparams(plan.recipe, model.item, model.training),
-                "skipped",
-                model.skipped,
-                **model.item.of_records,
-            )
-            for model in plan.models
-            if model.skipped
-        ]
-        if skipped:
-            results.save((Outcome(RECORDS, record) for record in skipped), engines.directory)
-        keep_test_images(plan.dataset, plan.splits, engines.directory)
-        keep_references(plan, engines.prepared, plan.splits, engines.directory)
-    planned = {model.key: model for model in plan.models if not model.skipped}
+def left_to_train(context: RunContext, results: ResultsFile) -> tuple[list[Piece], Work]:
+    """Returns the pieces of all planned models without a record, and the work on the others.
+
+    Extra models of `cross_domain` are trained first. Raises `UserError` if a folder for the models can not be written.
+    """
+    plan = context.plan
+    planned = {key: model for key, model in plan.by_key.items() if not model.skipped}
     wanted = planned.keys() - results.records.keys()
     if not wanted:
-        return
-    if accelerator.is_main_process:
-        folders = sorted({_folder_on_disk(engines.plan, planned[key]) for key in wanted})
+        return [], NOTHING
+    if context.accelerator.is_main_process:
+        folders = sorted({_folder_on_disk(plan, planned[key]) for key in wanted})
         folders += sorted({f"events/{sub_run(*key).rpartition('/')[0]}" for key in wanted})
-        engines.directory.require_writable(["state", *folders])
+        context.directory.require_writable(["state", *folders])
     # also the models that may share a chunk of heads with a wanted one
     groups = {results.chunk_group(key) for key in wanted}
-    external = cross_domain_values(engines, {key for key in planned if results.chunk_group(key) in groups}, results)
+    pieces = planned_pieces(context, [key for key in planned if results.chunk_group(key) in groups], wanted, results)
     done = [model for key, model in planned.items() if key not in wanted]
-    costs = (cost(one.item, one.training, one.split, one.steps, one.item.trainable is not False) for one in done)
-    train_planned(engines, planned, external, wanted, results, DoneModels(len(done), sum(costs)))
+    return pieces, Work(len(done), sum(cost(one.item, one.training, one.split, one.steps) for one in done))
+
+
+def planned_pieces(
+    context: RunContext, keys: Sequence[ModelKey], wanted: Collection[ModelKey], results: ResultsFile
+) -> list[Piece]:
+    """Returns the pieces of the wanted models. All models in `keys` determine the chunks of heads."""
+    plan, groups = context.plan, dict[tuple[str, int], list[Job]]()
+    external = cross_domain_values(context, keys, results)
+    for key in keys:
+        job = make_job(plan, context.prepared, plan.by_key[key], external.get(key, {}))
+        groups.setdefault(results.chunk_group(key), []).append(job)
+    items = {group: plan.by_key[jobs[0].key].item for group, jobs in groups.items()}
+    made = [Group(items[group], jobs, plan.criteria) for group, jobs in groups.items()]
+    return pieces_of(made, wanted, device_of(plan.recipe.cluster, context.accelerator.device))
 
 
 def _folder_on_disk(plan: Plan, model: PlannedModel) -> str:
     """Returns the folder with the model's files, or with the file that it may share with other heads."""
-    shares = plan.is_large and model.item.trainable is False and not model.item.is_solver
-    return method_folder(model.item.label) if shares else model_folder(*model.key)
+    return method_folder(model.item.label) if _shares_files(plan, model.item) else model.key.folder
+
+
+def _shares_files(plan: Plan, item: MethodItem) -> bool:
+    """Returns whether heads that train together share files: thousands of small ones are slow."""
+    return plan.is_large and item.trainable is False and not item.is_solver
+
+
+def keep_common_files(context: RunContext, results: ResultsFile) -> None:
+    """Writes the records of skipped models, and the test images and references that several models share."""
+    plan = context.plan
+    if not context.accelerator.is_main_process:
+        return
+    skipped = [
+        Record(
+            model.key,
+            hparams(plan.recipe, model.item, model.training),
+            "skipped",
+            model.skipped,
+            **model.item.of_records,
+        )
+        for model in plan.models
+        if model.skipped
+    ]
+    if skipped:
+        results.add(save((Outcome(RECORDS, record) for record in skipped), context.directory))
+    keep_test_images(plan.dataset, plan.splits, context.directory)
+    keep_references(plan, context.prepared, plan.splits, context.directory)
 
 
 def keep_test_images(dataset: ImageDataset, splits: Iterable[Split], directory: RunDirectory) -> None:
@@ -108,85 +134,58 @@ def keep_test_images(dataset: ImageDataset, splits: Iterable[Split], directory: 
             directory.write_arrays(file, arrays, {"class_names": json.dumps(dataset.class_names)})
 
 
-def train_planned(
-    engines: Engines,
-    planned: Mapping[ModelKey, PlannedModel],
-    external: Mapping[ModelKey, ExternalValues],
-    wanted: Collection[ModelKey],
-    results: ResultsFile,
-    done: DoneModels = NOTHING,
-) -> None:
-    """Trains the wanted models and saves their records. All planned models determine the chunks of heads.
-
-    `done` are the models of the run that need no training now: its bar counts them.
-    """
-    groups: dict[tuple[str, int], list[PlannedModel]] = {}
-    for model in planned.values():
-        groups.setdefault(results.chunk_group(model.key), []).append(model)
-    requests = []
-    for models in groups.values():
-        if any(model.key in wanted for model in models):
-            jobs = [make_job(engines.plan, engines.prepared, model, external.get(model.key, {})) for model in models]
-            requests.append(Request(models[0].item, jobs, engines.plan.criteria, wanted))
-
-    train(engines, requests, partial(_measured, planned), results, what="training", done=done)
-
-
-def _measured(planned: Mapping[ModelKey, PlannedModel], engines: Engines, model: Model) -> Outcome:
-    return measure(engines.plan, engines.prepared, planned[model.trained.job.key], model)
-
-
-def measure(plan: Plan, prepared: Prepared, planned: PlannedModel, model: Model) -> Outcome:
-    """Returns a model's record, with its weights and its predictions on the test images."""
-    trained, job = _finished(plan, planned, model), model.trained.job
+def measure(context: RunContext, piece: Piece, trained: Trained, predictor: Predictor) -> Outcome:
+    """Returns a planned model's record, with its weights and its predictions on the test images."""
+    plan, planned, key = context.plan, context.plan.by_key[trained.job.key], trained.job.key
+    trained = _finished(plan, planned, trained, predictor)
     record = _unmeasured(plan, planned, trained)
     if trained.failure is not None:
-        held_out = ", ".join(job.test_domains)
         short = textwrap.shorten(trained.failure, WARNING_LENGTH, placeholder=" … (the rest is in results.json)")
-        logger.warning("%s, %s held out, seed %d: %s", job.method, held_out, job.seed, short)
+        logger.warning("%s: %s", key, short)
         return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=trained.failure))
-    folder = model_folder(*planned.key) if model.shared is None else folder_among_heads(model.shared, *planned.key)
+    folder = folder_among_heads(piece.shared_file(key), *key) if _shares_files(plan, piece.item) else key.folder
     weights, predictions, picks = {}, [], {}
-    found: dict[int, tuple[dict[str, Tensor], Pick]] = {}  # rules that picked the same weights share them
+    by_state: dict[int, tuple[dict[str, Tensor], Pick]] = {}  # rules that picked the same weights share them
     for rule, selected in trained.selected.items():
-        if id(selected.state) not in found:
-            logits = {name: model.logits(selected, rows).cpu() for name, rows in job.split.evaluation.items()}
+        if id(selected.state) not in by_state:
+            logits = _logits(trained.job, selected, predictor)
             broken = [name for name, values in logits.items() if not values.isfinite().all()]
             if broken:
                 reason = f"the logits of {', '.join(broken)} images are not finite at step {selected.step}"
                 return Outcome(RECORDS, dataclasses.replace(record, status="failed", reason=reason))
             file = address_in(folder, rule)
-            pick = _pick(plan, planned, selected, logits, file)
-            if selected.state is trained.selected[plan.rules[0]].state:  # other rules are for comparison
-                pick = dataclasses.replace(pick, temperature=_temperature(plan, planned, logits))
-            pick = dataclasses.replace(pick, validation_nll=_validation_nll(plan, planned, logits, pick.temperature))
+            is_own = selected.state is trained.selected[plan.rules[0]].state  # other rules are for comparison
+            pick = _pick(plan, planned, selected, logits, file, is_own)
             measured = {"metrics": pick.to_json()["metrics"]}
-            metadata = weights_metadata(plan, prepared, planned, rule, selected, measured, pick.temperature)
+            metadata = weights_metadata(plan, context.prepared, planned, rule, selected, measured, pick.temperature)
             weights[file] = selected.state, metadata
-            found[id(selected.state)] = logits, pick
-        logits, pick = found[id(selected.state)]
-        picks[rule] = dataclasses.replace(pick, value=_value(plan, job, rule, selected, logits))
+            by_state[id(selected.state)] = logits, pick
+        logits, pick = by_state[id(selected.state)]
+        picks[rule] = dataclasses.replace(pick, value=_value(plan, trained.job, rule, selected, logits))
         predictions.append(_prediction(plan, planned, rule, logits["test"]))
     rule = plan.rules[0]
-    done = dataclasses.replace(record, selected=picks, **_of_head(job, planned, picks))
+    done = dataclasses.replace(record, selected=picks, **_of_head(trained.job, planned, picks))
     references = {}
-    if rule in picks:
-        references = own_reference(plan, job.split, model, trained.selected[rule], picks[rule].weights)
+    if rule in picks and piece.is_end_to_end:
+        references = own_reference(plan, planned.split, predictor, trained.selected[rule], picks[rule].weights)
     return Outcome(RECORDS, done, weights, {folder: arrays_of(predictions)}, references)
 
 
-def _finished(plan: Plan, planned: PlannedModel, model: Model) -> Trained:
+def _logits(job: Job, selected: Selected, predictor: Predictor) -> dict[str, Tensor]:
+    return {name: predictor.logits(selected.state, rows) for name, rows in job.split.evaluation.items()}
+
+
+def _finished(plan: Plan, planned: PlannedModel, trained: Trained, predictor: Predictor) -> Trained:
     """Returns the model after its method's finish. Each rule selects among the finished weights as it did the step."""
-    trained, job = model.trained, model.trained.job
+    job, metric = trained.job, plan.recipe.protocol.metric
     if not getattr(planned.item.algorithm.cls, "varied_by_finish", ()) or trained.failure is not None:
         return trained  # solvers lack this attribute
-    algorithm = job.make(job.setup)
+    algorithm, start = job.new_method(), predictor.starting_weights()
     assert isinstance(algorithm, Algorithm)
-    start, metric = model.starting_weights(), plan.recipe.protocol.metric
     images = {name: _images(plan, name, rows) for name, rows in job.split.evaluation.items()}
 
     def measured(selected: Selected) -> dict[str, float]:
-        logits = {name: model.logits(selected, rows).cpu() for name, rows in job.split.evaluation.items()}
+        logits = _logits(job, selected, predictor)
         return {
             name: images[name].value(values) if values.isfinite().all() else math.nan for name, values in logits.items()
         }
@@ -224,7 +223,7 @@ def _unmeasured(plan: Plan, planned: PlannedModel, trained: Trained) -> Record:
 def _of_head(job: Job, planned: PlannedModel, picks: Mapping[str, Pick]) -> dict[str, Any]:
     """Returns what the record says of the head: what it was picked from, and what it holds of the training images."""
     item, images = planned.item, sum(map(len, planned.split.train))
-    solver = job.make(job.setup) if item.is_solver else None
+    solver = job.new_method() if item.is_solver else None
     if isinstance(solver, Solver):
         tuned = solver.candidates
     else:
@@ -237,7 +236,7 @@ def _trained_parameters(trained: Trained) -> int:
     """Returns the number of values that training changes: none of a head that the text encoder gives."""
     if trained.parameters is not None:
         return trained.parameters
-    method = trained.job.make(trained.job.setup)
+    method = trained.job.new_method()
     if method.needs_text and not isinstance(method, Algorithm):
         return 0
     return sum(parameter.numel() for parameter in method.parameters() if parameter.requires_grad)
@@ -250,34 +249,30 @@ def restarted(trained: Trained) -> dict[str, Any] | None:
     return {"times": len(trained.restarts), "reasons": list(trained.restarts)}
 
 
-def _pick(plan: Plan, planned: PlannedModel, selected: Selected, logits: Mapping[str, Tensor], file: str) -> Pick:
-    metrics = {name: _score(plan, rows, logits[name]) for name, rows in planned.split.evaluation.items()}
-    doubts = flags(plan, planned, selected)
-    return Pick(selected.step, file, metrics, dict(selected.hparams), selected.curve or None, doubts or None)
+def _pick(
+    plan: Plan, planned: PlannedModel, selected: Selected, logits: Mapping[str, Tensor], file: str, is_own: bool
+) -> Pick:
+    """Returns the pick without its value. `is_own`: the recipe's own rule picked these weights; they get a temperature.
+
+    The NLL is that of logits divided by it, on its images, or else on those of a validation domain.
+    """
+    evaluation, labels = planned.split.evaluation, plan.annotations.labels
+    metrics = {name: _score(plan, rows, logits[name]) for name, rows in evaluation.items()}
+    validated = [name for name in (BY_DOMAIN, SELECTION_SPLIT["val_domain"]) if name in evaluation]
+    divisor = nll = None
+    if is_own and BY_DOMAIN in evaluation:
+        divisor = temperature(logits[BY_DOMAIN], labels[evaluation[BY_DOMAIN]])
+    if validated:
+        nll = validation_nll(logits[validated[0]], labels[evaluation[validated[0]]], divisor)
+    return Pick(
+        selected.step, file, metrics, dict(selected.hparams), selected.curve or None,
+        flags(plan, planned, selected) or None, temperature=divisor, validation_nll=nll,
+    )  # fmt: skip
 
 
 def _score(plan: Plan, rows: Tensor, logits: Tensor) -> Score:
     about, names = plan.annotations, (plan.dataset.class_names, plan.dataset.domain_names)
     return score(logits, about.labels[rows], about.domains[rows], *names, worst_of=about.worst_of[rows])
-
-
-def _temperature(plan: Plan, planned: PlannedModel, logits: Mapping[str, Tensor]) -> float | None:
-    """Returns the temperature on the validation images of the training domains; None without such images."""
-    rows = planned.split.evaluation.get(BY_DOMAIN)
-    return None if rows is None else temperature(logits[BY_DOMAIN], plan.annotations.labels[rows])
-
-
-def _validation_nll(
-    plan: Plan, planned: PlannedModel, logits: Mapping[str, Tensor], temperature: float | None
-) -> float | None:
-    """Returns the NLL of logits divided by the temperature, on its images, or else on those of a validation domain.
-
-    None without such images.
-    """
-    name = next((name for name in (BY_DOMAIN, SELECTION_SPLIT["val_domain"]) if name in planned.split.evaluation), None)
-    if name is None:
-        return None
-    return validation_nll(logits[name], plan.annotations.labels[planned.split.evaluation[name]], temperature)
 
 
 def flags(plan: Plan, planned: PlannedModel, selected: Selected) -> list[str]:
@@ -315,9 +310,8 @@ def _prediction(plan: Plan, planned: PlannedModel, rule: str, logits: Tensor) ->
     predicted = logits.argmax(-1).numpy().astype(np.int64)
     # other rules are for comparison: their probabilities would only multiply the size of the file
     probabilities = _probabilities(logits) if rule == plan.rules[0] else None
-    method, test_domains, seed, _ = planned.key
     images = HeldOutImages.of(plan.dataset, rows.numpy())
-    return Prediction(method, test_domains, seed, rule, images, predicted, values, probabilities)
+    return Prediction(*planned.key[:3], rule, images, predicted, values, probabilities)
 
 
 def _probabilities(logits: Tensor) -> np.ndarray:
@@ -347,7 +341,7 @@ def weights_metadata(
     item = planned.item
     described = {
         "class_names": plan.dataset.class_names,
-        "encoder": _encoder(plan, prepared.of(item), item, selected),
+        "encoder": _encoder(plan, prepared.for_method(item), item, selected),
         "head": {"name": item.head.name, "settings": item.head.kwargs()},
         "few_images": _few_images(plan, planned),
         "class_means": getattr(item.algorithm.cls, "class_means", False),  # algorithms that take steps lack it
@@ -361,8 +355,8 @@ def weights_metadata(
             "hparams": hparams(plan.recipe, item, planned.training) | selected.hparams,
         },
         # whether the head reads L2-normalised features
-        "normalize": prepared.of(item).encoder.normalize or item.reads_normalized,
-        "preprocessing": prepared.of(item).encoder.preprocessing.model_dump(mode="json"),
+        "normalize": prepared.for_method(item).encoder.normalize or item.reads_normalized,
+        "preprocessing": prepared.for_method(item).encoder.preprocessing.model_dump(mode="json"),
         "prompts": _prompts(plan, planned),
         "protocol": {
             **plan.recipe.protocol.model_dump(mode="json"),
@@ -444,21 +438,21 @@ def _keep(plan: Plan, features: Features, split: Split, file: str, directory: Ru
     directory.write_arrays(file, reference.arrays(), {key: json.dumps(value) for key, value in about.items()})
 
 
-def own_reference(plan: Plan, split: Split, model: Model, selected: Selected, weights: str) -> dict[str, Arrays]:
-    """Returns {file: arrays} of the reference of a model that has trained its encoder; {} if it is frozen.
+def own_reference(
+    plan: Plan, split: Split, predictor: Predictor, selected: Selected, weights: str
+) -> dict[str, Arrays]:
+    """Returns {file: arrays} of the reference of a model that has trained its encoder.
 
     It costs a forward pass of at most `MOST_TRAINING` training and `MOST_VALIDATION` validation images, which are drawn
     by their number alone. All processes compute the features together.
     """
-    if model.features is None:
-        return {}
     protocol, labels = plan.recipe.protocol, plan.dataset.labels
     split = with_validation(plan.dataset, split, protocol.val_fraction, protocol.seeds[0])
     parts = []
     for pool, most in ((torch.cat(split.train), MOST_TRAINING), (split.evaluation["train_val"], MOST_VALIDATION)):
         drawn = permutation(0, 0, Stream.TRAINING_FEATURES, len(pool))[:most]
         rows = pool.sort().values[drawn.sort().values]
-        parts.append(_finite(model.features(selected, rows).numpy(), labels[rows.numpy()]))
+        parts.append(_finite(predictor.features(selected.state, rows).numpy(), labels[rows.numpy()]))
     training, validation = parts
     try:
         reference = fit(lambda: [training], lambda: [validation], len(plan.dataset.class_names))
@@ -490,43 +484,43 @@ Measured = dict[str, dict[str, dict[int, float]]]
 
 
 def cross_domain_values(
-    engines: Engines, wanted: Collection[ModelKey], results: ResultsFile
+    context: RunContext, wanted: Collection[ModelKey], results: ResultsFile
 ) -> dict[ModelKey, ExternalValues]:
     """Trains the missing extra models. Returns `Job.external_values` of each wanted model: their mean metric.
 
     Returns an empty dict if the recipe selects by another rule.
     """
-    extra = [model for model in engines.plan.extra if any(key in wanted for key in model.serves)]
+    extra = [model for model in context.plan.extra if any(key in wanted for key in model.serves)]
     if not extra:
         return {}
-    jobs = [make_job(engines.plan, engines.prepared, model, {}) for model in extra]
-    before = _measured_values(engines)
+    jobs = [make_job(context.plan, context.prepared, model, {}) for model in extra]
+    before = _measured_values(context)
     missing = {job.key for job in jobs if _extra_name(job) not in before}
-    wait_for_everyone(engines.accelerator)  # all processes must read the same lines before one of them appends
+    wait_for_everyone(context.accelerator)  # all processes must read the same lines before one of them appends
     alike: dict[tuple[tuple[str, int], tuple[str, ...]], list[tuple[PlannedModel, Job]]] = {}
     for model, job in zip(extra, jobs, strict=True):
         # the models that it serves are of one method, seed and trial, so of one group too
         group = results.chunk_group(model.serves[0])
         alike.setdefault((group, tuple(job.split.evaluation)), []).append((model, job))
-    metric = engines.plan.recipe.protocol.metric
-    requests = [
-        Request(models[0][0].item, [job for _, job in models], Criteria(parts, metric), missing)
+    metric = context.plan.recipe.protocol.metric
+    groups = [
+        Group(models[0][0].item, [job for _, job in models], Criteria(parts, metric))
         for (_, parts), models in alike.items()
-        if any(job.key in missing for _, job in models)
     ]
-    if requests:
-        logger.info("%s; %d are missing", extra_models(engines.plan), len(missing))
-        train(engines, requests, _measure_extra, results, what="extra models")
-    measured, courses = _measured_values(engines), dict[ModelKey, list[Mapping[int, float]]]()
+    pieces = pieces_of(groups, missing, device_of(context.plan.recipe.cluster, context.accelerator.device))
+    if pieces:
+        logger.info("%s; %d are missing", extra_models(context.plan), len(missing))
+        do_pieces(context, pieces, _measure_extra, results, what="extra models")
+    measured, courses = _measured_values(context), dict[ModelKey, list[Mapping[int, float]]]()
     for model, job in zip(extra, jobs, strict=True):
         for part, key in zip(LEFT_OUT, model.serves, strict=False):  # a model serves one planned model, or two
             courses.setdefault(key, []).append(measured[_extra_name(job)][part])
     return {key: {"cross_domain": mean_course(of_model)} for key, of_model in courses.items()}
 
 
-def _measure_extra(engines: Engines, model: Model) -> Outcome:
+def _measure_extra(context: RunContext, piece: Piece, trained: Trained, predictor: Predictor) -> Outcome:
     """Returns the line of an extra model, with its finite values of the metric: {evaluation split: {step: value}}."""
-    trained, job = model.trained, model.trained.job
+    job = trained.job
     if trained.failure is not None:
         logger.warning("%s without %s: %s", job.method, ", ".join(job.test_domains), trained.failure)
     course = {} if trained.failure else trained.course
@@ -537,13 +531,13 @@ def _measure_extra(engines: Engines, model: Model) -> Outcome:
     return Outcome(MEASURED, {"model": _extra_name(job), "values": defined})
 
 
-def _measured_values(engines: Engines) -> Measured:
+def _measured_values(context: RunContext) -> Measured:
     """Returns {extra model: {evaluation split: {step: metric}}}, from the lines of all processes."""
     return {
         line["model"]: {
             part: {int(step): value for step, value in course.items()} for part, course in line["values"].items()
         }
-        for line in engines.directory.lines(MEASURED)
+        for line in context.directory.lines(MEASURED)
     }
 
 

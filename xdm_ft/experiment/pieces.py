@@ -1,337 +1,362 @@
-"""Jobs → trained models. The method and the recipe decide the engine: head bank, solver, or training end to end."""
+"""The queue of a run: pieces of work, each of which a process takes, trains and saves."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
+import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+import torch
 
-from xdm_ft.algorithms import Algorithm, Solver
-from xdm_ft.evaluation.records import ModelKey
+from xdm_ft.algorithms import Solver
+from xdm_ft.encoders import Encoder
+from xdm_ft.evaluation.records import ModelKey, Record
+from xdm_ft.experiment.cluster import Part, do_on_cluster, fitting
 from xdm_ft.experiment.plan import Plan
 from xdm_ft.experiment.prepare import Prepared, build_encoder
+from xdm_ft.experiment.results import Outcome, ResultsFile, save
 from xdm_ft.experiment.resume import comparable, of_method
 from xdm_ft.experiment.tracking import write_curves
-from xdm_ft.experiment.work import Overall
-from xdm_ft.features.cache import Features
+from xdm_ft.experiment.work import NOTHING, RunProgress, Work, run_forked
+from xdm_ft.features.key import weights_digest
 from xdm_ft.protocol.splits import Split
 from xdm_ft.recipe.method import MethodItem
-from xdm_ft.runtime.machine import out_of_memory_as_user_error
+from xdm_ft.recipe.settings import Recipe
+from xdm_ft.runtime.errors import UserError
+from xdm_ft.runtime.interrupt import stop_requested
+from xdm_ft.runtime.machine import libraries_left_out, out_of_memory_as_user_error, own_cores
 from xdm_ft.runtime.progress import Progress
 from xdm_ft.runtime.tensors import Criteria
+from xdm_ft.runtime.watchdog import wait_for_everyone
 from xdm_ft.storage.atomic import replace_file
 from xdm_ft.storage.checkpoint import Checkpoint
 from xdm_ft.storage.digests import digest
 from xdm_ft.storage.names import file_name
 from xdm_ft.storage.run_directory import RunDirectory
-from xdm_ft.training import Job, Selected, Trained, Training
+from xdm_ft.training import Job, Predictor, Trained, Training
+from xdm_ft.training.bank.predictor import CachedPredictor
+from xdm_ft.training.bank.train import chunks, train_chunk
+from xdm_ft.training.end_to_end.model import FULL_ENCODER, EncoderPart
+from xdm_ft.training.end_to_end.prediction import EndToEndPredictor
+from xdm_ft.training.end_to_end.train import train_model
 from xdm_ft.training.selection import FINAL_FIT
+from xdm_ft.training.solvers import solve
 from xdm_ft.version import __version__
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import Accelerator
     from torch.profiler import profile
-
-    from xdm_ft.encoders import Encoder
-    from xdm_ft.training.end_to_end.model import EncoderPart
-
 
 SOLVER_PASSES = 100  # of linear_probe over its training images, roughly; other solvers make fewer
 HEADS_PER_FILE = 32  # as many as train together on a CPU; they wait in memory until the file is written
 ENCODER_PASSES = 1000  # passes of an image through a head that cost as much as one through an encoder, roughly
-Logits = Callable[[Selected, Tensor], Tensor]  # (selected weights, rows) → float32 logits [n,C]
+WAIT, WARM_UP, RECORDED = 3, 2, 5  # steps of a profile: the first ones also set up what later ones use again
 
 
-class Model(NamedTuple):
-    """A trained model and the function that computes its logits."""
+@dataclass(frozen=True)
+class RunContext:
+    """What the parts of a run work with."""
 
-    trained: Trained
-    logits: Logits
-    encoder: Encoder | None = None  # before training; None if it is frozen
-    features: Logits | None = None  # of the trained encoder, float32 [n,K]; None if it is frozen
-    shared: str | None = None  # name of the file that it shares with other heads; None: it has files of its own
-
-    def starting_weights(self) -> dict[str, Tensor]:
-        """Returns the weights before training: those of the head, and of the encoder if it is trained too."""
-        from xdm_ft.training.end_to_end.model import EndToEnd
-
-        algorithm = self.trained.job.make(self.trained.job.setup)
-        if self.encoder is None:
-            return algorithm.state_dict()
-        assert isinstance(algorithm, Algorithm)
-        return EndToEnd(copy.deepcopy(self.encoder), algorithm, "frozen").weights()
-
-
-def cost(item: MethodItem, training: Training, split: Split, steps: int, trains_encoder: bool) -> int:
-    """Returns the number of images that pass forward and backward through a head to train one model.
-
-    It orders the queue and measures progress; a pass through an encoder counts as ENCODER_PASSES.
-    """
-    if item.is_solver:
-        return SOLVER_PASSES * sum(map(len, split.train))
-    domains = len(split.train)
-    images = training.images_per_step(domains) * item.gradient_evaluations(steps, domains)
-    return images * (ENCODER_PASSES if trains_encoder else 1)
-
-
-class Request(NamedTuple):
-    """Models of one method to train."""
-
-    item: MethodItem
-    jobs: Sequence[Job]  # all of the method and generation, wanted or not: together they determine the chunks of heads
-    criteria: Criteria
-    wanted: Collection[ModelKey]
-
-
-class Piece(NamedTuple):
-    """The unit of work: a chunk of heads, one model of a solver, or one model that trains end to end."""
-
-    request: Request
-    jobs: Sequence[Job]
-    cost: int
-
-    @property
-    def note(self) -> str:
-        """What trains now, for the bar."""
-        if self.is_end_to_end:
-            [job] = self.jobs
-            return f"{job.method}, {', '.join(job.test_domains)}, seed {job.seed}"
-        return self.jobs[0].method + (f" ({len(self.jobs)} models)" if len(self.jobs) > 1 else "")
-
-    @property
-    def name(self) -> str:
-        """The file name for its training."""
-        return training_name(self.jobs, self.request.criteria.rules)
-
-    @property
-    def is_end_to_end(self) -> bool:
-        return self.request.item.trainable is not False
-
-
-@dataclasses.dataclass(frozen=True)
-class Engines:
     plan: Plan
     prepared: Prepared
     directory: RunDirectory
     accelerator: Accelerator
 
-    def pieces(self, requests: Sequence[Request], device: torch.device) -> list[Piece]:
-        """Returns the pieces of work on cached features, the longest first.
 
-        A chunk with a wanted model is trained whole: which heads train together affects the rounding of each, and the
-        kind of the device that they train on decides it.
-        """
-        from xdm_ft.training.bank.train import chunks
+class Group(NamedTuple):
+    """Models of one method, wanted or not: together they determine which heads share a chunk."""
 
-        found = list[Piece]()
-        for request in requests:
-            item = request.item
-            if item.trainable is not False:
-                continue
-            each = ([job] for job in request.jobs)
-            for jobs in each if item.is_solver else chunks(request.jobs, device):
-                if any(job.key in request.wanted for job in jobs):
-                    found.append(Piece(request, jobs, len(jobs) * self._cost(jobs[0], item)))
-        # with the longest first, all processes end at about the same time
-        return sorted(found, key=lambda piece: -piece.cost)
+    item: MethodItem
+    jobs: Sequence[Job]
+    criteria: Criteria
 
-    def pieces_end_to_end(self, requests: Sequence[Request]) -> list[Piece]:
-        """Returns the wanted models that train end to end, in their order."""
-        return [
-            Piece(request, [job], self._cost(job, request.item))
-            for request in requests
-            if request.item.trainable is not False
-            for job in request.jobs
-            if job.key in request.wanted
-        ]
 
-    def _cost(self, job: Job, item: MethodItem) -> int:
-        return cost(item, job.training, job.split, job.setup.steps, item.trainable is not False)
+class Piece(NamedTuple):
+    """The unit of work: a chunk of heads, one model of a solver, or one model that trains end to end."""
 
-    def train_pieces(self, queue: Sequence[Piece], overall: Overall) -> Iterator[list[Model]]:
-        """Takes the next piece that no other process has taken, until none is left. Yields its wanted models.
+    item: MethodItem
+    jobs: Sequence[Job]
+    criteria: Criteria
+    wanted: frozenset[ModelKey]  # a chunk is trained whole: which heads train together affects the rounding of each
+    cost: int
 
-        They must be saved before the next piece is requested. The numbers of a piece do not depend on the process that
-        trains it.
-        """
-        for piece in queue:
-            if self.directory.take(piece.name):
-                yield from self.train_piece(piece, overall)
+    @property
+    def is_end_to_end(self) -> bool:
+        return self.item.trainable is not False
 
-    def train_piece(self, piece: Piece, overall: Overall) -> Iterator[list[Model]]:
-        """Trains a piece and yields its wanted models. All processes train a model end to end together."""
-        request, jobs, _ = piece
-        train, units = self._banked, sum(job.setup.steps for job in jobs)
-        # all processes do the same work end to end, which counts once
-        counts = not piece.is_end_to_end or self.accelerator.is_main_process
-        if piece.is_end_to_end:
-            train = self._end_to_end
-        elif isinstance(solver := jobs[0].make(jobs[0].setup), Solver):
-            train, units = self._solved, solver.candidates
-        profile = self._profile(jobs[0].method) if counts else None
-        worth = piece.cost if counts else 0
-        with overall.share(piece.note, worth, units) as bar, profiled(bar, profile) as watched:
-            yield from train(jobs, request, watched)
+    @property
+    def note(self) -> str:
+        """What trains now, for people."""
+        if len(self.jobs) > 1:
+            return f"{self.jobs[0].method} ({len(self.jobs)} models)"
+        return str(self.jobs[0].key) if self.is_end_to_end else self.jobs[0].method
 
-    def _banked(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
-        """Trains a chunk of heads on cached features, and yields its wanted models."""
-        from xdm_ft.training.bank.train import train_chunk
+    @property
+    def name(self) -> str:
+        """The file name for its training."""
+        return f"{file_name(self.jobs[0].method, safe='+ ')}-{self._hash(self.jobs)}"
 
-        features = self.prepared.of(request.item).features_of(jobs[0])
-        together = f"{len(jobs)} heads together" if len(jobs) > 1 else "one head"
-        named = partial(out_of_memory_as_user_error, f"{jobs[0].method}, {together}", "lower training.batch_size")
-        rules = request.criteria.rules
-        checkpoint = self._checkpoint(jobs, rules)
-        with named():
-            trained = train_chunk(
-                jobs,
-                features,
-                self.plan.annotations,
-                request.criteria,
-                record=partial(write_curves, self.plan, jobs, directory=self.directory),
-                bar=bar,
-                checkpoint=checkpoint,
-            )
-            logits = _cached_logits(jobs[0], features, named)  # heads that train together differ in their state only
-            file_of = _shared_files(jobs, rules) if self.plan.is_large else {}
-            wanted = [one for one in trained if one.job.key in request.wanted]
-            yield [Model(one, logits, shared=file_of.get(one.job.key)) for one in wanted]
-        checkpoint.remove()  # the caller has saved these models when it asks for the next ones
+    def shared_file(self, key: ModelKey) -> str:
+        """Returns the name of the file that a head of a large run shares with others of its chunk."""
+        first = [job.key for job in self.jobs].index(key) // HEADS_PER_FILE * HEADS_PER_FILE
+        return self._hash(self.jobs[first : first + HEADS_PER_FILE])
 
-    def _solved(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
-        """Computes the head of a solver, which takes no gradient steps, and yields its model in a list."""
-        from xdm_ft.training.solvers import solve
+    def _hash(self, jobs: Sequence[Job]) -> str:
+        return digest(json.dumps(self.identity(jobs)))
 
-        [job] = jobs
-        features = self.prepared.of(request.item).features_of(job)
+    def identity(self, jobs: Sequence[Job]) -> list[Any]:
+        """Returns what no other models that train together have, as JSON values."""
+        return [[[*job.key, job.setup.steps] for job in jobs], list(self.criteria.rules)]
+
+
+Measure = Callable[[RunContext, Piece, Trained, Predictor], Outcome]
+
+
+def cost(item: MethodItem, training: Training, split: Split, steps: int) -> int:
+    """Returns the number of images that pass forward and backward through a head to train one model.
+
+    It orders the queue and measures progress; a pass through an encoder counts as ENCODER_PASSES.
+    """
+    domains = len(split.train)
+    if item.is_solver:
+        return SOLVER_PASSES * sum(map(len, split.train))
+    images = training.images_per_step(domains) * item.gradient_evaluations(steps, domains)
+    return images * (1 if item.trainable is False else ENCODER_PASSES)
+
+
+def pieces_of(groups: Iterable[Group], wanted: Collection[ModelKey], device: torch.device) -> list[Piece]:
+    """Returns the pieces with a wanted model: first those on cached features, the longest first, so that all processes
+    end at about the same time; then those end to end, in their order. The kind of the device decides the chunks.
+    """
+    heads, end_to_end = list[Piece](), list[Piece]()
+    for item, jobs, criteria in groups:
+        if not any(job.key in wanted for job in jobs):
+            continue
+        alone = item.is_solver or item.trainable is not False
+        for together in ([job] for job in jobs) if alone else chunks(jobs, device):
+            keys = frozenset(job.key for job in together if job.key in wanted)
+            if keys:
+                first = together[0]
+                each = cost(item, first.training, first.split, first.setup.steps)
+                piece = Piece(item, together, criteria, keys, len(together) * each)
+                (heads if item.trainable is False else end_to_end).append(piece)
+    return [*sorted(heads, key=lambda piece: -piece.cost), *end_to_end]
+
+
+def do_pieces(
+    context: RunContext,
+    pieces: Sequence[Piece],
+    measure: Measure,
+    results: ResultsFile,
+    *,
+    what: str,
+    done: Work = NOTHING,
+) -> None:
+    """Does all pieces, in all processes of the run, and returns when every process is done.
+
+    Those on cached features come first. All processes take pieces of them from one queue, the run directory; on a CPU
+    each process also forks, to use all of its cores. Then all processes together train one model end to end after the
+    other. `what` names the work on the bar, which counts the `done` models too.
+    """
+    if not pieces:
+        return
+    accelerator, main = context.accelerator, bool(context.accelerator.is_main_process)
+    queue = [piece for piece in pieces if not piece.is_end_to_end]
+    parts = {piece.name: Work(len(piece.wanted), piece.cost) for piece in pieces}
+    # a CUDA context can not be used in a forked process
+    processes = 1 if accelerator.device.type != "cpu" else min(own_cores(), max(1, len(queue)))
+    with RunProgress(what, parts, done, context.directory, processes, shows=main) as progress:
+        if context.plan.recipe.cluster.name is not None:
+            _do_on_cluster(context, pieces, measure, progress)
+            return
+
+        def work(number: int) -> None:
+            progress.in_process(number)
+            with context.directory.in_fork(number) as directory:
+                own = dataclasses.replace(context, directory=directory)
+                for piece in queue:
+                    if directory.take(piece.name):
+                        records = do_piece(own, piece, measure, progress)
+                        if number == 0:  # a fork's are in the run directory
+                            results.add(records)
+
+        if queue:
+            run_forked(work, processes, progress.watched)
+        with progress.watched():
+            wait_for_everyone(accelerator)  # other processes may still train their last piece
+        together = [piece for piece in pieces if piece.is_end_to_end]
+        with libraries_left_out() if together else nullcontext():
+            for piece in together:
+                results.add(do_piece(context, piece, measure, progress))
+        wait_for_everyone(accelerator)
+
+
+def do_piece(context: RunContext, piece: Piece, measure: Measure, progress: RunProgress) -> list[Record]:
+    """Trains a piece, saves the outcome that `measure` returns for each wanted model, then forgets the checkpoint.
+
+    The numbers do not depend on the process that does it. A model that trains end to end is saved by the main process.
+    """
+    plan, accelerator, item, job = context.plan, context.accelerator, piece.item, piece.jobs[0]
+    prepared, data = context.prepared.for_method(item), (plan.annotations, piece.criteria)
+    saves = not piece.is_end_to_end or bool(accelerator.is_main_process)
+    checkpoint = _checkpoint(context, piece, saves)
+    record = partial(write_curves, plan, piece.jobs, directory=context.directory)
+    predictor: Predictor
+    with (
+        out_of_memory_as_user_error(*_memory_words(piece)),
+        progress.of_piece(piece.name, piece.note, _units(piece)) as steps,
+        profiled(steps, _profile(context, job.method) if saves else None) as bar,
+    ):
+        if item.is_solver:
+            features = prepared.features_of(job)
+            trained = [solve(job, features, *data, bar)]
+            predictor = CachedPredictor(job, features)
+        elif not piece.is_end_to_end:
+            features = prepared.features_of(job)
+            trained = train_chunk(piece.jobs, features, *data, record=record, bar=bar, checkpoint=checkpoint)
+            predictor = CachedPredictor(job, features)  # heads that train together differ in their weights only
+        else:
+            encoder, part = (
+                prepared.encoder,
+                FULL_ENCODER,
+            )  # what lies below a cut is the same for all seeds, as it is cached
+            if item.is_cut:
+                part = EncoderPart(item.trainable, prepared.activations[item.trainable])
+            else:
+                encoder = build_encoder(item.encoder, job.seed)  # random weights are drawn from the seed
+            common = item.encoder_common
+            trained = [
+                train_model(
+                    job, encoder, plan.dataset, *data, accelerator, batch_norm=common.batch_norm, record=record,
+                    bar=bar, unfreeze_at=common.unfreeze_at, augmentation=plan.recipe.augmentation_of(item),
+                    checkpoint=checkpoint, part=part,
+                )
+            ]  # fmt: skip
+            batch_size = plan.recipe.training.batch_size
+            predictor = EndToEndPredictor(job, encoder, plan.dataset, accelerator, batch_size, part)
+        # in every process: all of them predict together end to end
+        outcomes = (measure(context, piece, one, predictor) for one in trained if one.job.key in piece.wanted)
+        records = save(outcomes, context.directory, writes=saves)
+    checkpoint.remove()
+    if saves:
+        context.directory.finish(piece.name)
+    return records
+
+
+class _ClusterTraining(NamedTuple):
+    """The `ClusterWork` of tasks that train: each takes pieces from the run directory until none is left."""
+
+    plan: Plan
+    prepared: Prepared
+    path: Path  # of the run directory
+    pieces: Sequence[Piece]
+    measure: Measure
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.plan.recipe
+
+    @property
+    def encoders(self) -> list[Encoder]:
+        return [own.encoder for own in self.prepared.encoders.values()]
+
+    def on(self, device: torch.device) -> _ClusterTraining:
+        return self._replace(prepared=self.prepared.to(device))
+
+    def do(self, part: Part, accelerator: Accelerator) -> None:
+        sizes = {piece.name: Work(len(piece.wanted), piece.cost) for piece in self.pieces}
+        with RunDirectory(self.path, part.name, main=False) as directory:
+            context = RunContext(self.plan, self.prepared, directory, accelerator)
+            progress = RunProgress("", sizes, NOTHING, directory, processes=1, shows=False)
+            for piece in self.pieces:
+                if not stop_requested() and directory.take(piece.name):
+                    _require_inputs(self.plan, self.prepared, piece.item)
+                    do_piece(context, piece, self.measure, progress)
+
+
+def _do_on_cluster(context: RunContext, pieces: Sequence[Piece], measure: Measure, progress: RunProgress) -> None:
+    """Does the pieces in tasks of the cluster, which write into the run directory."""
+    settings, directory = context.plan.recipe.cluster, context.directory
+    start = f"{os.getpid()}-{len(directory.finished())}"  # no two tasks of a run have one name
+
+    def look() -> tuple[int, float]:
+        return len(directory.finished()), directory.last_checkpoint()
+
+    for end_to_end, threads in ((False, 1), (True, settings.cpus_per_model)):
+        queue = [piece for piece in pieces if piece.is_end_to_end == end_to_end]
+        if not queue:
+            continue
+        tasks = min(len(queue), 4 * max(1, fitting(settings, threads)))  # more than fit: nodes may come
+        parts = [Part(f"worker-{start}-{threads}-{number}", None) for number in range(tasks)]
+        work = _ClusterTraining(context.plan, context.prepared, directory.path.absolute(), queue, measure)
+        shared = ("output.dir", directory.path.absolute() / "state")
+        with progress.watched():
+            do_on_cluster(work, parts, threads, shared, lost=lambda part: directory.release(part.name), look=look)
+
+
+def _require_inputs(plan: Plan, prepared: Prepared, item: MethodItem) -> None:
+    """Raises `UserError` if this node does not see the images and weights that a training end to end reads."""
+    if not plan.recipe.trains_on_images(item):
+        return
+    for domain, name in enumerate(plan.dataset.domain_names):
+        rows = [row for row in (plan.dataset.domains == domain).nonzero()[0] if row not in prepared.unreadable]
+        try:
+            if rows:
+                plan.dataset.image(int(rows[0]))
+        except (UserError, OSError) as error:
+            raise UserError(f"data: an image of {name} is unreadable ({error}); all nodes must see the data") from error
+    if not item.is_cut:
+        encoder = build_encoder(item.encoder, plan.recipe.protocol.seeds[0])
+        if weights_digest(encoder) != prepared.for_method(item).weights:
+            raise UserError("encoder: its weights here are not those of the run; put the same file on all nodes")
+
+
+def _units(piece: Piece) -> int:
+    """Returns the units that the engine counts: steps of all models, or candidates of a solver."""
+    method = piece.jobs[0].new_method()
+    return method.candidates if isinstance(method, Solver) else sum(job.setup.steps for job in piece.jobs)
+
+
+def _memory_words(piece: Piece) -> tuple[str, str]:
+    """Returns what does not fit if memory runs out, and the remedy."""
+    key = piece.jobs[0].key
+    if piece.is_end_to_end:
+        return str(key), "lower training.batch_size or raise training.accumulation"
+    if piece.item.is_solver:
         remedy = "a solver needs all training features in memory; train on fewer images or free some memory"
-        named = partial(out_of_memory_as_user_error, f"{job.method}, {', '.join(job.test_domains)} held out", remedy)
-        with named():
-            trained = solve(job, features, self.plan.annotations, request.criteria, bar)
-            yield [Model(trained, _cached_logits(job, features, named))]
-
-    def _end_to_end(self, jobs: Sequence[Job], request: Request, bar: Progress) -> Iterator[list[Model]]:
-        """Trains a model with its encoder, in all processes, and yields it in a list."""
-        from xdm_ft.training.end_to_end.train import predict, train_model
-
-        [job], plan, accelerator, item = jobs, self.plan, self.accelerator, request.item
-        common, batch_size = item.encoder_common, plan.recipe.training.batch_size
-        encoder, part = self._part(item, job.seed)
-        checkpoint = self._checkpoint([job], request.criteria.rules, writes=accelerator.is_main_process)
-        name = f"{job.method}, {', '.join(job.test_domains)} held out, seed {job.seed}"
-        named = partial(out_of_memory_as_user_error, name, "lower training.batch_size or raise training.accumulation")
-        with named():
-            trained = train_model(
-                job,
-                encoder,
-                plan.dataset,
-                plan.annotations,
-                request.criteria,
-                accelerator,
-                batch_norm=common.batch_norm,
-                record=partial(write_curves, plan, [job], directory=self.directory),
-                bar=bar,
-                unfreeze_at=common.unfreeze_at,
-                augmentation=plan.recipe.augmentation_of(item),
-                checkpoint=checkpoint,
-                part=part,
-            )
-
-        def logits(selected: Selected, rows: Tensor) -> Tensor:
-            with named():
-                return predict(job, encoder, selected.state, plan.dataset, rows, accelerator, batch_size, part=part)
-
-        def features(selected: Selected, rows: Tensor) -> Tensor:
-            with named():
-                state, images = selected.state, plan.dataset
-                return predict(job, encoder, state, images, rows, accelerator, batch_size, of="features", part=part)
-
-        yield [Model(trained, logits, encoder, features)]
-        checkpoint.remove()  # the caller has saved this model when it asks for the next one
-
-    def _part(self, item: MethodItem, seed: int) -> tuple[Encoder, EncoderPart]:
-        """Returns the encoder before training, and the part of it that trains.
-
-        Random weights are drawn from the seed. What lies below a cut is the same for all seeds, as it is cached.
-        """
-        from xdm_ft.training.end_to_end.model import FULL_ENCODER, EncoderPart
-
-        if not item.is_cut:
-            return build_encoder(item.encoder, seed), FULL_ENCODER
-        prepared = self.prepared.of(item)
-        return prepared.encoder, EncoderPart(item.trainable, prepared.activations[item.trainable])
-
-    def _profile(self, method: str) -> Path | None:
-        """Returns the file for the trace of a method's training; None: the recipe wants none, or there is one."""
-        if not self.plan.recipe.training.profile:
-            return None
-        file = self.directory.profile_file(method)
-        return None if file.exists() else file
-
-    def _checkpoint(self, jobs: Sequence[Job], rules: Sequence[str], writes: bool = True) -> Checkpoint:
-        """Returns the checkpoint of jobs that train together."""
-        import torch
-
-        whole = self.plan.recipe
-        item = next(item for item in whole.methods if item.label == jobs[0].method)
-        # its own augmentation, as the recipe's becomes null when it gains methods that have another default
-        recipe = whole.with_augmentation(whole.augmentation_of(item)).resolved()
-        about = {
-            # what the final fit trains follows from all results; other trainings stay valid in a recipe that grows
-            "recipe": comparable(recipe) if FINAL_FIT in rules else of_method(recipe, jobs[0].method),
-            "models": _models(jobs, rules),
-            "xdm_ft": __version__,
-            "torch": torch.__version__,
-        }
-        return self.directory.checkpoint(training_name(jobs, rules), about, writes)
+        return f"{key.method}, {', '.join(key.test_domains)} held out", remedy
+    together = f"{len(piece.jobs)} heads together" if len(piece.jobs) > 1 else "one head"
+    return f"{key.method}, {together}", "lower training.batch_size"
 
 
-def _models(jobs: Sequence[Job], rules: Sequence[str]) -> list[Any]:
-    """Returns the identities of models that train together, as JSON values."""
-    return [[[job.method, list(job.test_domains), job.seed, job.trial, job.setup.steps] for job in jobs], list(rules)]
+def _checkpoint(context: RunContext, piece: Piece, writes: bool) -> Checkpoint:
+    recipe = context.plan.recipe
+    item = next(item for item in recipe.methods if item.label == piece.item.label)  # without drawn settings
+    # its own augmentation, as the recipe's becomes null when it gains methods that have another default
+    resolved = recipe.with_augmentation(recipe.augmentation_of(item)).resolved()
+    about = {
+        # what the final fit trains follows from all results; other trainings stay valid in a recipe that grows
+        "recipe": comparable(resolved) if FINAL_FIT in piece.criteria.rules else of_method(resolved, item.label),
+        "models": piece.identity(piece.jobs),
+        "xdm_ft": __version__,
+        "torch": torch.__version__,
+    }
+    return context.directory.checkpoint(piece.name, about, writes)
 
 
-def training_name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
-    """Returns the file name for the training of these models."""
-    return f"{file_name(jobs[0].method, safe='+ ')}-{chunk_name(jobs, rules)}"
-
-
-def chunk_name(jobs: Sequence[Job], rules: Sequence[str]) -> str:
-    """Returns the name of jobs that train together, which no other jobs of their method have."""
-    return digest(json.dumps(_models(jobs, rules)))
-
-
-def _shared_files(jobs: Sequence[Job], rules: Sequence[str]) -> dict[ModelKey, str]:
-    """Returns for each head of a chunk the name of the file that it shares with others."""
-    files = [jobs[first : first + HEADS_PER_FILE] for first in range(0, len(jobs), HEADS_PER_FILE)]
-    return {job.key: chunk_name(of_file, rules) for of_file in files for job in of_file}
-
-
-def _cached_logits(job: Job, features: Features, named: Callable[[], Any]) -> Logits:
-    """Returns the function that computes the logits of selected weights from cached features."""
-    from xdm_ft.training.bank.data import cached_logits
-
-    model = job.make(job.setup).eval()
-
-    def logits(selected: Selected, rows: Tensor) -> Tensor:
-        # assign, because a copy could have another memory layout, and with it products that round differently
-        model.load_state_dict(selected.state, assign=True)
-        with named():
-            return cached_logits(features, rows, model.to(features.device))
-
-    return logits
-
-
-WAIT, WARM_UP, RECORDED = 3, 2, 5  # steps: the first ones also set up what later ones use again
+def _profile(context: RunContext, method: str) -> Path | None:
+    """Returns the file for the trace of a method's training; None: the recipe wants none, or there is one."""
+    if not context.plan.recipe.training.profile:
+        return None
+    file = context.directory.profile_file(method)
+    return None if file.exists() else file
 
 
 @contextmanager

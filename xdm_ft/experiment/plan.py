@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,6 +49,10 @@ class Plan:
     extra: tuple[PlannedModel, ...]
     rules: tuple[str, ...]  # selection rules, the recipe's own first
     notes: tuple[str, ...]  # remarks on the splits, for the protocol line
+
+    @cached_property
+    def by_key(self) -> dict[ModelKey, PlannedModel]:
+        return {model.key: model for model in self.models}
 
     @property
     def is_large(self) -> bool:

@@ -19,8 +19,7 @@ from xdm_ft.algorithms import Setup
 from xdm_ft.cut.cut import Below, Cut, require_blocks
 from xdm_ft.cut.trainable import LastBlocks, LowRank, Trainable
 from xdm_ft.encoders import Encoder, TextEncoder
-from xdm_ft.experiment.cluster_connection import device_of
-from xdm_ft.experiment.cluster_extraction import extraction_on
+from xdm_ft.experiment.cluster import device_of, extraction_on
 from xdm_ft.experiment.plan import Plan, PlannedModel
 from xdm_ft.features import FeatureSettings
 from xdm_ft.features.cache import Features, cache_folder, cache_path
@@ -75,11 +74,22 @@ class PreparedEncoder:
 
 @dataclass(frozen=True)
 class Prepared:
+    """What a run computes once, before training."""
+
     encoders: dict[str | None, PreparedEncoder]  # by the label in results; None: the recipe has one encoder
     unreadable: dict[int, str]  # row → why the image does not decode, for one of the encoders
     content: str  # hash of all images, in the order of the rows
 
-    def of(self, item: MethodItem) -> PreparedEncoder:
+    def to(self, device: torch.device) -> Prepared:
+        """Returns the same with features on a device."""
+
+        def placed(own: PreparedEncoder) -> PreparedEncoder:
+            cut = {key: None if cached is None else cached.to(device) for key, cached in own.activations.items()}
+            return replace(own, features=None if own.features is None else own.features.to(device), activations=cut)
+
+        return replace(self, encoders={label: placed(own) for label, own in self.encoders.items()})
+
+    def for_method(self, item: MethodItem) -> PreparedEncoder:
         return self.encoders[item.encoder_label]
 
 
@@ -179,45 +189,44 @@ def prepare(
     hashes = image_hashes(recipe, dataset, accelerator) if hashes is None else hashes
     found, unreadable = dict[str | None, PreparedEncoder](), dict[int, str]()
     recipe = with_text(recipe, encoders)
-    with extraction_on(recipe) as elsewhere:
-        extracted = partial(
-            extract,
-            dataset=dataset,
-            hashes=hashes,
-            settings=recipe.features,
-            on_bad_image=on_bad_image,
-            device=accelerator.device,
-            show=main,
-            augmentation=recipe.train_augmentation,
-            elsewhere=elsewhere,
-            accelerator=accelerator,
-        )
-        for label, component in by_label(recipe).items():
-            encoder = encoders[label]
+    extracted = partial(
+        extract,
+        dataset=dataset,
+        hashes=hashes,
+        settings=recipe.features,
+        on_bad_image=on_bad_image,
+        device=accelerator.device,
+        show=main,
+        augmentation=recipe.train_augmentation,
+        elsewhere=extraction_on(recipe),
+        accelerator=accelerator,
+    )
+    for label, component in by_label(recipe).items():
+        encoder = encoders[label]
+        if main:
+            log_encoder(encoder)
+        items = [item for item in recipe.served if item.encoder is component]
+        features = extracted(encoder) if recipe.needs_features(component) else None
+        activations = dict[Trainable, Features | None]()
+        device = device_of(recipe.cluster, accelerator.device)
+        count = counted(recipe, dataset, hashes, device) if index else counted_unhashed(recipe, dataset, device)
+        cuts = cuts_of(recipe, encoder, items, count, decided(environment, label))
+        # by the time that another process looks, the disk may be fuller
+        for cut, is_cached in zip(cuts, from_main(accelerator, [cut.is_cached for cut in cuts]), strict=True):
             if main:
-                log_encoder(encoder)
-            items = [item for item in recipe.served if item.encoder is component]
-            features = extracted(encoder) if recipe.needs_features(component) else None
-            activations = dict[Trainable, Features | None]()
-            device = device_of(recipe.cluster, accelerator.device)
-            count = counted(recipe, dataset, hashes, device) if index else counted_unhashed(recipe, dataset, device)
-            cuts = cuts_of(recipe, encoder, items, count, decided(environment, label))
-            # by the time that another process looks, the disk may be fuller
-            for cut, is_cached in zip(cuts, from_main(accelerator, [cut.is_cached for cut in cuts]), strict=True):
-                if main:
-                    logger.info("%s", cut.text())
-                cached = extracted(cut.below, streamed=True) if is_cached else None
-                activations |= {trainable: cached for trainable in cut.serves}
-            read = [one for one in (features, *activations.values()) if one is not None]
-            # before training end to end, which would fail at a broken image after hours; extraction decodes all too
-            if not read and any(item.trainable is not False for item in items):
-                broken = undecodable(dataset, hashes, encoder.preprocessing, index, own_cores(), main, accelerator)
-                refuse_unreadable(broken, dataset, on_bad_image)
-                unreadable |= broken
-            for one in read:
-                unreadable |= one.unreadable
-            texts = text_weights(items, encoder, dataset.class_names)
-            found[label] = PreparedEncoder(encoder, weights_digest(encoder), features, texts, activations)
+                logger.info("%s", cut.text())
+            cached = extracted(cut.below, streamed=True) if is_cached else None
+            activations |= {trainable: cached for trainable in cut.serves}
+        read = [one for one in (features, *activations.values()) if one is not None]
+        # before training end to end, which would fail at a broken image after hours; extraction decodes all too
+        if not read and any(item.trainable is not False for item in items):
+            broken = undecodable(dataset, hashes, encoder.preprocessing, index, own_cores(), main, accelerator)
+            refuse_unreadable(broken, dataset, on_bad_image)
+            unreadable |= broken
+        for one in read:
+            unreadable |= one.unreadable
+        texts = text_weights(items, encoder, dataset.class_names)
+        found[label] = PreparedEncoder(encoder, weights_digest(encoder), features, texts, activations)
     if unreadable:
         logger.warning("%d of %d images do not decode and are left out", len(unreadable), len(dataset))
     return Prepared(found, dict(sorted(unreadable.items())), digest(hashes.digests, bits=128))
@@ -409,13 +418,13 @@ def make_job(plan: Plan, prepared: Prepared, model: PlannedModel, external_value
     recipe, item, split = plan.recipe, model.item, model.split
     setup = Setup(
         task=Task(plan.dataset.class_names, split.train_domains, recipe.protocol.metric),
-        width=prepared.of(item).width,
+        width=prepared.for_method(item).width,
         steps=model.steps,
         seed=model.key.seed,
         loss_average=recipe.training.loss_average,
         head=item.head.build,
         head_init=item.head_init,
-        text_weight=prepared.of(item).text_weights[item.block.prompts] if item.reads_text else None,
+        text_weight=prepared.for_method(item).text_weights[item.block.prompts] if item.reads_text else None,
         class_weight=_class_weight(plan, split),
     )
     return Job(

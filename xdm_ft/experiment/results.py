@@ -136,41 +136,11 @@ class ResultsFile:
         """Returns method and generation of a model. Only models with equal ones share chunks of heads."""
         return key[0], generation(key, self.generations)
 
-    def save(self, outcomes: Iterable[Outcome], directory: RunDirectory) -> None:
-        """Writes the files of outcomes, then their lines, so that a line never refers to a missing file.
-
-        Outcomes that come within `KEEP_SECONDS`, or `KEEP_SHARED_SECONDS` if they share a file, are made safe on the
-        disk together; a killed run loses those only.
-
-        `directory` belongs to the calling process, which may be a fork of the main one. The main process also rewrites
-        results.json, unless that would take too large a share of its time.
-        """
-        with TensorFiles() as files:
-            written, began = list[Outcome](), time.monotonic()
-            for outcome in outcomes:
-                for file, (state, metadata) in outcome.weights.items():
-                    directory.write_tensors(file, state, metadata, files)
-                for folder, arrays in outcome.predictions.items():
-                    directory.write_predictions(folder, arrays, files)
-                for file, arrays in outcome.references.items():
-                    directory.write_arrays(file, arrays, {}, files)
-                written.append(Outcome(outcome.kind, outcome.line))  # without the arrays, which need memory
-                waiting = files.waiting_bytes
-                latest = began + (KEEP_SHARED_SECONDS if waiting else KEEP_SECONDS)
-                if time.monotonic() > latest or waiting > MOST_WAITING:
-                    self._keep(files, written, directory)
-                    written, began = [], time.monotonic()
-            self._keep(files, written, directory)
-
-    def _keep(self, files: TensorFiles, written: Sequence[Outcome], directory: RunDirectory) -> None:
-        """Makes files safe on the disk, then the lines that refer to them."""
-        files.replace()
-        for kind in dict.fromkeys(outcome.kind for outcome in written):
-            lines = [outcome.line for outcome in written if outcome.kind == kind]
-            directory.append(kind, *(line.to_json() if isinstance(line, Record) else line for line in lines))
-        records = [outcome.line for outcome in written if isinstance(outcome.line, Record)]
-        self.records |= {record.key: record for record in records}
-        if records and directory.main and directory.results_are_due:
+    def add(self, records: Iterable[Record]) -> None:
+        """Adds records that are in the run directory, and rewrites results.json unless that would take too long."""
+        new = {record.key: record for record in records}
+        self.records |= new
+        if new and self.directory.results_are_due:
             self.write()
 
     def write(self) -> Results:
@@ -204,6 +174,44 @@ class ResultsFile:
             **({"final_fits": self.final_fits} if self.final_fits else {}),
         }
         return Results(self.directory.path, records, rows, final_fit, self.final_fits, document)
+
+
+def save(outcomes: Iterable[Outcome], directory: RunDirectory, writes: bool = True) -> list[Record]:
+    """Writes the files of outcomes, then their lines, so that a line never refers to a missing file.
+
+    Outcomes that come within `KEEP_SECONDS`, or `KEEP_SHARED_SECONDS` if they share a file, are made safe on the disk
+    together; a killed run loses those only. `writes` False: another process writes, and all compute the outcomes.
+
+    Returns the records among the outcomes.
+    """
+    records, written, began = list[Record](), list[Outcome](), time.monotonic()
+    with TensorFiles() as files:
+        for outcome in outcomes:
+            if not writes:
+                continue
+            for file, (state, metadata) in outcome.weights.items():
+                directory.write_tensors(file, state, metadata, files)
+            for folder, arrays in outcome.predictions.items():
+                directory.write_predictions(folder, arrays, files)
+            for file, arrays in outcome.references.items():
+                directory.write_arrays(file, arrays, {}, files)
+            written.append(Outcome(outcome.kind, outcome.line))  # without the arrays, which need memory
+            records += [outcome.line] if isinstance(outcome.line, Record) else []
+            waiting = files.waiting_bytes
+            latest = began + (KEEP_SHARED_SECONDS if waiting else KEEP_SECONDS)
+            if time.monotonic() > latest or waiting > MOST_WAITING:
+                _keep(files, written, directory)
+                written, began = [], time.monotonic()
+        _keep(files, written, directory)
+    return records
+
+
+def _keep(files: TensorFiles, written: Sequence[Outcome], directory: RunDirectory) -> None:
+    """Makes files safe on the disk, then the lines that refer to them."""
+    files.replace()
+    for kind in dict.fromkeys(outcome.kind for outcome in written):
+        lines = [outcome.line for outcome in written if outcome.kind == kind]
+        directory.append(kind, *(line.to_json() if isinstance(line, Record) else line for line in lines))
 
 
 def environment(accelerator: Accelerator) -> dict[str, Any]:

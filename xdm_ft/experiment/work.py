@@ -1,9 +1,8 @@
-"""The processes of a run that share its work, and the progress of all of them."""
+"""The processes of a run that share its work: forks, and the progress of all."""
 
 from __future__ import annotations
 
 import logging
-import mmap
 import multiprocessing
 import os
 import shutil
@@ -12,27 +11,24 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from multiprocessing.sharedctypes import RawArray
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from xdm_ft.runtime.errors import UserError, printable
+from xdm_ft.runtime.errors import UserError, plural, printable
 from xdm_ft.runtime.interrupt import Interrupted, before_exit, deferred, end_with_parent, handle, held_back
 from xdm_ft.runtime.progress import LOG_EVERY_SECONDS, Progress, duration, pulse, shows_bars
 from xdm_ft.runtime.terminal import print_error, with_bar
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from xdm_ft.storage.run_directory import RunDirectory
-
+from xdm_ft.storage.run_directory import RunDirectory
 
 logger = logging.getLogger("xdm_ft")
+REFRESH_SECONDS = 0.2  # at least, between two looks at the counts
+WATCH_SECONDS = 1.0  # between two looks while this process only waits
 SECONDS_TO_SAVE = 10.0  # after one process has failed, the time for the others to save and exit
 
 
@@ -125,165 +121,128 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-PROCESSES = 1024  # slots of one rank: its forks, at most
-REFRESH_SECONDS = 0.2  # at least, between two looks at the counts
+class Work(NamedTuple):
+    """An amount of work."""
+
+    models: int = 0
+    cost: int = 0  # `pieces.cost`
 
 
-class Counts(NamedTuple):
-    """Work and models of one process, or of all."""
-
-    done: float = 0.0  # cost of the work done now
-    spared: float = 0.0  # cost of work that an earlier run did, or that turned out not to be needed
-    models: int = 0  # that have been saved
-
-    def plus(self, other: Counts) -> Counts:
-        return Counts(self.done + other.done, self.spared + other.spared, self.models + other.models)
+NOTHING = Work()
 
 
-SLOT = np.dtype(list(zip(Counts._fields, ("f8", "f8", "i8"), strict=True)))
+class RunProgress:
+    """How far all processes of a run are with its pieces, as a bar or as a line now and then.
 
-
-class Display(Protocol):
-    def show(self, counts: Counts, note: str) -> None: ...
-    def close(self) -> None: ...
-
-
-class Overall:
-    """The work on `models` models, which costs `cost` in all (`engines.cost`)."""
+    A finished piece counts by its mark in the run directory, whichever process did it; an unfinished one by its steps,
+    if this process or a fork of it does it.
+    """
 
     def __init__(
-        self, what: str, cost: float, models: int, memory: mmap.mmap, first_slot: int, display: Display | None
+        self, what: str, pieces: Mapping[str, Work], done: Work, directory: RunDirectory, processes: int, shows: bool
     ) -> None:
-        self.what, self.cost, self.models = what, cost, models
-        # a column of numbers of 8 bytes for each field: another process never reads half of one
-        self._fields = [np.frombuffer(memory, SLOT)[name] for name in Counts._fields]
-        self._first, self._display = first_slot, display
-        self._slot, self._own, self._note, self._next = first_slot, Counts(), "", 0.0
+        """`pieces`: {name: its work}. `done`: of an earlier run. `processes`: this one and its forks."""
+        self.what, self.pieces, self.done, self.directory, self.shows = what, pieces, done, directory, shows
+        self.models = done.models + sum(piece.models for piece in pieces.values())
+        self.cost = done.cost + sum(piece.cost for piece in pieces.values())
+        self.number, self.note = 0, ""  # of the process, and what it does
+        # cost of the unfinished pieces' steps, and of all steps of earlier runs: forks share the memory
+        self.begun, self.resumed = RawArray("d", processes), RawArray("d", processes)
         self._lock = threading.Lock()
+        self._bar: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> RunProgress:
+        self.started = self._last = time.monotonic()
+        if self.shows and shows_bars():
+            self._bar = _bar(self.what)
+        self.bar = self._bar.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._bar.__exit__(None, None, None)
+        if self.shows and kind is None:
+            seconds = time.monotonic() - self.started
+            logger.info("%s: %s in %s", self.what, self._models(self.finished.models), duration(seconds))
 
     def in_process(self, number: int) -> None:
-        """Must be called in each fork (`number` 1, 2, …), which then counts in its own slot and shows nothing."""
+        """Must be called in each fork (`number` 1, 2, …), which then counts for itself and shows nothing."""
         if number:
-            self._slot, self._own, self._display = self._first + number % PROCESSES, Counts(), None
-
-    def add(self, done: float = 0.0, spared: float = 0.0, models: int = 0, note: str | None = None) -> None:
-        self._own = self._own.plus(Counts(done, spared, models))
-        for field, value in zip(self._fields, self._own, strict=True):
-            field[self._slot] = value
-        self._note = self._note if note is None else note
-        self._show()
-
-    @property
-    def counts(self) -> Counts:
-        """The sums over all processes."""
-        return Counts(*(field.sum().item() for field in self._fields))
-
-    def _show(self) -> None:
-        if self._display is None or time.monotonic() < self._next:
-            return
-        with self._lock:  # the thread of `watched` shows too
-            self._next = time.monotonic() + REFRESH_SECONDS
-            self._display.show(self.counts, self._note)
+            self.number, self.shows = number, False
 
     @contextmanager
-    def share(self, note: str, cost: float, total: int) -> Iterator[Progress]:
-        """Context that yields the progress of one part: `total` units of its own, which cost `cost` together."""
-        part = _Share(self, note, cost, total)
-        self.add(note=note)
-        yield part
-        self.add(spared=(total - part.done) * part.worth)  # training ended early, or failed
+    def of_piece(self, name: str, note: str, units: int) -> Iterator[Progress]:
+        """Context that yields the progress of one piece: `units` of its own."""
+        self.note = note
+        yield PieceProgress(self, note, units, self.pieces[name].cost / max(1, units))
+        self.begun[self.number] = 0.0
+
+    @property
+    def finished(self) -> Work:
+        names = [name for name in self.directory.finished() if name in self.pieces]
+        models, cost = (sum(values) for values in zip(NOTHING, *(self.pieces[name] for name in names), strict=True))
+        return Work(self.done.models + models, self.done.cost + cost)
+
+    def show(self) -> None:
+        now = time.monotonic()
+        if not self.shows or now - self._last < (REFRESH_SECONDS if self.bar else LOG_EVERY_SECONDS):
+            return
+        with self._lock:  # the thread of `watched` shows too
+            self._last, finished = now, self.finished
+            cost = min(self.cost, finished.cost + sum(self.begun))
+            share, new = cost / max(1, self.cost), cost - self.done.cost - sum(self.resumed)
+            left = f"about {duration((self.cost - cost) * (now - self.started) / new)} left, " if new > 0 else ""
+            text = f"{self._models(finished.models)}, {left}now {printable(self.note)}"
+            if self.bar:
+                self.bar.n, self.bar.postfix, self.bar.ncols = 100 * share, text, _columns()
+                self.bar.refresh()
+            else:
+                logger.info("%s: %.0f%%, %s", self.what, 100 * share, text)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Context in which the main process shows the progress of all, also while it waits. It may not fork in it."""
-        if self._display is None:
-            yield
-            return
         ended = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(ended,), daemon=True, name="progress")
-        thread.start()
+
+        def watch() -> None:
+            while not ended.wait(WATCH_SECONDS):
+                self.show()
+
+        thread = threading.Thread(target=watch, daemon=True, name="progress")
+        if self.shows:
+            thread.start()
         try:
             yield
         finally:
             ended.set()
-            thread.join()
+            if self.shows:
+                thread.join()
 
-    def _watch(self, ended: threading.Event) -> None:
-        while not ended.wait(REFRESH_SECONDS):
-            self._show()
+    def _models(self, finished: int) -> str:
+        return f"{finished} of {plural(self.models, 'model')}"
 
 
-class _Share(Progress):
-    def __init__(self, overall: Overall, note: str, cost: float, total: int) -> None:
-        super().__init__(note, total, "")
-        self.overall, self.worth = overall, cost / max(1, total)
+class PieceProgress(Progress):
+    def __init__(self, run: RunProgress, note: str, units: int, cost_of_unit: float) -> None:
+        super().__init__(note, units, "")
+        self.run, self.cost_of_unit = run, cost_of_unit
 
     def skip(self, n: int) -> None:
-        super().skip(n)
-        self.overall.add(spared=n * self.worth)
+        self.run.resumed[self.run.number] += n * self.cost_of_unit
+        self._count(n, "")
 
     def advance(self, n: int = 1, note: str = "") -> None:
         pulse.beat()
+        self._count(n, note)
+
+    def _count(self, n: int, note: str) -> None:
         self.done += n
-        self.overall.add(done=n * self.worth, note=f"{self.description}, {note}" if note else None)
-
-
-@contextmanager
-def overall(
-    what: str, cost: float, models: int, accelerator: Accelerator, directory: RunDirectory
-) -> Iterator[Overall]:
-    """Context for the work of all processes on these models. The main process shows it, and says how long it took.
-
-    Raises `UserError` if the disk is full: several launched processes share a small file in the run directory.
-    """
-    ranks, main = accelerator.num_processes, accelerator.is_main_process
-    size = SLOT.itemsize * PROCESSES * ranks
-    # anonymous memory is shared with forks only
-    name = f"{what.replace(' ', '_')}_{models}"  # with more seeds, the same work is done again for more models
-    memory = mmap.mmap(-1, size) if ranks == 1 else directory.shared_memory(name, size)
-    started, display = time.monotonic(), _display(what, cost, models) if main else None
-    own = Overall(what, cost, models, memory, accelerator.process_index * PROCESSES, display)
-    try:
-        yield own
-    finally:
-        if display is not None:
-            display.close()
-    if main:
-        logger.info("%s: %s in %s", what, _of(own.counts.models, models), duration(time.monotonic() - started))
-
-
-def _of(done: int, models: int) -> str:
-    return f"{done} of {models} model{'' if models == 1 else 's'}"
-
-
-def _display(what: str, cost: float, models: int) -> Display:
-    return _Bar(what, cost, models) if shows_bars() else _Lines(what, cost, models)
-
-
-class _Lines:
-    """Writes a line to the log every 30 seconds."""
-
-    def __init__(self, what: str, cost: float, models: int) -> None:
-        self.what, self.cost, self.models = what, cost, models
-        self.started = self.last = time.monotonic()
-
-    def show(self, counts: Counts, note: str) -> None:
-        now = time.monotonic()
-        if now - self.last < LOG_EVERY_SECONDS:
-            return
-        self.last, share = now, min(1.0, (counts.done + counts.spared) / self.cost)
-        left = ""
-        if counts.done > 0:
-            seconds = (self.cost - counts.done - counts.spared) * (now - self.started) / counts.done
-            left = f", about {duration(max(0.0, seconds))} left"
-        logger.info("%s: %.0f%%, %s%s, now %s", self.what, 100 * share, _of(counts.models, self.models), left, note)
-
-    def close(self) -> None:
-        pass
+        self.run.begun[self.run.number] = self.done * self.cost_of_unit
+        self.run.note = f"{self.description}, {note}" if note else self.description
+        self.run.show()
 
 
 def _columns() -> int:
-    """The width of a bar: that of the terminal, but for what it prints at Ctrl-C, which would begin a second line."""
+    """Returns the width of a bar: that of the terminal, but for "^C " at Ctrl-C, which would begin a second line."""
     try:
         width = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):  # a terminal that does not say
@@ -291,34 +250,13 @@ def _columns() -> int:
     return max(20, width - len("^C "))
 
 
-class _Bar:
-    """One bar on the terminal, with the time left at the mean rate since the start."""
+@contextmanager
+def _bar(what: str) -> Iterator[Any]:
+    from tqdm import tqdm
 
-    def __init__(self, what: str, cost: float, models: int) -> None:
-        from tqdm import tqdm
-
-        self.models, self.counted = models, Counts()
-        self.bar = tqdm(
-            total=cost,
-            desc=what,
-            smoothing=0,  # methods differ in speed, and a piece in progress is not all that is left
-            leave=False,
-            ncols=_columns(),
-            file=sys.stderr,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {remaining} left{postfix}",
-        )
-        self.shown = with_bar(self.bar)
-        self.shown.__enter__()
-
-    def show(self, counts: Counts, note: str) -> None:
-        spared, done = counts.spared - self.counted.spared, counts.done - self.counted.done
-        self.counted = counts
-        self.bar.initial += spared  # tqdm takes the rate from n − initial
-        self.bar.n = min(self.bar.total, self.bar.n + spared + done)
-        self.bar.ncols = _columns()
-        self.bar.postfix = f"{_of(counts.models, self.models)}, {printable(note)}"
-        self.bar.refresh()
-
-    def close(self) -> None:
-        self.shown.__exit__(None, None, None)
-        self.bar.close()
+    form = "{desc} {percentage:3.0f}%|{bar}|{postfix}"
+    with (
+        tqdm(total=100, desc=what, leave=False, ncols=_columns(), file=sys.stderr, bar_format=form) as bar,
+        with_bar(bar),
+    ):
+        yield bar

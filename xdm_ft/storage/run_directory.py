@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import shutil
 import tempfile
@@ -33,8 +32,8 @@ from xdm_ft.storage.tensorboard import EventFile, Session, write_session
 from xdm_ft.storage.tensors import Arrays, TensorFiles, read_checked, read_entry, tensors_of, unchecked_entry
 
 logger = logging.getLogger("xdm_ft")
-SHARED = "shared"  # folder of `state/`, with memory that the launched processes of this run share
-TAKEN = "taken"  # folder of `state/`, with one empty file per training that a process of this run has taken
+TAKEN = "taken"  # folder of `state/`, with a file per training that a process of this run has taken: its name
+FINISHED = "finished"  # with an empty file per training that is done
 LOCK = "run.lock"
 ANALYSIS = "analysis.json"
 RESULTS, MARKDOWN, TABLE, PAGE = "results.json", "results.md", "results.csv", "report.html"
@@ -78,7 +77,7 @@ class RunDirectory:
             raise UserError(f"{self.path}: another run is writing here; wait for it, or set output.dir") from error
         except OSError as error:
             raise UserError(f"{self.path}: can not be used as a run directory: {error.strerror}") from error
-        for kind in (TAKEN, SHARED):  # those of the interrupted run
+        for kind in (TAKEN, FINISHED):  # those of the interrupted run
             shutil.rmtree(self.path / "state" / kind, ignore_errors=True)
 
     def begin(self) -> None:
@@ -143,25 +142,35 @@ class RunDirectory:
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                (folder / name).touch(exist_ok=False)  # atomic: of several processes exactly one creates the file
+                with (folder / name).open("x") as file:  # of several processes exactly one creates the file
+                    file.write(self.process)
             except FileExistsError:
                 return False
         return True
 
-    def shared_memory(self, name: str, size: int) -> mmap.mmap:
-        """Returns `size` bytes, zeros at first, that all launched processes share under this name.
+    def release(self, process: str) -> None:
+        """Gives back the trainings that a process, which has died, took and did not finish."""
+        finished = set(self.finished())
+        for file in (self.path / "state" / TAKEN).glob("*"):
+            if file.name not in finished and file.read_text() in (process, ""):  # it may have died before it wrote
+                file.unlink()
 
-        They have their room on the disk, so that writing to them can not fail.
-        """
-        file = self._checked(f"state/{SHARED}/{name}")
+    def last_checkpoint(self) -> float:
+        """Returns the time at which the last checkpoint was written; 0.0: there is none."""
+        files = (self.path / "state" / "checkpoints").glob("*")
+        return max((file.stat().st_mtime for file in files), default=0.0)
+
+    def finish(self, name: str) -> None:
+        """Marks a training as done: its models are saved."""
+        file = self._checked(f"state/{FINISHED}/{name}")
         with disk_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                os.posix_fallocate(descriptor, 0, size)
-                return mmap.mmap(descriptor, size)
-            finally:
-                os.close(descriptor)
+            file.touch()
+
+    def finished(self) -> list[str]:
+        """Returns the trainings of this run that are done."""
+        folder = self.path / "state" / FINISHED
+        return os.listdir(folder) if folder.is_dir() else []
 
     def checkpoint(self, name: str, about: Mapping[str, Any], writes: bool = True) -> Checkpoint:
         """Returns the checkpoint of the training `name`; `about` and `writes` as for `Checkpoint`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import torch
 from pydantic import BeforeValidator, Field, ValidationInfo
@@ -263,3 +263,16 @@ class Trained:
     restarts: tuple[str, ...] = ()  # the reason of each restart from the beginning
     parameters: int | None = None  # number of trained values; None: those of the method's own modules
     peak_memory: int | None = None  # bytes; None: not known, or several models shared it
+
+
+class Predictor(Protocol):
+    """What trained weights make of images. `state`: a `Selected.state` of the job, or weights of the same names."""
+
+    def logits(self, state: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        """Returns float32 [n,C] for the images `rows`, int64 [n], on the CPU."""
+
+    def features(self, state: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        """Returns float32 [n,K], which the head reads, on the CPU."""
+
+    def starting_weights(self) -> dict[str, Tensor]:
+        """Returns the weights before training: those of the head, and of the encoder if it is trained too."""

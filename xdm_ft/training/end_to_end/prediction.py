@@ -167,3 +167,35 @@ class EndToEndValidation:
                 self.loss = self.measured_loss.value(logits)
         inner.train()
         return values
+
+
+class EndToEndPredictor:
+    """The `Predictor` of models that train their encoder. All processes call it together."""
+
+    def __init__(
+        self,
+        job: Job,
+        encoder: Encoder,
+        dataset: ImageDataset,
+        accelerator: Accelerator,
+        batch_size: int,
+        part: EncoderPart = FULL_ENCODER,
+    ) -> None:
+        """`encoder`: before training."""
+        self.job, self.encoder, self.dataset, self.accelerator = job, encoder, dataset, accelerator
+        self.batch_size, self.part = batch_size, part
+
+    def logits(self, state: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        return self._predict(state, rows, "logits")
+
+    def features(self, state: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        return self._predict(state, rows, "features")
+
+    def _predict(self, state: Mapping[str, Tensor], rows: Tensor, of: Literal["logits", "features"]) -> Tensor:
+        images, accelerator = self.dataset, self.accelerator
+        return predict(self.job, self.encoder, state, images, rows, accelerator, self.batch_size, of=of, part=self.part)
+
+    def starting_weights(self) -> dict[str, Tensor]:
+        algorithm = self.job.new_method()
+        assert isinstance(algorithm, Algorithm)
+        return EndToEnd(copy.deepcopy(self.encoder), algorithm, "frozen").weights()
